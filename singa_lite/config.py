@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only mutable globals of the package, and the environment switches, in one table.
+
+Everything here is process-wide. Modules read ``config.state`` at the moment of use and never copy it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+# Environment switch -> what it does. Read through env(), so that a misspelt name fails at once.
+SWITCHES = {
+    "SINGA_LITE_RANK": "rank of this process, set by `singa-lite run`",
+    "SINGA_LITE_WORLD_SIZE": "number of processes, set by `singa-lite run`",
+    "SINGA_LITE_TICKET": "name shared by the ranks of one world, set by `singa-lite run`",
+    "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
+    "SINGA_LITE_CACHE": "folder for fetched data (default ~/.cache/singa_lite)",
+    "MNIST_DIR": "folder with the four MNIST IDX files, instead of fetching them",
+}
+
+
+@dataclass
+class State:
+    """The mutable globals.
+
+    Attributes:
+        training: True while operators record for ``backward`` and dropout/batch-norm train.
+        recording: False inside ``autograd.no_grad()``.
+        communicator: the process's host communicator (comm.base.Communicator), made at first use.
+        default_device: the CPU device (device.Device), made at first use.
+    """
+
+    training: bool = False
+    recording: bool = True
+    communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
+    default_device: Any = None  # Any: likewise; device.py owns it
+
+
+state = State()
+
+
+def env(switch: str, default: str | None = None) -> str | None:
+    """Return the environment switch ``switch``, or ``default`` when unset or empty."""
+    if switch not in SWITCHES:
+        raise KeyError(f"{switch} is not in config.SWITCHES")
+    return os.environ.get(switch) or default

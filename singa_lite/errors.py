@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exception the package raises on purpose, and the small checks that raise them.
+
+A message says where, what was expected, what came and how to mend it. docs/errors.md leads from the
+text of each ``CommError`` to its cure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+class SingaLiteError(Exception):
+    """Base of all errors raised by singa_lite."""
+
+
+class ShapeError(SingaLiteError, ValueError):
+    """An array or tensor has the wrong shape, or an axis, size or stride is out of range."""
+
+
+class DTypeError(SingaLiteError, TypeError):
+    """An array or tensor has the wrong element type, or a value does not fit the type asked for."""
+
+
+class DeviceError(SingaLiteError, RuntimeError):
+    """A device is missing, or tensors of different devices meet."""
+
+
+class OptionError(SingaLiteError, ValueError):
+    """An option (``dist_option``, ``spars``, ``op``, a learning rate, ...) is unknown or out of range."""
+
+
+class GraphError(SingaLiteError, RuntimeError):
+    """A gradient was asked of something that was not recorded, or a model was used before ``compile``."""
+
+
+class DataError(SingaLiteError, RuntimeError):
+    """A data set is missing, damaged or cannot be fetched."""
+
+
+class CheckpointError(SingaLiteError, RuntimeError):
+    """A checkpoint does not fit the model, exists already, or is damaged."""
+
+
+class CommError(SingaLiteError, RuntimeError):
+    """A collective failed: a peer died, is late, disagrees, or a transport is not available."""
+
+
+def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
+    """Raise ``OptionError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        known = ", ".join(repr(choice) for choice in choices)
+        raise OptionError(f"{where}: {name} = {value!r} is not known; choose one of {known}")
