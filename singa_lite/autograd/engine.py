@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine: what an operator is, how a call is recorded, and how gradients flow back.
+
+What lives here: Operator, Context, backward(), gradients(), no_grad(). What does not: any formula (ops/).
+
+Note [yield order]: nodes are visited in the reverse order of their creation, which is a topological order,
+and a parameter is yielded as soon as its last use was visited. All ranks that ran the same forward pass
+therefore yield the same parameters in the same order.
+Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
+such a gradient as shared: it is never written to, and copied before a caller gets it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..config import state
+from ..device import Device
+from ..errors import DeviceError, GraphError, ShapeError
+from ..tensor import Tensor
+
+Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
+_node_numbers = itertools.count()
+
+
+class Context:
+    """What one call of an operator knows and keeps.
+
+    Attributes:
+        device: where inputs and outputs live.
+        needs_grad: per input, whether a gradient will be asked for.
+        training: ``autograd.training`` at the time of the call.
+        saved: what ``save`` kept; empty when the call is not recorded.
+    """
+
+    def __init__(self, device: Device, needs_grad: tuple[bool, ...]) -> None:
+        self.device = device
+        self.backend = device.backend
+        self.needs_grad = needs_grad
+        self.training = state.training
+        self.saved: tuple[Any, ...] = ()
+
+    def run(self, kernel: str, *inputs: Array, out: Array | tuple[Array, ...], **attributes: Any) -> None:
+        """Run a kernel of the device's backend by name."""
+        self.backend.run(kernel, *inputs, out=out, **attributes)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array on the device, values undefined."""
+        return self.backend.empty(shape, dtype)
+
+    def save(self, *values: Any) -> None:
+        """Keep values for backward; nothing is kept when no gradient will be asked for."""
+        if any(self.needs_grad):
+            self.saved = values
+
+
+class Node:
+    """One recorded call: the operator, its context and where its inputs came from."""
+
+    def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
+        self.op = op
+        self.context: Context | None = context
+        self.number = next(_node_numbers)
+        # per input: the node that made it and which of its outputs, or the leaf itself, or None
+        self.sources: list[tuple[Node, int] | Tensor | None] = [
+            None if not needed else tensor if tensor.creator is None else (tensor.creator, tensor.creator_output)
+            for tensor, needed in zip(inputs, context.needs_grad, strict=True)
+        ]
+        self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
+
+
+class Operator:
+    """One differentiable operation: plain attributes on the instance, state of a call on the Context.
+
+    A subclass writes ``check`` (raises ShapeError or DTypeError), ``forward`` (raw arrays in, one raw array
+    or a tuple of them out) and ``backward`` (one gradient per output in; one per input out, None where there
+    is none or ``context.needs_grad`` says nobody asks). Arrays given to either are never written to.
+    """
+
+    def check(self, *inputs: Tensor) -> None:
+        """Raise a typed error if the inputs do not fit; the default accepts all."""
+
+    def forward(self, context: Context, *inputs: Array) -> Array | tuple[Array, ...]:
+        raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def backward(self, context: Context, *dys: Array) -> Array | None | tuple[Array | None, ...]:
+        raise NotImplementedError(f"{type(self).__name__}.backward")
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Check, compute and, where a gradient may be asked for, record; a Tensor or a tuple of Tensors."""
+        self.check(*inputs)
+        device = common_device(type(self).__name__, inputs)
+        recording = state.training and state.recording
+        context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
+        result = self.forward(context, *(tensor.data for tensor in inputs))
+        node = Node(self, context, inputs) if any(context.needs_grad) else None
+        arrays = result if isinstance(result, tuple) else (result,)
+        outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
+        if node is not None:
+            node.outputs = [(array.shape, array.dtype) for array in arrays]
+        return outputs if isinstance(result, tuple) else outputs[0]
+
+
+def is_tracked(tensor: Tensor) -> bool:
+    """Whether a gradient of ``tensor`` can be asked for: it was recorded, or is a leaf that stores its gradient."""
+    return tensor.creator is not None or (tensor.stores_grad and tensor.requires_grad)
+
+
+def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
+    """The device of all ``tensors``; DeviceError if they are not on one."""
+    if not tensors:
+        raise ShapeError(f"{where}: expected at least one Tensor")
+    for tensor in tensors[1:]:
+        if tensor.device is not tensors[0].device:
+            raise DeviceError(
+                f"{where}: tensors on {tensors[0].device} and {tensor.device} meet; move one with to_device()"
+            )
+    return tensors[0].device
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Compute without recording inside the ``with`` block."""
+    before = state.recording
+    state.recording = False
+    try:
+        yield
+    finally:
+        state.recording = before
+
+
+class _Gradient:
+    """A gradient under construction, see Note [gradient ownership]."""
+
+    __slots__ = ("array", "is_shared")
+
+    def __init__(self, array: Array, is_shared: bool) -> None:
+        self.array = array
+        self.is_shared = is_shared
+
+    def add(self, array: Array, backend: Any) -> None:
+        if self.is_shared:
+            total = backend.empty(self.array.shape, self.array.dtype)
+            backend.run("add", self.array, array, out=total)
+            self.array, self.is_shared = total, False
+        else:
+            backend.run("add", self.array, array, out=self.array)
+
+    def release(self, backend: Any) -> Array:
+        """The array, owned by the caller alone."""
+        if not self.is_shared:
+            return self.array
+        own = backend.empty(self.array.shape, self.array.dtype)
+        backend.run("copy", self.array, out=own)
+        return own
+
+
+def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Compute dy * d(y)/d(p) for every parameter p that ``y`` was computed from.
+
+    Args:
+        y: a recorded tensor, of one element unless ``dy`` is given.
+        dy: the gradient to start from: None (1), a number, or a Tensor of y's shape.
+
+    Returns:
+        A generator of (parameter, gradient), each as soon as its gradient is final, in the same order on
+        every rank, see Note [yield order]. Parameters are leaves with ``stores_grad``. The caller owns
+        each gradient. The record is used up: a second backward() of it raises.
+
+    Raises:
+        GraphError: y was not recorded (``autograd.training`` was False, under no_grad(), or no parameter
+            takes part), or its record was used up.
+        ShapeError: y has more than one element and dy is None, or dy has another shape.
+    """
+    if y.creator is None:
+        raise GraphError(
+            "backward: this tensor was not recorded; set autograd.training = True before the forward pass, "
+            "compute outside no_grad(), and from at least one tensor with stores_grad=True"
+        )
+    if y.creator.context is None:
+        raise GraphError("backward: the record of this tensor was used up by an earlier backward()")
+    return _walk(y.creator, y.creator_output, _seed(y, dy))
+
+
+def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
+    if isinstance(dy, Tensor):
+        if dy.shape != y.shape:
+            raise ShapeError(f"backward: dy has shape {dy.shape} but y has {y.shape}")
+        return dy.data
+    if dy is None and y.size() != 1:
+        raise ShapeError(f"backward: y has shape {y.shape}; give dy, or reduce y to one element")
+    seed = y.device.backend.empty(y.shape, y.dtype)
+    y.device.backend.run("fill", out=seed, value=1.0 if dy is None else float(dy))
+    return seed
+
+
+def _reachable(root: Node) -> list[Node]:
+    """All nodes behind ``root``, latest first."""
+    seen = {root}
+    stack = [root]
+    while stack:
+        for source in stack.pop().sources:
+            if isinstance(source, tuple) and source[0] not in seen:
+                seen.add(source[0])
+                stack.append(source[0])
+    return sorted(seen, key=lambda node: node.number, reverse=True)
+
+
+def _walk(root: Node, output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
+    nodes = _reachable(root)
+    uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
+    for node in nodes:
+        for source in node.sources:
+            if isinstance(source, Tensor):
+                uses[source] = uses.get(source, 0) + 1
+    gradients: dict[Any, _Gradient] = {(root, output): _Gradient(seed, is_shared=True)}
+    for node in nodes:
+        _visit(node, gradients)
+        for source in node.sources:
+            if isinstance(source, Tensor):
+                uses[source] -= 1
+                if uses[source] == 0 and source in gradients:
+                    array = gradients.pop(source).release(source.device.backend)
+                    yield source, Tensor.wrap(array, source.device)
+
+
+def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
+    """Run one node's backward and hand its results on to where its inputs came from."""
+    context, node.context = node.context, None  # frees what was saved as the walk goes on
+    if context is None:
+        raise GraphError("backward: part of this record was used up by an earlier backward()")
+    arrived = [gradients.pop((node, index), None) for index in range(len(node.outputs))]
+    if all(gradient is None for gradient in arrived):
+        return
+    dys = [
+        gradient.array if gradient is not None else context.backend.zeros(shape, dtype)
+        for gradient, (shape, dtype) in zip(arrived, node.outputs, strict=True)
+    ]
+    result = node.op.backward(context, *dys)
+    results = result if isinstance(result, tuple) else (result,)
+    shares_memory = context.backend.may_share_memory
+    for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
+        if source is None or array is None:
+            continue
+        if source in gradients:
+            gradients[source].add(array, context.backend)
+        else:
+            others = [*dys, *(other for place, other in enumerate(results) if place != index and other is not None)]
+            gradients[source] = _Gradient(array, any(shares_memory(array, other) for other in others))
+
+
+def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[Tensor, Tensor]:
+    """Like ``backward``, all at once: {parameter: gradient}. SINGA keys by id(parameter), which can be reused."""
+    return dict(backward(y, dy))
