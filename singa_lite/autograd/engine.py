@@ -66,7 +66,11 @@ class Node:
         self.number = next(_node_numbers)
         # per input: the node that made it and which of its outputs, or the leaf itself, or None
         self.sources: list[tuple[Node, int] | Tensor | None] = [
-            None if not needed else tensor if tensor.creator is None else (tensor.creator, tensor.creator_output)
+            None
+            if not needed
+            else tensor
+            if tensor.creator is None
+            else (tensor.creator, tensor.creator_output)
             for tensor, needed in zip(inputs, context.needs_grad, strict=True)
         ]
         self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
@@ -248,7 +252,10 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
         if source in gradients:
             gradients[source].add(array, context.backend)
         else:
-            others = [*dys, *(other for place, other in enumerate(results) if place != index and other is not None)]
+            others = [
+                *dys,
+                *(other for place, other in enumerate(results) if place != index and other is not None),
+            ]
             gradients[source] = _Gradient(array, any(shares_memory(array, other) for other in others))
 
 

@@ -194,9 +194,7 @@ class Communicator(ABC):
 
         return self._each(arrays, start, name)
 
-    def broadcast(
-        self, arrays: Array | Sequence[Array], root: int = 0, *, name: str = "broadcast"
-    ) -> Work:
+    def broadcast(self, arrays: Array | Sequence[Array], root: int = 0, *, name: str = "broadcast") -> Work:
         """Copy rank ``root``'s ``arrays`` over those of every other rank."""
         self._check_root("broadcast", root)
 
@@ -247,7 +245,9 @@ class Communicator(ABC):
         if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.size)):
             raise OptionError(f"new_group: ranks = {members} must be distinct ranks of 0..{self.size - 1}")
         if any(other != members for other in self.all_gather_object(members, name=f"new_group {name}")):
-            raise CommError(f"new_group {name}: ranks disagree about the members; rank {self.rank} gave {members}")
+            raise CommError(
+                f"new_group {name}: ranks disagree about the members; rank {self.rank} gave {members}"
+            )
         return self._new_group(members, name)
 
     def buffer(self, num_elements: int, dtype: str = "float32") -> Array:
