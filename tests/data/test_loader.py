@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling of uint8 images to float32 batches."""
+
+import numpy as np
+import pytest
+
+from singa_lite.data import make_batch
+from singa_lite.errors import DTypeError, OptionError, ShapeError
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (6, 4, 5), dtype=np.uint8)
+LABELS = np.arange(6, dtype=np.uint8)
+
+
+def test_pixels_are_scaled_as_the_formula_says():
+    x, y = make_batch(IMAGES, LABELS, np.array([5, 0, 2]), mean=0.1307, std=0.3081)
+    expected = (IMAGES[[5, 0, 2]][:, None].astype(np.float64) / 255 - 0.1307) / 0.3081
+    np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+    assert (x.dtype, x.shape, y.dtype, y.tolist()) == (np.float32, (3, 1, 4, 5), np.int32, [5, 0, 2])
+
+
+def test_a_slice_takes_consecutive_samples_and_leaves_the_data_alone():
+    before = IMAGES.copy()
+    x, y = make_batch(IMAGES[:, None], LABELS, slice(1, 3))
+    x += 1
+    np.testing.assert_allclose(x[:, 0] - 1, IMAGES[1:3] / 255, atol=1e-6)
+    np.testing.assert_array_equal(IMAGES, before)
+    assert y.tolist() == [1, 2]
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(DTypeError, match="float32"):
+        make_batch(IMAGES.astype(np.float32), LABELS, slice(0, 2))
+    with pytest.raises(ShapeError, match="belong"):
+        make_batch(IMAGES, LABELS[:5], slice(0, 2))
+    with pytest.raises(ShapeError, match="belong"):
+        make_batch(IMAGES[0], LABELS[:4], slice(0, 2))
+    with pytest.raises(OptionError, match="std"):
+        make_batch(IMAGES, LABELS, slice(0, 2), std=0)
