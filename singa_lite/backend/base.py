@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The narrow waist: every computation of the package is one of the kernels listed here, on raw arrays.
+
+What lives here: the list of kernels, the form of a call, and the memory calls that are no kernels. What does
+not: how a kernel computes (cpu/), devices (device.py), Tensors and gradients (a backend never sees them).
+
+Note [kernel form]: a kernel is called by name with input arrays, ``out=`` (an array or a tuple of arrays,
+allocated by the caller with the right shape and dtype) and plain attributes as keywords.
+- ``out`` never shares memory with an input. A kernel marked "in place" also reads its ``out``.
+- All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.
+- Nothing is random but through the attributes ``seed`` and ``counter``: same pair, same numbers.
+- float16, float32 and float64 all work; float16 accumulates in float32. IEEE rules, no warnings: overflow is
+  inf, invalid is NaN.
+So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+
+Array = Any  # Any: numpy.ndarray on the CPU, cupy.ndarray on CUDA; see Note [kernel form]
+
+# kernel -> (inputs) -> outputs; attributes. N batch, C channels, H and W height and width, O output channels.
+KERNELS = {
+    # element by element; two inputs broadcast
+    "relu": "(x) -> max(x, 0)",
+    "relu_backward": "(dy, y) -> dx",
+    "sigmoid": "(x) -> y",
+    "sigmoid_backward": "(dy, y) -> dx",
+    "tanh": "(x) -> y",
+    "tanh_backward": "(dy, y) -> dx",
+    "exp": "(x) -> y",
+    "log": "(x) -> y",
+    "sqrt": "(x) -> y",
+    "abs": "(x) -> y",
+    "negative": "(x) -> y",
+    "sign": "(x) -> -1, 0 or 1",
+    "square": "(x) -> y",
+    "accumulate": "(x) -> out += x in place",
+    "add": "(a, b) -> a + b",
+    "sub": "(a, b) -> a - b",
+    "mul": "(a, b) -> a * b",
+    "div": "(a, b) -> a / b",
+    "pow": "(a, b) -> a ** b",
+    "pow_backward_base": "(dy, a, b) -> gradient of a, in the broadcast shape",
+    "pow_backward_exponent": "(dy, a, y) -> gradient of b, in the broadcast shape; 0 where a is 0",
+    "compare": "(a, b) -> 0 or 1 in out's dtype; relation: less, less_equal, greater, greater_equal, equal",
+    "clip": "(x) -> y; min and max: float or None",
+    "clip_backward": "(dy, x) -> dx, dy where min <= x <= max; min, max",
+    # moving and reducing
+    "fill": "() -> out; value: float",
+    "copy": "(x) -> same shape and dtype",
+    "cast": "(x) -> same shape, out's dtype, rounded to nearest even",
+    "transpose": "(x) -> y; axes: permutation",
+    "concat": "(x, ...) -> y; axis",
+    "slice": "(x) -> x[start : start + out.shape[axis]] along axis; axis, start",
+    "pack": "(x, ...) -> flat (n,), one after the other",
+    "unpack": "(flat) -> (x, ...), the reverse of pack",
+    "sum": "(x) -> y; axes: tuple of ints, keepdims: bool",
+    "mean": "(x) -> y; axes, keepdims",
+    "max": "(x) -> y; axes, keepdims",
+    "sum_to": "(dy) -> dy summed over the axes that broadcasting out.shape to dy.shape added or stretched",
+    "matmul": "(a, b) -> y, last two axes multiplied, others broadcast; transpose_a, transpose_b: bool",
+    # windows; stride, padding, dilation: pairs (height, width); padding is symmetric
+    "conv2d": "(x NCHW, w (O, C/groups, kh, kw)[, b (O,)]) -> y; stride, padding, dilation, groups",
+    "conv2d_backward_data": "(dy, w) -> dx; stride, padding, dilation, groups",
+    "conv2d_backward_weight": "(dy, x) -> dw or (dw, db); stride, padding, dilation, groups",
+    "max_pool_2d": "(x) -> (y, indices: number in the window, row-major); kernel_size, stride, padding",
+    "max_pool_2d_backward": "(dy, indices) -> dx; kernel_size, stride, padding",
+    "avg_pool_2d": "(x) -> y; kernel_size, stride, padding, count_include_pad",
+    "avg_pool_2d_backward": "(dy) -> dx; kernel_size, stride, padding, count_include_pad",
+    # normalisation; channels on axis 1, statistics float32 or wider
+    "batchnorm_2d_train": "(x, scale, bias) -> (y, mean, inverse_std, running_mean, running_var), the "
+    "last two in place: r = (1 - momentum) r + momentum batch; momentum, eps",
+    "batchnorm_2d_infer": "(x, scale, bias, running_mean, running_var) -> y; eps",
+    "batchnorm_2d_backward": "(dy, x, scale, mean, inverse_std) -> (dx, dscale, dbias)",
+    "softmax": "(x) -> y; axis",
+    "softmax_backward": "(dy, y) -> dx; axis",
+    # losses: mean over the batch, shape (1,); labels: ids (N,) of an integer dtype, or rows (N, C) of any
+    # dtype, divided by their sum (a row of zeros adds nothing)
+    "softmax_cross_entropy": "(x (N, C), labels) -> (loss, probabilities (N, C))",
+    "softmax_cross_entropy_backward": "(dy (1,), probabilities, labels) -> dx",
+    "cross_entropy": "(probabilities (N, C), labels) -> loss",
+    "cross_entropy_backward": "(dy (1,), probabilities, labels) -> dx",
+    "mse_loss": "(x, t) -> loss, mean over all elements",
+    "mse_loss_backward": "(dy (1,), x, t) -> dx",
+    # random; seed and counter: integers, each pair is its own stream
+    "dropout": "(x) -> (y = x / (1 - ratio) where kept, mask: bool); ratio, seed, counter",
+    "dropout_backward": "(dy, mask) -> dx; ratio",
+    "random_uniform": "() -> out in [low, high); low, high, seed, counter",
+    "random_normal": "() -> out; mean, std, seed, counter",
+    "random_bernoulli": "() -> 1 with probability p, else 0; p, seed, counter",
+    # optimizer steps, in place
+    "sgd_update": "(grad) -> (param[, velocity]) in place; lr, momentum, dampening, weight_decay, "
+    "nesterov, first",
+    "adam_update": "(grad) -> (param, m, v) in place; lr, beta_1, beta_2, eps, weight_decay, step (from 1)",
+    # selection for sparse exchange; indices: int32 or int64, ascending
+    "top_k": "(values (n,)) -> (indices (k,), selected (k,)), largest |v|; ties: lowest index; NaN first; k",
+    "threshold_count": "(values (n,)) -> count (1,), how many |v| >= threshold or are NaN; threshold",
+    "threshold_select": "(values (n,)) -> (indices (count,), selected (count,)); threshold",
+    "scatter_add": "(indices, values) -> flat[indices] += values in place; indices are unique",
+    "scatter_fill": "(indices) -> flat[indices] = value in place; value: float",
+}
+
+
+class Backend(ABC):
+    """The kernels of one kind of device and its memory. A backend has one method per name in ``KERNELS``."""
+
+    name: str = ""
+
+    def run(
+        self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
+    ) -> None:
+        """Run one kernel: the choke point through which every computation passes.
+
+        Args:
+            kernel: a name of ``KERNELS``.
+            inputs: arrays of this backend.
+            out: array or tuple of arrays that receive the result; never share memory with ``inputs``.
+            attributes: plain values, read at the call.
+
+        Raises:
+            OptionError: ``kernel`` is not a kernel of this backend.
+        """
+        self.find(kernel)(*inputs, out=out, **attributes)
+
+    def find(self, kernel: str) -> Callable[..., None]:
+        """The method that computes ``kernel``; OptionError if this backend has none."""
+        method = getattr(self, kernel, None) if kernel in KERNELS else None
+        if method is None:
+            raise OptionError(f"{self.name} backend: no kernel {kernel!r}; backend/base.py lists all of them")
+        found: Callable[..., None] = method
+        return found
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A row-major array of undefined content. dtype: whatever numpy.dtype accepts."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        """A row-major array of zeros."""
+
+    @abstractmethod
+    def asarray(self, values: np.ndarray[Any, Any]) -> Array:
+        """A new row-major array of this backend with the values and dtype of a numpy array."""
+
+    @abstractmethod
+    def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
+        """A numpy copy of ``array``, after all kernels that write it."""
+
+    @abstractmethod
+    def may_share_memory(self, a: Array, b: Array) -> bool:
+        """Whether writing ``a`` could change ``b``; never wrongly False."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until every kernel started so far has ended."""

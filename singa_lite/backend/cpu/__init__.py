@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend: every kernel in numpy, the reference of all faster paths.
+
+One file per family; each is a class whose methods are kernels (see Note [kernel form] in ../base.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..base import Array, Backend
+from .conv import ConvKernels
+from .elementwise import ElementwiseKernels
+from .loss import LossKernels
+from .move import MoveKernels
+from .norm import NormKernels
+from .pool import PoolKernels
+from .random import RandomKernels
+from .select import SelectKernels
+from .update import UpdateKernels
+
+
+class CpuBackend(
+    ElementwiseKernels,
+    MoveKernels,
+    ConvKernels,
+    PoolKernels,
+    NormKernels,
+    LossKernels,
+    RandomKernels,
+    UpdateKernels,
+    SelectKernels,
+    Backend,
+):
+    """Kernels on numpy.ndarray. Calls end before they return."""
+
+    name = "cpu"
+
+    def run(
+        self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
+    ) -> None:
+        method = self.find(kernel)
+        with np.errstate(all="ignore"):  # overflow is inf and invalid is NaN, as on every other device
+            method(*inputs, out=out, **attributes)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        return np.zeros(shape, dtype)
+
+    def asarray(self, values: np.ndarray[Any, Any]) -> Array:
+        return np.array(values, order="C")
+
+    def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
+        return np.array(array, order="C")
+
+    def may_share_memory(self, a: Array, b: Array) -> bool:
+        return np.may_share_memory(a, b)
+
+    def synchronize(self) -> None:
+        return None
+
+
+__all__ = ["CpuBackend"]

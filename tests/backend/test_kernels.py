@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every CPU kernel against a plain float64 reference, and the form every kernel keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite.backend.base import KERNELS
+from singa_lite.backend.cpu import CpuBackend
+from singa_lite.errors import OptionError, ShapeError
+
+BACKEND = CpuBackend()
+RNG = np.random.default_rng(20)
+TOLERANCE = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-12}
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return RNG.uniform(0.3, 2.0, shape)
+
+
+@dataclass
+class Sample:
+    """One call: float64 inputs (integer ones stay as they are) and the expected outputs."""
+
+    kernel: str
+    inputs: tuple[Any, ...]
+    expected: tuple[Any, ...]  # an integer or bool array fixes that output's dtype
+    attributes: dict[str, Any] = field(default_factory=dict)
+    before: tuple[Any, ...] | None = None  # of a kernel that works in place
+
+
+X, Y, P = normal(2, 3, 4), normal(3, 1), positive(2, 3, 4)
+DY = normal(2, 3, 4)
+SIGMOID = 1 / (1 + np.exp(-X))
+
+
+def im2col_free_conv(x, w, b, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
+    """Convolution by its definition, one output element at a time."""
+    (ph, pw), (sh, sw), (dh, dw) = padding, stride, dilation
+    x = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+    (n, _, h, wid), (o, cg, kh, kw) = x.shape, w.shape
+    oh, ow = (h - dh * (kh - 1) - 1) // sh + 1, (wid - dw * (kw - 1) - 1) // sw + 1
+    y = np.zeros((n, o, oh, ow))
+    for k in range(o):
+        first = k // (o // groups) * cg
+        for i in range(oh):
+            for j in range(ow):
+                rows = slice(i * sh, i * sh + dh * (kh - 1) + 1, dh)
+                columns = slice(j * sw, j * sw + dw * (kw - 1) + 1, dw)
+                y[:, k, i, j] = (x[:, first : first + cg, rows, columns] * w[k]).sum((1, 2, 3)) + b[k]
+    return y
+
+
+def vjp(function, x, dy):  # type: ignore[no-untyped-def]
+    """dy . d function/dx for a function that is linear in x: exact up to rounding."""
+    slopes = np.zeros(x.size)
+    for i in range(x.size):
+        unit = np.zeros(x.size)
+        unit[i] = 1
+        slopes[i] = (dy * function(unit.reshape(x.shape))).sum()
+    return slopes.reshape(x.shape)
+
+
+def conv_samples(**geometry: Any) -> list[Sample]:
+    groups = geometry["groups"]
+    x, w, b = normal(2, 4, 6, 7), normal(6, 4 // groups, 3, 2), normal(6)
+    zero = np.zeros(6)
+
+    def conv(x, w, b=zero):  # type: ignore[no-untyped-def]
+        return im2col_free_conv(x, w, b, **geometry)
+
+    y = conv(x, w, b)
+    dy = normal(*y.shape)
+    return [
+        Sample("conv2d", (x, w, b), (y,), geometry),
+        Sample("conv2d", (x, w), (conv(x, w),), geometry),
+        Sample("conv2d_backward_data", (dy, w), (vjp(lambda t: conv(t, w), x, dy),), geometry),
+        Sample(
+            "conv2d_backward_weight",
+            (dy, x),
+            (vjp(lambda t: conv(x, t), w, dy), dy.sum((0, 2, 3))),
+            geometry,
+        ),
+        Sample("conv2d_backward_weight", (dy, x), (vjp(lambda t: conv(x, t), w, dy),), geometry),
+    ]
+
+
+def pool_samples(kernel_size: tuple, stride: tuple, padding: tuple) -> list[Sample]:
+    x = normal(2, 3, 7, 6)
+    (kh, kw), (sh, sw), (ph, pw) = kernel_size, stride, padding
+    oh, ow = (7 + 2 * ph - kh) // sh + 1, (6 + 2 * pw - kw) // sw + 1
+    y, indices, dx = np.zeros((2, 3, oh, ow)), np.zeros((2, 3, oh, ow), np.uint8), np.zeros(x.shape)
+    average = {flag: np.zeros(y.shape) for flag in (True, False)}
+    average_dx = {flag: np.zeros(x.shape) for flag in (True, False)}
+    dy = normal(*y.shape)
+    for place in np.ndindex(*y.shape):
+        n, c, i, j = place
+        cells = {
+            number: (n, c, i * sh - ph + number // kw, j * sw - pw + number % kw) for number in range(kh * kw)
+        }
+        cells = {k: cell for k, cell in cells.items() if 0 <= cell[2] < 7 and 0 <= cell[3] < 6}
+        best = max(cells, key=lambda number: x[cells[number]])
+        y[place], indices[place] = x[cells[best]], best
+        dx[cells[best]] += dy[place]
+        for flag, count in ((True, kh * kw), (False, len(cells))):
+            average[flag][place] = sum(x[cell] for cell in cells.values()) / count
+            for cell in cells.values():
+                average_dx[flag][cell] += dy[place] / count
+    geometry = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
+    samples = [
+        Sample("max_pool_2d", (x,), (y, indices), geometry),
+        Sample("max_pool_2d_backward", (dy, indices), (dx,), geometry),
+    ]
+    for flag in (True, False):
+        attributes = {**geometry, "count_include_pad": flag}
+        samples.append(Sample("avg_pool_2d", (x,), (average[flag],), attributes))
+        samples.append(Sample("avg_pool_2d_backward", (dy,), (average_dx[flag],), attributes))
+    return samples
+
+
+def norm_samples() -> list[Sample]:
+    x, scale, bias, dy = normal(4, 3, 2, 2) + 1, positive(3), normal(3), normal(4, 3, 2, 2)
+    running_mean, running_var = normal(3), positive(3)
+    mean, var = x.mean((0, 2, 3)), x.var((0, 2, 3))
+    column = (1, 3, 1, 1)
+
+    def normalise(x):  # type: ignore[no-untyped-def]
+        centred = x - x.mean((0, 2, 3)).reshape(column)
+        deviation = np.sqrt(x.var((0, 2, 3)) + 1e-3).reshape(column)
+        return centred / deviation * scale.reshape(column) + bias.reshape(column)
+
+    dx = np.zeros(x.shape)
+    for place in np.ndindex(*x.shape):
+        step = np.zeros(x.shape)
+        step[place] = 1e-6
+        dx[place] = (dy * (normalise(x + step) - normalise(x - step))).sum() / 2e-6
+    inverse_std = 1 / np.sqrt(var + 1e-3)
+    normal_x = (x - mean.reshape(column)) * inverse_std.reshape(column)
+    inferred = (x - running_mean.reshape(column)) / np.sqrt(running_var + 1e-3).reshape(column)
+    inferred = inferred * scale.reshape(column) + bias.reshape(column)
+    return [
+        Sample(
+            "batchnorm_2d_train",
+            (x, scale, bias),
+            (
+                normalise(x),
+                mean,
+                inverse_std,
+                0.1 * running_mean + 0.9 * mean,
+                0.1 * running_var + 0.9 * var * 16 / 15,
+            ),
+            {"momentum": 0.9, "eps": 1e-3},
+            before=(np.zeros(x.shape), np.zeros(3), np.zeros(3), running_mean, running_var),
+        ),
+        Sample("batchnorm_2d_infer", (x, scale, bias, running_mean, running_var), (inferred,), {"eps": 1e-3}),
+        Sample(
+            "batchnorm_2d_backward",
+            (dy, x, scale, mean, inverse_std),
+            (dx, (dy * normal_x).sum((0, 2, 3)), dy.sum((0, 2, 3))),
+        ),
+    ]
+
+
+def softmax(x, axis):  # type: ignore[no-untyped-def]
+    powers = np.exp(x)
+    return powers / powers.sum(axis, keepdims=True)
+
+
+def loss_samples() -> list[Sample]:
+    x, dy = normal(5, 4), np.array([1.7])
+    p, t = softmax(x, 1), normal(5, 4)
+    ids = np.array([3, 0, 1, 1, 2], np.int32)
+    soft = np.array([[1, 1, 8, 0], [0, 0, 0, 5], [1, 2, 3, 4], [2, 0, 0, 2], [0, 0, 0, 0]], np.int64)
+    samples = []
+    for labels in (ids, np.eye(4)[ids], soft, soft / 10):
+        rows = (
+            np.eye(4)[labels] if labels.ndim == 1 else labels / np.maximum(labels.sum(1, keepdims=True), 1e-9)
+        )
+        loss = np.array([-(rows * np.log(p)).sum() / 5])
+        slopes = 1.7 / 5 * (p * rows.sum(1, keepdims=True) - rows)
+        samples += [
+            Sample("softmax_cross_entropy", (x, labels), (loss, p)),
+            Sample("softmax_cross_entropy_backward", (dy, p, labels), (slopes,)),
+            Sample("cross_entropy", (p, labels), (loss,)),
+            Sample("cross_entropy_backward", (dy, p, labels), (-1.7 / 5 * rows / p,)),
+        ]
+    samples.append(Sample("mse_loss", (x, t), (np.array([((x - t) ** 2).mean()]),)))
+    samples.append(Sample("mse_loss_backward", (dy, x, t), (1.7 * 2 * (x - t) / 20,)))
+    return samples
+
+
+def update_samples() -> list[Sample]:
+    p, g, v, m = normal(5), normal(5), normal(5), positive(5)
+    slope = g + 0.01 * p
+    moved = 0.9 * v + 0.8 * slope
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01}
+    m1, v1 = 0.9 * v + 0.1 * slope, 0.99 * m + 0.01 * slope**2
+    adam = p - 0.1 * (m1 / (1 - 0.9**3)) / (np.sqrt(v1 / (1 - 0.99**3)) + 1e-3)
+    return [
+        Sample("sgd_update", (g,), (p - 0.1 * g,), {"lr": 0.1}, before=(p,)),
+        Sample("sgd_update", (g,), (p - 0.1 * moved, moved), options, before=(p, v)),
+        Sample("sgd_update", (g,), (p - 0.1 * slope, slope), {**options, "first": True}, before=(p, v)),
+        Sample(
+            "sgd_update",
+            (g,),
+            (p - 0.1 * (slope + 0.9 * moved), moved),
+            {**options, "nesterov": True},
+            before=(p, v),
+        ),
+        Sample(
+            "adam_update",
+            (g,),
+            (adam, m1, v1),
+            {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "step": 3},
+            before=(p, v, m),
+        ),
+    ]
+
+
+def select_samples() -> list[Sample]:
+    values = np.array([1.0, -3.0, 0.5, 3.0, np.nan, -2.0, 3.0, -np.inf])
+    indices = np.array([1, 4, 7], np.int64)
+    chosen = np.array([1, 3, 4, 6, 7], np.int32)
+    flat, added = normal(8), normal(3)
+    after_add, after_fill = flat.copy(), flat.copy()
+    after_add[indices] += added
+    after_fill[indices] = 7
+    return [
+        Sample("top_k", (values,), (indices, values[indices]), {"k": 3}),
+        Sample("threshold_count", (values,), (np.array([5]),), {"threshold": 3.0}),
+        Sample("threshold_select", (values,), (chosen, values[chosen]), {"threshold": 3.0}),
+        Sample("scatter_add", (indices, added), (after_add,), before=(flat,)),
+        Sample("scatter_fill", (indices,), (after_fill,), {"value": 7.0}, before=(flat,)),
+    ]
+
+
+MASK = np.array([[True, False, True]])
+SAMPLES = [
+    Sample("relu", (X,), (np.maximum(X, 0),)),
+    Sample("relu_backward", (DY, np.maximum(X, 0)), (DY * (X > 0),)),
+    Sample("sigmoid", (X,), (SIGMOID,)),
+    Sample("sigmoid_backward", (DY, SIGMOID), (DY * SIGMOID * (1 - SIGMOID),)),
+    Sample("tanh", (X,), (np.tanh(X),)),
+    Sample("tanh_backward", (DY, np.tanh(X)), (DY * (1 - np.tanh(X) ** 2),)),
+    Sample("exp", (X,), (np.exp(X),)),
+    Sample("log", (P,), (np.log(P),)),
+    Sample("sqrt", (P,), (np.sqrt(P),)),
+    Sample("abs", (X,), (np.abs(X),)),
+    Sample("negative", (X,), (-X,)),
+    Sample("sign", (X,), (np.sign(X),)),
+    Sample("square", (X,), (X * X,)),
+    Sample("accumulate", (X,), (X + DY,), before=(DY,)),
+    Sample("add", (X, Y), (X + Y,)),
+    Sample("sub", (Y, X), (Y - X,)),
+    Sample("mul", (X, Y), (X * Y,)),
+    Sample("div", (Y, P), (Y / P,)),
+    Sample("pow", (P, X), (P**X,)),
+    Sample("pow_backward_base", (DY, P, X), (DY * X * P ** (X - 1),)),
+    Sample("pow_backward_base", (np.ones(2), np.zeros(2), np.array([0.0, 2])), (np.zeros(2),)),
+    Sample("pow_backward_exponent", (DY, P, P**X), (DY * P**X * np.log(P),)),
+    Sample("pow_backward_exponent", (np.ones(1), np.zeros(1), np.zeros(1)), (np.zeros(1),)),
+    *[
+        Sample("compare", (np.arange(3.0), np.ones(3)), (np.array(wanted, bool),), {"relation": relation})
+        for relation, wanted in {
+            "less": [1, 0, 0],
+            "less_equal": [1, 1, 0],
+            "greater": [0, 0, 1],
+            "greater_equal": [0, 1, 1],
+            "equal": [0, 1, 0],
+        }.items()
+    ],
+    Sample("compare", (np.arange(3.0), np.ones(3)), (np.array([0.0, 1, 0]),), {"relation": "equal"}),
+    Sample("clip", (X,), (np.clip(X, -0.5, 0.5),), {"min": -0.5, "max": 0.5}),
+    Sample("clip", (X,), (np.minimum(X, 0.5),), {"min": None, "max": 0.5}),
+    Sample("clip_backward", (DY, X), (DY * (np.abs(X) < 0.5),), {"min": -0.5, "max": 0.5}),
+    Sample("clip_backward", (DY, X), (DY * (X > -0.5),), {"min": -0.5, "max": None}),
+    Sample("fill", (), (np.full((2, 3), 2.5),), {"value": 2.5}),
+    Sample("copy", (X,), (X,)),
+    Sample("cast", (np.array([1.7, -2.2]),), (np.array([1, -2], np.int32),)),
+    Sample("transpose", (X,), (X.transpose(2, 0, 1),), {"axes": (2, 0, 1)}),
+    Sample("concat", (X, X[:, :1]), (np.concatenate([X, X[:, :1]], 1),), {"axis": 1}),
+    Sample("slice", (X,), (X[:, 1:3],), {"axis": 1, "start": 1}),
+    Sample("pack", (X, Y), (np.concatenate([X.ravel(), Y.ravel()]),)),
+    Sample("unpack", (np.arange(7.0),), (np.arange(4.0).reshape(2, 2), np.arange(4.0, 7))),
+    Sample("sum", (X,), (X.sum((0, 2)),), {"axes": (0, 2), "keepdims": False}),
+    Sample("mean", (X,), (X.mean((1, 2), keepdims=True),), {"axes": (1, 2), "keepdims": True}),
+    Sample("max", (X,), (X.max((1,)),), {"axes": (1,), "keepdims": False}),
+    Sample("sum_to", (X,), (X.sum((0, 2), keepdims=True)[0],)),
+    Sample("sum_to", (X,), (X.sum((0, 1)),)),
+    Sample("matmul", (X, normal(4, 5)), (), {}),
+    Sample("matmul", (normal(4, 2), normal(3, 4)), (), {"transpose_a": True, "transpose_b": True}),
+    *conv_samples(stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1),
+    *conv_samples(stride=(2, 1), padding=(1, 2), dilation=(1, 1), groups=2),
+    *conv_samples(stride=(1, 2), padding=(2, 0), dilation=(2, 3), groups=1),
+    *pool_samples((2, 2), (2, 2), (0, 0)),
+    *pool_samples((3, 2), (2, 1), (1, 1)),
+    *pool_samples((1, 2), (2, 3), (0, 0)),
+    *norm_samples(),
+    Sample("softmax", (X,), (softmax(X, 1),), {"axis": 1}),
+    Sample(
+        "softmax_backward",
+        (DY, softmax(X, 1)),
+        (softmax(X, 1) * (DY - (DY * softmax(X, 1)).sum(1, keepdims=True)),),
+        {"axis": 1},
+    ),
+    *loss_samples(),
+    Sample(
+        "dropout_backward", (np.array([[1.0, 2, 3]]), MASK), (np.array([[1.25, 0, 3.75]]),), {"ratio": 0.2}
+    ),
+    *update_samples(),
+    *select_samples(),
+]
+for sample in SAMPLES:
+    if sample.kernel == "matmul":
+        first, second = sample.inputs
+        first = first.swapaxes(-1, -2) if sample.attributes.get("transpose_a") else first
+        second = second.swapaxes(-1, -2) if sample.attributes.get("transpose_b") else second
+        sample.expected = (np.einsum("...ij,jk->...ik", first, second),)
+RANDOM = {"dropout", "random_uniform", "random_normal", "random_bernoulli"}  # tested in test_random.py
+
+
+def in_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
+    return array.astype(dtype if array.dtype.kind == "f" else array.dtype)
+
+
+def test_every_kernel_has_a_sample() -> None:
+    assert {sample.kernel for sample in SAMPLES} | RANDOM == set(KERNELS)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "sample", SAMPLES, ids=[f"{number}-{sample.kernel}" for number, sample in enumerate(SAMPLES)]
+)
+def test_kernel_matches_its_definition_and_leaves_inputs_alone(sample: Sample, dtype: str) -> None:
+    inputs = tuple(in_dtype(array, dtype) for array in sample.inputs)
+    kept = tuple(array.copy() for array in inputs)
+    starts = sample.before or tuple(np.full(array.shape, 99, array.dtype) for array in sample.expected)
+    out = tuple(in_dtype(array, dtype).copy() for array in starts)
+    BACKEND.run(sample.kernel, *inputs, out=out if len(out) > 1 else out[0], **sample.attributes)
+    for array, copy in zip(inputs, kept, strict=True):
+        np.testing.assert_array_equal(array, copy)
+    for got, expected in zip(out, sample.expected, strict=True):
+        scale = np.nanmax(np.abs(np.where(np.isinf(expected), 0, expected)), initial=1.0)
+        loose = (
+            1e3 if sample.kernel == "batchnorm_2d_backward" else 20
+        )  # its reference is a finite difference
+        tolerance = TOLERANCE[dtype] * loose * scale if got.dtype.kind == "f" else 0
+        np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=tolerance)
+
+
+def test_unknown_kernel_is_an_option_error() -> None:
+    with pytest.raises(OptionError, match="no kernel 'rule'"):
+        BACKEND.run("rule", out=np.zeros(1))
+    with pytest.raises(OptionError):  # a method, but no kernel
+        BACKEND.run("empty", out=np.zeros(1))
+
+
+def test_kernels_follow_ieee_without_warnings() -> None:
+    out = np.zeros(3, np.float32)
+    BACKEND.run("div", np.array([1, -1, 0], "f"), np.zeros(3, "f"), out=out)
+    np.testing.assert_array_equal(out, np.array([np.inf, -np.inf, np.nan]))
+
+
+def test_max_pool_gives_equal_elements_to_the_first_and_passes_nan_on() -> None:
+    x = np.zeros((1, 1, 2, 4), np.float32)
+    x[0, 0, 1, 2] = np.nan
+    y, indices = np.empty((1, 1, 1, 2), np.float32), np.empty((1, 1, 1, 2), np.uint8)
+    BACKEND.run("max_pool_2d", x, out=(y, indices), kernel_size=(2, 2), stride=(2, 2), padding=(0, 0))
+    assert indices[0, 0, 0, 0] == 0
+    assert np.isnan(y[0, 0, 0, 1])
+
+
+def test_convolution_in_chunks_equals_convolution_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = conv_samples(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=2)
+    monkeypatch.setattr("singa_lite.backend.cpu.conv.SCRATCH_BYTES", 1)  # one image at a time
+    for sample in samples:
+        test_kernel_matches_its_definition_and_leaves_inputs_alone(sample, "float64")
+
+
+@pytest.mark.parametrize("ids", [[0, 4], [-1, 2]])
+def test_class_ids_outside_the_columns_are_a_shape_error(ids: list[int]) -> None:
+    with pytest.raises(ShapeError, match=r"0\.\.3"):
+        BACKEND.run(
+            "softmax_cross_entropy", np.zeros((2, 4)), np.array(ids), out=(np.zeros(1), np.zeros((2, 4)))
+        )
+
+
+def test_softmax_cross_entropy_survives_huge_logits() -> None:
+    x = np.array([[1e4, -1e4, -np.inf]], np.float32)
+    loss, p = np.zeros(1, np.float32), np.zeros((1, 3), np.float32)
+    BACKEND.run("softmax_cross_entropy", x, np.array([0]), out=(loss, p))
+    assert loss[0] == 0
+    np.testing.assert_array_equal(p, [[1, 0, 0]])
+    BACKEND.run("softmax_cross_entropy", x, np.array([1]), out=(loss, p))
+    assert loss[0] == 2e4
+
+
+def test_float16_sums_do_not_overflow_on_the_way() -> None:
+    mean = np.zeros(1, np.float16)
+    BACKEND.run("mean", np.full((1, 4096), 100, np.float16), out=mean, axes=(1,), keepdims=False)
+    assert mean[0] == 100
+
+
+def test_memory_calls_give_row_major_copies() -> None:
+    source = np.arange(6.0).reshape(2, 3).T
+    array = BACKEND.asarray(source)
+    assert array.flags.c_contiguous and not np.shares_memory(array, source)
+    copy = BACKEND.to_numpy(array)
+    assert not BACKEND.may_share_memory(copy, array)
+    assert BACKEND.may_share_memory(array, array.reshape(-1))
+    assert BACKEND.empty((2, 0), np.float16).shape == (2, 0)
+    assert not BACKEND.zeros((3,), np.int32).any()
+    BACKEND.synchronize()
