@@ -195,7 +195,7 @@ class Tensor:
     def as_type(self, dtype: Any) -> Tensor:
         """A leaf with the values rounded to ``dtype``."""
         array = self.device.backend.empty(self.shape, as_dtype(dtype))
-        self.device.backend.run("copy", self._data, out=array)
+        self.device.backend.run("cast", self._data, out=array)
         return Tensor.wrap(array, self.device)
 
     def to_type(self, dtype: Any) -> Tensor:

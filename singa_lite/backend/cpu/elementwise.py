@@ -69,9 +69,6 @@ class ElementwiseKernels:
     def square(self, x: Array, *, out: Array) -> None:
         np.multiply(x, x, out=out)
 
-    def accumulate(self, x: Array, *, out: Array) -> None:
-        out += x
-
     def add(self, a: Array, b: Array, *, out: Array) -> None:
         np.add(a, b, out=out)
 
