@@ -1,1 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Synchronisation schemes: one file each, found by listing this folder."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+from .base import SyncStrategy
+
+
+def find_schemes() -> dict[str, type[SyncStrategy]]:
+    """Every word of ``dist_option`` and the scheme it chooses."""
+    schemes: dict[str, type[SyncStrategy]] = {}
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        for value in vars(module).values():
+            if inspect.isclass(value) and issubclass(value, SyncStrategy) and not inspect.isabstract(value):
+                schemes.update(dict.fromkeys(value.names, value))
+    return schemes

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of an optimizer: one method, ``update_all``, and SINGA's doors to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+
+from .. import autograd
+from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
+from ..tensor import Tensor
+from .schedule import DecayScheduler, as_schedule
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+class Optimizer(ABC):
+    """Changes parameters along their gradients.
+
+    State is kept per parameter object, never by name: SINGA keys momentum by name and mixes the buffers of
+    two layers that are both called 'W'.
+
+    Args:
+        lr: learning rate, >= 0, a number or a DecayScheduler of the step.
+    """
+
+    slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
+
+    def __init__(self, lr: float | DecayScheduler) -> None:
+        self.lr = as_schedule("lr", lr)
+        self.step_counter = 0
+        self._slots: dict[Tensor, dict[str, Tensor]] = {}
+
+    def __call__(self, loss: Tensor) -> None:
+        """Run backward, update every parameter, and count the step."""
+        self.update_all(list(autograd.backward(loss)))
+        self.step()
+
+    def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        """Learn the names of a model's parameters; ``buffers`` are states without gradient.
+
+        ``Model.compile`` calls it on every rank; DistOpt makes the ranks agree here.
+        """
+        for name, param in params.items():
+            param.name = name
+            self.slots(param)
+
+    @abstractmethod
+    def update_all(self, pairs: Pairs) -> None:
+        """Update each parameter by its gradient, in place; the one method an optimizer writes."""
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        """Update one parameter (SINGA's door); the name is not used as a key."""
+        self.update_all([(param_value, param_grad)])
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Update one parameter (SINGA's older door)."""
+        self.update_all([(param, grad)])
+
+    def step(self) -> None:
+        """Count a step, on which schedules depend."""
+        self.step_counter += 1
+
+    def backward_and_update(self, loss: Tensor) -> None:
+        """The same as calling the optimizer."""
+        self(loss)
+
+    # ---- state -------------------------------------------------------------------------------------
+
+    def slots(self, param: Tensor) -> dict[str, Tensor]:
+        """The state of ``param``, zeros at first: {slot name: tensor like the parameter}."""
+        if param not in self._slots:
+            self._slots[param] = {
+                slot: Tensor(param.shape, param.device, param.dtype) for slot in self.slot_names
+            }
+        return self._slots[param]
+
+    def get_states(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
+
+        Parameters are called by name, and by the order in which they were first updated where names repeat.
+        """
+        names = unique_names(self._slots)
+        states = {
+            f"{names[param]}:{slot}": value.device.backend.to_numpy(value.data)
+            for param, slots in self._slots.items()
+            for slot, value in slots.items()
+        }
+        return {"step_counter": np.array(self.step_counter), **states}
+
+    def set_states(self, states: dict[str, np.ndarray]) -> None:
+        """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
+
+        Raises:
+            CheckpointError: a state fits no parameter.
+        """
+        by_name = {name: param for param, name in unique_names(self._slots).items()}
+        loaded: list[tuple[Tensor, np.ndarray]] = []
+        for key, value in states.items():
+            if key == "step_counter":
+                continue
+            name, _, slot = key.rpartition(":")
+            target = self._slots.get(by_name.get(name), {}).get(slot)  # type: ignore[arg-type]
+            if target is None or target.shape != value.shape:
+                raise CheckpointError(f"{type(self).__name__}: state {key!r} {value.shape} fits no parameter")
+            loaded.append((target, value))
+        for target, value in loaded:
+            target.copy_from_numpy(value)
+        self.step_counter = int(states.get("step_counter", 0))
+
+
+def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
+    """A name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
+    names: dict[Tensor, str] = {}
+    counts: dict[str, int] = {}
+    for param in params:
+        name = param.name or "unnamed"
+        count = counts.get(name, 0)
+        counts[name] = count + 1
+        names[param] = f"{name}#{count}" if count else name
+    return names
+
+
+def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
+    """Raise a typed error unless ``grad`` can update ``param``."""
+    if grad.shape != param.shape:
+        raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
+    if grad.dtype != param.dtype:
+        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
+    if grad.device is not param.device:
+        raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")

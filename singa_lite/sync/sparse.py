@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sparse schemes share: select some elements, gather them from all ranks, keep the rest as residual.
+
+Note [residual]: what a rank does not send stays in its residual and is added to the next step's gradient, so
+that sent + kept = gradient + residual before, element by element. Selection, rounding and residuals happen
+at every world size, one included.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..backend.base import Backend
+from ..comm.base import Communicator, Work, WorkList
+from ..errors import CheckpointError
+from ..tensor import Tensor
+from .base import Array, Bucket, BucketedSync
+
+
+class SparseMessage:
+    """Selected elements of one flat array on their way to all ranks.
+
+    Args:
+        flat: values to select from, shape (n,), replaced by the sum of what all ranks selected.
+        residual: receives what this rank did not select, shape (n,); None drops it.
+    """
+
+    def __init__(
+        self, communicator: Communicator, backend: Backend, flat: Array, residual: Array | None, name: str
+    ) -> None:
+        self.communicator, self.backend, self.name = communicator, backend, name
+        self.flat, self.residual = flat, residual
+        self.counts: list[int] = []  # selected elements per rank
+
+    def start(self, indices: Array, values: Array, counts: list[int]) -> Work:
+        """Keep the rest, send ``indices`` and ``values``, padded alike on all ranks."""
+        self.counts = counts
+        if self.residual is not None:
+            mine = indices[: counts[self.communicator.rank]]
+            self.backend.run("copy", self.flat, out=self.residual)
+            self.backend.run("scatter_fill", mine, out=self.residual, value=0.0)
+        self._gathers = [self.communicator.all_gather(part, name=self.name) for part in (indices, values)]
+        return WorkList(self._gathers, self.name)
+
+    def merge(self, scale: float) -> None:
+        """Leave ``scale`` times the sum in ``flat``, added rank by rank; ``start`` must have ended."""
+        indices, values = (work.wait() for work in self._gathers)
+        self.backend.run("fill", out=self.flat, value=0.0)
+        for rank, count in enumerate(self.counts):
+            self.backend.run("scatter_add", indices[rank, :count], values[rank, :count], out=self.flat)
+        if scale != 1.0:
+            factor = self.backend.asarray(np.array([scale], self.flat.dtype))
+            self.backend.run("mul", self.flat, factor, out=self.flat)
+
+
+class SparseSync(BucketedSync):
+    """Base of the sparse schemes: residuals per parameter, as views into the group's own array."""
+
+    is_selective = True
+
+    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
+        super().__init__(communicator, threshold, bucket_bytes)
+        self._residuals: dict[Bucket, Array] = {}
+        self._restored: dict[Tensor, np.ndarray] = {}  # loaded, and not yet in a group's array
+
+    @abstractmethod
+    def select(self, message: SparseMessage) -> Work:
+        """Choose elements of ``message.flat`` and start sending them."""
+
+    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+        residual = self._residual(bucket) if self.options.corr else None
+        if residual is not None:
+            bucket.backend.run("add", bucket.flat, residual, out=bucket.flat)
+        message = SparseMessage(self.communicator, bucket.backend, bucket.flat, residual, bucket.name)
+        yield self.send(self.select(message))
+        message.merge(1.0 / self.communicator.size)
+
+    def _residual(self, bucket: Bucket) -> Array:
+        if bucket not in self._residuals:
+            residual = bucket.backend.zeros(bucket.flat.shape, bucket.dtype)
+            for param, part in bucket.views(residual):
+                if param in self._restored:
+                    bucket.backend.run("copy", bucket.backend.asarray(self._restored.pop(param)), out=part)
+            self._residuals[bucket] = residual
+        return self._residuals[bucket]
+
+    def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
+        states: dict[str, Any] = {names[param]: array for param, array in self._restored.items()}
+        for bucket, residual in self._residuals.items():
+            for param, part in bucket.views(residual):
+                states[names[param]] = bucket.backend.to_numpy(part)
+        return states
+
+    def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
+        by_name = {name: param for param, name in names.items()}
+        restored = {}
+        for name, array in states.items():
+            param = by_name.get(name)
+            if param is None or param.shape != array.shape:
+                raise CheckpointError(f"residual {name!r} of shape {array.shape} fits no parameter")
+            restored[param] = np.array(array, param.dtype)
+        self._restored = restored
+        self._residuals.clear()
