@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a test's function on several ranks and bring back what each returned or raised.
+
+    def averages(communicator, start):
+        array = np.full(3, start + communicator.rank, np.float32)
+        communicator.all_reduce(array, "mean").wait()
+        return array
+
+    def test_mean_of_three_ranks():
+        results = run_ranks(averages, 3, 10.0)
+
+The function must stand at the top level of its module. shm ranks are forked from one helper process that
+has numpy, pytest and singa_lite loaded already, so a start takes milliseconds; mpi ranks come from mpiexec.
+Whatever happens, no process and no /dev/shm file of the run stays.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
+PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
+
+
+class RankDied(Exception):
+    """A rank ended without returning or raising: killed by a signal, or left through os._exit."""
+
+
+class RankHung(Exception):
+    """A rank was still running at the deadline; the text says where."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    transport: str = "shm",
+    communicator_timeout_s: float = 30,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Call ``function(communicator, *args)`` on ``size`` ranks.
+
+    Args:
+        function: a function at the top level of its module.
+        size: number of ranks; 1 for transport "local", which runs in this process.
+        args: the same on every rank; picklable.
+        timeout_s: after this many seconds the ranks that still run are killed.
+        transport: "shm", "mpi", "local", or "none" for ranks that make their own world: then the function
+            is called with a ``World`` instead of a communicator.
+        communicator_timeout_s: the time-out the communicator is made with.
+        return_exceptions: return a failed rank's exception in its place (RankDied and RankHung for ranks
+            that could not raise), instead of failing.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        AssertionError: with every failed rank's traceback; or a process or /dev/shm file was left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        ticket = "test" + secrets.token_hex(8)
+        spec = {"size": size, "transport": transport, "ticket": ticket, "timeout_s": communicator_timeout_s}
+        (folder / "call.json").write_text(json.dumps(spec))
+        (folder / "call.pickle").write_bytes(_dump_call(function, args))
+        if transport == "local":
+            _run_rank(folder, 0, function, args)
+            complaints = []
+        elif transport == "mpi":
+            complaints = _run_under_mpiexec(folder, size, timeout_s)
+        else:
+            complaints = _Helper.get().run(folder, size, timeout_s)
+        outcomes = [_outcome(folder, rank) for rank in range(size)]
+    left = [path for path in Path("/dev/shm").glob(f"*{ticket}*") if _unlink(path)]
+    complaints += [f"left in /dev/shm: {path.name}" for path in left]
+    failed = [rank for rank, (error, _) in enumerate(outcomes) if error is not None]
+    if complaints or (failed and not return_exceptions):
+        texts = [f"---- rank {rank} of {size} ----\n{outcomes[rank][1]}" for rank in failed]
+        raise AssertionError("\n".join([*complaints, *texts]))
+    return [value if error is None else error for error, value in outcomes]
+
+
+def mpi_missing() -> str:
+    """Why transport "mpi" cannot run here, or "" if it can."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if importlib.util.find_spec("singa_lite.comm.mpi") is None:
+        return "singa_lite.comm.mpi is not there"
+    return "" if _mpiexec() else "mpiexec is neither beside this Python nor on PATH"
+
+
+# ---- in the parent -----------------------------------------------------------------------------------
+
+
+def _dump_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Pickle a call so that a child can make it however pytest imported the test's module."""
+    module = sys.modules[function.__module__]
+    where = (module.__name__, getattr(module, "__file__", None), function.__qualname__)
+    return pickle.dumps((list(sys.path), where, pickle.dumps(tuple(args))))
+
+
+def _outcome(folder: Path, rank: int) -> tuple[BaseException | None, Any]:
+    """(None, value) of a rank that returned, else (exception, text to print)."""
+    output = folder / f"output-{rank}"
+    printed = output.read_text(errors="replace") if output.exists() else ""
+    try:
+        error, value = pickle.loads((folder / f"result-{rank}").read_bytes())
+    except FileNotFoundError:
+        status = folder / f"status-{rank}"
+        text = (status.read_text() if status.exists() else "ended without a result") + "\n" + printed
+        return (RankHung if text.startswith("hung") else RankDied)(text), text
+    return (error, f"{value}\n{printed}") if error is not None else (None, value)
+
+
+def _unlink(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    return True
+
+
+def _mpiexec() -> str | None:
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
+    mpiexec = _mpiexec()
+    assert mpiexec, mpi_missing()
+    command = [mpiexec, "-n", str(size), sys.executable, str(Path(__file__).resolve()), "rank", str(folder)]
+    with (folder / "mpiexec").open("w") as log:
+        job = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            job.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            for rank in range(size):
+                pid = folder / f"pid-{rank}"
+                if pid.exists() and not (folder / f"result-{rank}").exists():
+                    (folder / f"status-{rank}").write_text(f"hung for {timeout_s} s")
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid.read_text()), signal.SIGUSR1)
+            time.sleep(GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGTERM)  # mpiexec ends its ranks, which are sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(5)
+        finally:
+            for pid in folder.glob("pid-*"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid.read_text()), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    if all((folder / f"result-{rank}").exists() for rank in range(size)):
+        return []
+    return ["mpiexec said: " + (folder / "mpiexec").read_text(errors="replace")]
+
+
+class _Helper:
+    """The process all shm ranks are forked from; one for the whole test run."""
+
+    _only: _Helper | None = None
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # no BLAS threads, or fork is not safe
+        command = [sys.executable, str(Path(__file__).resolve()), "helper"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        atexit.register(self.end)
+
+    @classmethod
+    def get(cls) -> _Helper:
+        if cls._only is None or cls._only.process.poll() is not None:
+            cls._only = cls()
+        return cls._only
+
+    def run(self, folder: Path, size: int, timeout_s: float) -> list[str]:
+        assert self.process.stdin and self.process.stdout
+        loaded = [name for name in PRELOAD if name in sys.modules]
+        request = {"folder": str(folder), "size": size, "timeout_s": timeout_s, "preload": loaded}
+        self.process.stdin.write(json.dumps({**request, "path": sys.path, "env": dict(os.environ)}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise AssertionError(f"the helper that starts ranks ended with {self.process.wait()}")
+        return json.loads(answer)
+
+    def end(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+# ---- in the helper -----------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Fork the ranks of one request after the other, until the parent goes away."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        sys.path[:] = request["path"]
+        for name in request["preload"]:
+            importlib.import_module(name)
+        complaints = _fork_ranks(Path(request["folder"]), request)
+        answers.write(json.dumps(complaints) + "\n")
+        answers.flush()
+
+
+def _fork_ranks(folder: Path, request: dict[str, Any]) -> list[str]:
+    """Fork, wait until the deadline, kill; returns complaints about what was left running."""
+    running = {}
+    for rank in range(request["size"]):
+        pid = os.fork()
+        if pid == 0:
+            _forked(folder, rank, request["env"])
+        running[pid] = rank
+    everyone = dict(running)
+    _collect(folder, running, time.monotonic() + request["timeout_s"])
+    for pid, rank in running.items():
+        (folder / f"status-{rank}").write_text(f"hung for {request['timeout_s']} s")
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGUSR1)
+    if running:
+        time.sleep(GRACE_S)
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+        _collect(folder, running, time.monotonic() + 30)
+    complaints = [f"rank {rank} cannot be killed" for rank in running.values()]
+    for pid, rank in everyone.items():  # each rank leads a process group, so its children can be found
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+            complaints.append(f"rank {rank} left a process running")
+    return complaints
+
+
+def _collect(folder: Path, running: dict[int, int], deadline: float) -> None:
+    """Wait for children, removing those that ended from ``running`` and noting how they ended."""
+    pause_s = 0.001
+    while running and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, 0.02)
+        elif pid in running:
+            note = folder / f"status-{running.pop(pid)}"
+            if not note.exists():
+                note.write_text(f"ended with {os.waitstatus_to_exitcode(status)}")
+
+
+def _forked(folder: Path, rank: int, environment: dict[str, str]) -> None:
+    """The life of a forked rank; never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        os.environ.clear()
+        os.environ.update(environment)
+        _redirect(folder, rank)
+        code = _rank_main(folder, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------
+
+
+def _redirect(folder: Path, rank: int) -> None:
+    """Send output to a file, and let SIGUSR1 append every thread's stack to it."""
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
+
+
+def _rank_main(folder: Path, rank: int) -> int:
+    """Load the function, run it, write the result. Returns the exit code."""
+    warnings.simplefilter("error")
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        path, (module_name, file, qualified_name), raw = pickle.loads((folder / "call.pickle").read_bytes())
+        sys.path[:] = path
+        function: Any = _load_module(module_name, file)
+        for part in qualified_name.split("."):
+            function = getattr(function, part)
+        args = pickle.loads(raw)
+    except BaseException as error:
+        _write_result(folder, rank, error, traceback.format_exc())
+        return 1
+    return _run_rank(folder, rank, function, args)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _load_module(name: str, file: str | None) -> Any:
+    if name == "__main__":
+        name = "__rank_main__"  # so that the script's own `if __name__ == "__main__"` stays quiet
+    if name in sys.modules:
+        return sys.modules[name]
+    if file is None or name.startswith("singa_lite"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run_rank(folder: Path, rank: int, function: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Make the communicator, call the function, write its result or exception."""
+    spec = json.loads((folder / "call.json").read_text())
+    communicator = None
+    try:
+        subject = communicator = _make_communicator(spec, rank)
+        if communicator is None:
+            from singa_lite.comm.base import World
+
+            subject = World(rank, spec["size"], rank, spec["size"], spec["ticket"], "shm")
+        value = function(subject, *args)
+        _write_result(folder, rank, None, value)
+    except BaseException as error:
+        _write_result(folder, rank, error, traceback.format_exc())
+        if communicator is not None and hasattr(communicator, "abort"):
+            communicator.abort(f"{type(error).__name__}: {error}")  # as the script's own door does
+        return 1
+    finally:
+        if communicator is not None:
+            communicator.close()
+    return 0
+
+
+def _make_communicator(spec: dict[str, Any], rank: int) -> Any:
+    """The communicator of ``spec``; None for transport "none"."""
+    from singa_lite.comm.base import World
+
+    size, timeout_s = spec["size"], spec["timeout_s"]
+    if spec["transport"] == "local":
+        from singa_lite.comm.local import LocalCommunicator
+
+        return LocalCommunicator(World(), timeout_s)
+    if spec["transport"] == "mpi":
+        from singa_lite.comm.mpi import MpiCommunicator
+
+        return MpiCommunicator(World(rank, size, rank, size, "", "mpi"), timeout_s)
+    if spec["transport"] == "shm":
+        from singa_lite.comm.shm import ShmCommunicator
+
+        return ShmCommunicator(World(rank, size, rank, size, spec["ticket"], "shm"), timeout_s)
+    return None
+
+
+def _write_result(folder: Path, rank: int, error: BaseException | None, value: Any) -> None:
+    """Store (exception or None, value or traceback text); what cannot be pickled becomes text."""
+    try:
+        raw = pickle.dumps((error, value))
+        pickle.loads(raw)
+    except Exception as problem:
+        error = RuntimeError(
+            f"{type(error).__name__}: {error}" if error else f"result of rank {rank}: {problem}"
+        )
+        raw = pickle.dumps((error, str(value)))
+    part = folder / f"part-{rank}"
+    part.write_bytes(raw)
+    part.rename(folder / f"result-{rank}")
+
+
+def _mpi_rank(folder: Path) -> None:
+    """A rank started by mpiexec: its result must be on disk before any rank may end the job."""
+    from mpi4py import MPI
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    _redirect(folder, rank)
+    code = _rank_main(folder, rank)
+    for _ in range(1000):
+        if all((folder / f"result-{other}").exists() for other in range(size)):
+            break
+        time.sleep(0.01)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    outcomes = [_outcome(folder, other)[0] for other in range(size)]
+    if any(error is not None for error in outcomes):
+        os._exit(code or 1)  # MPI's own finalisation would wait for ranks that are gone
+    MPI.Finalize()
+
+
+if __name__ == "__main__":
+    sys.modules["ranks"] = sys.modules["__main__"]  # so that RankDied is one class, however it is imported
+    if sys.argv[1] == "helper":
+        _serve()
+    else:
+        _mpi_rank(Path(sys.argv[2]))
