@@ -21,7 +21,8 @@ def check_share(spars: float) -> None:
 def select_top_k(message: SparseMessage, spars: float) -> Work:
     """Send the K = ceil(spars * n) elements of largest magnitude.
 
-    NaN counts as largest, ties go to the lowest index. ``spars`` is read as the decimal it is written as, so 0.07 of 100 elements are 7 and not 8.
+    NaN counts as largest, ties go to the lowest index. ``spars`` is read as the decimal it is written as, so
+    0.07 of 100 elements are 7 and not 8.
     """
     num_elements = message.flat.size
     k = math.ceil(Fraction(str(float(spars))) * num_elements)
