@@ -17,7 +17,7 @@ def keep(values: Array, chosen: Array, out: tuple[Array, Array]) -> None:
 
 
 class SelectKernels:
-    """top_k, threshold and scatter."""
+    """top_k, threshold, scatter, and the scale of half-precision exchange."""
 
     def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
         if k == 0:
@@ -45,3 +45,14 @@ class SelectKernels:
 
     def scatter_fill(self, indices: Array, *, out: Array, value: float) -> None:
         out[indices] = value
+
+    def max_abs(self, x: Array, *, out: Array) -> None:
+        out[0] = np.maximum(x.max(), -x.min()) if x.size else 0  # numpy's max, min and maximum pass NaN on
+
+    def power_of_two_scale(self, largest: Array, *, out: Array, limit: float) -> None:
+        if not np.isfinite(largest[0]) or largest[0] == 0:
+            out[0] = 1
+            return
+        # exponents beyond +-126 would leave float32's normal range, where scaling is not exact
+        exponent = np.clip(np.floor(np.log2(limit / np.float64(largest[0]))), -126, 126)
+        out[0] = np.ldexp(1.0, int(exponent))
