@@ -29,12 +29,14 @@ class State:
         training: True while operators record for ``backward`` and dropout/batch-norm train.
         recording: False inside ``autograd.no_grad()``.
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
+        communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
     """
 
     training: bool = False
     recording: bool = True
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
+    communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
 
 

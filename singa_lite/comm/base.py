@@ -257,6 +257,10 @@ class Communicator(ABC):
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""
 
+    def abort(self, reason: str) -> None:
+        """Leave because of an error: close() that tells the peers ``reason``. Never blocks."""
+        self.close()
+
     # ---- what a transport writes -------------------------------------------------------------------
 
     @abstractmethod

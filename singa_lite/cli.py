@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `singa-lite run` starts the ranks of a script, `singa-lite info` says what works here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from . import _native
+from .comm.launch import launch
+from .comm.rendezvous import threads_per_rank
+
+MPI_LIMIT_S = 30.0  # a broken MPI may hang where it is asked for its name
+# MPI is not started: a name is all that is wanted, and starting may need a launcher
+ASK_MPI = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
+    parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | info")
+    commands.add_parser("info", help="say what was built and which transports work")
+    run = commands.add_parser(
+        "run",
+        help="run a script as several ranks of this host",
+        usage="singa-lite run -n N [--timeout-s S] [-m] SCRIPT [ARGUMENT ...]",
+        description="Run SCRIPT as N ranks of this host. Every line of output begins with its rank; when a "
+        "rank fails all are ended, and the exit code is that of the first failure.",
+    )
+    run.add_argument("-n", "--num-ranks", type=int, required=True, metavar="N", help="processes, >= 1")
+    run.add_argument("--timeout-s", type=float, metavar="S", help="seconds a rank waits for another")
+    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
+    options = parser.parse_args(arguments)
+    if options.name == "info":
+        print(info())
+        return 0
+    return _run(run, options)
+
+
+def info() -> str:
+    """What was built and which transports work here, and why the others do not."""
+    module, reason = _native.load("_comm")
+    rows = [
+        ("singa-lite", version("singa-lite")),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("numpy", version("numpy")),
+        (
+            "platform",
+            f"{platform.system()} {platform.machine()}, {threads_per_rank(1)} cores for this process",
+        ),
+        *((f"native {name}", f"{what}: {_native.load(name)[1]}") for name, what in _native.MODULES.items()),
+        ("transport local", "works: one process"),
+        ("transport shm", "works: processes of this host" if module else f"no: {reason}"),
+        ("transport mpi", _ask_mpi()),
+        ("transport nccl", "no: not built yet; arrays on CUDA devices cannot be communicated"),
+    ]
+    return "\n".join(f"{name:16} {text}" for name, text in rows)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.num_ranks < 1:
+        parser.error(f"-n {options.num_ranks}: at least one rank is needed")
+    if options.timeout_s is not None and not options.timeout_s > 0:
+        parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
+    if not command:
+        parser.error("which script? singa-lite run -n 2 train.py")
+    if options.num_ranks > 1 and sys.platform != "linux":
+        parser.error(
+            f"-n {options.num_ranks}: shared memory works on Linux only; use mpiexec on {sys.platform}"
+        )
+    if options.is_module:
+        command = ["-m", *command]
+    elif not Path(command[0]).exists():
+        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
+    try:
+        return launch(command, options.num_ranks, options.timeout_s)
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+        return 141  # 128 + SIGPIPE, as a shell says it
+
+
+def _ask_mpi() -> str:
+    """Whether mpi4py finds an MPI library, asked in a process of its own, so that nothing here can hang."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "no: mpi4py is not installed; pip install 'singa-lite[mpi]'"
+    command = [sys.executable, "-c", ASK_MPI]
+    try:
+        answer = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MPI_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no: mpi4py did not load its MPI library within {MPI_LIMIT_S:g} s"
+    if answer.returncode != 0:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        return f"no: mpi4py cannot load an MPI library ({last}); pip install 'singa-lite[mpi]'"
+    return f"works under mpiexec: {answer.stdout.strip(chr(0)).strip().splitlines()[0]}"

@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over MPI through mpi4py, on one host or many.
+
+What lives here: everything that touches mpi4py. What does not: deciding that this is an MPI world (rendezvous.py).
+
+Note [agreement]: MPI hangs, or mixes up bytes, when ranks call different collectives. So each collective begins
+with a message from every rank to every other: its call in words, and the data themselves if they are small.
+These messages are polled with a deadline, so a rank that is missing, disagrees or has left is known by name.
+Only after all agree does a large collective start MPI's blocking calls, in a worker thread: non-blocking ones
+make no progress in the background.
+Note [sums]: MPI only recommends that a reduction give equal bits on all ranks and in each run, and lets MPI_MAX
+drop NaN. So MPI just moves bytes here (all-to-all, then all-gather, 1 MB at a time, which also is faster than
+MPICH's own all-reduce above 1 MB) and numpy adds them in rank order: all transports give the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import numpy as np
+
+from ..errors import CommError
+from .base import TIMEOUT_S, Array, Communicator, FinishedWork, ReduceOp, Work, World
+
+SMALL_BYTES = 8192  # travel with the call's words; above, the worker's 50 us are less than the copies
+CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
+COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
+CALL_BYTES = 240  # the call in words; long names are cut and hashed
+SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away, as ranks may outnumber cores
+LAST_WORDS_S = 2.0  # the other ranks' time to print their error before Abort ends the job
+HEADER = struct.Struct("<qii")  # sequence number, bytes of the call's words, bytes of data
+LEFT = "left"  # the call of a rank that closes
+
+
+class MpiCommunicator(Communicator):
+    """Collectives among the ranks of an MPI world.
+
+    Arrays up to ``SMALL_BYTES`` have been exchanged when the call returns, larger ones go on in a thread.
+    Bytes are as documented in base.py for large arrays; a small one goes whole to every rank.
+
+    Args:
+        world: this process's place, from ``mpi_world``.
+        timeout_s: seconds a collective waits for its peers.
+        comm: mpi4py communicator to own; None: a duplicate of COMM_WORLD.
+    """
+
+    # Any below: types of mpi4py, which need not be installed
+
+    def __init__(self, world: World, timeout_s: float = TIMEOUT_S, comm: Any = None) -> None:
+        super().__init__(world, timeout_s)
+        self._mpi = load_mpi()
+        self._comm = comm or within(timeout_s, "connect", self._mpi.COMM_WORLD.Dup)
+        self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._rows = np.zeros((self.size, HEADER.size + CALL_BYTES + SMALL_BYTES), np.uint8)
+        self._sequence = 0
+        self._queue: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._newest: Work = FinishedWork()
+        self._farewell: list[Any] = []
+        self.error: CommError | None = None  # the first failure; every later call repeats it
+        self.is_stuck = False  # a peer is late or a transfer did not end, so MPI_Finalize would not either
+
+    # ---- collectives -------------------------------------------------------------------------------
+
+    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
+        flat, wire = array.reshape(-1), np.dtype(wire_dtype or array.dtype)
+
+        def small(rows: list[Array]) -> None:
+            flat[...] = combine(rows, op)
+
+        def large() -> None:
+            for chunk in _chunks(flat):
+                counts = self._counts(chunk.size)
+                block = self._reduced_block(chunk.astype(wire, copy=False), counts, op)
+                whole = chunk if chunk.dtype == wire else np.empty(chunk.size, wire)
+                self._comm.Allgatherv(_bytes(block), _blocks(whole, counts))
+                if whole is not chunk:
+                    chunk[...] = whole
+
+        call = f"all_reduce {op} {array.dtype} {array.shape} as {wire}"
+        return self._collective(call, name, flat, wire, small, large)
+
+    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
+        flat = array.reshape(-1)
+
+        def small(rows: list[Array]) -> None:
+            if self.rank == root:
+                flat[...] = combine(rows, op)
+
+        def large() -> None:
+            for chunk in _chunks(flat):
+                counts = self._counts(chunk.size)
+                block = self._reduced_block(chunk, counts, op)
+                whole = _blocks(chunk, counts) if self.rank == root else None
+                self._comm.Gatherv(_bytes(block), whole, root)
+
+        return self._collective(
+            f"reduce {op} {array.dtype} {array.shape} to rank {root}", name, flat, flat.dtype, small, large
+        )
+
+    def _broadcast(self, array: Array, root: int, name: str) -> Work:
+        flat = array.reshape(-1)
+
+        def small(rows: list[Array]) -> None:
+            flat[...] = rows[root]
+
+        def large() -> None:
+            self._copy_from(root, flat)
+
+        return self._collective(
+            f"broadcast {array.dtype} {array.shape} from rank {root}", name, flat, flat.dtype, small, large
+        )
+
+    def _all_gather(self, array: Array, name: str) -> Work:
+        flat = array.reshape(-1)
+        result = np.empty((self.size, *array.shape), array.dtype)
+        rows_out = result.reshape(self.size, flat.size)
+
+        def small(rows: list[Array]) -> Array:
+            rows_out[...] = np.stack(rows)
+            return result
+
+        def large() -> Array:
+            if result.nbytes <= COPY_BYTES:
+                self._comm.Allgather(_bytes(flat), _bytes(result.reshape(-1)))
+                return result
+            rows_out[self.rank] = flat
+            for root in range(self.size):
+                self._copy_from(root, rows_out[root])
+            return result
+
+        return self._collective(
+            f"all_gather {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+        )
+
+    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
+        flat = array.reshape(-1)
+        share = slice(self.rank * (flat.size // self.size), (self.rank + 1) * (flat.size // self.size))
+        result = np.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
+
+        def small(rows: list[Array]) -> Array:
+            result.reshape(-1)[...] = combine([row[share] for row in rows], op)
+            return result
+
+        def large() -> Array:
+            blocks, out = flat.reshape(self.size, -1), result.reshape(-1)
+            step = CHUNK_ELEMENTS // self.size
+            for start in range(0, out.size, step):
+                sends = np.ascontiguousarray(blocks[:, start : start + step])
+                received = np.empty_like(sends)
+                self._comm.Alltoall(_bytes(sends.reshape(-1)), _bytes(received.reshape(-1)))
+                out[start : start + step] = combine(list(received), op)
+            return result
+
+        return self._collective(
+            f"reduce_scatter {op} {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+        )
+
+    def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
+        if self.rank not in ranks:
+            return None
+        group = self._comm.Get_group().Incl(ranks)
+        comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
+        return MpiCommunicator(_world(self._mpi, comm), self.timeout_s, comm)
+
+    def close(self) -> None:
+        self.abort("")
+
+    def abort(self, reason: str) -> None:
+        if not self._farewell and self._peers:
+            message = self._message(f"{LEFT} {reason}".strip(), b"")
+            self._farewell = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
+        self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
+
+    def drain(self, seconds: float) -> None:
+        """Take the peers' last messages for at most ``seconds``, so that MPI ends with none in flight."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            here = [peer for peer in self._peers if not _words(self._rows[peer]).startswith(LEFT)]
+            if not here:
+                return
+            for peer in here:
+                if self._comm.Iprobe(peer):
+                    self._comm.Recv(_bytes(self._rows[peer]), peer)
+            time.sleep(0.001)
+
+    # ---- one collective ----------------------------------------------------------------------------
+
+    def _collective(
+        self,
+        call: str,
+        name: str,
+        flat: Array,
+        wire: np.dtype[Any],
+        small: Callable[[list[Array]], Array | None],
+        large: Callable[[], Array | None],
+    ) -> Work:
+        """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
+        if self.error is not None:
+            raise CommError(f"{_cut(name)}: {self.error}")
+        call = f"{call} {_cut(name)!r}".encode()[:CALL_BYTES].decode(errors="ignore")
+        is_small = flat.size * wire.itemsize <= SMALL_BYTES
+
+        def run(timeout_s: float) -> Array | None:
+            with np.errstate(all="ignore"):  # infinities and NaN travel as they are
+                sends = flat.astype(wire, copy=False) if is_small else flat[:0]
+                rows = self._exchange(call, sends.tobytes(), timeout_s)
+                return small([np.frombuffer(row, wire) for row in rows]) if is_small else large()
+
+        if is_small and self._newest.done():
+            return FinishedWork(self._guarded(lambda: run(self.timeout_s)))
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
+            self._worker.start()
+        # without a deadline in the worker: wait() has one, and fails the communicator when it passes
+        self._newest = transfer = _Transfer(self, call, lambda: self._guarded(lambda: run(float("inf"))))
+        self._queue.put(transfer)
+        return transfer
+
+    def _work(self) -> None:
+        while True:
+            transfer = self._queue.get()
+            transfer.run()
+            del transfer  # or its arrays would live until the next collective
+
+    def _guarded(self, run: Callable[[], Array | None]) -> Array | None:
+        """Run, and remember the first failure of this communicator."""
+        try:
+            if self.error is not None:
+                raise self.error
+            return run()
+        except CommError as error:
+            self.error = self.error or error
+            raise
+        except self._mpi.Exception as error:
+            self.is_stuck = True
+            self.error = self.error or CommError(f"{self!r}: MPI failed: {error}")
+            raise self.error from error
+
+    def _exchange(self, call: str, data: bytes, timeout_s: float) -> list[bytes]:
+        """Give ``call`` and ``data`` to every rank; return their data in rank order, see Note [agreement]."""
+        deadline = time.monotonic() + timeout_s
+        message = self._message(call, data)
+        self._rows[:, : HEADER.size] = 255  # sequence -1: not come yet
+        requests = [self._comm.Irecv(_bytes(self._rows[peer]), peer) for peer in self._peers]
+        requests += [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
+        polls = 0
+        while not self._mpi.Request.Testall(requests):
+            polls += 1
+            if polls <= SPINS:
+                os.sched_yield()
+            elif self.error is not None:
+                raise self.error
+            elif time.monotonic() > deadline:
+                raise self.late(call, timeout_s)
+            else:
+                time.sleep(NAP_S)
+        for peer in self._peers:
+            self._check_call(call, peer, _words(self._rows[peer]))
+        self._sequence += 1
+        return [data if rank == self.rank else _data(self._rows[rank]) for rank in range(self.size)]
+
+    def _check_call(self, call: str, peer: int, theirs: str) -> None:
+        if theirs.startswith(LEFT):
+            reason = theirs.removeprefix(LEFT).strip() or "it closed, ended, or made fewer calls"
+            raise CommError(
+                f"{call}: rank {peer} has left the world ({reason}); rank {self.rank} waited for it"
+            )
+        if theirs != call:
+            raise CommError(
+                f"{call}: rank {peer} called {theirs} instead, as collective {self._sequence} of rank "
+                f"{self.rank}; every rank must make the same calls in the same order"
+            )
+
+    def late(self, call: str, timeout_s: float) -> CommError:
+        """The error of a collective that did not end within ``timeout_s``; the communicator is lost."""
+        self.is_stuck = True
+        missing = [
+            peer for peer in self._peers if HEADER.unpack_from(self._rows[peer].data)[0] != self._sequence
+        ]
+        who = (
+            f"rank {', '.join(map(str, missing))} has not called it" if missing else "its data have not come"
+        )
+        self.error = self.error or CommError(f"{call}: rank {self.rank} waited {timeout_s:g} s but {who}")
+        return self.error
+
+    def _message(self, call: str, data: bytes) -> Array:
+        words = call.encode(errors="replace")[:CALL_BYTES]
+        header = HEADER.pack(self._sequence, len(words), len(data))
+        return np.frombuffer(header + words + data, np.uint8)
+
+    # ---- moving large arrays -----------------------------------------------------------------------
+
+    def _counts(self, num_elements: int) -> list[int]:
+        """How many of ``num_elements`` each rank adds up."""
+        return [(num_elements + rank) // self.size for rank in range(self.size)]
+
+    def _reduced_block(self, chunk: Array, counts: list[int], op: ReduceOp) -> Array:
+        """Send each rank its block of ``chunk``; return this rank's, combined over the ranks."""
+        mine = counts[self.rank]
+        received = np.empty((self.size, mine), chunk.dtype)
+        self._comm.Alltoallv(_blocks(chunk, counts), _blocks(received.reshape(-1), [mine] * self.size))
+        return combine(list(received), op)
+
+    def _copy_from(self, root: int, flat: Array) -> None:
+        raw = flat.view(np.uint8)
+        for start in range(0, raw.size, COPY_BYTES):
+            self._comm.Bcast(_bytes(raw[start : start + COPY_BYTES]), root)
+
+
+class _Transfer(Work):
+    """A collective in the worker's queue."""
+
+    def __init__(self, owner: MpiCommunicator, call: str, task: Callable[[], Array | None]) -> None:
+        self._owner, self._call = owner, call
+        self._task: Callable[[], Array | None] | None = task
+        self._ended = threading.Event()
+        self._result: Array | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Carry the transfer out; called by the worker."""
+        assert self._task is not None
+        try:
+            self._result = self._task()
+        except Exception as error:  # whatever it is, it belongs to the thread that waits
+            self._error = error
+        self._task = None  # lets go of the arrays
+        self._ended.set()
+
+    def wait(self, timeout_s: float | None = None) -> Array | None:
+        limit = self._owner.timeout_s if timeout_s is None else timeout_s
+        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
+            raise self._owner.late(self._call, limit)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+
+def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
+    """Combine equal-shaped ``rows`` in their order, float16 in float32; NaN wins in "max" and "min"."""
+    dtype = rows[0].dtype
+    total = rows[0].astype(np.float32 if dtype == np.float16 else dtype)
+    step = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
+    for row in rows[1:]:
+        step(total, row, out=total)
+    if op == "mean":
+        total /= len(rows)
+    return total.astype(dtype, copy=False)
+
+
+def load_mpi() -> Any:
+    """Import mpi4py's MPI module, which starts MPI; Any: it need not be installed.
+
+    Raises:
+        CommError: mpi4py is missing, finds no MPI library, or was told not to allow threads.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
+        raise CommError(
+            f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); pip install 'singa-lite[mpi]'"
+        ) from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CommError(
+            "mpi: MPI was started without THREAD_MULTIPLE; leave mpi4py.rc.threads at its default"
+        )
+    return MPI
+
+
+def mpi_world(launcher: str, rank: int, size: int) -> World:
+    """Return this process's place in COMM_WORLD, local ranks by shared memory and rank order.
+
+    Args:
+        launcher: what started the process, for errors.
+        rank, size: what its environment says; MPI must say the same.
+
+    Raises:
+        CommError: mpi4py cannot be used, or belongs to another MPI than the one that started the process.
+    """
+    try:
+        mpi = load_mpi()
+    except CommError as error:
+        raise CommError(
+            f"find_world: {launcher} started this process as rank {rank} of {size}, but {error}"
+        ) from error
+    world = mpi.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (rank, size):
+        library = mpi.Get_library_version().rstrip("\0").splitlines()[0]
+        raise CommError(
+            f"find_world: {launcher} started this process as rank {rank} of {size}, but {library} says rank "
+            f"{world.Get_rank()} of {world.Get_size()}; start it with the mpiexec of that library (under Slurm: "
+            "srun --mpi=pmi2 or pmix)"
+        )
+    return _world(mpi, world)
+
+
+def _world(mpi: Any, comm: Any) -> World:
+    host = within(TIMEOUT_S, "find_world", lambda: comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank()))
+    place = World(comm.Get_rank(), comm.Get_size(), host.Get_rank(), host.Get_size(), "", "mpi")
+    host.Free()
+    return place
+
+
+def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
+    """Return ``call()``, a blocking MPI call that needs all ranks, or raise CommError after ``timeout_s``."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(min(timeout_s, threading.TIMEOUT_MAX))
+    except FutureTimeoutError:
+        raise CommError(f"{where}: not every rank of the MPI world came within {timeout_s:g} s") from None
+
+
+def end_job() -> None:
+    """End every process of the MPI job with exit code 1, as MPI itself would wait for a failed rank for ever.
+
+    The peers get ``LAST_WORDS_S`` to print what they have to say.
+    """
+    time.sleep(LAST_WORDS_S)
+    load_mpi().COMM_WORLD.Abort(1)
+
+
+def leave_job(communicator: MpiCommunicator) -> None:
+    """Prepare the end of MPI, which waits for all ranks: close, or end the job if a rank cannot come."""
+    if communicator.is_stuck:  # the script caught the CommError, but MPI_Finalize would wait for ever
+        load_mpi().COMM_WORLD.Abort(1)
+    communicator.close()
+    communicator.drain(LAST_WORDS_S)
+
+
+def _chunks(flat: Array) -> Iterator[Array]:
+    for start in range(0, flat.size, CHUNK_ELEMENTS):
+        yield flat[start : start + CHUNK_ELEMENTS]
+
+
+def _bytes(flat: Array) -> list[Any]:
+    """mpi4py's buffer of a flat array's bytes (mpi4py knows no float16)."""
+    return [flat.view(np.uint8), "B"]
+
+
+def _blocks(flat: Array, counts: list[int]) -> list[Any]:
+    """mpi4py's buffer of a flat array cut into blocks of ``counts`` elements."""
+    sizes = [count * flat.itemsize for count in counts]
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return [flat.view(np.uint8), sizes, starts, "B"]
+
+
+def _words(row: Array) -> str:
+    _, num_words, _ = HEADER.unpack_from(row.data)
+    return row[HEADER.size : HEADER.size + num_words].tobytes().decode(errors="replace")
+
+
+def _data(row: Array) -> bytes:
+    _, num_words, num_data = HEADER.unpack_from(row.data)
+    start = HEADER.size + num_words
+    return row[start : start + num_data].tobytes()
+
+
+def _cut(name: str) -> str:
+    """``name``, or its beginning and a hash of it where it is too long to travel."""
+    return name if len(name) <= 80 else f"{name[:70]}~{zlib.crc32(name.encode()):08x}"
