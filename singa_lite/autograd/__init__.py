@@ -8,7 +8,43 @@ import sys
 from types import ModuleType
 
 from ..config import state
+from ..tensor import OPERATORS
 from .engine import Context, Operator, backward, gradients, no_grad
+from .ops import (
+    abs,
+    add,
+    add_bias,
+    avg_pool_2d,
+    batchnorm_2d,
+    cat,
+    clip,
+    conv2d,
+    cross_entropy,
+    div,
+    dropout,
+    exp,
+    flatten,
+    log,
+    matmul,
+    max_pool_2d,
+    mean,
+    mse_loss,
+    mul,
+    negative,
+    pow,
+    reduce_mean,
+    reduce_sum,
+    relu,
+    reshape,
+    sigmoid,
+    softmax,
+    softmax_cross_entropy,
+    sqrt,
+    sub,
+    sum,
+    tanh,
+    transpose,
+)
 
 
 class _Autograd(ModuleType):
@@ -25,5 +61,46 @@ class _Autograd(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Autograd
+# what ``a + b``, ``a @ b`` and their kin on Tensors call
+OPERATORS.update(add=add, sub=sub, mul=mul, div=div, pow=pow, matmul=matmul, negative=negative)
 
-__all__ = ["Context", "Operator", "backward", "gradients", "no_grad"]
+__all__ = [
+    "Context",
+    "Operator",
+    "abs",
+    "add",
+    "add_bias",
+    "avg_pool_2d",
+    "backward",
+    "batchnorm_2d",
+    "cat",
+    "clip",
+    "conv2d",
+    "cross_entropy",
+    "div",
+    "dropout",
+    "exp",
+    "flatten",
+    "gradients",
+    "log",
+    "matmul",
+    "max_pool_2d",
+    "mean",
+    "mse_loss",
+    "mul",
+    "negative",
+    "no_grad",
+    "pow",
+    "reduce_mean",
+    "reduce_sum",
+    "relu",
+    "reshape",
+    "sigmoid",
+    "softmax",
+    "softmax_cross_entropy",
+    "sqrt",
+    "sub",
+    "sum",
+    "tanh",
+    "transpose",
+]

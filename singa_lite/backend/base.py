@@ -66,6 +66,7 @@ KERNELS = {
     "mean": "(x) -> y; axes, keepdims",
     "max": "(x) -> y; axes, keepdims",
     "sum_to": "(dy) -> dy summed over the axes that broadcasting out.shape to dy.shape added or stretched",
+    "broadcast_to": "(x) -> x repeated along new and size-1 axes to out's shape",
     "matmul": "(a, b) -> y, last two axes multiplied, others broadcast; transpose_a, transpose_b: bool",
     # windows; stride, padding, dilation: pairs (height, width); padding is symmetric
     "conv2d": "(x NCHW, w (O, C/groups, kh, kw)[, b (O,)]) -> y; stride, padding, dilation, groups",

@@ -294,6 +294,7 @@ SAMPLES = [
     Sample("max", (X,), (X.max((1,)),), {"axes": (1,), "keepdims": False}),
     Sample("sum_to", (X,), (X.sum((0, 2), keepdims=True)[0],)),
     Sample("sum_to", (X,), (X.sum((0, 1)),)),
+    Sample("broadcast_to", (Y,), (np.broadcast_to(Y, (2, 3, 4)).copy(),)),
     Sample("matmul", (X, normal(4, 5)), (), {}),
     Sample("matmul", (normal(4, 2), normal(3, 4)), (), {"transpose_a": True, "transpose_b": True}),
     *conv_samples(stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1),

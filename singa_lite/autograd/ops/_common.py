@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operator families share: checks of inputs, and calls of kernels that need no explanation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import DTypeError, OptionError, ShapeError
+from ...tensor import Number, Tensor
+from ..engine import Array, Context
+
+Shape = tuple[int, ...]
+
+
+# ---- checks --------------------------------------------------------------------------------------------
+
+
+def check_tensors(where: str, *tensors: object) -> None:
+    """Raise DTypeError unless all are Tensors of one dtype."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(
+                f"{where}: expected a Tensor, got {type(tensor).__name__}; wrap it with from_numpy"
+            )
+    dtypes = [tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)]
+    if any(dtype != dtypes[0] for dtype in dtypes):
+        found = ", ".join(str(dtype) for dtype in dtypes)
+        raise DTypeError(f"{where}: inputs must share one dtype, got {found}; convert with as_type()")
+
+
+def check_floats(where: str, *tensors: object) -> None:
+    """Raise DTypeError unless all are Tensors of one float dtype."""
+    check_tensors(where, *tensors)
+    first = tensors[0]
+    if isinstance(first, Tensor) and first.dtype.kind != "f":
+        raise DTypeError(f"{where}: needs float tensors, got {first.dtype}; convert with as_type(float32)")
+
+
+def check_ndim(where: str, name: str, tensor: Tensor, ndim: int, axes: str) -> None:
+    """Raise ShapeError unless ``tensor`` has ``ndim`` axes, which the message calls ``axes``."""
+    if tensor.ndim() != ndim:
+        raise ShapeError(f"{where}: {name} must have {ndim} axes {axes}, but its shape is {tensor.shape}")
+
+
+def check_axis(where: str, axis: int, ndim: int) -> int:
+    """``axis`` counted from the front; ShapeError if there is none such."""
+    if not -ndim <= axis < ndim:
+        raise ShapeError(f"{where}: axis {axis} is out of range for {ndim} axes")
+    return axis % ndim
+
+
+def check_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
+    """Distinct axes counted from the front, ascending; None is all."""
+    if axes is None:
+        return tuple(range(ndim))
+    given = [axes] if isinstance(axes, int) else list(axes)
+    found = sorted(check_axis(where, axis, ndim) for axis in given)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"{where}: axes {given} name one axis twice")
+    return tuple(found)
+
+
+def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
+    """The shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
+    try:
+        return np.broadcast_shapes(a, b)
+    except ValueError:
+        raise ShapeError(f"{where}: shapes {a} and {b} do not broadcast") from None
+
+
+def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
+    """``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
+    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
+    is_pair = len(both) == 2 and all(isinstance(item, (int, np.integer)) for item in both)
+    if not is_pair or min(both) < smallest:
+        raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
+    return int(both[0]), int(both[1])
+
+
+def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor, Tensor]:
+    """Both as Tensors, a number taking dtype and device of the other; DTypeError for anything else."""
+    if isinstance(a, Tensor):
+        return a, b if isinstance(b, Tensor) else constant(where, b, a)
+    if isinstance(b, Tensor):
+        return constant(where, a, b), b
+    raise DTypeError(f"{where}: one operand must be a Tensor, got {type(a).__name__} and {type(b).__name__}")
+
+
+def constant(where: str, value: object, like: Tensor) -> Tensor:
+    """A scalar Tensor with the dtype and device of ``like``, rounded to it; never takes a gradient."""
+    if not isinstance(value, (int, float, np.number)):
+        raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
+    if like.dtype.kind != "f" and float(value) != int(value):
+        raise DTypeError(f"{where}: {value} is no {like.dtype}; convert the tensor with as_type(float32)")
+    array = like.device.backend.asarray(np.array(value, like.dtype))
+    tensor = Tensor.wrap(array, like.device)
+    tensor.requires_grad = False
+    return tensor
+
+
+# ---- kernels -------------------------------------------------------------------------------------------
+
+
+def like(context: Context, kernel: str, x: Array, *others: Array, **attributes: Any) -> Array:
+    """Run a kernel whose result has the shape and dtype of its first input."""
+    out = context.empty(x.shape, x.dtype)
+    context.run(kernel, x, *others, out=out, **attributes)
+    return out
+
+
+def broadcasting(context: Context, kernel: str, *xs: Array) -> Array:
+    """Run a kernel whose result has the broadcast shape of its inputs and the dtype of the first."""
+    out = context.empty(np.broadcast_shapes(*(x.shape for x in xs)), xs[0].dtype)
+    context.run(kernel, *xs, out=out)
+    return out
+
+
+def sum_to(context: Context, dy: Array, shape: Shape) -> Array:
+    """``dy`` summed back to the shape that was broadcast to it; dy itself if nothing was."""
+    if dy.shape == shape:
+        return dy
+    out = context.empty(shape, dy.dtype)
+    context.run("sum_to", dy, out=out)
+    return out
+
+
+def scaled(context: Context, x: Array, factor: float) -> Array:
+    """x * factor."""
+    return like(context, "mul", x, context.backend.asarray(np.array(factor, x.dtype)))
+
+
+def product(sizes: Sequence[int]) -> int:
+    """The number of elements of a shape."""
+    return math.prod(sizes)

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations, and the element-by-element functions of one tensor."""
+
+from __future__ import annotations
+
+from ...tensor import Tensor
+from ..engine import Array, Context, Operator
+from ._common import check_axis, check_floats, check_tensors, like, scaled
+
+
+class ReLU(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("relu", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "relu", inputs[0])
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "relu_backward", dys[0], *context.saved)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0), element by element; the gradient at 0 is 0.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return ReLU()(x)  # type: ignore[no-any-return]
+
+
+class Sigmoid(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("sigmoid", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "sigmoid", inputs[0])
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "sigmoid_backward", dys[0], *context.saved)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), element by element; overflows for no x.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Sigmoid()(x)  # type: ignore[no-any-return]
+
+
+class Tanh(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("tanh", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "tanh", inputs[0])
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "tanh_backward", dys[0], *context.saved)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent, element by element.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Tanh()(x)  # type: ignore[no-any-return]
+
+
+class SoftMax(Operator):
+    def __init__(self, axis: int = 1) -> None:
+        self.axis = axis
+
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("softmax", *inputs)
+        check_axis("softmax", self.axis, inputs[0].ndim())
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "softmax", inputs[0], axis=self.axis)
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "softmax_backward", dys[0], *context.saved, axis=self.axis)
+
+
+def softmax(x: Tensor, axis: int = 1) -> Tensor:
+    """exp(x) / sum(exp(x)) along one axis, computed from x - max(x).
+
+    Args:
+        x: float tensor.
+        axis: where the results sum to one; negative counts from the end.
+
+    Returns:
+        Same shape and dtype as ``x``.
+
+    Raises:
+        ShapeError: x has no such axis.
+    """
+    return SoftMax(axis)(x)  # type: ignore[no-any-return]
+
+
+class Exp(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("exp", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "exp", inputs[0])
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "mul", dys[0], *context.saved)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e ** x, element by element; beyond the range of the dtype it is inf.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Exp()(x)  # type: ignore[no-any-return]
+
+
+class Log(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("log", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(inputs[0])
+        return like(context, "log", inputs[0])
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "div", dys[0], *context.saved)
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm, element by element: -inf at 0, NaN below.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Log()(x)  # type: ignore[no-any-return]
+
+
+class Sqrt(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("sqrt", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, "sqrt", inputs[0])
+        context.save(y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return scaled(context, like(context, "div", dys[0], *context.saved), 0.5)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The square root, element by element: NaN below 0; the gradient at 0 is inf.
+
+    Args:
+        x: float tensor of any shape.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Sqrt()(x)  # type: ignore[no-any-return]
+
+
+class Abs(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("abs", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(inputs[0])
+        return like(context, "abs", inputs[0])
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "mul", dys[0], like(context, "sign", *context.saved))
+
+
+def abs(x: Tensor) -> Tensor:
+    """The absolute value, element by element; the gradient at 0 is 0.
+
+    Args:
+        x: tensor of any shape and dtype.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Abs()(x)  # type: ignore[no-any-return]
+
+
+class Negative(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("negative", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        return like(context, "negative", inputs[0])
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "negative", dys[0])
+
+
+def negative(x: Tensor) -> Tensor:
+    """-x, element by element.
+
+    Args:
+        x: tensor of any shape and dtype.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Negative()(x)  # type: ignore[no-any-return]
+
+
+class Clip(Operator):
+    def __init__(self, min: float | None = None, max: float | None = None) -> None:
+        self.limits = {"min": min, "max": max}
+
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("clip", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(inputs[0])
+        return like(context, "clip", inputs[0], **self.limits)
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, "clip_backward", dys[0], *context.saved, **self.limits)
+
+
+def clip(x: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """x limited to min .. max; the gradient passes where min <= x <= max.
+
+    Args:
+        x: tensor of any shape and dtype.
+        min: lower limit; None is none.
+        max: upper limit; None is none. Below ``min`` every element becomes ``max``.
+
+    Returns:
+        Same shape and dtype as ``x``.
+    """
+    return Clip(min, max)(x)  # type: ignore[no-any-return]

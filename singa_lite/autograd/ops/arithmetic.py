@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of two tensors, which broadcast as in numpy, and sums over several tensors.
+
+A Python number as operand takes the dtype and device of the other. Every backward makes arrays of its own or
+hands dy on unchanged; the engine never adds into one that two inputs share (SINGA's Add does).
+"""
+
+from __future__ import annotations
+
+from ...errors import ShapeError
+from ...tensor import Number, Tensor
+from ..engine import Array, Context, Operator
+from ._common import (
+    broadcast_shape,
+    broadcasting,
+    check_floats,
+    check_tensors,
+    like,
+    operands,
+    scaled,
+    sum_to,
+)
+
+
+class Add(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("add", *inputs)
+        broadcast_shape("add", inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(*(x.shape for x in inputs))
+        return broadcasting(context, "add", *inputs)
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        return tuple(
+            sum_to(context, dys[0], shape) if needed else None
+            for shape, needed in zip(context.saved, context.needs_grad, strict=True)
+        )
+
+
+def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a + b.
+
+    Args:
+        a: tensor or number.
+        b: tensor or number; the shapes must broadcast and the dtypes agree.
+
+    Returns:
+        The broadcast shape, the dtype of the inputs.
+
+    Raises:
+        ShapeError: the shapes do not broadcast.
+        DTypeError: the dtypes differ.
+    """
+    return Add()(*operands("add", a, b))  # type: ignore[no-any-return]
+
+
+class Sub(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("sub", *inputs)
+        broadcast_shape("sub", inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(*(x.shape for x in inputs))
+        return broadcasting(context, "sub", *inputs)
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        (dy,), (a_shape, b_shape), (needs_a, needs_b) = dys, context.saved, context.needs_grad
+        da = sum_to(context, dy, a_shape) if needs_a else None
+        db = like(context, "negative", sum_to(context, dy, b_shape)) if needs_b else None
+        return da, db
+
+
+def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a - b; arguments, result and errors as ``add``."""
+    return Sub()(*operands("sub", a, b))  # type: ignore[no-any-return]
+
+
+class Mul(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("mul", *inputs)
+        broadcast_shape("mul", inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(*inputs)
+        return broadcasting(context, "mul", *inputs)
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        (dy,), (a, b), (needs_a, needs_b) = dys, context.saved, context.needs_grad
+        da = sum_to(context, broadcasting(context, "mul", dy, b), a.shape) if needs_a else None
+        db = sum_to(context, broadcasting(context, "mul", dy, a), b.shape) if needs_b else None
+        return da, db
+
+
+def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a * b, element by element; arguments, result and errors as ``add``."""
+    return Mul()(*operands("mul", a, b))  # type: ignore[no-any-return]
+
+
+class Div(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("div", *inputs)
+        broadcast_shape("div", inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = broadcasting(context, "div", *inputs)
+        context.save(inputs[0].shape, inputs[1], y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        a_shape, b, y = context.saved
+        needs_a, needs_b = context.needs_grad
+        slope = broadcasting(context, "div", dys[0], b)
+        da = sum_to(context, slope, a_shape) if needs_a else None
+        db = None
+        if needs_b:  # d(a/b)/db = -(a/b)/b
+            db = like(context, "negative", sum_to(context, like(context, "mul", slope, y), b.shape))
+        return da, db
+
+
+def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a / b, element by element; floats only, else as ``add``. x / 0 is inf or NaN."""
+    return Div()(*operands("div", a, b))  # type: ignore[no-any-return]
+
+
+class Pow(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("pow", *inputs)
+        broadcast_shape("pow", inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = broadcasting(context, "pow", *inputs)
+        context.save(*inputs, y)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        (dy,), (a, b, y), (needs_a, needs_b) = dys, context.saved, context.needs_grad
+        da = db = None
+        if needs_a:
+            da = sum_to(context, broadcasting(context, "pow_backward_base", dy, a, b), a.shape)
+        if needs_b:
+            db = sum_to(context, broadcasting(context, "pow_backward_exponent", dy, a, y), b.shape)
+        return da, db
+
+
+def pow(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a ** b, element by element; floats only, else as ``add``.
+
+    NaN where a < 0 and b is no integer. The gradient of b is 0 where a is 0, and NaN where a < 0.
+    """
+    return Pow()(*operands("pow", a, b))  # type: ignore[no-any-return]
+
+
+class Sum(Operator):
+    where = "sum"
+
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors(self.where, *inputs)
+        for tensor in inputs:
+            if tensor.shape != inputs[0].shape:
+                raise ShapeError(f"{self.where}: tensors of shapes {inputs[0].shape} and {tensor.shape} meet")
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        total = like(context, "copy", inputs[0])
+        for x in inputs[1:]:
+            context.run("add", total, x, out=total)
+        return total
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        return tuple(dys[0] if needed else None for needed in context.needs_grad)
+
+
+def sum(*tensors: Tensor) -> Tensor:
+    """The sum of several tensors, element by element (SINGA's meaning; ``reduce_sum`` sums over axes).
+
+    Args:
+        tensors: one or more, of one shape and dtype.
+
+    Returns:
+        The shape and dtype of each.
+
+    Raises:
+        ShapeError: the shapes differ.
+    """
+    return Sum()(*tensors)  # type: ignore[no-any-return]
+
+
+class Mean(Sum):
+    where = "mean"
+
+    def check(self, *inputs: Tensor) -> None:
+        super().check(*inputs)
+        check_floats(self.where, *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        return scaled(context, super().forward(context, *inputs), 1 / len(inputs))
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        return super().backward(context, scaled(context, dys[0], 1 / len(context.needs_grad)))
+
+
+def mean(*tensors: Tensor) -> Tensor:
+    """The mean of several float tensors, element by element (``reduce_mean`` goes over axes); as ``sum``."""
+    return Mean()(*tensors)  # type: ignore[no-any-return]

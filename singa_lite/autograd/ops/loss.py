@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses: a mean over the batch, shape (1,), ready for ``backward``."""
+
+from __future__ import annotations
+
+from ...errors import DTypeError, ShapeError
+from ...tensor import Tensor
+from ..engine import Array, Context, Operator
+from ._common import check_floats, check_ndim, check_tensors, like
+
+
+def check_labels(where: str, x: Tensor, t: object) -> None:
+    """Raise unless ``t`` is class ids (N,) of an integer dtype or a label matrix of x's shape (N, C)."""
+    check_floats(where, x)
+    check_ndim(where, "x", x, 2, "(N, C)")
+    if not isinstance(t, Tensor):
+        raise DTypeError(f"{where}: expected a Tensor of labels, got {type(t).__name__}")
+    if t.shape not in (x.shape, x.shape[:1]) or x.size() == 0:
+        raise ShapeError(
+            f"{where}: labels must be class ids {x.shape[:1]} or a matrix {x.shape}, but t has {t.shape}"
+        )
+    if t.ndim() == 1 and t.dtype.kind != "i":
+        raise DTypeError(
+            f"{where}: class ids must be int32 or int64, got {t.dtype}; convert with as_type(int32)"
+        )
+
+
+class SoftMaxCrossEntropy(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_labels("softmax_cross_entropy", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        x, t = inputs
+        loss, probabilities = context.empty((1,), x.dtype), context.empty(x.shape, x.dtype)
+        context.run("softmax_cross_entropy", x, t, out=(loss, probabilities))
+        context.save(probabilities, t)
+        return loss
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        probabilities, t = context.saved
+        dx = context.empty(probabilities.shape, probabilities.dtype)
+        context.run("softmax_cross_entropy_backward", dys[0], probabilities, t, out=dx)
+        return dx, None
+
+
+def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
+    """The cross entropy of softmax(x) against labels, mean over the batch.
+
+    loss = -1/N sum over n, c of t[n, c] log softmax(x)[n, c], computed from logits, so it cannot overflow.
+    The gradient is multiplied by the incoming dy, so loss scaling works (SINGA ignores dy).
+
+    Args:
+        x: float logits (N, C).
+        t: class ids (N,), int32 or int64, in 0 .. C-1; or a label matrix (N, C) of any dtype, each row
+            divided by its sum (one-hot, counts and probabilities all do; a row of zeros adds nothing).
+
+    Returns:
+        Shape (1,), the dtype of ``x``. Labels get no gradient.
+
+    Raises:
+        ShapeError: shapes do not fit, or an id is out of range.
+        DTypeError: class ids of a float dtype.
+    """
+    return SoftMaxCrossEntropy()(x, t)  # type: ignore[no-any-return]
+
+
+class CrossEntropy(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_labels("cross_entropy", *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        loss = context.empty((1,), inputs[0].dtype)
+        context.run("cross_entropy", *inputs, out=loss)
+        context.save(*inputs)
+        return loss
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        dx = context.empty(context.saved[0].shape, context.saved[0].dtype)
+        context.run("cross_entropy_backward", dys[0], *context.saved, out=dx)
+        return dx, None
+
+
+def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
+    """The cross entropy of probabilities against labels, mean over the batch.
+
+    loss = -1/N sum over n, c of t[n, c] log x[n, c]; x below the smallest normal number counts as that number.
+
+    Args:
+        x: probabilities (N, C), float, > 0.
+        t: labels as in ``softmax_cross_entropy``.
+
+    Returns:
+        Shape (1,), the dtype of ``x``. Labels get no gradient.
+
+    Raises:
+        ShapeError, DTypeError: as ``softmax_cross_entropy``.
+    """
+    return CrossEntropy()(x, t)  # type: ignore[no-any-return]
+
+
+class MeanSquareError(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("mse_loss", *inputs)
+        check_floats("mse_loss", *inputs)
+        if inputs[0].shape != inputs[1].shape or inputs[0].size() == 0:
+            raise ShapeError(
+                f"mse_loss: x and t must have one shape, got {inputs[0].shape} and {inputs[1].shape}"
+            )
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        loss = context.empty((1,), inputs[0].dtype)
+        context.run("mse_loss", *inputs, out=loss)
+        context.save(*inputs)
+        return loss
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        dx = context.empty(context.saved[0].shape, context.saved[0].dtype)
+        context.run("mse_loss_backward", dys[0], *context.saved, out=dx)
+        dt = like(context, "negative", dx) if context.needs_grad[1] else None
+        return dx, dt
+
+
+def mse_loss(x: Tensor, t: Tensor) -> Tensor:
+    """The squared error, mean over all elements.
+
+    Args:
+        x: float tensor of any shape.
+        t: same shape and dtype.
+
+    Returns:
+        Shape (1,), the dtype of ``x``.
+
+    Raises:
+        ShapeError: the shapes differ.
+    """
+    return MeanSquareError()(x, t)  # type: ignore[no-any-return]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+from ...errors import DeviceError, DTypeError, OptionError, ShapeError
+from ...tensor import Tensor
+from ..engine import Array, Context, Operator
+from ._common import check_floats
+
+
+class BatchNorm2d(Operator):
+    """Holds the running statistics: they are state of the layer, not inputs with a gradient."""
+
+    def __init__(
+        self, running_mean: Tensor, running_var: Tensor, *, momentum: float = 0.9, eps: float = 1e-5
+    ) -> None:
+        if not 0 <= momentum <= 1 or not eps > 0:
+            raise OptionError(f"batchnorm_2d: momentum = {momentum} must be in 0 .. 1 and eps = {eps} > 0")
+        self.running = (running_mean, running_var)
+        self.momentum = momentum
+        self.eps = eps
+
+    def check(self, *inputs: Tensor) -> None:
+        x = inputs[0]
+        check_floats("batchnorm_2d", *inputs)
+        if x.ndim() not in (2, 4):
+            raise ShapeError(f"batchnorm_2d: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
+        named = zip(
+            ("scale", "bias", "running_mean", "running_var"), (*inputs[1:], *self.running), strict=True
+        )
+        for name, tensor in named:
+            if tensor.shape != (x.shape[1],):
+                raise ShapeError(
+                    f"batchnorm_2d: {name} must have shape ({x.shape[1]},) for x {x.shape}, not {tensor.shape}"
+                )
+            if tensor.dtype != x.dtype:
+                raise DTypeError(f"batchnorm_2d: {name} is {tensor.dtype} but x is {x.dtype}; use as_type()")
+            if tensor.device is not x.device:
+                raise DeviceError(
+                    f"batchnorm_2d: {name} is on {tensor.device}, x on {x.device}; use to_device()"
+                )
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        x, scale, _ = inputs
+        y = context.empty(x.shape, x.dtype)
+        running = tuple(tensor.data for tensor in self.running)
+        if not context.training:
+            context.run("batchnorm_2d_infer", *inputs, *running, out=y, eps=self.eps)
+            return y
+        mean, inverse_std = (context.empty(scale.shape, scale.dtype) for _ in range(2))
+        out = (y, mean, inverse_std, *running)
+        context.run("batchnorm_2d_train", *inputs, out=out, momentum=self.momentum, eps=self.eps)
+        context.save(x, scale, mean, inverse_std)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
+        x, scale = context.saved[:2]
+        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, x.dtype) for _ in range(2)))
+        context.run("batchnorm_2d_backward", dys[0], *context.saved, out=out)
+        return out
+
+
+def batchnorm_2d(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    momentum: float = 0.9,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise each channel to zero mean and unit variance, then scale and shift it.
+
+    y = (x - mean) / sqrt(var + eps) * scale + bias. While training, mean and (biased) var are those of the
+    batch over all axes but 1, and the running statistics move in place: r = (1 - momentum) r + momentum batch
+    with the unbiased variance, SINGA's rule. Otherwise mean and var are the running statistics.
+
+    Args:
+        x: float tensor (N, C, H, W) or (N, C).
+        scale: shape (C,), as are the following, all of x's dtype.
+        bias: shape (C,).
+        running_mean: changed in place while ``autograd.training``.
+        running_var: likewise.
+        momentum: share of the batch in the running statistics, 0 .. 1.
+        eps: added to the variance, > 0; the default suits float32, use 1e-3 for float16.
+
+    Returns:
+        Same shape and dtype as ``x``. Statistics are computed in float32 or wider.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: one of the per-channel tensors does not fit ``x``.
+        OptionError: momentum or eps out of range.
+
+    Source: Ioffe, Szegedy, "Batch Normalization", 2015.
+    """
+    op = BatchNorm2d(running_mean, running_var, momentum=momentum, eps=eps)
+    return op(x, scale, bias)  # type: ignore[no-any-return]
