@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a CNN on MNIST, on any number of processes, with any dist_option.
+
+    python examples/train_mnist.py                                   one process
+    singa-lite run -n 2 examples/train_mnist.py --epochs 10          two processes of this machine
+    singa-lite run -n 4 examples/train_mnist.py --dist-option fp16   four, gradients as half floats
+    mpiexec -n 2 python examples/train_mnist.py                      MPI or, with srun, Slurm
+
+Every sample of an epoch is used exactly once and every test image is counted, whatever the number of
+processes. Training loss is the sum over batches and ranks of the batch means.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from model.cnn import CNN
+
+from singa_lite import data, device, opt, tensor
+
+MEAN, STD = 0.1307, 0.3081  # of all training pixels / 255: inputs get mean 0 and variance 1
+EVAL_BATCH = 500
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description="Train a CNN on MNIST")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=64, help="per process")
+    parser.add_argument("--lr", type=float, default=0.005)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--weight-decay", type=float, default=1e-5)
+    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
+    parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mnist-dir", help="folder of the four IDX files")
+    parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="folder for plot and checkpoint")
+    return parser.parse_args()
+
+
+def main():
+    arguments = parse_arguments()
+    sgd = opt.SGD(lr=arguments.lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay)
+    sgd = opt.DistOpt(sgd, threshold=arguments.threshold)
+    dev = device.create_device(sgd.local_rank)
+    mnist = data.load_mnist(arguments.mnist_dir)
+
+    dev.SetRandSeed(arguments.seed)
+    model = CNN()
+    model.set_optimizer(sgd)
+    model.compile([tensor.zeros((arguments.batch_size, 1, 28, 28), dev)])
+    sampler = data.ShardedSampler(
+        len(mnist.train_labels), arguments.batch_size, sgd.global_rank, sgd.world_size, seed=arguments.seed
+    )
+    is_first = sgd.global_rank == 0
+    if is_first:
+        print(
+            f"world size {sgd.world_size}, transport {sgd.communicator.world.transport}, device {dev}, "
+            f"effective batch {arguments.batch_size} x {sgd.world_size} = {arguments.batch_size * sgd.world_size}, "
+            f"dist_option {arguments.dist_option}, reduction mean over ranks, seed {arguments.seed}",
+            flush=True,
+        )
+
+    history = []
+    for epoch in range(arguments.epochs):
+        if is_first:
+            print(f"Starting Epoch {epoch}:", flush=True)
+        start = time.perf_counter()
+        loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments)
+        seconds = time.perf_counter() - start
+        if arguments.dist_option == "partialUpdate":
+            sgd.synchronize(model)  # between its turns a parameter differs from rank to rank
+        tested = evaluate(model, dev, mnist, sgd)
+        loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
+        history.append((loss, correct / len(mnist.train_labels), tested / len(mnist.test_labels)))
+        if is_first:
+            print(f"Training loss = {loss:.6f}, training accuracy = {history[-1][1]:.6f}")
+            print(f"Evaluation accuracy = {history[-1][2]:.6f}")
+            speed = len(mnist.train_labels) / seconds
+            print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
+
+    if is_first:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        checkpoint = arguments.out / "mnist_cnn.zip"
+        model.save_states(checkpoint, {"epochs": np.array(arguments.epochs)})
+        print(f"checkpoint: {checkpoint.resolve()}")
+        print(f"plot: {plot(history, arguments)}", flush=True)
+
+
+def train_epoch(model, sgd, dev, mnist, sampler, arguments):
+    """One epoch; this rank's sum of batch losses, number of correct answers and bytes sent."""
+    model.train()
+    loss_sum, correct, sent = 0.0, 0, 0
+    for step, indices in enumerate(sampler):
+        x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
+        out, loss = model(
+            tensor.from_numpy(x, dev), tensor.from_numpy(y, dev), arguments.dist_option, arguments.spars
+        )
+        loss_sum += loss.item()
+        correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
+        sent += sgd.bytes_sent
+        if sgd.global_rank == 0:
+            show_progress(step + 1, len(sampler), loss.item())
+    return loss_sum, correct, sent
+
+
+def evaluate(model, dev, mnist, sgd):
+    """The number of this rank's share of the test images that are classified correctly."""
+    model.eval()
+    share = data.partition(len(mnist.test_labels), sgd.global_rank, sgd.world_size)
+    correct = 0
+    for start in range(share.start, share.stop, EVAL_BATCH):
+        batch = slice(start, min(start + EVAL_BATCH, share.stop))
+        x, y = data.make_batch(mnist.test_images, mnist.test_labels, batch, mean=MEAN, std=STD)
+        correct += np.count_nonzero(tensor.to_numpy(model(tensor.from_numpy(x, dev))).argmax(axis=1) == y)
+    return correct
+
+
+def sum_over_ranks(values, sgd):
+    total = np.array(values, np.float64)
+    sgd.all_reduce(total)
+    return total.tolist()
+
+
+def show_progress(step, steps, loss):
+    """A bar of at most 40 updates a pass: one line that overwrites itself, or nothing without a terminal."""
+    if step % math.ceil(steps / 40) == 0 or step == steps:
+        filled = 30 * step // steps
+        end = "\n" if step == steps else ""
+        bar = "#" * filled + "." * (30 - filled)
+        print(f"\r[{bar}] {step}/{steps} loss {loss:.4f}", end=end, file=sys.stderr, flush=True)
+
+
+def plot(history, arguments):
+    """Draw loss and accuracy by epoch; the picture's path, or why there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "none; pip install 'singa-lite[plot]' draws one"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses, train_accuracies, test_accuracies = zip(*history, strict=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    left.plot(losses, marker=".")
+    left.set(xlabel="epoch", ylabel="training loss (sum of batch means)", yscale="log")
+    right.plot(train_accuracies, marker=".", label="training")
+    right.plot(test_accuracies, marker=".", label="evaluation")
+    right.set(xlabel="epoch", ylabel="accuracy")
+    right.legend()
+    figure.suptitle(f"MNIST, {arguments.dist_option}")
+    figure.tight_layout()
+    path = arguments.out / "mnist_cnn.png"
+    figure.savefig(path, dpi=120)
+    return path.resolve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The invariants of every scheme, against float64, on 1, 2 and 3 ranks with different data on each."""
+
+import math
+
+import numpy as np
+import pytest
+
+from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError, DTypeError, OptionError
+from singa_lite.sync import find_schemes
+from singa_lite.sync.base import StepOptions
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+
+SHAPES = [(3, 5), (40,), (7, 2, 2), (1,), (11,)]
+TOTAL = sum(math.prod(shape) for shape in SHAPES)
+LARGE = 1 << 30
+SIZES = [1, 2, 3]
+# scheme -> options that make it equal plain averaging, or None where no knob does
+NEUTRAL = {
+    "fp32": StepOptions(),
+    "fp16": None,
+    "partialUpdate": None,
+    "sparseTopK": StepOptions(spars=1.0),
+    "sparseThreshold": StepOptions(spars=0.0),
+}
+
+
+def launch(function, size, *args):
+    return run_ranks(function, size, *args, transport="local" if size == 1 else "shm")
+
+
+def make_params():
+    return [
+        Tensor(data=np.full(shape, 0.5, np.float32), stores_grad=True, name=f"p{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def gradients_of(rank, step, scale=1.0):
+    rng = np.random.default_rng([7, rank, step])
+    return [(scale * rng.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
+
+
+def run_step(scheme, params, gradients, options):
+    """One step; {param name: gradient to apply} as numpy copies."""
+    scheme.begin(options)
+    for param, gradient in zip(params, gradients, strict=True):
+        scheme.push(param, Tensor(data=gradient))
+    return {param.name: to_numpy(grad) for param, grad in scheme.finish()}
+
+
+def flat(parts):
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+def in_order(result):
+    return flat([result[f"p{i}"] for i in range(len(SHAPES))])
+
+
+def residual_of(scheme, params):
+    states = scheme.state_dict({param: param.name for param in params})
+    return flat([states.get(f"p{i}", np.zeros(shape, np.float32)) for i, shape in enumerate(SHAPES)])
+
+
+def several_steps(communicator, name, options, threshold, bucket_bytes, num_steps, scale):
+    """Per step (incoming gradient, result, residual afterwards, bytes sent, payload), all flat."""
+    scheme = find_schemes()[name](communicator, threshold, bucket_bytes)
+    params = make_params()
+    log = []
+    for step in range(num_steps):
+        gradients = gradients_of(communicator.rank, step, scale)
+        result = run_step(scheme, params, gradients, options)
+        scheme.after_update(params)
+        log.append(
+            (
+                flat(gradients),
+                in_order(result),
+                residual_of(scheme, params),
+                scheme.bytes_sent,
+                scheme.bytes_payload,
+            )
+        )
+    return log
+
+
+def test_every_scheme_of_the_folder_is_tested_here():
+    assert {scheme.names[0] for scheme in find_schemes().values()} == set(NEUTRAL)
+    assert (
+        find_schemes()["plain"] is find_schemes()["fp32"] and find_schemes()["half"] is find_schemes()["fp16"]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name, options in NEUTRAL.items() if options])
+def test_a_neutral_knob_gives_the_mean_and_the_same_bits_everywhere(name, size):
+    logs = launch(several_steps, size, name, NEUTRAL[name], LARGE, LARGE, 2, 1.0)
+    for step in range(2):
+        mean = np.mean([log[step][0].astype(np.float64) for log in logs], axis=0)
+        for log in logs:
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-5, atol=1e-6)
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+def test_fp32_on_one_rank_changes_no_bit():
+    [log] = launch(several_steps, 1, "fp32", StepOptions(), LARGE, LARGE, 1, 1.0)
+    assert log[0][0].tobytes() == log[0][1].tobytes()
+
+
+@pytest.mark.parametrize("name", ["fp32", "sparseTopK", "sparseThreshold"])
+def test_bucket_bytes_never_change_a_result(name):
+    options = StepOptions(spars=0.3)
+    logs = [
+        launch(several_steps, 2, name, options, 20, bucket_bytes, 2, 1.0)[1]
+        for bucket_bytes in (4, 100, LARGE)
+    ]
+    for other in logs[1:]:
+        assert all(a[1].tobytes() == b[1].tobytes() for a, b in zip(logs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_fp16_keeps_a_relative_error_below_a_thousandth(size, scale):
+    logs = launch(several_steps, size, "fp16", StepOptions(), LARGE, LARGE, 1, scale)
+    incoming = np.array([log[0][0] for log in logs], np.float64)
+    mean, largest = incoming.mean(axis=0), np.abs(incoming).max()
+    # against the sum of magnitudes: what cancels has no relative error to speak of
+    bound = 1e-3 * np.abs(incoming).mean(axis=0)
+    assert np.abs(incoming[np.abs(incoming) > 0]).min() > size * 2.0**-27 * largest
+    for log in logs:
+        assert np.all(np.abs(log[0][1] - mean) <= bound)
+        assert log[0][1].tobytes() == logs[0][0][1].tobytes()
+
+
+def half_of(communicator, values):
+    scheme = find_schemes()["fp16"](communicator, LARGE, LARGE)
+    param = Tensor((len(values),), name="p")
+    scheme.begin(StepOptions())
+    scheme.push(param, Tensor(data=np.array(values, np.float32)))
+    [(_, mean)] = scheme.finish()
+    return to_numpy(mean)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fp16_keeps_small_values_beside_large_ones(size):
+    values = np.array([1.0, size * 2.0**-27, -3e-6, 0.0])  # unscaled, float16 has nothing below 6e-8
+    for result in launch(half_of, size, values):
+        np.testing.assert_allclose(result, values, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_fp16_passes_nan_and_infinity_on(bad):
+    for result in launch(half_of, 2, np.array([1.0, bad])):
+        assert not np.isfinite(result[1])
+
+
+def test_fp16_refuses_float64_gradients():
+    scheme = find_schemes()["fp16"](LocalCommunicator(World()), LARGE, LARGE)
+    scheme.begin(StepOptions())
+    scheme.push(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
+    with pytest.raises(DTypeError, match="only float32 gradients travel as float16"):
+        list(scheme.finish())
+
+
+def test_fp16_clips_the_local_gradient():
+    [log] = launch(several_steps, 1, "fp16", StepOptions(clip_value=0.25), LARGE, LARGE, 1, 1.0)
+    np.testing.assert_allclose(log[0][1], np.clip(log[0][0], -0.25, 0.25), rtol=1e-3, atol=1e-6)
+
+
+def groups_of(threshold):
+    """SINGA's rule for SHAPES, by hand: flat positions of each group, for thresholds 20 and LARGE."""
+    ends = np.cumsum([math.prod(shape) for shape in SHAPES])
+    spans = [np.arange(end - math.prod(shape), end) for end, shape in zip(ends, SHAPES, strict=True)]
+    if threshold == LARGE:
+        return [np.arange(TOTAL)]
+    # 15 | 40 alone | 15 + 28 > 20 | 1, 11 left
+    return [spans[1], np.concatenate([spans[0], spans[2]]), np.concatenate([spans[3], spans[4]])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threshold", [20, LARGE])
+def test_top_k_sends_exactly_the_largest_of_each_group_and_keeps_the_rest(size, threshold):
+    logs = launch(several_steps, size, "sparseTopK", StepOptions(spars=0.1), threshold, LARGE, 4, 1.0)
+    residuals = np.zeros((size, TOTAL), np.float32)
+    for step in range(4):
+        sent = np.zeros((size, TOTAL), np.float32)
+        for rank, log in enumerate(logs):
+            incoming = log[step][0] + residuals[rank]
+            for group in groups_of(threshold):
+                k = math.ceil(len(group) / 10)
+                chosen = group[np.argsort(-np.abs(incoming[group]), kind="stable")[:k]]
+                sent[rank, chosen] = incoming[chosen]
+            residuals[rank] = incoming - sent[rank]
+            assert log[step][2].tobytes() == residuals[rank].tobytes()
+        mean = sent.astype(np.float64).mean(axis=0)
+        for log in logs:
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-6, atol=0)
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_threshold_sends_exactly_what_reaches_it_and_keeps_the_rest(size):
+    logs = launch(several_steps, size, "sparseThreshold", StepOptions(spars=1.5), 20, LARGE, 4, 1.0)
+    residuals = np.zeros((size, TOTAL), np.float32)
+    for step in range(4):
+        incoming = np.array([log[step][0] for log in logs]) + residuals
+        sent = np.where(np.abs(incoming) >= 1.5, incoming, np.float32(0))
+        residuals = incoming - sent
+        mean = sent.astype(np.float64).mean(axis=0)
+        for rank, log in enumerate(logs):
+            assert log[step][2].tobytes() == residuals[rank].tobytes()
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-6, atol=0)
+    assert np.count_nonzero(residuals) > TOTAL / 2  # the test did see both kinds
+
+
+def four_small_gradients(communicator):
+    scheme = find_schemes()["sparseThreshold"](communicator, LARGE, LARGE)
+    param = Tensor((1,), name="p")
+    results = []
+    for value in (0.4, 0.2, 0.2, 0.4):  # threshold 0.5: nothing, 0.6 fires, nothing, 0.6 fires
+        scheme.begin(StepOptions(spars=0.5))
+        scheme.push(param, Tensor(data=np.array([value], np.float32)))
+        results += [float(to_numpy(mean)[0]) for _, mean in scheme.finish()]
+    return results
+
+
+def test_small_gradients_fire_when_their_sum_reaches_the_threshold():
+    for results in launch(four_small_gradients, 2):
+        np.testing.assert_allclose(results, [0, 0.6, 0, 0.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sparseTopK", "sparseThreshold"])
+def test_without_correction_what_is_not_sent_is_dropped(name):
+    options = StepOptions(spars=0.1 if name == "sparseTopK" else 1.5, corr=False)
+    [log] = launch(several_steps, 1, name, options, LARGE, LARGE, 3, 1.0)
+    for gradient, result, residual, _, _ in log:
+        assert not residual.any()
+        assert np.all((result == 0) | (result == gradient))
+
+
+def test_top_k_always_sends_nan_and_breaks_ties_by_the_lowest_index():
+    scheme = find_schemes()["sparseTopK"](LocalCommunicator(World()), LARGE, LARGE)
+    param = Tensor((6,), name="p")
+    scheme.begin(StepOptions(spars=0.5))
+    scheme.push(param, Tensor(data=np.array([1, -2, np.nan, 2, 2, 0], np.float32)))
+    [(_, mean)] = scheme.finish()
+    np.testing.assert_array_equal(to_numpy(mean), [0, -2, np.nan, 2, 0, 0])
+
+
+def test_k_counts_the_share_as_the_decimal_it_is_written_as():
+    communicator = LocalCommunicator(World())
+    scheme = find_schemes()["sparseTopK"](communicator, LARGE, LARGE)
+    param = Tensor((100,), name="p")
+    for spars, k in [(0.07, 7), (0.071, 8), (1e-9, 1), (1.0, 100)]:  # 0.07 * 100 > 7 in binary
+        scheme.begin(StepOptions(spars=spars, corr=False))
+        scheme.push(param, Tensor(data=np.arange(1, 101, dtype=np.float32)))
+        [(_, mean)] = scheme.finish()
+        assert np.count_nonzero(to_numpy(mean)) == k
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_partial_update_averages_one_chunk_a_step_and_leaves_the_others(size):
+    for log in zip(*launch(drifting_parameters, size), strict=True):
+        turn, values = log[0][0], np.array([entry[1] for entry in log])
+        assert all(entry[0] == turn for entry in log)
+        for number, chunk in enumerate(groups_of(20)):
+            equal = all(row[chunk].tobytes() == values[0][chunk].tobytes() for row in values)
+            assert equal == (number == turn)
+            expected = np.array([entry[2] for entry in log], np.float64)[:, chunk].mean(axis=0)
+            if number == turn:
+                np.testing.assert_allclose(values[0][chunk], expected, rtol=1e-6)
+
+
+def drifting_parameters(communicator):
+    """(turn, parameters after the average, parameters before it) for four steps of local drift."""
+    scheme = find_schemes()["partialUpdate"](communicator, 20, LARGE)
+    params = make_params()
+    log = []
+    for step in range(4):
+        turn = scheme.record_key()
+        gradients = gradients_of(communicator.rank, step)
+        applied = run_step(scheme, params, gradients, StepOptions())
+        assert in_order(applied).tobytes() == flat(gradients).tobytes()  # the local step, untouched
+        for param in params:
+            param.copy_from_numpy(to_numpy(param) - applied[param.name])
+        before = flat([to_numpy(param) for param in params])
+        scheme.after_update(params)
+        log.append((turn, flat([to_numpy(param) for param in params]), before))
+    return log
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_follow_the_closed_formula(size):
+    def sent(name, **options):
+        logs = launch(several_steps, size, name, StepOptions(**options), 20, LARGE, 1, 1.0)
+        assert len({log[0][3:5] for log in logs}) == 1
+        return logs[0][0][3:5], logs
+
+    lengths = [len(group) for group in groups_of(20)]
+    ks = [math.ceil(length / 10) for length in lengths]
+    assert sent("fp32")[0] == (ring_bytes("all_reduce", 4 * TOTAL, size), 4 * TOTAL)
+    assert sent("fp16")[0] == (
+        ring_bytes("all_reduce", 2 * TOTAL, size) + ring_bytes("all_reduce", 4, size),
+        2 * TOTAL + 4,
+    )
+    assert sent("partialUpdate")[0] == (ring_bytes("all_reduce", 4 * lengths[0], size), 4 * lengths[0])
+    assert sent("sparseTopK", spars=0.1)[0] == ((size - 1) * 8 * sum(ks), 8 * sum(ks))
+    measured, logs = sent("sparseThreshold", spars=1.5)
+    most = [max(np.count_nonzero(np.abs(log[0][0][group]) >= 1.5) for log in logs) for group in groups_of(20)]
+    payload = sum(8 + 8 * count for count in most)
+    assert measured == ((size - 1) * payload, payload)
+
+
+def test_ring_bytes_by_hand():
+    assert ring_bytes("all_reduce", 900, 3) == 1200
+    assert ring_bytes("all_gather", 900, 3) == 1800
+    assert ring_bytes("reduce_scatter", 900, 3) == 600
+    assert ring_bytes("all_reduce", 4, 3) == 6  # 5.33, rounded up
+    assert ring_bytes("all_reduce", 900, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sparseTopK", StepOptions(spars=0.0)),
+        ("sparseTopK", StepOptions(spars=1.5)),
+        ("sparseTopK", StepOptions(spars=float("nan"))),
+        ("sparseThreshold", StepOptions(spars=-1.0)),
+        ("sparseThreshold", StepOptions(spars=float("nan"))),
+        ("fp16", StepOptions(clip_value=0.0)),
+    ],
+)
+def test_options_out_of_range_raise(name, options):
+    scheme = find_schemes()[name](LocalCommunicator(World()), LARGE, LARGE)
+    with pytest.raises(OptionError, match=name):
+        scheme.check(options)
+
+
+def resumed_run(communicator, name, options, stop):
+    """The last result of five steps, with the state saved after ``stop`` and loaded into a new scheme."""
+    make = find_schemes()[name]
+    scheme, params = make(communicator, 20, LARGE), make_params()
+    names = {param: param.name for param in params}
+    for step in range(5):
+        if step == stop:
+            states = scheme.state_dict(names)
+            scheme = make(communicator, 20, LARGE)
+            scheme.load_state_dict(states, names)
+            assert {k: v.tobytes() for k, v in scheme.state_dict(names).items()} == {
+                k: v.tobytes() for k, v in states.items()
+            }
+        result = run_step(scheme, params, gradients_of(communicator.rank, step), options)
+        scheme.after_update(params)
+    return in_order(result).tobytes(), scheme.record_key()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sparseTopK", StepOptions(spars=0.1)),
+        ("sparseThreshold", StepOptions(spars=1.5)),
+        ("partialUpdate", StepOptions()),
+    ],
+)
+def test_a_scheme_goes_on_bit_for_bit_from_its_saved_state(name, options):
+    straight = launch(resumed_run, 2, name, options, None)
+    assert launch(resumed_run, 2, name, options, 3) == straight
+
+
+def test_a_state_that_fits_no_parameter_raises():
+    scheme = find_schemes()["sparseTopK"](LocalCommunicator(World()), LARGE, LARGE)
+    with pytest.raises(CheckpointError, match="fits no parameter"):
+        scheme.load_state_dict({"gone": np.zeros(3)}, {})
