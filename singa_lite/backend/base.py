@@ -6,8 +6,8 @@ not: how a kernel computes (cpu/), devices (device.py), Tensors and gradients (a
 
 Note [kernel form]: a kernel is called by name with input arrays, ``out=`` (an array or a tuple of arrays,
 allocated by the caller with the right shape and dtype) and plain attributes as keywords.
-- ``out`` never shares memory with an input, but add, sub, mul and div may write over their first input.
-  A kernel marked "in place" also reads its ``out``.
+- ``out`` never shares memory with an input, but add, sub, mul, div and clip may write over their first
+  input. A kernel marked "in place" also reads its ``out``.
 - All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.
 - Nothing is random but through the attributes ``seed`` and ``counter``: same pair, same numbers.
 - float16, float32 and float64 all work; float16 accumulates in float32. IEEE rules, no warnings: overflow is

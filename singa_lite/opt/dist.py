@@ -298,7 +298,7 @@ class DistOpt(Optimizer):
         flat = array.reshape(-1)
         residual = None if accumulation is None else _raw(accumulation).reshape(-1)
         if residual is not None:
-            _backend().run("accumulate", residual, out=flat)
+            _backend().run("add", flat, residual, out=flat)
         message = SparseMessage(self.communicator, _backend(), flat, residual, "sparsification")
         if topK:
             work = select_top_k(message, spars)

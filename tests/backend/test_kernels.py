@@ -238,6 +238,12 @@ def select_samples() -> list[Sample]:
         Sample("threshold_count", (values,), (np.array([5]),), {"threshold": 3.0}),
         Sample("threshold_select", (values,), (chosen, values[chosen]), {"threshold": 3.0}),
         Sample("scatter_add", (indices, added), (after_add,), before=(flat,)),
+        Sample("max_abs", (flat,), (np.array([np.abs(flat).max()]),)),
+        Sample("max_abs", (values,), (np.array([np.nan]),)),
+        Sample("power_of_two_scale", (np.array([3.0]),), (np.array([16.0]),), {"limit": 50.0}),
+        Sample("power_of_two_scale", (np.array([3.0]),), (np.array([16.0]),), {"limit": 48.0}),
+        Sample("power_of_two_scale", (np.array([np.nan]),), (np.array([1.0]),), {"limit": 48.0}),
+        Sample("power_of_two_scale", (np.array([0.0]),), (np.array([1.0]),), {"limit": 48.0}),
         Sample("scatter_fill", (indices,), (after_fill,), {"value": 7.0}, before=(flat,)),
     ]
 
