@@ -42,7 +42,7 @@ class Tensor:
         name: what errors, checkpoints and manifests call it.
 
     Raises:
-        DTypeError: a dtype that is not listed, or values it cannot hold.
+        DTypeError: a dtype that is not listed, or values it cannot hold (floats may round).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tensor:
         else:
             values = np.asarray(data)
             wanted = as_dtype(dtype) if dtype is not None else _natural_dtype(values.dtype)
-            self._data = backend.asarray(_convert(values, wanted, "Tensor", rounds=dtype is None))
+            self._data = backend.asarray(_convert(values, wanted, "Tensor", rounds=True))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.creator = creator

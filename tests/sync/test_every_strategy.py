@@ -175,8 +175,8 @@ def groups_of(threshold):
     spans = [np.arange(end - math.prod(shape), end) for end, shape in zip(ends, SHAPES, strict=True)]
     if threshold == LARGE:
         return [np.arange(TOTAL)]
-    # 15 | 40 alone | 15 + 28 > 20 | 1, 11 left
-    return [spans[1], np.concatenate([spans[0], spans[2]]), np.concatenate([spans[3], spans[4]])]
+    # 40 and 28 stand alone, 15 + 1 + 11 exceed 20
+    return [spans[1], spans[2], np.concatenate([spans[0], spans[3], spans[4]])]
 
 
 @pytest.mark.parametrize("size", SIZES)

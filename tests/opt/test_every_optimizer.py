@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every optimizer against its formula in float64, its state, and schedules."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, opt
+from singa_lite.errors import CheckpointError, DTypeError, OptionError, ShapeError
+from singa_lite.tensor import Tensor, to_numpy
+
+STEPS = 6
+
+
+def sgd_reference(p, gradients, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
+    v = np.zeros_like(p)
+    for step, gradient in enumerate(gradients):
+        g = gradient + weight_decay * p
+        v = momentum * v + (1 - dampening) * g
+        p = p - lr(step) * (g + momentum * v if nesterov else v)
+    return p
+
+
+def adam_reference(p, gradients, lr, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.0):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for step, gradient in enumerate(gradients):
+        g = gradient + weight_decay * p
+        m = beta_1 * m + (1 - beta_1) * g
+        v = beta_2 * v + (1 - beta_2) * g * g
+        unbiased_m, unbiased_v = m / (1 - beta_1 ** (step + 1)), v / (1 - beta_2 ** (step + 1))
+        p = p - lr(step) * unbiased_m / (np.sqrt(unbiased_v) + epsilon)
+    return p
+
+
+DECAY = opt.ExponentialDecay(0.1, 2, 0.5)
+# (optimizer class, its arguments, the reference's arguments, reference)
+SAMPLES = [
+    (opt.SGD, {}, {}, sgd_reference),
+    (opt.SGD, {"momentum": 0.9}, {"momentum": 0.9}, sgd_reference),
+    (opt.SGD, {"weight_decay": 0.1}, {"weight_decay": 0.1}, sgd_reference),
+    (
+        opt.SGD,
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        sgd_reference,
+    ),
+    (opt.SGD, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "nesterov": True}, sgd_reference),
+    (opt.Adam, {}, {}, adam_reference),
+    (
+        opt.Adam,
+        {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3, "weight_decay": 0.1},
+        {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3, "weight_decay": 0.1},
+        adam_reference,
+    ),
+]
+IDS = [f"{cls.__name__}-{'-'.join(arguments)}" for cls, arguments, _, _ in SAMPLES]
+
+
+def gradients_for(shape):
+    return np.random.default_rng(3).standard_normal((STEPS, *shape))
+
+
+def train(optimizer, param, gradients):
+    for gradient in gradients:
+        optimizer.apply(param.name, param, Tensor(data=gradient, dtype=param.dtype))
+        optimizer.step()
+
+
+def test_every_optimizer_is_tested_here():
+    public = {
+        value for value in vars(opt).values() if inspect.isclass(value) and issubclass(value, opt.Optimizer)
+    }
+    assert public - {opt.Optimizer, opt.DistOpt} == {cls for cls, *_ in SAMPLES}
+
+
+@pytest.mark.parametrize(("cls", "arguments", "expected_arguments", "reference"), SAMPLES, ids=IDS)
+@pytest.mark.parametrize("lr", [0.1, DECAY], ids=["constant", "decay"])
+@pytest.mark.parametrize(("dtype", "rtol"), [("float64", 1e-12), ("float32", 2e-5)])
+def test_trajectory_follows_the_formula(cls, arguments, expected_arguments, reference, lr, dtype, rtol):
+    start = np.random.default_rng(1).standard_normal((3, 4)).astype(dtype)
+    param = Tensor(data=start, dtype=dtype, stores_grad=True, name="w")
+    gradients = gradients_for((3, 4)).astype(dtype)
+    train(cls(lr=lr, **arguments), param, gradients)
+    schedule = lr if callable(lr) else lambda step: lr
+    expected = reference(
+        start.astype(np.float64), gradients.astype(np.float64), schedule, **expected_arguments
+    )
+    np.testing.assert_allclose(to_numpy(param), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(("cls", "arguments", "expected_arguments", "reference"), SAMPLES, ids=IDS)
+def test_an_optimizer_goes_on_bit_for_bit_from_its_saved_state(cls, arguments, expected_arguments, reference):
+    gradients = gradients_for((5,))
+    straight, resumed = (Tensor(data=np.ones(5, np.float32), stores_grad=True, name="w") for _ in range(2))
+    train(cls(lr=DECAY, **arguments), straight, gradients)
+    first = cls(lr=DECAY, **arguments)
+    train(first, resumed, gradients[:3])
+    second = cls(lr=DECAY, **arguments)
+    second.prepare({"w": resumed}, {})
+    second.set_states(first.get_states())
+    train(second, resumed, gradients[3:])
+    assert to_numpy(straight).tobytes() == to_numpy(resumed).tobytes()
+
+
+def test_two_parameters_of_one_name_keep_their_own_momentum():
+    optimizer = opt.SGD(lr=1.0, momentum=0.5)
+    first, second = (Tensor((2,), stores_grad=True, name="W") for _ in range(2))
+    for _ in range(2):
+        optimizer.update(first, Tensor(data=np.ones(2)))
+        optimizer.update(second, Tensor(data=np.zeros(2)))
+    np.testing.assert_array_equal(to_numpy(first), [-2.5, -2.5])
+    np.testing.assert_array_equal(to_numpy(second), [0, 0])
+    assert set(optimizer.get_states()) == {"step_counter", "W:momentum", "W#1:momentum"}
+
+
+def test_call_runs_backward_updates_and_counts():
+    optimizer = opt.SGD(lr=0.5)
+    w = Tensor(data=np.array([2.0, 3.0]), stores_grad=True, name="w")
+    autograd.training = True
+    try:
+        optimizer(autograd.reduce_sum(w * w, keepdims=0))
+    finally:
+        autograd.training = False
+    np.testing.assert_allclose(to_numpy(w), [0, 0])
+    assert optimizer.step_counter == 1
+
+
+def test_schedules():
+    assert opt.Constant(0.3)(17) == 0.3
+    assert opt.ExponentialDecay(1.0, 10, 0.5)(5) == pytest.approx(0.5**0.5)
+    assert opt.ExponentialDecay(1.0, 10, 0.5, staircase=True)(19) == 0.5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: opt.SGD(lr=-1),
+        lambda: opt.SGD(lr="0.1"),
+        lambda: opt.SGD(lr=float("nan")),
+        lambda: opt.SGD(momentum=-0.1),
+        lambda: opt.SGD(nesterov=True),
+        lambda: opt.SGD(momentum=0.9, dampening=0.1, nesterov=True),
+        lambda: opt.ExponentialDecay(0.1, 0, 0.5),
+    ],
+)
+def test_values_out_of_range_raise(make):
+    with pytest.raises(OptionError):
+        make()
+
+
+def test_numpy_scalars_are_numbers():
+    assert opt.SGD(lr=np.float32(0.5)).lr(0) == 0.5
+
+
+def test_gradients_that_do_not_fit_raise_before_anything_changes():
+    optimizer, w = opt.SGD(), Tensor((2, 3), name="w")
+    with pytest.raises(ShapeError, match="w has shape"):
+        optimizer.update(w, Tensor((3, 2)))
+    with pytest.raises(DTypeError, match="w is float32"):
+        optimizer.update(w, Tensor((2, 3), dtype="float64"))
+    np.testing.assert_array_equal(to_numpy(w), np.zeros((2, 3)))
+
+
+def test_states_that_fit_no_parameter_raise():
+    optimizer = opt.SGD(momentum=0.9)
+    optimizer.prepare({"w": Tensor((2,))}, {})
+    with pytest.raises(CheckpointError, match="fits no parameter"):
+        optimizer.set_states({"w:momentum": np.zeros(3)})
+    with pytest.raises(CheckpointError, match="fits no parameter"):
+        optimizer.set_states({"v:momentum": np.zeros(2)})
