@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start scripts as a user does, and see that nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMIT_S = 60  # far above what any of these takes; a hang must fail, not stall
+WORLD = re.compile(r"SINGA_LITE_|PMI|OMPI_|MV2_|SLURM_|OMP_NUM_THREADS")
+
+
+def fresh_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without a world in it."""
+    kept = {name: value for name, value in os.environ.items() if not WORLD.match(name)}
+    return {**kept, **changes}
+
+
+def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
+    """A script below pytest's folder for the test, whose path marks all its processes."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=fresh_environment(**environment),
+    )
+
+
+def run_ranks_of(script: Path, num_ranks: int, *arguments: str, **environment: str):
+    """`singa-lite run -n num_ranks script arguments`."""
+    return run_command(launch_command(script, num_ranks, *arguments), **environment)
+
+
+def launch_command(script: Path, num_ranks: int, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "singa_lite", "run", "-n", str(num_ranks), str(script), *arguments]
+
+
+def running(marker: str | Path) -> list[str]:
+    """Command lines of living processes that contain ``marker`` (zombies have none)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(marker) in line and path.parent.name != str(os.getpid()):
+            found.append(f"{path.parent.name}: {line}")
+    return found
+
+
+def wait_until(condition, what: str, limit_s: float = 20) -> None:
+    """Wait for ``condition()``; fail with ``what`` if it does not come true."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s: {what}"
+        time.sleep(0.02)
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """No process of scripts in ``folder`` runs any more; those found are killed."""
+    try:
+        wait_until(lambda: not running(folder), "the end of every process")
+    finally:
+        for line in running(folder):
+            os.kill(int(line.split(":")[0]), signal.SIGKILL)

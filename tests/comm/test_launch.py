@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher with ranks that do not communicate: output, exit codes, endings, leftovers."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import (
+    assert_nothing_left,
+    fresh_environment,
+    launch_command,
+    run_command,
+    run_ranks_of,
+    wait_until,
+    write_script,
+)
+
+from singa_lite.comm.output import RankOutput
+from singa_lite.comm.rendezvous import threads_per_rank
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
+
+HEAD = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+rank, folder = int(os.environ["SINGA_LITE_RANK"]), Path(__file__).parent
+"""
+# a rank with a child of its own and a shared-memory file, as one that is killed while it attaches
+LEAVES_TRACES = (
+    HEAD
+    + """
+subprocess.Popen([sys.executable, "-c", f"import time; '{folder}'; time.sleep(600)"])
+ticket = os.environ["SINGA_LITE_TICKET"]
+Path(f"/dev/shm/singa_lite-{ticket}.{rank}").write_text("x")
+(folder / f"ticket-{rank}").write_text(ticket)
+"""
+)
+
+
+def shared_files(folder: Path) -> list[Path]:
+    """The shared-memory files of the world whose script stands in ``folder``."""
+    return list(Path("/dev/shm").glob(f"*{(folder / 'ticket-0').read_text()}*"))
+
+
+# ---- output ------------------------------------------------------------------------------------------
+
+
+def test_every_line_stays_whole_and_carries_its_rank(tmp_path):
+    text = "for i in range(100):\n    for part in ('a' * 3000, f' {rank} {i}', '\\n'):\n"
+    text += "        sys.stdout.write(part)\n        sys.stdout.flush()\n"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 3)
+    assert result.returncode == 0, result.stderr
+    expected = [f"[{rank}] {'a' * 3000} {rank} {i}" for rank in range(3) for i in range(100)]
+    assert sorted(result.stdout.splitlines()) == sorted(expected)
+
+
+def test_each_stream_goes_where_it_belongs(tmp_path):
+    script = write_script(tmp_path, HEAD + "print('out', rank)\nprint('err', rank, file=sys.stderr)")
+    result = run_ranks_of(script, 2)
+    assert sorted(result.stdout.splitlines()) == ["[0] out 0", "[1] out 1"]
+    assert sorted(result.stderr.splitlines()) == ["[0] err 0", "[1] err 1"]
+
+
+def test_a_line_that_never_ends_is_still_shown(tmp_path):
+    result = run_ranks_of(write_script(tmp_path, HEAD + "print('last', end='')"), 1)
+    assert result.stdout == "[0] last\n"
+
+
+class Terminal(io.BytesIO):
+    def isatty(self):
+        return True
+
+
+def test_a_log_gets_only_the_last_state_of_a_progress_bar():
+    log = io.BytesIO()
+    output = RankOutput(2, log, log)
+    for chunk in (b"\r10%", b"\r50%\r", b"\r100", b"%", b"\nnext\n"):
+        output.feed(0, "stderr", chunk)
+    assert log.getvalue() == b"[0] 100%\n[0] next\n"
+
+
+def test_a_terminal_shows_rank_0s_bar_as_it_moves_and_other_lines_above_it():
+    screen = Terminal()
+    output = RankOutput(2, screen, screen)
+    output.feed(0, "stderr", b"\r10%")
+    output.feed(1, "stdout", b"\r99%")
+    output.feed(1, "stdout", b"\nhello\n")
+    output.feed(0, "stderr", b"\r20%\n")
+    clear = b"\r\x1b[K"
+    expected = clear + b"[0] 10%" + clear + b"[1] 99%\n[1] hello\n[0] 20%\n"
+    assert screen.getvalue() == expected
+
+
+def test_prefixes_are_equally_wide():
+    log = io.BytesIO()
+    output = RankOutput(11, log, log)
+    output.feed(2, "stdout", b"a\n")
+    output.feed(10, "stdout", b"b\n")
+    assert log.getvalue() == b"[ 2] a\n[10] b\n"
+
+
+# ---- arguments and environment -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_options_after_the_script_are_the_scripts(tmp_path, dashes):
+    script = write_script(tmp_path, HEAD + "print(sys.argv[1:])")
+    command = [*launch_command(Path(), 1)[:-1], *dashes, str(script), "-n", "5", "--timeout-s", "-m"]
+    assert run_command(command).stdout == "[0] ['-n', '5', '--timeout-s', '-m']\n"
+
+
+def test_a_module_runs_by_name(tmp_path):
+    write_script(tmp_path, HEAD + "print(__name__, sys.argv[1:])", "some_module.py")
+    command = [*launch_command(Path(), 2)[:-1], "-m", "some_module", "-x"]
+    result = run_command(command, PYTHONPATH=str(tmp_path))
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] __main__ ['-x']" for rank in range(2)]
+
+
+def test_ranks_learn_their_world_and_time_out(tmp_path):
+    text = "print(rank, *(os.environ[f'SINGA_LITE_{n}'] for n in ('WORLD_SIZE', 'TIMEOUT_S', 'TICKET')))"
+    script = write_script(tmp_path, HEAD + text)
+    command = launch_command(script, 3)
+    result = run_command([*command[:4], "--timeout-s", "7.5", *command[4:]])
+    words = sorted(line.split() for line in result.stdout.splitlines())
+    assert [line[:4] for line in words] == [[f"[{rank}]", str(rank), "3", "7.5"] for rank in range(3)]
+    assert len({line[4] for line in words}) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, str(threads_per_rank(2))), ({"OMP_NUM_THREADS": "7"}, "7")]
+)
+def test_ranks_share_the_cores_unless_told_how_many(tmp_path, given, expected):
+    script = write_script(tmp_path, HEAD + "print(os.environ['OMP_NUM_THREADS'])")
+    result = run_ranks_of(script, 2, **given)
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
+
+
+def test_ranks_have_no_standard_input(tmp_path):
+    script = write_script(tmp_path, HEAD + "print(repr(sys.stdin.read()))")
+    result = subprocess.run(
+        launch_command(script, 2), input="secret", capture_output=True, text=True, timeout=60
+    )
+    assert sorted(result.stdout.splitlines()) == ["[0] ''", "[1] ''"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "script.py"], "at least one rank"),
+        (["-n", "two", "script.py"], "invalid int value"),
+        (["script.py"], "-n"),
+        (["-n", "2"], "which script?"),
+        (["-n", "2", "no_such_script.py"], "there is no script 'no_such_script.py'"),
+        (["-n", "2", "--timeout-s", "0", "script.py"], "must be > 0"),
+    ],
+)
+def test_a_wrong_command_line_says_what_is_wrong(tmp_path, arguments, message):
+    result = run_command([sys.executable, "-m", "singa_lite", "run", *arguments])
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+# ---- endings -----------------------------------------------------------------------------------------
+
+
+def test_the_first_failure_ends_all_ranks_and_names_itself(tmp_path):
+    text = "time.sleep(.2 * rank)\nif rank == 1:\n    sys.exit('no more')\ntime.sleep(600)"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 3)
+    assert result.returncode == 1
+    assert "singa-lite run: rank 1 failed first (exit code 1)\n  no more\n" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_code_is_that_of_the_first_failure(tmp_path, end, code):
+    text = f"if rank == 1:\n    {end}\ntime.sleep(600)"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
+    assert result.returncode == code
+    assert "rank 1 failed first" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+def test_an_echo_is_not_taken_for_the_cause(tmp_path):
+    text = "from singa_lite.errors import CommError\n"
+    text += "if rank == 0:\n    raise CommError('rank 1 has left')\n"
+    text += "time.sleep(.5)\nraise ValueError('the cause')"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
+    summary = result.stderr[result.stderr.index("singa-lite run:") :]
+    assert summary.startswith("singa-lite run: rank 1 failed first (exit code 1)\n  Traceback")
+    assert summary.endswith("  ValueError: the cause\n")
+    assert "rank 1 has left" in result.stderr  # the others' error is shown as well
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank:\n    sys.exit(3)\ntime.sleep(600)"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
+    assert result.returncode == 3
+    assert_nothing_left(tmp_path)
+
+
+def test_a_stopped_rank_is_killed_with_the_others(tmp_path):
+    text = "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)"
+    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
+    assert result.returncode == 4
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(5)"])
+def test_children_of_ranks_and_shared_files_go_with_the_ranks(tmp_path, end):
+    result = run_ranks_of(write_script(tmp_path, LEAVES_TRACES + end), 2)
+    assert result.returncode == (5 if end else 0)
+    assert shared_files(tmp_path) == []
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, number):
+    script = write_script(tmp_path, LEAVES_TRACES + "time.sleep(600)")
+    job = subprocess.Popen(
+        launch_command(script, 2), stderr=subprocess.PIPE, text=True, env=fresh_environment()
+    )
+    wait_until(lambda: len(list(tmp_path.glob("ticket-*"))) == 2, "the ranks' start")
+    job.send_signal(number)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 128 + number
+    assert f"ended all ranks by {number.name}" in errors
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    assert shared_files(tmp_path) == []
+    assert_nothing_left(tmp_path)
+
+
+def test_nothing_survives_a_killed_launcher(tmp_path):
+    script = write_script(tmp_path, LEAVES_TRACES + "time.sleep(600)")
+    job = subprocess.Popen(launch_command(script, 2), env=fresh_environment())
+    wait_until(lambda: len(list(tmp_path.glob("ticket-*"))) == 2, "the ranks' start")
+    job.kill()
+    job.wait(60)
+    assert_nothing_left(tmp_path)
+    wait_until(lambda: not shared_files(tmp_path), "the removal of the shared files")
+
+
+def test_a_reader_that_goes_away_ends_the_ranks(tmp_path):
+    script = write_script(tmp_path, HEAD + "while True:\n    print('more')\n    time.sleep(.01)")
+    job = subprocess.Popen(
+        launch_command(script, 2), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=fresh_environment()
+    )
+    assert job.stdout is not None and job.stderr is not None
+    job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(60) == 141
+    assert job.stderr.read() == b""
+    job.stderr.close()
+    assert_nothing_left(tmp_path)
+
+
+def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
+    result = run_command([sys.executable, "-m", "singa_lite", "info"])
+    assert result.returncode == 0, result.stderr
+    rows = {line[:16].strip(): line[17:] for line in result.stdout.splitlines()}
+    assert rows["transport local"].startswith("works")
+    assert rows["transport shm"].startswith("works")
+    assert rows["transport nccl"].startswith("no: ")
+    assert str(len(os.sched_getaffinity(0))) in rows["platform"]
+
+
+@pytest.mark.parametrize(
+    "broken", ["raise ImportError('gone')", "raise RuntimeError('cannot load MPI library')"]
+)
+def test_info_survives_a_broken_mpi4py(tmp_path, broken):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    write_script(package, broken, "__init__.py")
+    result = run_command([sys.executable, "-m", "singa_lite", "info"], PYTHONPATH=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    [row] = [line for line in result.stdout.splitlines() if line.startswith("transport mpi")]
+    assert "no: mpi4py cannot load" in row and "pip install 'singa-lite[mpi]'" in row
