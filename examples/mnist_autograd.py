@@ -15,7 +15,8 @@ import sys
 
 import numpy as np
 
-from singa_lite import autograd, data, device, opt, singa_wrap as singa, tensor
+from singa_lite import autograd, data, device, opt, tensor
+from singa_lite import singa_wrap as singa
 
 IMG_SIZE = 28
 num_classes = 10
