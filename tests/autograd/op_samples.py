@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table: for each public operator calls with float64 inputs and what numpy says they give.
+
+A new operator needs a row here; test_every_op.py does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from singa_lite import autograd
+from singa_lite.device import get_default_device
+from singa_lite.tensor import Tensor
+
+SEED = 11
+RNG = np.random.default_rng(8)
+
+
+@dataclass
+class Sample:
+    """One call of ``autograd.<op>``.
+
+    Attributes:
+        op: the public name.
+        inputs: float64 arrays, differentiated; integer arrays are passed on as they are.
+        reference: the float64 result from the same arrays.
+        attributes: keyword arguments.
+        fixed: float64 arrays that follow the inputs and take no gradient.
+        takes_list: whether the op wants its inputs as one list.
+    """
+
+    op: str
+    inputs: tuple[np.ndarray, ...]
+    reference: Callable[..., np.ndarray]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    fixed: tuple[np.ndarray, ...] = ()
+    takes_list: bool = False
+
+    def call(self, *tensors: Tensor) -> Tensor:
+        """Run the op on tensors that stand for ``inputs``, from a fixed random state."""
+        get_default_device().SetRandSeed(SEED)
+        function = getattr(autograd, self.op)
+        extra = [Tensor(data=array, dtype=tensors[0].dtype) for array in self.fixed]
+        if self.takes_list:
+            result: Tensor = function(list(tensors), **self.attributes)
+        else:
+            result = function(*tensors, *extra, **self.attributes)
+        return result
+
+
+def apart(*shape: int) -> np.ndarray:
+    """Distinct values at least 0.05 apart and 0.025 from 0 and +-0.5: no finite difference crosses a kink."""
+    count = int(np.prod(shape))
+    values = (np.arange(count) - count // 2) * 0.05 + 0.025
+    return RNG.permutation(values).reshape(shape)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape)
+
+
+def positive(*shape: int) -> np.ndarray:
+    return RNG.uniform(0.5, 2.0, shape)
+
+
+def softmax(x: np.ndarray, axis: int = 1) -> np.ndarray:
+    powers = np.exp(x - x.max(axis, keepdims=True))
+    return powers / powers.sum(axis, keepdims=True)
+
+
+def loss_of(p: np.ndarray, t: np.ndarray) -> np.ndarray:
+    rows = np.eye(p.shape[1])[t] if t.ndim == 1 else t / t.sum(1, keepdims=True)
+    return np.array([-(rows * np.log(p)).sum() / len(p)])
+
+
+def conv(
+    x: np.ndarray,
+    w: np.ndarray,
+    b: np.ndarray | None = None,
+    *,
+    stride: tuple = (1, 1),
+    padding: tuple = (0, 0),
+    dilation: tuple = (1, 1),
+    group: int = 1,
+) -> np.ndarray:
+    """Convolution, one window at a time."""
+    x = np.pad(x, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2))
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, w.shape[2:], strict=True)]
+    size = [(n - r) // s + 1 for n, r, s in zip(x.shape[2:], reach, stride, strict=True)]
+    y = np.zeros((x.shape[0], w.shape[0], *size))
+    per_group = w.shape[0] // group
+    for o in range(w.shape[0]):
+        channels = slice(o // per_group * w.shape[1], (o // per_group + 1) * w.shape[1])
+        for i, j in np.ndindex(*size):
+            top, left = i * stride[0], j * stride[1]
+            window = x[:, channels, top : top + reach[0] : dilation[0], left : left + reach[1] : dilation[1]]
+            y[:, o, i, j] = (window * w[o]).sum((1, 2, 3)) + (0 if b is None else b[o])
+    return y
+
+
+def pool(
+    x: np.ndarray, *, kernel: tuple, stride: tuple, padding: tuple = (0, 0), how: Callable[..., Any]
+) -> np.ndarray:
+    """Pooling, one window at a time; ``how`` gets the elements inside the image."""
+    size = [(n + 2 * p - k) // s + 1 for n, k, s, p in zip(x.shape[2:], kernel, stride, padding, strict=True)]
+    y = np.zeros((*x.shape[:2], *size))
+    for i, j in np.ndindex(*size):
+        top, left = i * stride[0] - padding[0], j * stride[1] - padding[1]
+        window = x[:, :, max(top, 0) : top + kernel[0], max(left, 0) : left + kernel[1]]
+        y[:, :, i, j] = how(window.reshape(*x.shape[:2], -1))
+    return y
+
+
+def batchnorm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, *_: np.ndarray) -> np.ndarray:
+    axes = (0, *range(2, x.ndim))
+    column = (1, -1) + (1,) * (x.ndim - 2)
+    normal_x = (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-3)
+    return normal_x * scale.reshape(column) + bias.reshape(column)
+
+
+def kept_by_dropout(x: np.ndarray) -> np.ndarray:
+    """What a dropout of 0.3 does to ``x``, read off the same mask applied to ones."""
+    ones = Sample("dropout", (), lambda: np.ones(0), {"ratio": 0.3}).call(Tensor(data=np.ones(x.shape, "f")))
+    return x * (ones.data > 0) / 0.7
+
+
+IDS = np.array([2, 0, 1, 2], np.int32)
+COUNTS = np.array([[1, 0, 3], [0, 2, 0], [1, 1, 1], [5, 0, 5]], np.int32)
+IMAGE = apart(2, 4, 6, 5)
+
+SAMPLES = [
+    Sample("relu", (apart(3, 4),), lambda x: np.maximum(x, 0)),
+    Sample("sigmoid", (normal(3, 4),), lambda x: 1 / (1 + np.exp(-x))),
+    Sample("tanh", (normal(3, 4),), np.tanh),
+    Sample("softmax", (normal(3, 4),), softmax),
+    Sample("softmax", (normal(2, 3, 4),), lambda x: softmax(x, -1), {"axis": -1}),
+    Sample("exp", (normal(5),), np.exp),
+    Sample("log", (positive(5),), np.log),
+    Sample("sqrt", (positive(5),), np.sqrt),
+    Sample("abs", (apart(5),), np.abs),
+    Sample("negative", (normal(5),), np.negative),
+    Sample("clip", (apart(30),), lambda x: np.clip(x, -0.5, 0.5), {"min": -0.5, "max": 0.5}),
+    Sample("clip", (apart(30),), lambda x: np.maximum(x, -0.5), {"min": -0.5}),
+    Sample("add", (normal(2, 3), normal(2, 3)), np.add),
+    Sample("add", (normal(2, 3), normal(4, 1, 3)), np.add),
+    Sample("sub", (normal(1, 3), normal(2, 1)), np.subtract),
+    Sample("mul", (normal(2, 3), normal()), np.multiply),
+    Sample("div", (normal(3), positive(2, 1)), np.divide),
+    Sample("pow", (positive(3), normal(2, 1)), np.power),
+    Sample("sum", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: xs[0] + xs[1] + xs[2]),
+    Sample("mean", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: (xs[0] + xs[1] + xs[2]) / 3),
+    Sample("matmul", (normal(3, 4), normal(4, 2)), np.matmul),
+    Sample("matmul", (normal(2, 3, 4), normal(2, 4, 5)), np.matmul),
+    Sample("matmul", (normal(2, 3, 4), normal(4, 5)), np.matmul),
+    Sample("matmul", (normal(3, 1, 2, 4), normal(2, 4, 2)), np.matmul),
+    Sample("matmul", (normal(2, 4), normal(3, 4, 2)), np.matmul),
+    Sample("add_bias", (normal(3, 4), normal(4)), np.add),
+    Sample("add_bias", (normal(2, 3, 4), normal(4)), np.add),
+    Sample("add_bias", (normal(3, 4), normal(3)), lambda x, b: x + b[:, None], {"axis": 1}),
+    Sample("reshape", (normal(2, 6),), lambda x: x.reshape(3, 4), {"shape": (3, -1)}),
+    Sample("flatten", (normal(2, 3, 4),), lambda x: x.reshape(2, 12)),
+    Sample("flatten", (normal(2, 3, 4),), lambda x: x.reshape(6, 4), {"axis": -1}),
+    Sample("flatten", (normal(2, 3),), lambda x: x.reshape(1, 6), {"axis": 0}),
+    Sample("transpose", (normal(2, 3, 4),), lambda x: x.transpose(1, 2, 0), {"shape": (1, -1, 0)}),
+    Sample("transpose", (normal(2, 3, 4),), lambda x: x.T),
+    Sample(
+        "cat",
+        (normal(2, 3), normal(2, 1), normal(2, 2)),
+        lambda *xs: np.concatenate(xs, 1),
+        {"axis": -1},
+        takes_list=True,
+    ),
+    Sample("reduce_sum", (normal(2, 3, 4),), lambda x: x.sum(keepdims=True)),
+    Sample("reduce_sum", (normal(2, 3, 4),), lambda x: x.sum((0, 2)), {"axes": (-1, 0), "keepdims": 0}),
+    Sample("reduce_mean", (normal(2, 3, 4),), lambda x: x.mean(keepdims=False), {"keepdims": False}),
+    Sample("reduce_mean", (normal(2, 3, 4),), lambda x: x.mean(1, keepdims=True), {"axes": 1}),
+    Sample("conv2d", (normal(2, 3, 5, 6), normal(4, 3, 3, 2), normal(4)), conv),
+    Sample(
+        "conv2d",
+        (normal(2, 4, 5, 6), normal(6, 2, 3, 3)),
+        lambda x, w: conv(x, w, stride=(2, 1), padding=(1, 2), dilation=(1, 2), group=2),
+        {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2), "group": 2},
+    ),
+    Sample(
+        "conv2d",
+        (normal(1, 3, 4, 4), normal(3, 1, 3, 3), normal(3)),
+        lambda x, w, b: conv(x, w, b, padding=(1, 1), group=3),
+        {"padding": 1, "group": 3},
+    ),
+    Sample(
+        "max_pool_2d",
+        (IMAGE,),
+        lambda x: pool(x, kernel=(2, 2), stride=(2, 2), how=lambda w: w.max(-1)),
+        {"kernel_size": 2},
+    ),
+    Sample(
+        "max_pool_2d",
+        (IMAGE,),
+        lambda x: pool(x, kernel=(3, 2), stride=(2, 1), padding=(1, 1), how=lambda w: w.max(-1)),
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": 1},
+    ),
+    Sample(
+        "avg_pool_2d",
+        (normal(2, 2, 4, 6),),
+        lambda x: pool(x, kernel=(2, 3), stride=(2, 3), how=lambda w: w.mean(-1)),
+        {"kernel_size": (2, 3)},
+    ),
+    Sample(
+        "avg_pool_2d",
+        (normal(2, 2, 5, 5),),
+        lambda x: pool(x, kernel=(3, 3), stride=(2, 2), padding=(1, 1), how=lambda w: w.sum(-1) / 9),
+        {"kernel_size": 3, "stride": 2, "padding": 1},
+    ),
+    Sample(
+        "avg_pool_2d",
+        (normal(2, 2, 5, 5),),
+        lambda x: pool(x, kernel=(3, 3), stride=(2, 2), padding=(1, 1), how=lambda w: w.mean(-1)),
+        {"kernel_size": 3, "stride": 2, "padding": 1, "count_include_pad": False},
+    ),
+    *[
+        Sample(
+            "batchnorm_2d",
+            (normal(*shape), positive(3), normal(3)),
+            batchnorm,
+            {"eps": 1e-3},
+            fixed=(normal(3), positive(3)),
+        )
+        for shape in ((4, 3, 2, 2), (6, 3))
+    ],
+    Sample("dropout", (positive(4, 5),), kept_by_dropout, {"ratio": 0.3}),
+    Sample("softmax_cross_entropy", (normal(4, 3), IDS), lambda x, t: loss_of(softmax(x), t)),
+    Sample("softmax_cross_entropy", (normal(4, 3), COUNTS), lambda x, t: loss_of(softmax(x), t)),
+    Sample("cross_entropy", (positive(4, 3), IDS), loss_of),
+    Sample("cross_entropy", (positive(4, 3), COUNTS), loss_of),
+    Sample("mse_loss", (normal(4, 3), normal(4, 3)), lambda x, t: np.array([((x - t) ** 2).mean()])),
+]
