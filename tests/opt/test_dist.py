@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistOpt: N ranks take one common step; agreement before the first; SINGA's doors."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+
+FEATURES, HIDDEN, BATCH = 6, 5, 4
+OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+
+
+def make_params(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"w1": (FEATURES, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, 1)}
+    return {
+        name: Tensor(data=0.5 * rng.standard_normal(shape), stores_grad=True, name=name)
+        for name, shape in shapes.items()
+    }
+
+
+def loss_of(params, x, y):
+    hidden = autograd.tanh(autograd.add_bias(autograd.matmul(x, params["w1"]), params["b1"]))
+    return autograd.mse_loss(autograd.matmul(hidden, params["w2"]), y)
+
+
+def batch_of(step, rank, size):
+    """Rank's part of the global batch of 6 * BATCH samples, whatever the number of ranks."""
+    rng = np.random.default_rng([11, step])
+    x, y = rng.standard_normal((6 * BATCH, FEATURES)), rng.standard_normal((6 * BATCH, 1))
+    part = slice(rank * 6 * BATCH // size, (rank + 1) * 6 * BATCH // size)
+    return Tensor(data=x[part]), Tensor(data=y[part])
+
+
+def train(communicator, steps=10, seed=0, prepare=True, **options):
+    """Parameters after ``steps`` steps, and the DistOpt."""
+    autograd.training = True
+    dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, threshold=10)
+    params = make_params(seed)
+    if prepare:
+        dist.prepare(params, {})
+    for step in range(steps):
+        dist(loss_of(params, *batch_of(step, communicator.rank, communicator.size)), **options)
+    return {name: to_numpy(param) for name, param in params.items()}, dist
+
+
+def trained(communicator, *arguments, **options):
+    return train(communicator, *arguments, **options)[0]
+
+
+def trained_with(communicator, options):
+    return trained(communicator, **options)
+
+
+def local(**options):
+    return train(LocalCommunicator(World()), **options)
+
+
+@pytest.fixture(autouse=True)
+def evaluation_afterwards():
+    yield
+    autograd.training = False
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_n_ranks_of_batch_b_equal_one_rank_of_batch_n_b(size):
+    expected = local()[0]
+    for params in run_ranks(trained, size):
+        for name, values in params.items():
+            np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "partialUpdate"])
+def test_all_ranks_hold_the_same_bits_after_ten_steps(option, size):
+    spars = 0.02 if option == "sparseThreshold" else 0.3
+    first, *others = run_ranks(trained_with, size, {"dist_option": option, "spars": spars})
+    for other in others:
+        assert {name: values.tobytes() for name, values in first.items()} == {
+            name: values.tobytes() for name, values in other.items()
+        }
+
+
+def test_fp32_on_one_rank_is_the_plain_optimizer_bit_for_bit():
+    params = make_params()
+    sgd = opt.SGD(lr=0.1, momentum=0.9)
+    autograd.training = True
+    for step in range(10):
+        sgd(loss_of(params, *batch_of(step, 0, 1)))
+    expected = local()[0]
+    assert all(to_numpy(param).tobytes() == expected[name].tobytes() for name, param in params.items())
+
+
+def different_starts(communicator):
+    return trained(communicator, steps=1, seed=communicator.rank)
+
+
+def test_prepare_gives_rank_0s_values_to_all():
+    first, *others = run_ranks(different_starts, 3)
+    assert all(
+        values.tobytes() == other[name].tobytes() for other in others for name, values in first.items()
+    )
+
+
+def different_starts_without_prepare(communicator):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params = trained(communicator, steps=3, seed=communicator.rank, prepare=False)
+    return params, [str(warning.message) for warning in caught]
+
+
+def test_without_a_model_different_starts_are_mended_and_told_once():
+    results = run_ranks(different_starts_without_prepare, 2)
+    (first, texts), (second, _) = results
+    assert all(values.tobytes() == second[name].tobytes() for name, values in first.items())
+    assert len(texts) == 1 and "different parameter values" in texts[0]
+
+
+def other_manifest(communicator, kind):
+    params = make_params()
+    if communicator.rank == 1:
+        if kind == "missing":
+            del params["b1"]
+        elif kind == "shape":
+            params["w2"] = Tensor((HIDDEN, 2), stores_grad=True)
+        else:
+            params["w2"] = Tensor((HIDDEN, 1), dtype="float64", stores_grad=True)
+    opt.DistOpt(communicator=communicator).prepare(params, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("missing", "rank 0 has 3 .* rank 1 has 2"),
+        ("shape", r"\[5, 1\].*\[5, 2\]"),
+        ("dtype", "float32.*float64"),
+    ],
+)
+def test_a_rank_with_another_manifest_is_an_error_on_all(kind, text):
+    for error in run_ranks(other_manifest, 3, kind, return_exceptions=True):
+        assert isinstance(error, CommError)
+        with pytest.raises(CommError, match=text):
+            raise error
+
+
+def one_step_more(communicator):
+    trained(communicator, steps=3 if communicator.rank == 1 else 2)
+
+
+def test_a_rank_that_makes_one_step_more_gets_an_error():
+    results = run_ranks(one_step_more, 3, return_exceptions=True)
+    assert isinstance(results[1], CommError)
+
+
+# ---- SINGA's doors -----------------------------------------------------------------------------------
+
+
+def seed_synchronize(communicator):
+    """The documentation's loop: average whatever each rank started with."""
+    autograd.training = True
+    dist = opt.DistOpt(opt.SGD(), communicator=communicator)
+    params = make_params(communicator.rank)
+    for param, _ in autograd.backward(loss_of(params, *batch_of(0, communicator.rank, communicator.size))):
+        dist.all_reduce(param.data)
+        param /= dist.world_size
+    return {name: to_numpy(param) for name, param in params.items()}
+
+
+def test_the_documentations_loop_averages_every_parameter():
+    starts = [{name: to_numpy(param) for name, param in make_params(rank).items()} for rank in range(3)]
+    for params in run_ranks(seed_synchronize, 3):
+        for name, values in params.items():
+            np.testing.assert_allclose(
+                values, np.mean([s[name] for s in starts], axis=0), rtol=1e-5, atol=1e-7
+            )
+
+
+def sums(communicator):
+    """Results of every public collective on arrays that differ by rank."""
+    dist = opt.DistOpt(communicator=communicator)
+    rank = communicator.rank
+
+    def arrays():
+        return [np.array([1.0, -2.0, 0.1], np.float32) * (rank + 1), np.full((2, 2), rank, np.float32)]
+
+    results = {}
+    for name in ("all_reduce", "all_reduce_half"):
+        results[name], _ = values = arrays()
+        getattr(dist, name)(values[0])
+    for name in ("fused_all_reduce", "fused_all_reduce_half"):
+        values = arrays()
+        getattr(dist, name)(values[:1], send=False)
+        assert values[0].tobytes() == arrays()[0].tobytes()
+        getattr(dist, name)(values)  # SINGA's backward_and_update gives the whole list when it sends
+        results[name] = np.concatenate([value.ravel() for value in values])
+    for name, top_k, spars in (("top_k", True, 0.5), ("threshold", False, 1.5)):
+        value, residual = arrays()[0], np.full(3, 0.5, np.float32)
+        dist.sparsification(value, residual, spars, top_k)
+        results[name], results[name + " residual"] = value, residual
+    values, residual = arrays(), np.zeros(7, np.float32)
+    dist.fused_sparsification(values, residual, 1.0, True)
+    results["fused_sparsification"] = np.concatenate([value.ravel() for value in values])
+    dist.wait()
+    return results
+
+
+def test_public_collectives_leave_the_sum_in_place():
+    for rank, result in enumerate(run_ranks(sums, 3)):
+        vector, both = np.array([6, -12, 0.6]), np.array([6, -12, 0.6, 3, 3, 3, 3])
+        np.testing.assert_allclose(result["all_reduce"], vector, rtol=1e-6)
+        np.testing.assert_allclose(result["all_reduce_half"], vector, rtol=1e-3)
+        np.testing.assert_allclose(result["fused_all_reduce"], both, rtol=1e-6)
+        np.testing.assert_allclose(result["fused_all_reduce_half"], both, rtol=1e-3)
+        np.testing.assert_allclose(result["fused_sparsification"], both, rtol=1e-6)
+        # with 0.5 added: rank 0 has 1.5 -1.5 0.6, rank 1 2.5 -3.5 0.7, rank 2 3.5 -5.5 0.8; two of three travel
+        np.testing.assert_allclose(result["top_k"], [7.5, -10.5, 0], rtol=1e-6)
+        np.testing.assert_allclose(result["top_k residual"], [0, 0, 0.5 + 0.1 * (rank + 1)], rtol=1e-6)
+        np.testing.assert_allclose(result["threshold"], [7.5, -10.5, 0], rtol=1e-6)
+        np.testing.assert_allclose(result["threshold residual"], [0, 0, 0.5 + 0.1 * (rank + 1)], rtol=1e-6)
+
+
+def update_with_a_sum(communicator):
+    dist = opt.DistOpt(opt.SGD(lr=1.0), communicator=communicator)
+    param, grad = Tensor((2,), name="p"), Tensor(data=np.full(2, communicator.rank + 1.0))
+    dist.all_reduce(grad.data)
+    dist.update(param, grad)
+    return to_numpy(param)
+
+
+def test_update_takes_a_sum_and_divides_once():
+    for values in run_ranks(update_with_a_sum, 3):
+        np.testing.assert_allclose(values, [-2, -2])
+
+
+def test_doors_and_words_give_the_same_bits():
+    doors = {
+        "backward_and_update": {"dist_option": "plain"},
+        "backward_and_update_half": {"dist_option": "half"},
+        "backward_and_partial_update": {"dist_option": "partialUpdate"},
+        "backward_and_sparse_update": {"dist_option": "sparseThreshold", "spars": 0.05},
+    }
+    for door, options in doors.items():
+        by_word = local(steps=1, **options)[0]
+        autograd.training = True
+        dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()))
+        params = make_params()
+        getattr(dist, door)(loss_of(params, *batch_of(0, 0, 1)))
+        assert all(to_numpy(param).tobytes() == by_word[name].tobytes() for name, param in params.items()), (
+            door
+        )
+
+
+def test_unknown_options_and_wrong_values_raise_before_anything_changes():
+    dist = opt.DistOpt(communicator=LocalCommunicator(World()), threshold=10)
+    params = make_params()
+    autograd.training = True
+    for options, text in [
+        ({"dist_option": "fp8"}, "dist_option = 'fp8' is not known; choose one of"),
+        ({"dist_option": "sparseTopK", "spars": 0}, "must be in"),
+        ({"dist_option": "sparseThreshold", "spars": -1}, "must be >= 0"),
+    ]:
+        loss = loss_of(params, *batch_of(0, 0, 1))
+        with pytest.raises(OptionError, match=text):
+            dist(loss, **options)
+    assert dist.step_counter == 0
+    dist(loss, dist_option="sparseTopK")
+    with pytest.raises(OptionError, match="would lose residuals"):
+        dist(loss_of(params, *batch_of(0, 0, 1)), dist_option="sparseTopK", threshold=11)
+    with pytest.raises(OptionError, match="bucket_bytes"):
+        opt.DistOpt(communicator=LocalCommunicator(World()), bucket_bytes=0)
+    with pytest.raises(ShapeError, match="one element"):
+        dist(loss_of(params, *batch_of(0, 0, 1)) * Tensor(data=np.ones(2)))
+
+
+def test_lr_step_and_states_pass_through():
+    _, dist = local(steps=4)
+    assert dist.lr is dist.opt.lr and dist.step_counter == dist.opt.step_counter == 4
+    assert set(dist.get_states()) == {"step_counter", "w1:momentum", "b1:momentum", "w2:momentum"}
+
+
+def resumed(communicator, option, stop):
+    """Ten steps, with everything saved after ``stop`` and loaded into a new DistOpt."""
+    autograd.training = True
+    params = make_params()
+
+    def make():
+        dist = opt.DistOpt(opt.Adam(lr=0.05), communicator=communicator, threshold=10, spars=0.1)
+        dist.prepare(params, {})
+        return dist
+
+    dist = make()
+    for step in range(10):
+        if step == stop:
+            # between its turns partialUpdate's parameters differ by rank: prepare would make them equal
+            values, states = {name: to_numpy(p) for name, p in params.items()}, dist.get_states()
+            dist = make()
+            for name, param in params.items():
+                param.copy_from_numpy(values[name])
+            dist.set_states(states)
+        dist(loss_of(params, *batch_of(step, communicator.rank, communicator.size)), option)
+    return {name: to_numpy(param).tobytes() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_training_goes_on_bit_for_bit_from_saved_states(option):
+    assert run_ranks(resumed, 2, option, 5) == run_ranks(resumed, 2, option, None)
+
+
+def test_states_of_unknown_schemes_raise():
+    _, dist = local(steps=1)
+    with pytest.raises(CheckpointError, match="unknown schemes"):
+        dist.set_states({"sync/gone/x": np.zeros(1)})
+
+
+class TwoStates:
+    """A stand-in for a model: one parameter, one statistic."""
+
+    def __init__(self, rank):
+        self.states = {"w": Tensor(data=np.full(2, rank)), "running_mean": Tensor(data=np.full(3, 10 * rank))}
+        self.states = {name: value.as_type("float32") for name, value in self.states.items()}
+
+    def get_states(self):
+        return self.states
+
+
+def synchronized(communicator):
+    model = TwoStates(communicator.rank)
+    opt.DistOpt(communicator=communicator).synchronize(model)
+    return {name: to_numpy(value) for name, value in model.states.items()}
+
+
+def test_synchronize_averages_parameters_and_statistics():
+    for states in run_ranks(synchronized, 3):
+        np.testing.assert_array_equal(states["w"], [1, 1])
+        np.testing.assert_array_equal(states["running_mean"], [10, 10, 10])
