@@ -20,7 +20,9 @@ Shape = tuple[int, ...]
 
 
 def check_tensors(where: str, *tensors: object) -> None:
-    """Raise DTypeError unless all are Tensors of one dtype."""
+    """Raise DTypeError unless all are Tensors of one dtype, ShapeError if there are none."""
+    if not tensors:
+        raise ShapeError(f"{where}: expected at least one Tensor")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise DTypeError(

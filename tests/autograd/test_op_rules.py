@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a table of values cannot say: semantics per operator, shape rules, and what bad input raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from singa_lite import autograd
+from singa_lite.autograd.ops.window import output_size
+from singa_lite.device import get_default_device
+from singa_lite.errors import DTypeError, OptionError, ShapeError, SingaLiteError
+from singa_lite.tensor import Tensor, to_numpy
+
+
+@pytest.fixture(autouse=True)
+def training() -> Iterator[None]:
+    autograd.training = True
+    yield
+    autograd.training = False
+
+
+def parameter(values: Any, dtype: str = "float64") -> Tensor:
+    return Tensor(data=np.asarray(values, dtype), dtype=dtype, stores_grad=True)
+
+
+def ones(*shape: int, dtype: str = "float32") -> Tensor:
+    return Tensor(data=np.ones(shape), dtype=dtype)
+
+
+# ---- where SINGA is wrong ------------------------------------------------------------------------------
+
+
+def test_both_summands_may_have_another_consumer() -> None:
+    """SINGA adds into one gradient that both inputs of an addition share."""
+    values = np.array([1.0, 2.0, 3.0])
+    p, q = parameter(values), parameter(values[::-1].copy())
+    u, v = autograd.mul(p, q), autograd.mul(q, q)
+    loss = autograd.reduce_sum(autograd.add(autograd.add(u, v), autograd.mul(autograd.add(u, v), 0.5)))
+    loss = autograd.add(loss, autograd.reduce_sum(autograd.mul(v, 2.0)))
+    slopes = autograd.gradients(loss)
+    np.testing.assert_allclose(to_numpy(slopes[p]), 1.5 * values[::-1])
+    np.testing.assert_allclose(to_numpy(slopes[q]), 1.5 * values + 7 * values[::-1])
+
+
+def test_dropout_scales_up_draws_anew_and_obeys_its_ratio() -> None:
+    """SINGA scales by 1 - ratio, repeats one mask, and its layer always drops half."""
+    get_default_device().SetRandSeed(1)
+    x = ones(100, 100)
+    first, second = (to_numpy(autograd.dropout(x, 0.2)) for _ in range(2))
+    assert set(np.unique(first)) == {0.0, np.float32(1.25)}
+    assert abs((first == 0).mean() - 0.2) < 0.02
+    assert (first != second).any()
+    get_default_device().SetRandSeed(1)
+    np.testing.assert_array_equal(to_numpy(autograd.dropout(x, 0.2)), first)
+
+
+def test_dropout_gradient_goes_through_the_same_mask() -> None:
+    x = parameter(np.ones((10, 10)))
+    y = autograd.dropout(x, 0.4)
+    slope = autograd.gradients(autograd.reduce_sum(y))[x]
+    np.testing.assert_array_equal(to_numpy(slope), to_numpy(y))
+
+
+def test_dropout_is_the_identity_outside_training() -> None:
+    autograd.training = False
+    x = ones(5)
+    assert autograd.dropout(x, 0.9) is x
+
+
+def test_batched_matmul_has_a_gradient() -> None:
+    """SINGA's transposes all axes and fails."""
+    a, b = parameter(np.ones((2, 3, 4))), parameter(np.full((2, 4, 5), 2.0))
+    slopes = autograd.gradients(autograd.reduce_sum(autograd.matmul(a, b)))
+    np.testing.assert_array_equal(to_numpy(slopes[a]), np.full((2, 3, 4), 10.0))
+    np.testing.assert_array_equal(to_numpy(slopes[b]), np.full((2, 4, 5), 3.0))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_soft_labels_are_read_as_numbers(dtype: str) -> None:
+    """SINGA reads their bits as integers: 1.15 for this row."""
+    p = parameter([[0.2, 0.4, 0.4]])
+    target = np.array([[0.125, 0.125, 0.75]])
+    loss = autograd.cross_entropy(p, Tensor(data=target, dtype=dtype))
+    assert loss.item() == pytest.approx(-(target * np.log([0.2, 0.4, 0.4])).sum())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "int64", "float16"])
+def test_one_hot_labels_of_any_dtype_equal_ids(dtype: str) -> None:
+    x = parameter(np.random.default_rng(0).standard_normal((4, 3)))
+    ids = np.array([2, 0, 1, 1])
+    by_id = autograd.softmax_cross_entropy(x, Tensor(data=ids, dtype="int32")).item()
+    by_row = autograd.softmax_cross_entropy(x, Tensor(data=np.eye(3)[ids].astype(dtype), dtype=dtype)).item()
+    assert by_id == by_row
+
+
+def test_add_bias_does_not_change_its_input() -> None:
+    x = ones(2, 3)
+    autograd.add_bias(x, ones(3))
+    np.testing.assert_array_equal(to_numpy(x), np.ones((2, 3)))
+
+
+def test_add_bias_on_columns_sums_its_gradient_over_columns() -> None:
+    b = parameter(np.zeros(2))
+    y = autograd.add_bias(ones(2, 3, dtype="float64"), b, axis=1)
+    slope = autograd.gradients(y, Tensor(data=[[1, 2, 3], [4, 5, 6]], dtype="float64"))[b]
+    np.testing.assert_array_equal(to_numpy(slope), [6, 15])
+
+
+def test_transpose_without_axes_reverses_the_shape() -> None:
+    assert autograd.transpose(ones(2, 3, 4)).shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("loss", [autograd.softmax_cross_entropy, autograd.cross_entropy, autograd.mse_loss])
+def test_losses_multiply_by_the_incoming_gradient(loss: Callable[..., Tensor]) -> None:
+    """SINGA's ignore or mishandle it, so that loss scaling is impossible."""
+    values = np.random.default_rng(4).uniform(0.2, 1, (3, 3))
+    target = Tensor(data=np.eye(3), dtype="float64")
+    slopes = []
+    for dy in (None, 1024.0, Tensor(data=[1024.0], dtype="float64")):
+        x = parameter(values)
+        slopes.append(to_numpy(autograd.gradients(loss(x, target), dy)[x]))
+    np.testing.assert_array_equal(slopes[1], 1024 * slopes[0])
+    np.testing.assert_array_equal(slopes[2], slopes[1])
+
+
+# ---- batch norm ----------------------------------------------------------------------------------------
+
+
+def test_running_statistics_move_in_training_only() -> None:
+    values = np.random.default_rng(5).standard_normal((8, 3, 2, 2))
+    x = Tensor(data=values, dtype="float64")
+    mean, var = parameter([1.0, 2, 3]), parameter([4.0, 5, 6])
+    autograd.batchnorm_2d(x, ones(3, dtype="float64"), ones(3, dtype="float64"), mean, var, momentum=0.9)
+    np.testing.assert_allclose(
+        to_numpy(mean), 0.1 * np.array([1, 2, 3]) + 0.9 * values.mean((0, 2, 3)), rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        to_numpy(var), 0.1 * np.array([4, 5, 6]) + 0.9 * values.var((0, 2, 3), ddof=1), rtol=1e-12
+    )
+    autograd.training = False
+    kept = to_numpy(mean)
+    y = autograd.batchnorm_2d(x, ones(3, dtype="float64"), ones(3, dtype="float64"), mean, var, eps=1e-3)
+    np.testing.assert_array_equal(to_numpy(mean), kept)
+    column = (1, 3, 1, 1)
+    expected = (values - kept.reshape(column)) / np.sqrt(to_numpy(var).reshape(column) + 1e-3) + 1
+    np.testing.assert_allclose(to_numpy(y), expected, rtol=1e-12)
+
+
+# ---- numbers as operands -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_numbers_take_the_dtype_of_the_tensor(dtype: str) -> None:
+    x = Tensor(data=[1.0, 2.0, 4.0], dtype=dtype)
+    cases = {
+        "add": (0.1, lambda a, b: a + b),
+        "sub": (3, lambda a, b: a - b),
+        "mul": (0.5, lambda a, b: a * b),
+        "div": (0.7, lambda a, b: a / b),
+        "pow": (2, lambda a, b: a**b),
+    }
+    for name, (number, reference) in cases.items():
+        for pair in ((x, number), (number, x)):
+            y = getattr(autograd, name)(*pair)
+            assert y.dtype == dtype
+            arrays = [to_numpy(item).astype(float) if item is x else item for item in pair]
+            np.testing.assert_allclose(to_numpy(y).astype(float), reference(*arrays), rtol=2e-3)
+
+
+def test_tensor_operators_are_recorded() -> None:
+    x = parameter([1.0, 2.0])
+    y = 3 - ((x + 1) * 2 - x / 2) ** 2
+    slope = autograd.gradients(autograd.reduce_sum(-y))[x]
+    inner = (np.array([1.0, 2]) + 1) * 2 - np.array([1.0, 2]) / 2
+    np.testing.assert_allclose(to_numpy(slope), 2 * inner * 1.5)
+
+
+def test_gradient_of_a_power_is_finite_at_zero() -> None:
+    x = parameter([0.0, 0.0])
+    slope = autograd.gradients(autograd.reduce_sum(x**2.0 + x**0.0))[x]
+    np.testing.assert_array_equal(to_numpy(slope), [0, 0])
+
+
+# ---- shape rules ---------------------------------------------------------------------------------------
+
+SIZE = st.integers(1, 9)
+SMALL = st.integers(1, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZE, SIZE, SMALL, SMALL, SMALL, SMALL, st.integers(0, 2), SMALL)
+def test_convolution_has_as_many_outputs_as_windows_fit(
+    height: int, width: int, kh: int, kw: int, sh: int, sw: int, padding: int, dilation: int
+) -> None:
+    sizes = []
+    for n, k, s in ((height, kh, sh), (width, kw, sw)):
+        starts = range(0, n + 2 * padding, s)
+        sizes.append(sum(start + dilation * (k - 1) < n + 2 * padding for start in starts))
+    x, w = ones(2, 1, height, width), ones(3, 1, kh, kw)
+    options = {"stride": (sh, sw), "padding": padding, "dilation": dilation}
+    if min(sizes) == 0:
+        with pytest.raises(ShapeError, match="does not fit"):
+            autograd.conv2d(x, w, **options)
+    else:
+        assert autograd.conv2d(x, w, **options).shape == (2, 3, *sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SIZE, SIZE, SMALL, SMALL, SMALL, SMALL, st.integers(0, 2))
+def test_pooling_has_as_many_outputs_as_windows_fit(
+    height: int, width: int, kh: int, kw: int, sh: int, sw: int, padding: int
+) -> None:
+    options: dict[str, Any] = {"kernel_size": (kh, kw), "stride": (sh, sw), "padding": padding}
+    sizes = [
+        sum(start + k <= n + 2 * padding for start in range(0, n + 2 * padding, s))
+        for n, k, s in ((height, kh, sh), (width, kw, sw))
+    ]
+    for op in (autograd.max_pool_2d, autograd.avg_pool_2d):
+        x = ones(2, 3, height, width)
+        if padding >= min(kh, kw):
+            with pytest.raises(OptionError, match="padding"):
+                op(x, **options)
+        elif min(sizes) == 0:
+            with pytest.raises(ShapeError, match="does not fit"):
+                op(x, **options)
+        else:
+            y = op(x, **options)
+            assert y.shape == (2, 3, *sizes)
+            if op is autograd.max_pool_2d:
+                assert (to_numpy(y) == 1).all()  # padding never wins, and every window meets the image
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_broadcast_gradients_have_the_shape_of_their_input(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    shapes = []
+    for _ in range(2):
+        kept = shape[data.draw(st.integers(0, len(shape))) :]
+        shapes.append([1 if data.draw(st.booleans()) else size for size in kept])
+    a, b = (parameter(np.full(s, 2.0)) for s in shapes)
+    for op in (autograd.add, autograd.sub, autograd.mul, autograd.div, autograd.pow):
+        y = op(a, b)
+        slopes = autograd.gradients(autograd.reduce_sum(y))
+        assert slopes[a].shape == a.shape and slopes[b].shape == b.shape
+        if op is autograd.add:
+            assert to_numpy(slopes[a]).sum() == y.size()
+
+
+def test_output_size_names_the_operator_and_the_cure() -> None:
+    with pytest.raises(ShapeError, match=r"conv2d: a window of \(5, 5\).*smaller kernel"):
+        output_size("conv2d", (4, 4), (5, 5), (1, 1), (0, 0))
+
+
+# ---- bad input -----------------------------------------------------------------------------------------
+
+
+def ids(*values: int, dtype: str = "int32") -> Tensor:
+    return Tensor(data=np.array(values), dtype=dtype)
+
+
+BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
+    ("relu of ints", lambda: autograd.relu(ids(1)), DTypeError, "relu: needs float"),
+    ("div of ints", lambda: autograd.div(ids(1), ids(2)), DTypeError, "div: needs float"),
+    ("add shapes", lambda: autograd.add(ones(2), ones(3)), ShapeError, r"\(2,\) and \(3,\) do not broadcast"),
+    ("add of a string", lambda: autograd.add(ones(2), "1"), DTypeError, "Tensor or a number, got str"),
+    ("add of two numbers", lambda: autograd.add(1, 2), DTypeError, "one operand must be a Tensor"),
+    ("int plus fraction", lambda: autograd.add(ids(1), 0.5), DTypeError, "0.5 is no int32"),
+    ("sum of nothing", autograd.sum, ShapeError, "sum: expected at least one"),
+    ("mean of nothing", autograd.mean, ShapeError, "mean: expected at least one"),
+    ("sum of shapes", lambda: autograd.sum(ones(2), ones(3)), ShapeError, "sum: tensors of shapes"),
+    ("softmax axis", lambda: autograd.softmax(ones(2)), ShapeError, "axis 1 is out of range for 1 axes"),
+    ("matmul inner", lambda: autograd.matmul(ones(2, 3), ones(2, 3)), ShapeError, "must agree in k"),
+    ("matmul vector", lambda: autograd.matmul(ones(3), ones(3, 2)), ShapeError, "must agree in k"),
+    ("matmul batch", lambda: autograd.matmul(ones(2, 1, 1), ones(3, 1, 1)), ShapeError, "do not broadcast"),
+    ("bias size", lambda: autograd.add_bias(ones(2, 3), ones(2)), ShapeError, r"shape \(3,\)"),
+    ("bias axis", lambda: autograd.add_bias(ones(2, 3), ones(3), 2), OptionError, "axis = 2"),
+    ("reshape size", lambda: autograd.reshape(ones(6), (4, 2)), ShapeError, r"\(6,\) does not fit into"),
+    ("reshape rest", lambda: autograd.reshape(ones(6), (4, -1)), ShapeError, "does not fit into"),
+    ("reshape two rests", lambda: autograd.reshape(ones(6), (-1, -1)), ShapeError, "at most one -1"),
+    ("flatten axis", lambda: autograd.flatten(ones(2), 3), ShapeError, "flatten: axis 3"),
+    ("transpose", lambda: autograd.transpose(ones(2, 3), (0,)), ShapeError, "no permutation of 2"),
+    ("transpose twice", lambda: autograd.transpose(ones(2, 3), (1, 1)), ShapeError, "twice"),
+    ("cat sizes", lambda: autograd.cat([ones(2, 3), ones(2, 4)]), ShapeError, "must agree but for axis 0"),
+    ("cat of nothing", lambda: autograd.cat([]), ShapeError, "at least one"),
+    ("reduce axis", lambda: autograd.reduce_sum(ones(2), 1), ShapeError, "axis 1 is out of range"),
+    ("mean of ints", lambda: autograd.reduce_mean(ids(1)), DTypeError, "needs float"),
+    ("conv axes", lambda: autograd.conv2d(ones(3, 4, 4), ones(2, 3, 1, 1)), ShapeError, r"\(N, C, H, W\)"),
+    (
+        "conv channels",
+        lambda: autograd.conv2d(ones(1, 4, 9, 9), ones(8, 3, 5, 5)),
+        ShapeError,
+        "x has 4 channels but W expects 3",
+    ),
+    (
+        "conv group",
+        lambda: autograd.conv2d(ones(1, 4, 9, 9), ones(8, 1, 5, 5), group=3),
+        ShapeError,
+        "divide by group = 3",
+    ),
+    (
+        "conv bias",
+        lambda: autograd.conv2d(ones(1, 1, 9, 9), ones(8, 1, 5, 5), ones(1)),
+        ShapeError,
+        r"b must have shape \(8,\)",
+    ),
+    (
+        "conv stride",
+        lambda: autograd.conv2d(ones(1, 1, 9, 9), ones(8, 1, 5, 5), stride=0),
+        OptionError,
+        "stride = 0",
+    ),
+    (
+        "conv padding",
+        lambda: autograd.conv2d(ones(1, 1, 9, 9), ones(8, 1, 5, 5), padding=(1, 1, 1, 1)),
+        OptionError,
+        "pair of ints",
+    ),
+    ("pool axes", lambda: autograd.max_pool_2d(ones(3, 4), 2), ShapeError, "max_pool_2d: x must have 4 axes"),
+    ("pool kernel", lambda: autograd.avg_pool_2d(ones(1, 1, 4, 4), 0), OptionError, "kernel_size = 0"),
+    ("dropout ratio", lambda: autograd.dropout(ones(3), 1.0), OptionError, "ratio = 1.0"),
+    (
+        "batchnorm scale",
+        lambda: autograd.batchnorm_2d(ones(2, 3), ones(2), ones(3), ones(3), ones(3)),
+        ShapeError,
+        r"scale must have shape \(3,\)",
+    ),
+    (
+        "batchnorm statistics",
+        lambda: autograd.batchnorm_2d(ones(2, 3), ones(3), ones(3), ones(3), ones(3, dtype="float64")),
+        DTypeError,
+        "running_var is float64",
+    ),
+    (
+        "batchnorm axes",
+        lambda: autograd.batchnorm_2d(ones(2, 3, 4), ones(3), ones(3), ones(3), ones(3)),
+        ShapeError,
+        r"\(N, C\)",
+    ),
+    (
+        "label count",
+        lambda: autograd.softmax_cross_entropy(ones(2, 3), ids(1, 1, 1)),
+        ShapeError,
+        r"ids \(2,\) or a matrix \(2, 3\)",
+    ),
+    (
+        "label range",
+        lambda: autograd.softmax_cross_entropy(ones(2, 3), ids(1, 3)),
+        ShapeError,
+        r"0\.\.2 .* 1\.\.3",
+    ),
+    ("float ids", lambda: autograd.cross_entropy(ones(2, 3), ones(2)), DTypeError, "int32 or int64"),
+    ("logits", lambda: autograd.softmax_cross_entropy(ones(2), ids(0, 0)), ShapeError, r"\(N, C\)"),
+    ("mse shapes", lambda: autograd.mse_loss(ones(2, 1), ones(2)), ShapeError, "one shape"),
+]
+
+
+@pytest.mark.parametrize(("_", "call", "error", "message"), BAD_CALLS, ids=[row[0] for row in BAD_CALLS])
+def test_bad_input_raises_a_typed_error_that_says_what_came(
+    _: str, call: Callable[[], object], error: type[SingaLiteError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
