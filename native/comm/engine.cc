@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engine, third part: who drives, see Note [driver], and how a failure reaches every waiter.
+#include "comm/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "common/error.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr std::size_t kLargeBytes = 1 << 20;  // above, a background thread pays: waking it costs 10 to 50 us
+
+std::atomic<std::uint64_t> fork_count{0};
+
+std::uint64_t forks_so_far() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++fork_count; });
+  (void)registered;
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+int cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+Engine::Engine(const std::string& ticket, int rank, int size, double timeout_s)
+    : segment_(new Segment(ticket, rank, size, timeout_s)),
+      rank_(rank),
+      size_(size),
+      timeout_s_(timeout_s),
+      forks_(forks_so_far()),
+      may_spin_(size <= cores()),
+      sources_(std::size_t(size)),
+      limit_s_(timeout_s) {}
+
+bool Engine::is_forked() const { return forks_ != fork_count.load(std::memory_order_relaxed); }
+
+void Engine::wait_for_all() { segment_->wait_for_all(timeout_s_); }
+
+std::string Engine::label(const Op& op) const {
+  return "rank " + std::to_string(rank_) + ": " + name_of(op.request.kind) + " #" +
+         std::to_string(op.descriptor.sequence) + " '" + op.descriptor.name + "'";
+}
+
+void Engine::check_usable() const {
+  const std::string who = "rank " + std::to_string(rank_) + ": ";
+  if (is_forked())
+    throw CommError(who + "a shm communicator made before fork() is not usable in the child (process " +
+                    std::to_string(getpid()) + "); make the world after the fork");
+  if (is_closed_) throw CommError(who + "this communicator is closed");
+  if (is_broken_.load(std::memory_order_acquire))
+    throw CommError(who + "this communicator is broken by an earlier failure: " + failure_);
+}
+
+std::shared_ptr<Op> Engine::start(Request request) {
+  check_usable();
+  auto op = std::make_shared<Op>();
+  op->wire = request.narrow ? DType::kFloat16 : request.dtype;
+  Descriptor& d = op->descriptor;
+  d.count = request.count;
+  d.kind = std::uint8_t(request.kind);
+  d.op = std::uint8_t(request.op);
+  d.dtype = std::uint8_t(request.dtype);
+  d.wire = std::uint8_t(op->wire);
+  d.root = request.root;
+  std::strncpy(d.name, request.name.c_str(), sizeof d.name - 1);
+  op->request = std::move(request);
+  cut(*op);
+  op->is_large = op->request.count * bytes_of(op->wire) > kLargeBytes;
+
+  std::unique_lock<std::mutex> lock(mutex_);
+  d.sequence = issued_.load(std::memory_order_relaxed);
+  op->first_round = next_round_;
+  next_round_ += op->num_rounds;
+  if (in_flight_.empty()) moved_s_.store(monotonic_s(), std::memory_order_relaxed);
+  in_flight_.push_back(op);
+  issued_.fetch_add(1, std::memory_order_release);
+  if (op->is_large) {
+    large_in_flight_.fetch_add(1);
+    if (!thread_.joinable()) {
+      sigset_t all, before;  // the process's signals belong to its own threads
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      thread_ = std::thread([this] { run_thread(); });
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+    has_work_.notify_one();
+  } else if (driver_ == Driver::kNone && large_in_flight_.load() == 0) {
+    driver_ = Driver::kCaller;
+    lock.unlock();
+    step_all_guarded();
+    lock.lock();
+    release(lock);
+  }
+  return op;
+}
+
+bool Engine::wait(Op& op, double slice_s, double limit_s, double since_s) {
+  if (is_forked()) check_usable();
+  const double deadline_s = monotonic_s() + slice_s;
+  limit_s_.store(limit_s < 0 ? timeout_s_ : limit_s);
+  since_s_.store(since_s);
+  while (op.state.load(std::memory_order_acquire) == 0) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (driver_ == Driver::kNone) {
+      driver_ = Driver::kCaller;
+      lock.unlock();
+      drive_guarded(&op, deadline_s);
+      lock.lock();
+      release(lock);
+    } else {
+      waiters_.fetch_add(1);
+      idle_.wait_for(lock, std::chrono::duration<double>(slice_s),
+                     [&] { return op.state.load() != 0 || driver_ == Driver::kNone; });
+      waiters_.fetch_sub(1);
+    }
+    if (op.state.load() == 0 && monotonic_s() > deadline_s) return false;
+  }
+  limit_s_.store(timeout_s_);
+  if (op.state.load() == 2) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    throw CommError(failure_);
+  }
+  return true;
+}
+
+bool Engine::is_done(Op& op) {
+  if (is_forked()) check_usable();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (op.state.load() == 0 && driver_ == Driver::kNone && large_in_flight_.load() == 0) {
+    driver_ = Driver::kCaller;
+    lock.unlock();
+    step_all_guarded();
+    lock.lock();
+    release(lock);
+  }
+  return op.state.load() != 0;
+}
+
+void Engine::abort(const std::string& text) {
+  if (is_forked() || is_closed_) return;
+  segment_->post_abort(text);
+  ring_everyone();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (driver_ != Driver::kNone) return;  // it reads the record as soon as it waits
+  lock.unlock();
+  fail("rank " + std::to_string(rank_) + ": this rank gave up: " + text);
+}
+
+void Engine::close() {
+  if (is_forked() || is_closed_) return;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_stopping_.store(true);
+    has_work_.notify_all();
+  }
+  segment_->block(rank_).bell.fetch_add(1);
+  futex_wake(segment_->block(rank_).bell);
+  if (thread_.joinable()) thread_.join();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+    if (!is_broken_.load()) failure_ = "rank " + std::to_string(rank_) + ": this communicator was closed while a collective was in flight";
+    for (const auto& op : in_flight_) op->state.store(2);
+    in_flight_.clear();
+  }
+  segment_->leave();
+  ring_everyone();
+  segment_.reset();
+}
+
+void Engine::step_all_guarded() {
+  try {
+    while (step()) {
+    }
+  } catch (const CommError& error) {
+    fail(error.what());
+  }
+}
+
+void Engine::drive_guarded(const Op* until, double deadline_s) {
+  try {
+    drive(until, deadline_s);
+  } catch (const CommError& error) {
+    fail(error.what());
+  }
+}
+
+// Called by the driver, which thereby has nothing more to do: no array is touched afterwards.
+void Engine::fail(const std::string& text) {
+  segment_->post_abort(text);
+  ring_everyone();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failure_ = text;
+  is_broken_.store(true, std::memory_order_release);
+  post_.op.reset();
+  reduce_.op.reset();
+  consume_.op.reset();
+  first_sequence_ = issued_.load();
+  for (const auto& op : in_flight_) op->state.store(2);
+  in_flight_.clear();
+  large_in_flight_.store(0);
+  idle_.notify_all();
+}
+
+void Engine::finish(Op& op, int state) {
+  if (op.is_large) large_in_flight_.fetch_sub(1);
+  op.state.store(state);
+  if (waiters_.load() == 0) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  idle_.notify_all();
+}
+
+// Give up the driver's role; whoever needs it next hears of it.
+void Engine::release(std::unique_lock<std::mutex>&) {
+  driver_ = Driver::kNone;
+  if (waiters_.load() != 0) idle_.notify_all();
+  if (large_in_flight_.load() != 0) has_work_.notify_one();
+}
+
+void Engine::run_thread() {
+  pthread_setname_np(pthread_self(), "singa_lite-comm");
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    has_work_.wait(lock, [&] {
+      return is_stopping_.load() || (large_in_flight_.load() != 0 && driver_ == Driver::kNone);
+    });
+    if (is_stopping_.load()) return;
+    driver_ = Driver::kThread;
+    lock.unlock();
+    drive_guarded(nullptr, 0);
+    lock.lock();
+    release(lock);
+  }
+}
+
+}  // namespace singa_lite

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// The collectives of one rank over a Segment: their order, their progress, their failure.
+//
+// Note [rounds]: every collective is cut into rounds of at most one slot per rank, numbered through the life of
+// the world; all ranks count alike, since all make the same calls. In round c a rank
+//   posts     its part into its slot c % kSlots, once everyone has consumed round c - kSlots;
+//   reduces   (piecewise all-reduce only) its piece of everyone's slot, into its own slot, once all have posted;
+//   consumes  the slots into the caller's array, once all have posted (piecewise: reduced).
+// The slot of a collective's first round carries its Descriptor, which all ranks compare.
+//
+// Note [driver]: one thread at a time, the driver, moves data. A call or wait() becomes the driver if nobody is,
+// so a small or awaited collective costs no hand-off; a background thread takes over large ones that nobody
+// awaits. Everybody else sleeps.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/segment.h"
+#include "comm/types.h"
+
+namespace singa_lite {
+
+// What a caller asks for. `in` is read and `out` is written; they may be the same memory.
+struct Request {
+  Kind kind = Kind::kAllReduce;
+  ReduceOp op = ReduceOp::kNone;
+  DType dtype = DType::kFloat32;
+  bool narrow = false;  // float32 arrays travel as float16
+  int root = 0;
+  const void* in = nullptr;
+  void* out = nullptr;
+  std::size_t count = 0;  // elements this rank puts in; for reduce_scatter those of one rank's block
+  std::string name;
+};
+
+// One collective of this rank, in flight or ended.
+struct Op {
+  Request request;
+  Descriptor descriptor{};
+  DType wire{};  // element type in the slots
+  bool is_piecewise = false, is_large = false;
+  bool is_checked = false;  // the descriptors of all ranks have been compared
+  std::uint64_t first_round = 0, num_rounds = 1;
+  std::size_t round_elements = 0;  // in a slot; for reduce_scatter in one of its pieces
+  std::atomic<int> state{0};       // 0 in flight, 1 ended, 2 failed
+};
+
+class Engine {
+ public:
+  Engine(const std::string& ticket, int rank, int size, double timeout_s);
+  ~Engine() { close(); }
+
+  // Second half of construction: returns once all ranks are there. Throws CommError.
+  void wait_for_all();
+
+  // Start a collective. Throws CommError if this communicator is broken, closed or in a forked child.
+  std::shared_ptr<Op> start(Request request);
+  // Wait until `op` has ended, at most `slice_s`; false if it has not. Throws CommError if it failed: also if no
+  // peer moves for `limit_s` (negative: the engine's own time-out) from the first slice, `since_s`, on.
+  bool wait(Op& op, double slice_s, double limit_s, double since_s);
+  // Whether wait() would return or throw at once. Moves what can be moved without waiting.
+  bool is_done(Op& op);
+
+  // Give up for a reason outside of the collectives: every rank gets `text`.
+  void abort(const std::string& text);
+  // Leave the world: ends the thread, fails what is in flight. May be called twice.
+  void close();
+  bool is_forked() const;
+
+ private:
+  enum class Driver { kNone, kCaller, kThread };
+
+  // Where a stage stands: its collective (null: none left) and the next round.
+  struct Cursor {
+    std::shared_ptr<Op> op;
+    std::uint64_t sequence = 0, round = 0;
+  };
+  // A peer's counter that this rank cannot go on without.
+  struct Await {
+    int rank;
+    Progress counter;
+    std::uint64_t value;
+  };
+  struct Piece {
+    std::size_t begin, count;
+  };
+
+  // rounds.cc: moving data; never waits
+  bool step();  // the next thing that can be done now; false if there is none
+  bool try_post();
+  bool try_reduce();
+  bool try_consume();
+  void post(const Op& op, std::uint64_t round);
+  void reduce_piece(const Op& op, std::uint64_t round);
+  void consume(const Op& op, std::uint64_t round);
+  void consume_direct(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
+  void consume_pieces(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
+  void cut(Op& op) const;
+  Piece piece_of(std::size_t count, DType wire, int rank) const;
+  std::size_t elements_in(const Op& op, std::uint64_t round) const;
+  bool settle(Cursor& cursor, bool only_piecewise = false);
+  bool reached(Progress counter, std::uint64_t value);
+  void advance(Progress counter, std::uint64_t value);
+  void check_descriptors(Op& op, bool only_arrived);
+
+  // waiting.cc: what the driver does when nothing can be moved
+  void drive(const Op* until, double deadline_s);
+  void idle(int& spins, double& idle_since_s);
+  bool find_await(Await& await);
+  void sleep_for(const Await& await);
+  void check_peers(const Await& await);
+  void ring_everyone();
+
+  // engine.cc: roles and failure
+  void run_thread();
+  void release(std::unique_lock<std::mutex>& lock);
+  void step_all_guarded();
+  void drive_guarded(const Op* until, double deadline_s);
+  void fail(const std::string& text);
+  void finish(Op& op, int state);
+  void check_usable() const;
+  std::string label(const Op& op) const;
+
+  std::unique_ptr<Segment> segment_;
+  const int rank_, size_;
+  const double timeout_s_;
+  const std::uint64_t forks_;
+  const bool may_spin_;
+
+  // The driver's own.
+  Cursor post_, reduce_, consume_;
+  std::uint64_t all_reached_[3] = {0, 0, 0};  // what everyone's counters are known to have reached
+  std::vector<const void*> sources_;
+
+  std::mutex mutex_;  // guards the next block
+  std::condition_variable idle_;      // for waiters: the driver has gone, or a collective has ended
+  std::condition_variable has_work_;  // for the thread
+  Driver driver_ = Driver::kNone;
+  std::deque<std::shared_ptr<Op>> in_flight_;
+  std::uint64_t first_sequence_ = 0;  // of in_flight_.front()
+  std::uint64_t next_round_ = 0;
+  std::thread thread_;
+  bool is_closed_ = false;
+  std::string failure_;
+
+  std::atomic<std::uint64_t> issued_{0};  // collectives started so far
+  std::atomic<int> waiters_{0}, large_in_flight_{0};
+  std::atomic<bool> is_stopping_{false}, is_broken_{false};
+  std::atomic<double> limit_s_, since_s_{0}, moved_s_{0};  // the time-out in force, and from when it counts
+};
+
+}  // namespace singa_lite

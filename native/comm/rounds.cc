@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engine, first part: moving data, see Note [rounds]. Nothing here waits.
+#include <algorithm>
+#include <cstring>
+
+#include "comm/combine.h"
+#include "comm/engine.h"
+#include "common/error.h"
+#include "common/half.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr std::size_t kDirectBytes = 32 << 10;  // up to here every rank adds everything itself: one meeting less
+
+std::string describe(const Descriptor& d) {
+  const Kind kind = Kind(d.kind);
+  std::string text = std::string(name_of(kind)) + " #" + std::to_string(d.sequence) + " '" + d.name + "' ";
+  if (ReduceOp(d.op) != ReduceOp::kNone) text += std::string(name_of(ReduceOp(d.op))) + " ";
+  text += std::string(name_of(DType(d.dtype))) + "[" + std::to_string(d.count) + "]";
+  if (d.wire != d.dtype) text += std::string(" as ") + name_of(DType(d.wire));
+  if (kind == Kind::kBroadcast || kind == Kind::kReduce) text += " root " + std::to_string(d.root);
+  return text;
+}
+
+}  // namespace
+
+void Engine::cut(Op& op) const {
+  const std::size_t element = bytes_of(op.wire), count = op.request.count;
+  std::size_t room = segment_->chunk_bytes();
+  if (op.request.kind == Kind::kReduceScatter) room = room / std::size_t(size_) / kLine * kLine;
+  op.round_elements = room / element;
+  op.num_rounds = std::max<std::uint64_t>(1, (count + op.round_elements - 1) / op.round_elements);
+  op.is_piecewise =
+      op.request.kind == Kind::kAllReduce && size_ > 2 && count * element > kDirectBytes;
+}
+
+std::size_t Engine::elements_in(const Op& op, std::uint64_t round) const {
+  const std::size_t at = std::size_t(round - op.first_round) * op.round_elements;
+  return std::min(op.round_elements, op.request.count - at);
+}
+
+Engine::Piece Engine::piece_of(std::size_t count, DType wire, int rank) const {
+  const std::size_t line = kLine / bytes_of(wire), ranks = std::size_t(size_);
+  const std::size_t share = ((count + ranks - 1) / ranks + line - 1) / line * line;
+  const std::size_t begin = std::min(count, share * std::size_t(rank));
+  return {begin, std::min(share, count - begin)};
+}
+
+// Point the cursor at a collective that still has rounds for it; false if none has been started.
+bool Engine::settle(Cursor& cursor, bool only_piecewise) {
+  for (;;) {
+    if (cursor.op && cursor.round < cursor.op->first_round + cursor.op->num_rounds &&
+        (!only_piecewise || cursor.op->is_piecewise))
+      return true;
+    if (cursor.sequence == issued_.load(std::memory_order_acquire)) {
+      cursor.op.reset();
+      return false;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    cursor.sequence = std::max(cursor.sequence, first_sequence_);
+    if (cursor.sequence == issued_.load(std::memory_order_relaxed)) continue;
+    cursor.op = in_flight_[std::size_t(cursor.sequence - first_sequence_)];
+    cursor.round = cursor.op->first_round;
+    ++cursor.sequence;
+  }
+}
+
+bool Engine::reached(Progress counter, std::uint64_t value) {
+  std::uint64_t& known = all_reached_[std::size_t(counter)];
+  if (known >= value) return true;
+  std::uint64_t least = ~std::uint64_t(0);
+  for (int r = 0; r < size_; ++r)
+    least = std::min(least, segment_->block(r).counters[std::size_t(counter)].load(std::memory_order_acquire));
+  known = least;
+  return known >= value;
+}
+
+// Consuming comes first: what was posted is still in the cache, and it frees a slot.
+bool Engine::step() { return try_consume() || try_reduce() || try_post(); }
+
+bool Engine::try_post() {
+  if (!settle(post_)) return false;
+  const std::uint64_t round = post_.round;
+  if (round >= kSlots && !reached(Progress::kConsumed, round + 1 - kSlots)) return false;
+  post(*post_.op, round);
+  ++post_.round;
+  advance(Progress::kPosted, round + 1);
+  return true;
+}
+
+bool Engine::try_reduce() {
+  if (size_ <= 2 || !settle(reduce_, true)) return false;
+  Op& op = *reduce_.op;
+  const std::uint64_t round = reduce_.round;
+  if (!reached(Progress::kPosted, round + 1)) return false;
+  if (!op.is_checked) check_descriptors(op, false);
+  reduce_piece(op, round);
+  ++reduce_.round;
+  advance(Progress::kReduced, round + 1);
+  return true;
+}
+
+bool Engine::try_consume() {
+  if (!settle(consume_)) return false;
+  Op& op = *consume_.op;
+  const std::uint64_t round = consume_.round;
+  if (!reached(op.is_piecewise ? Progress::kReduced : Progress::kPosted, round + 1)) return false;
+  if (!op.is_checked) check_descriptors(op, false);
+  consume(op, round);
+  ++consume_.round;
+  advance(Progress::kConsumed, round + 1);
+  if (consume_.round == op.first_round + op.num_rounds) {
+    const std::shared_ptr<Op> ended = consume_.op;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      in_flight_.pop_front();
+      ++first_sequence_;
+    }
+    finish(*ended, 1);
+  }
+  return true;
+}
+
+void Engine::post(const Op& op, std::uint64_t round) {
+  const Request& request = op.request;
+  const std::size_t element = bytes_of(op.wire), at = std::size_t(round - op.first_round) * op.round_elements;
+  const std::size_t count = elements_in(op, round);
+  char* slot = segment_->data(rank_, round);
+  const char* in = static_cast<const char*>(request.in);
+  if (round == op.first_round) segment_->descriptor(rank_, round) = op.descriptor;
+  if (request.narrow) {
+    float_to_half(static_cast<const float*>(request.in) + at, reinterpret_cast<std::uint16_t*>(slot), count);
+  } else if (size_ == 1 || (request.kind == Kind::kBroadcast && rank_ != request.root)) {
+    return;
+  } else if (request.kind == Kind::kReduceScatter) {
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_)
+        std::memcpy(slot + std::size_t(r) * op.round_elements * element,
+                    in + (std::size_t(r) * request.count + at) * element, count * element);
+  } else {
+    std::memcpy(slot, in + at * element, count * element);
+  }
+}
+
+void Engine::reduce_piece(const Op& op, std::uint64_t round) {
+  const std::size_t element = bytes_of(op.wire);
+  const Piece piece = piece_of(elements_in(op, round), op.wire, rank_);
+  for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + piece.begin * element;
+  // Only this rank reads this piece of its slot before the others consume it: it may be overwritten.
+  void* out = segment_->data(rank_, round) + piece.begin * element;
+  combine(op.wire, op.request.op, sources_.data(), sources_.size(), out, piece.count);
+}
+
+void Engine::consume(const Op& op, std::uint64_t round) {
+  const Request& request = op.request;
+  const std::size_t element = bytes_of(op.wire), at = std::size_t(round - op.first_round) * op.round_elements;
+  const std::size_t count = elements_in(op, round);
+  char* out = static_cast<char*>(request.out);
+  const char* in = static_cast<const char*>(request.in);
+  switch (request.kind) {
+    case Kind::kAllReduce:
+      return op.is_piecewise ? consume_pieces(op, round, at, count) : consume_direct(op, round, at, count);
+    case Kind::kReduce:
+    case Kind::kReduceScatter:
+      if (request.kind == Kind::kReduceScatter || rank_ == request.root) consume_direct(op, round, at, count);
+      return;
+    case Kind::kBroadcast:
+      if (rank_ != request.root)
+        std::memcpy(out + at * element, segment_->data(request.root, round), count * element);
+      return;
+    case Kind::kAllGather:
+      for (int r = 0; r < size_; ++r)
+        std::memcpy(out + (std::size_t(r) * request.count + at) * element,
+                    r == rank_ ? in + at * element : segment_->data(r, round), count * element);
+      return;
+  }
+}
+
+void Engine::consume_direct(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
+  const Request& request = op.request;
+  const std::size_t element = bytes_of(op.wire), mine = std::size_t(rank_);
+  const bool is_scatter = request.kind == Kind::kReduceScatter;
+  const std::size_t skip = is_scatter ? mine * op.round_elements * element : 0;
+  for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + skip;
+  if (!request.narrow)  // our own part is nearer in the caller's array
+    sources_[mine] = static_cast<const char*>(request.in) + ((is_scatter ? mine * request.count : 0) + at) * element;
+  void* out = static_cast<char*>(request.out) + at * bytes_of(request.dtype);
+  combine(op.wire, request.op, sources_.data(), sources_.size(), out, count, request.narrow);
+}
+
+void Engine::consume_pieces(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
+  const std::size_t element = bytes_of(op.wire);
+  for (int r = 0; r < size_; ++r) {
+    const Piece piece = piece_of(count, op.wire, r);
+    const char* from = segment_->data(r, round) + piece.begin * element;
+    char* to = static_cast<char*>(op.request.out) + (at + piece.begin) * bytes_of(op.request.dtype);
+    if (op.request.narrow)
+      half_to_float(reinterpret_cast<const std::uint16_t*>(from), reinterpret_cast<float*>(to), piece.count);
+    else
+      std::memcpy(to, from, piece.count * element);
+  }
+}
+
+// Every rank sees a disagreement by itself: it compares its own descriptor with each of the others'.
+void Engine::check_descriptors(Op& op, bool only_arrived) {
+  for (int r = 0; r < size_; ++r) {
+    const std::atomic<std::uint64_t>& posted = segment_->block(r).counters[std::size_t(Progress::kPosted)];
+    if (only_arrived && posted.load(std::memory_order_acquire) <= op.first_round) continue;
+    const Descriptor& other = segment_->descriptor(r, op.first_round);
+    if (r == rank_ || std::memcmp(&other, &op.descriptor, sizeof other) == 0) continue;
+    throw CommError(label(op) + ": the ranks disagree: rank " + std::to_string(rank_) + " calls " +
+                    describe(op.descriptor) + ", rank " + std::to_string(r) + " calls " + describe(other) +
+                    "; all ranks must make the same calls in the same order");
+  }
+  if (!only_arrived) op.is_checked = true;
+}
+
+}  // namespace singa_lite

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/segment.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <new>
+
+#include "common/error.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x53494e47414c5401;  // "SINGALT", layout 1
+constexpr std::size_t kPage = 4096;
+constexpr double kPollS = 0.001;  // between looks at a world that is still gathering
+
+std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+
+std::size_t chunk_bytes_for(int size) {
+  const std::size_t share = kMaxSegmentBytes / (std::size_t(size) * kSlots) - sizeof(Descriptor);
+  return std::min(kChunkBytes, share / kLine * kLine);
+}
+
+std::size_t total_bytes_for(int size) {
+  const std::size_t slot = sizeof(Descriptor) + chunk_bytes_for(size);
+  return round_up(kPage + std::size_t(size) * (sizeof(RankBlock) + kSlots * slot), kPage);
+}
+
+std::string reason() { return std::strerror(errno); }
+
+void pause_s(double seconds) {
+  timespec time{time_t(seconds), long((seconds - double(time_t(seconds))) * 1e9)};
+  nanosleep(&time, nullptr);
+}
+
+std::string megabytes(double bytes) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f MB", bytes / 1e6);
+  return text;
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g s", seconds);
+  return text;
+}
+
+}  // namespace
+
+double monotonic_s() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, double seconds) {
+  timespec time{time_t(seconds), long((seconds - double(time_t(seconds))) * 1e9)};
+  syscall(SYS_futex, &word, FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void futex_wake(std::atomic<std::uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+}
+
+Segment::Segment(const std::string& ticket, int rank, int size, double timeout_s)
+    : name_("/singa_lite-" + ticket), rank_(rank), size_(size) {
+  if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
+    throw CommError("shm: rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                    " ranks is not possible; up to " + std::to_string(kMaxRanks) + " ranks may share a host");
+  if (ticket.empty() || ticket.size() > 200 || ticket.find('/') != std::string::npos)
+    throw CommError("shm: ticket '" + ticket + "' must have 1 to 200 characters and no '/'");
+  try {
+    rank == 0 ? create() : attach(timeout_s);
+  } catch (...) {
+    unlink_if_ours();
+    if (base_) munmap(base_, total_bytes_);
+    if (fd_ >= 0) close(fd_);
+    throw;
+  }
+}
+
+Segment::~Segment() {
+  if (!is_abandoned_) {
+    leave();
+    unlink_if_ours();
+  }
+  munmap(base_, total_bytes_);
+  close(fd_);  // in a forked child too: the locks belong to the parent's process, not to the descriptor
+}
+
+std::string Segment::where() const { return "shm: rank " + std::to_string(rank_) + ", /dev/shm" + name_ + ": "; }
+
+void Segment::create() {
+  fd_ = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+  if (fd_ < 0) {
+    if (errno == EEXIST)
+      throw CommError(where() + "exists already: another world has this ticket, or an earlier one was killed; "
+                      "remove the file or use a new ticket");
+    throw CommError(where() + "cannot be created: " + reason());
+  }
+  is_created_ = true;
+  fchmod(fd_, 0600);  // whatever the umask says
+  const std::size_t bytes = total_bytes_for(size_);
+  const int error = posix_fallocate(fd_, 0, off_t(bytes));  // real memory now, not a bus error later
+  if (error != 0) {
+    struct statvfs space {};
+    fstatvfs(fd_, &space);
+    throw CommError(where() + "needs " + megabytes(double(bytes)) + ", and /dev/shm has " +
+                    megabytes(double(space.f_bavail) * double(space.f_frsize)) + " free (" + std::strerror(error) +
+                    "); free some there, or enlarge it (docker run --shm-size=256m, or mount -o remount,size=256m "
+                    "/dev/shm)");
+  }
+  map(bytes);
+  new (base_) Header();
+  for (int r = 0; r < size_; ++r) new (&blocks_[r]) RankBlock();
+  header().total_bytes = bytes;
+  header().size = std::uint32_t(size_);
+  header().chunk_bytes = std::uint32_t(chunk_bytes_);
+  take_rank();
+  header().magic.store(kMagic, std::memory_order_release);
+}
+
+void Segment::attach(double timeout_s) {
+  const double deadline = monotonic_s() + timeout_s;
+  open_existing(deadline, timeout_s);
+  check_owner();
+  struct stat status {};
+  Header head{};
+  for (;;) {  // rank 0 stores the magic last
+    fstat(fd_, &status);
+    if (std::size_t(status.st_size) >= kPage &&
+        pread(fd_, static_cast<void*>(&head), offsetof(Header, all_attached), 0) > 0 &&
+        head.magic.load(std::memory_order_relaxed) != 0)
+      break;
+    if (status.st_nlink == 0) throw CommError(where() + "rank 0 gave up making it; see its error");
+    if (monotonic_s() > deadline)
+      throw CommError(where() + "was not filled by rank 0 within " + seconds_text(timeout_s) +
+                      "; if no rank 0 runs, remove the file");
+    pause_s(kPollS);
+  }
+  if (head.magic.load(std::memory_order_relaxed) != kMagic || head.total_bytes != std::uint64_t(status.st_size))
+    throw CommError(where() + "is not a segment of this version of singa_lite; use one version in all ranks");
+  if (!is_alive(0)) throw CommError(where() + "belongs to a world whose rank 0 has died; use a new ticket");
+  if (head.size != std::uint32_t(size_)) {
+    const std::string text = where() + "rank 0 says the world has " + std::to_string(head.size) + " ranks, rank " +
+                             std::to_string(rank_) + " says " + std::to_string(size_) +
+                             "; start all with the same number";
+    map(std::size_t(status.st_size));
+    post_abort(text);
+    throw CommError(text);
+  }
+  map(std::size_t(status.st_size));
+  take_rank();
+}
+
+void Segment::open_existing(double deadline, double timeout_s) {
+  for (;;) {
+    fd_ = shm_open(name_.c_str(), O_RDWR | O_CLOEXEC, 0);
+    if (fd_ >= 0) return;
+    if (errno == EACCES) throw CommError(where() + "belongs to another user; use a new ticket");
+    if (errno != ENOENT) throw CommError(where() + "cannot be opened: " + reason());
+    if (monotonic_s() > deadline)
+      throw CommError(where() + "was not made by rank 0 within " + seconds_text(timeout_s) +
+                      "; check that rank 0 runs on this host, with the same ticket");
+    pause_s(kPollS);
+  }
+}
+
+void Segment::check_owner() const {
+  struct stat status {};
+  fstat(fd_, &status);
+  if (status.st_uid != geteuid())
+    throw CommError(where() + "belongs to another user (uid " + std::to_string(status.st_uid) +
+                    "); use a new ticket");
+  if (status.st_mode & 077) throw CommError(where() + "is open to other users; use a new ticket");
+}
+
+void Segment::map(std::size_t bytes) {
+  void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
+  if (base == MAP_FAILED) throw CommError(where() + "cannot be mapped: " + reason());
+  base_ = static_cast<char*>(base);
+  total_bytes_ = bytes;
+  chunk_bytes_ = chunk_bytes_for(size_);
+  slot_bytes_ = sizeof(Descriptor) + chunk_bytes_;
+  blocks_ = reinterpret_cast<RankBlock*>(base_ + kPage);
+  slots_ = base_ + kPage + sizeof(RankBlock) * std::size_t(size_);
+}
+
+// Note [locks]: a rank holds a POSIX record lock on byte `rank` of the file from here to its end. The kernel
+// drops it when the process dies, before anyone collects it, and a forked child does not inherit it.
+void Segment::take_rank() {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank_;
+  lock.l_len = 1;
+  if (fcntl(fd_, F_SETLK, &lock) != 0)
+    throw CommError(where() + "rank " + std::to_string(rank_) + " is taken by process " +
+                    std::to_string(block(rank_).pid.load()) + "; give every process its own rank");
+  block(rank_).pid.store(getpid());
+  block(rank_).presence.store(Presence::kAttached, std::memory_order_release);
+}
+
+bool Segment::is_alive(int peer) const {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = peer;
+  lock.l_len = 1;
+  if (fcntl(fd_, F_GETLK, &lock) != 0) return true;  // no verdict; the time-out remains
+  return lock.l_type != F_UNLCK;
+}
+
+void Segment::wait_for_all(double timeout_s) {
+  const double deadline = monotonic_s() + timeout_s;
+  while (header().all_attached.load(std::memory_order_acquire) == 0) {
+    std::string missing;
+    for (int r = 0; r < size_; ++r) {
+      const Presence presence = block(r).presence.load(std::memory_order_acquire);
+      if (presence == Presence::kAbsent) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+      const bool is_gone =
+          presence == Presence::kClosed || (presence == Presence::kAttached && r != rank_ && !is_alive(r));
+      if (is_gone && header().all_attached.load(std::memory_order_acquire) == 0)
+        throw CommError(where() + "rank " + std::to_string(r) + " (process " + std::to_string(block(r).pid.load()) +
+                        ") ended before all ranks were there");
+    }
+    if (const std::string text = abort_text(); !text.empty()) throw CommError(where() + text);
+    if (missing.empty() && rank_ == 0) {
+      unlink_if_ours();
+      header().all_attached.store(1, std::memory_order_release);
+      break;
+    }
+    if (monotonic_s() > deadline)
+      throw CommError(where() + "waited " + seconds_text(timeout_s) + " for rank " + missing +
+                      " to start; check that all ranks run on this host, with the same ticket");
+    pause_s(kPollS);
+  }
+}
+
+// The name goes once all are attached, or when a rank fails before that and rank 0 made the file or is dead.
+void Segment::unlink_if_ours() {
+  if (fd_ < 0 || (base_ && header().all_attached.load() != 0)) return;
+  if (!is_created_ && is_alive(0)) return;
+  struct stat ours {}, named {};
+  // By name, not by shm_open: closing a second descriptor would drop this process's locks, see Note [locks].
+  if (fstat(fd_, &ours) != 0 || stat(("/dev/shm" + name_).c_str(), &named) != 0) return;
+  if (ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) shm_unlink(name_.c_str());
+}
+
+void Segment::post_abort(const std::string& text) {
+  std::uint32_t none = 0;
+  if (!header().abort_state.compare_exchange_strong(none, 1)) return;
+  header().abort_rank = std::uint32_t(rank_);
+  const std::size_t length = std::min(text.size(), sizeof(Header::abort_text) - 1);
+  std::memcpy(header().abort_text, text.data(), length);
+  header().abort_text[length] = '\0';
+  header().abort_state.store(2, std::memory_order_release);
+}
+
+std::string Segment::abort_text() const {
+  if (header().abort_state.load(std::memory_order_acquire) != 2) return "";
+  return "rank " + std::to_string(header().abort_rank) + " gave up: " + header().abort_text;
+}
+
+void Segment::leave() { block(rank_).presence.store(Presence::kClosed, std::memory_order_release); }
+
+}  // namespace singa_lite

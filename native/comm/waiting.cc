@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engine, second part: what the driver does while it waits for a peer, and how it notices that none will come.
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "comm/engine.h"
+#include "common/error.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr double kSpinS = 100e-6;     // a peer in the same collective answers sooner; a sleep costs 5 to 50 us to end
+constexpr int kSpinsPerClock = 32;
+constexpr int kYields = 20;           // with more ranks than cores, this often before sleeping
+constexpr double kSleepS = 5e-3;      // between looks whether the peers still live
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Note [sleep]: a sleeper publishes in one word which counter of which rank it needs, so that nobody else and
+// no earlier value wakes it. The waker stores the counter, then reads the word; the sleeper stores the word,
+// then reads the counter: both in sequential order, so one of them sees the other.
+constexpr int kRankBits = 16, kCounterBits = 2;
+
+std::uint64_t pack(int rank, Progress counter, std::uint64_t value) {
+  return (value << (kRankBits + kCounterBits)) | (std::uint64_t(counter) << kRankBits) | std::uint64_t(rank);
+}
+
+bool is_met(std::uint64_t word, int rank, Progress counter, std::uint64_t value) {
+  return (word & 0xffff) == std::uint64_t(rank) && ((word >> kRankBits) & 3) == std::uint64_t(counter) &&
+         (word >> (kRankBits + kCounterBits)) <= value;
+}
+
+}  // namespace
+
+void Engine::advance(Progress counter, std::uint64_t value) {
+  segment_->block(rank_).counters[std::size_t(counter)].store(value, std::memory_order_seq_cst);
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    RankBlock& peer = segment_->block(r);
+    std::uint64_t word = peer.waits_for.load(std::memory_order_seq_cst);
+    if (word != 0 && is_met(word, rank_, counter, value) && peer.waits_for.compare_exchange_strong(word, 0)) {
+      peer.bell.fetch_add(1);
+      futex_wake(peer.bell);
+    }
+  }
+}
+
+void Engine::ring_everyone() {
+  for (int r = 0; r < size_; ++r) {
+    segment_->block(r).bell.fetch_add(1);
+    futex_wake(segment_->block(r).bell);
+  }
+}
+
+void Engine::drive(const Op* until, double deadline_s) {
+  int spins = 0;
+  double idle_since_s = 0;
+  while (!is_stopping_.load(std::memory_order_relaxed)) {
+    if (until ? until->state.load(std::memory_order_acquire) != 0 : large_in_flight_.load() == 0) return;
+    if (step()) {
+      spins = 0;
+      continue;
+    }
+    idle(spins, idle_since_s);
+    if (deadline_s > 0 && spins > kSpinsPerClock && monotonic_s() > deadline_s) return;
+  }
+}
+
+void Engine::idle(int& spins, double& idle_since_s) {
+  if (spins++ == 0) {
+    idle_since_s = monotonic_s();
+    moved_s_.store(idle_since_s, std::memory_order_relaxed);
+  }
+  if (may_spin_) {
+    relax();
+    if (spins % kSpinsPerClock != 0 || monotonic_s() - idle_since_s < kSpinS) return;
+  } else if (spins < kYields) {
+    sched_yield();
+    return;
+  }
+  spins = std::max(spins, kSpinsPerClock + 1) / kSpinsPerClock * kSpinsPerClock + kSpinsPerClock - 1;
+  Await await;
+  if (!find_await(await)) return;
+  sleep_for(await);
+  check_peers(await);
+}
+
+// The earliest stage that cannot go on, and the first rank it lacks. The rank furthest behind in the world is
+// never the one that sleeps, so somebody can always move.
+bool Engine::find_await(Await& await) {
+  if (!settle(consume_)) return false;
+  const std::uint64_t round = consume_.round;
+  if (settle(post_) && post_.round <= round)
+    await = {0, Progress::kConsumed, post_.round + 1 - std::min<std::uint64_t>(kSlots, post_.round + 1)};
+  else if (!consume_.op->is_piecewise)
+    await = {0, Progress::kPosted, round + 1};
+  else if (settle(reduce_, true) && reduce_.round <= round)
+    await = {0, Progress::kPosted, reduce_.round + 1};
+  else
+    await = {0, Progress::kReduced, round + 1};
+  for (int r = 0; r < size_; ++r) {
+    const auto& counter = segment_->block(r).counters[std::size_t(await.counter)];
+    if (counter.load(std::memory_order_acquire) >= await.value) continue;
+    await.rank = r;
+    return true;
+  }
+  return false;
+}
+
+void Engine::sleep_for(const Await& await) {
+  RankBlock& mine = segment_->block(rank_);
+  const std::uint32_t bell = mine.bell.load();
+  mine.waits_for.store(pack(await.rank, await.counter, await.value), std::memory_order_seq_cst);
+  const auto& counter = segment_->block(await.rank).counters[std::size_t(await.counter)];
+  if (counter.load(std::memory_order_seq_cst) < await.value) futex_wait(mine.bell, bell, kSleepS);
+  mine.waits_for.store(0, std::memory_order_relaxed);
+}
+
+// Throws if a rank we need will not come. A counter is read again after the verdict: what a rank left behind
+// before it closed or died is still good.
+void Engine::check_peers(const Await& await) {
+  std::string late;
+  Op& op = *consume_.op;
+  check_descriptors(op, true);
+  for (int r = 0; r < size_; ++r) {
+    RankBlock& peer = segment_->block(r);
+    const auto lags = [&] {
+      return peer.counters[std::size_t(await.counter)].load(std::memory_order_acquire) < await.value;
+    };
+    if (r == rank_ || !lags()) continue;
+    const std::string who = "rank " + std::to_string(r) + " (process " + std::to_string(peer.pid.load()) + ") ";
+    if (peer.presence.load(std::memory_order_acquire) == Presence::kClosed && lags()) {
+      const std::string why = segment_->abort_text();
+      throw CommError(label(op) + ": " + (why.empty() ? who + "has closed its communicator" : why));
+    }
+    if (!segment_->is_alive(r) && lags()) throw CommError(label(op) + ": " + who + "died");
+    late += (late.empty() ? "" : ", ") + std::to_string(r);
+  }
+  if (late.empty()) return;
+  if (const std::string why = segment_->abort_text(); !why.empty()) throw CommError(label(op) + ": " + why);
+  const double limit_s = limit_s_.load();
+  if (monotonic_s() - std::max(moved_s_.load(), since_s_.load()) <= limit_s) return;
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%g s", limit_s);
+  throw CommError(label(op) + ": waited " + seconds + " for rank " + late +
+                  ", which is stopped, too slow, or does not make this call");
+}
+
+}  // namespace singa_lite
