@@ -15,7 +15,7 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
 EXTENSIONS = ["singa_lite._comm"] if sys.platform == "linux" else []  # what CMakeLists.txt builds
-NEEDS = "singa_lite needs a C++17 compiler (Debian/Ubuntu: apt install g++); its message stands above"
+CURE = "native/ was not built, see above; it needs a C++17 compiler (Debian, Ubuntu: apt install g++)"
 
 
 def tools_path() -> str:
@@ -52,7 +52,7 @@ class CMakeBuild(build_ext):
         try:
             subprocess.run(command, check=True, env={**os.environ, "PATH": path})
         except (OSError, subprocess.CalledProcessError) as error:
-            raise CompileError(f"{error}\n{NEEDS}") from None
+            raise CompileError(f"{error}\n{CURE}") from None
 
 
 class CleanBuildPy(build_py):

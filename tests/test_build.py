@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `pip install .` makes of this folder, and what `import singa_lite` loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD_TAG = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+NEEDED = (
+    "setup.py",
+    "pyproject.toml",
+    "CMakeLists.txt",
+    "MANIFEST.in",
+    "LICENSE",
+    "README.md",
+    "singa_lite",
+    "native",
+)
+pytestmark = pytest.mark.timeout(600)  # compiles native/
+
+
+def copy_sources(folder: Path) -> Path:
+    """The files a build needs, without anything built."""
+    folder.mkdir()
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def pip_wheel(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`pip wheel` with the tools of this environment, so that no network is needed."""
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    return subprocess.run(
+        [*command, "--wheel-dir", str(source / "out"), str(source)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of the sources where an earlier build left a deleted module and a cache of vanished tools."""
+    folder = copy_sources(tmp_path_factory.mktemp("build") / "source")
+    stale = folder / "build" / f"lib.{BUILD_TAG}" / "singa_lite"
+    stale.mkdir(parents=True)
+    (stale / "deleted.py").write_text("")
+    cache = folder / "build" / f"temp.{BUILD_TAG}"
+    cache.mkdir()
+    (cache / "CMakeCache.txt").write_text(
+        "CMAKE_GENERATOR:INTERNAL=Ninja\nCMAKE_MAKE_PROGRAM:FILEPATH=/gone/ninja\n"
+        f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\nCMAKE_CACHEFILE_DIR:INTERNAL={cache}\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source):
+    done = pip_wheel(source)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (path,) = (source / "out").glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_module_and_nothing_of_earlier_builds(wheel, source):
+    ours = {str(path.relative_to(source)) for path in (source / "singa_lite").rglob("*.py")}
+    packed = {name for name in wheel.namelist() if name.startswith("singa_lite/") and name.endswith(".py")}
+    assert packed == ours
+
+
+def test_the_wheel_carries_types_and_licence(wheel):
+    names = wheel.namelist()
+    assert "singa_lite/py.typed" in names
+    (licence,) = (name for name in names if name.endswith("LICENSE"))
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    needs = metadata.get_all("Requires-Dist")
+    always = {need.split(">")[0] for need in needs if "extra ==" not in need}
+    assert always <= {"numpy", "threadpoolctl"}
+    assert set(metadata.get_all("Provides-Extra")) == {"mpi", "plot", "test", "onnx", "cuda12", "cuda13"}
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["License-Expression"] == "Apache-2.0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
+def test_the_compiled_module_loads_from_the_unpacked_wheel(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from singa_lite import _native; "
+        "module, reason = _native.load('_comm'); print(module.__file__ if module else reason)"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(str(tmp_path / "singa_lite" / "_comm")), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is compiled elsewhere")
+def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
+    done = pip_wheel(copy_sources(tmp_path / "source"), CXX="/bin/false")
+    assert done.returncode != 0
+    assert "/bin/false" in done.stdout + done.stderr
+    assert "needs a C++17 compiler (Debian, Ubuntu: apt install g++)" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"), [("linux", ["singa_lite._comm"]), ("darwin", []), ("win32", [])]
+)
+def test_only_linux_compiles_anything(platform, expected):
+    code = (
+        "import sys, runpy, setuptools.command.build_ext, setuptools.command.build_py; "
+        "made = {}; setuptools.setup = made.update; "
+        f"sys.platform = {platform!r}; runpy.run_path({str(ROOT / 'setup.py')!r}); "
+        "print([extension.name for extension in made['ext_modules']], 'singa_lite.data' in made['packages'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == f"{expected} True"
+
+
+# ---- import --------------------------------------------------------------------------------------------
+
+HEAVY = {
+    "cupy",
+    "mpi4py",
+    "matplotlib",
+    "onnx",
+    "threadpoolctl",
+    "multiprocessing",
+    "asyncio",
+    "setuptools",
+    "pytest",
+}
+REPORT = (
+    "import {}, sys, threading, os; "
+    "print(*sorted({{name.split('.')[0] for name in sys.modules}})); "
+    "print(threading.active_count(), len(os.listdir('/proc/self/task')) if sys.platform == 'linux' else 0)"
+)
+
+
+def loaded_by(packages: str) -> tuple[set[str], str]:
+    """(top-level modules, numbers of threads) after ``import packages`` in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", REPORT.format(packages)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    modules, threads = done.stdout.splitlines()
+    return set(modules.split()), threads
+
+
+def test_import_loads_no_heavy_module_and_starts_no_thread():
+    with_numpy, numpy_threads = loaded_by("numpy")
+    with_us, our_threads = loaded_by("numpy, singa_lite")
+    assert not (with_us - with_numpy) & HEAVY
+    assert our_threads == numpy_threads
