@@ -90,7 +90,7 @@ class Operator:
     def forward(self, context: Context, *inputs: Array) -> Array | tuple[Array, ...]:
         raise NotImplementedError(f"{type(self).__name__}.forward")
 
-    def backward(self, context: Context, *dys: Array) -> Array | None | tuple[Array | None, ...]:
+    def backward(self, context: Context, *dys: Array) -> Array | tuple[Array | None, ...] | None:
         raise NotImplementedError(f"{type(self).__name__}.backward")
 
     def __call__(self, *inputs: Tensor) -> Any:
