@@ -1,1 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Layers: one family a file, all named here."""
+
+from .activation import ReLU, Sigmoid, SoftMax, Tanh
+from .base import Layer
+from .conv import Conv2d
+from .dropout import Dropout
+from .linear import Linear
+from .loss import CrossEntropy, MeanSquareError, SoftMaxCrossEntropy
+from .norm import BatchNorm2d
+from .pool import AvgPool2d, MaxPool2d, Pooling2d
+from .shape import Add, Cat, Flatten, Reshape
+
+__all__ = [
+    "Add",
+    "AvgPool2d",
+    "BatchNorm2d",
+    "Cat",
+    "Conv2d",
+    "CrossEntropy",
+    "Dropout",
+    "Flatten",
+    "Layer",
+    "Linear",
+    "MaxPool2d",
+    "MeanSquareError",
+    "Pooling2d",
+    "ReLU",
+    "Reshape",
+    "Sigmoid",
+    "SoftMax",
+    "SoftMaxCrossEntropy",
+    "Tanh",
+]

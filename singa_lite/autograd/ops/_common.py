@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DTypeError, OptionError, ShapeError
+from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor
 from ..engine import Array, Context
 
@@ -72,15 +72,6 @@ def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
         return np.broadcast_shapes(a, b)
     except ValueError:
         raise ShapeError(f"{where}: shapes {a} and {b} do not broadcast") from None
-
-
-def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
-    """``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
-    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
-    is_pair = len(both) == 2 and all(isinstance(item, (int, np.integer)) for item in both)
-    if not is_pair or min(both) < smallest:
-        raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
-    return int(both[0]), int(both[1])
 
 
 def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 from ...errors import OptionError, ShapeError
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_ndim, pair
-from .window import output_size
+from ._common import check_floats, check_ndim
+from .window import output_size, pair
 
 
 class Conv2d(Operator):

@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape rule of convolution and pooling."""
+"""The window of convolution and pooling: its options and its shape rule."""
 
 from __future__ import annotations
 
-from ...errors import ShapeError
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...errors import OptionError, ShapeError
 
 Pair = tuple[int, int]
+
+
+def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
+    """``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
+    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
+    is_pair = len(both) == 2 and all(isinstance(item, (int, np.integer)) for item in both)
+    if not is_pair or min(both) < smallest:
+        raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
+    return int(both[0]), int(both[1])
 
 
 def output_size(

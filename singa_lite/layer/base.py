@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer: operators with parameters that are made at the first call, when the input's size is known.
+
+Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name stands in the
+class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
+in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
+assignment, so it is the same on every rank; a tensor two layers share counts once, under its first name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, DTypeError, ShapeError
+from ..tensor import Tensor, to_numpy
+
+Values = Mapping[str, "Tensor | np.ndarray[Any, Any]"]
+
+
+class Layer:
+    """Base of all layers, and of Model.
+
+    A subclass writes ``forward`` and, if it has parameters, ``initialize``, which gets the arguments of the
+    first call. Sub-layers are attributes, also in lists and dicts.
+
+    Attributes:
+        name: the attribute under which another layer holds this one; errors show it.
+        buffers: names of Tensor attributes that are states without gradient.
+
+    Example:
+        >>> class Block(Layer):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = [Linear(8), ReLU(), Linear(1)]
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x)
+        ...         return x
+    """
+
+    name: str | None = None
+    buffers: tuple[str, ...] = ()
+    _is_initialized = False
+
+    def __init__(self) -> None:
+        pass
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in cls.__dict__:  # so that a direct call of forward() makes the parameters too
+            cls.forward = _initializing(cls.__dict__["forward"])  # type: ignore[method-assign]
+
+    def initialize(self, *inputs: Any, **options: Any) -> None:  # Any: whatever forward takes
+        """Make the parameters for inputs like these; called once, before the first forward."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:  # Any: tensors, lists of them, shapes
+        """What a subclass writes."""
+        raise NotImplementedError(f"{self!r} defines no forward")
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:  # Any: as forward
+        """The same as ``forward``."""
+        return self.forward(*inputs, **options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{f' {self.name!r}' if self.name else ''}"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        for path, layer in _layers_in(name, value):
+            if layer.name is None:
+                object.__setattr__(layer, "name", path)
+        object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
+        hint = "" if self._is_initialized else "; parameters are made at the first call, or by Model.compile"
+        raise AttributeError(f"{self!r} has no attribute {name!r}{hint}")
+
+    # ---- parameters and states ---------------------------------------------------------------------
+
+    def get_params(self) -> dict[str, Tensor]:
+        """All parameters by name, see Note [what is a state]; the Tensors themselves, no copies."""
+        return {name: tensor for name, tensor, is_param in self._walk() if is_param}
+
+    def get_states(self) -> dict[str, Tensor]:
+        """All parameters and buffers by name; the Tensors themselves, no copies."""
+        return {name: tensor for name, tensor, _ in self._walk()}
+
+    def set_params(self, parameters: Values) -> None:
+        """Copy values into all parameters.
+
+        Args:
+            parameters: exactly the names of ``get_params``, as Tensors or numpy arrays.
+
+        Raises:
+            CheckpointError: a name is missing or unknown.
+            ShapeError, DTypeError: a value does not fit; nothing was changed if the shape is wrong.
+        """
+        self._assign("set_params", self.get_params(), parameters)
+
+    def set_states(self, states: Values) -> None:
+        """Copy values into all parameters and buffers; as ``set_params``, with the names of ``get_states``."""
+        self._assign("set_states", self.get_states(), states)
+
+    def register_layers(self, *layers: Layer) -> None:
+        """Add sub-layers as ``<Class>_<number>``; kept for SINGA scripts, as lists are searched anyway."""
+        for number, layer in enumerate(layers):
+            setattr(self, f"{type(layer).__name__}_{number}", layer)
+
+    def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:
+        missing, unknown = sorted(set(targets) - set(values)), sorted(set(values) - set(targets))
+        if missing or unknown:
+            hint = "" if self._is_initialized else "; a layer has its parameters after its first call only"
+            raise CheckpointError(f"{where}: {self!r} lacks values for {missing}, knows no {unknown}{hint}")
+        arrays = {
+            name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+            for name, value in values.items()
+        }
+        for name, array in arrays.items():
+            if array.shape != targets[name].shape:
+                raise ShapeError(f"{where}: {name} has shape {targets[name].shape}, not {array.shape}")
+        for name, array in arrays.items():
+            targets[name].copy_from_numpy(array)
+
+    def _walk(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """(name, tensor, whether it is a parameter) of every state, each tensor and layer once."""
+        return _walk_layer(self, "", set())
+
+    # ---- for subclasses ----------------------------------------------------------------------------
+
+    def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A zero-filled parameter on the device and with the dtype of ``like``.
+
+        Raises:
+            DTypeError: ``like`` is not a float tensor.
+        """
+        if not isinstance(like, Tensor) or like.dtype.kind != "f":
+            came = like.dtype if isinstance(like, Tensor) else type(like).__name__
+            raise DTypeError(f"{self!r}: needs a float Tensor as input, got {came}")
+        return Tensor(shape, like.device, like.dtype, requires_grad=True, stores_grad=True, name=name)
+
+    def check_size(self, what: str, came: int, expected: int) -> None:
+        """Raise a ShapeError that names this layer unless both sizes agree."""
+        if came != expected:
+            raise ShapeError(
+                f"{self!r}: expected {expected} {what} but the input has {came}; "
+                "check the layer before, or leave the input size out and let the first call decide"
+            )
+
+
+def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward``, preceded by ``initialize`` at the first call."""
+
+    @functools.wraps(forward)
+    def wrapped(self: Layer, *inputs: Any, **options: Any) -> Any:
+        if not self._is_initialized:
+            self.initialize(*inputs, **options)
+            self._is_initialized = True
+        return forward(self, *inputs, **options)
+
+    return wrapped
+
+
+def _items(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Entries of a list, tuple or dict as (path, entry); the value itself if it is none of these."""
+    if isinstance(value, dict):
+        entries = [(str(key), entry) for key, entry in value.items()]
+    elif isinstance(value, (list, tuple)):
+        entries = [(str(number), entry) for number, entry in enumerate(value)]
+    else:
+        yield path, value
+        return
+    for key, entry in entries:
+        yield from _items(f"{path}.{key}", entry)
+
+
+def _layers_in(path: str, value: object) -> Iterator[tuple[str, Layer]]:
+    for name, entry in _items(path, value):
+        if isinstance(entry, Layer):
+            yield name, entry
+
+
+def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor, bool]]:
+    """See Layer._walk; ``seen`` holds the id() of objects that are alive because ``layer`` holds them."""
+    seen.add(id(layer))
+    for attribute, value in vars(layer).items():
+        for name, entry in _items(prefix + attribute, value):
+            if id(entry) in seen:
+                continue
+            if isinstance(entry, Layer):
+                yield from _walk_layer(entry, f"{name}.", seen)
+            elif isinstance(entry, Tensor) and entry.creator is None:
+                is_param = entry.stores_grad
+                if is_param or attribute in layer.buffers:
+                    seen.add(id(entry))
+                    yield name, entry, is_param

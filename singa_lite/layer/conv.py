@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 2-D convolution layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import autograd, initializer
+from ..autograd.ops.window import pair
+from ..errors import OptionError, ShapeError, check_choice
+from ..tensor import Tensor
+from .base import Layer
+from .padding import PAD_MODES, same_padding
+
+ACTIVATIONS = ("NOTSET", "RELU")
+Size = int | Sequence[int]
+
+
+class Conv2d(Layer):
+    """Convolution with bias and, if asked for, relu.
+
+    ``Conv2d(outputs, kernel_size, ...)`` takes the channels from its first call;
+    ``Conv2d(in_channels, outputs, kernel_size, stride, padding, ...)`` checks them. W (outputs, in / group,
+    kh, kw) starts as N(0, 2 / (in / group * kh * kw + outputs)), b (outputs,) as zeros.
+
+    Args:
+        nb_kernels: outputs, >= 1; with three numbers or more in_channels.
+        kernel_size: int or (height, width); with three numbers or more outputs.
+        args: kernel_size, stride, padding, dilation, group, bias of the longer style.
+        stride: int or pair, >= 1.
+        padding: zeros on both sides, int or pair, >= 0.
+        dilation: int or pair, >= 1.
+        group: independent groups of channels.
+        bias: whether there is b.
+        pad_mode: "NOTSET", or "SAME_UPPER" / "SAME_LOWER" for ceil(size / stride) outputs.
+        activation: "NOTSET" or "RELU".
+
+    Raises:
+        OptionError: an option is unknown or out of range.
+        ShapeError: at a call, if x is not (N, in_channels, H, W) or too small.
+    """
+
+    W: Tensor
+    b: Tensor
+
+    def __init__(
+        self,
+        nb_kernels: int,
+        kernel_size: Size,
+        *args: Any,  # Any: the rest of SINGA's older call style, ints and pairs
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        group: int = 1,
+        bias: bool = True,
+        pad_mode: str = "NOTSET",
+        activation: str | None = "NOTSET",
+    ) -> None:
+        super().__init__()
+        self.in_channels: int | None = None
+        if args:
+            self.in_channels, nb_kernels = nb_kernels, kernel_size  # type: ignore[assignment]
+            names = ("kernel_size", "stride", "padding", "dilation", "group", "bias")
+            if len(args) > len(names):
+                raise OptionError(f"Conv2d: {len(args)} arguments after (in, out), at most {names}")
+            rest: tuple[Any, ...] = (kernel_size, stride, padding, dilation, group, bias)
+            kernel_size, stride, padding, dilation, group, bias = args + rest[len(args) :]
+        if not isinstance(nb_kernels, int) or nb_kernels < 1:
+            raise OptionError(f"Conv2d: nb_kernels = {nb_kernels!r} must be an int >= 1")
+        check_choice("Conv2d", "pad_mode", pad_mode, PAD_MODES)
+        check_choice("Conv2d", "activation", activation or "NOTSET", ACTIVATIONS)
+        if nb_kernels % group:
+            raise OptionError(f"Conv2d: nb_kernels = {nb_kernels} must divide by group = {group}")
+        self.nb_kernels = nb_kernels
+        self.kernel_size = pair("Conv2d", "kernel_size", kernel_size, 1)
+        self.stride = pair("Conv2d", "stride", stride, 1)
+        self.padding = pair("Conv2d", "padding", padding, 0)
+        self.dilation = pair("Conv2d", "dilation", dilation, 1)
+        self.group = group
+        self.bias = bool(bias)
+        self.pad_mode = pad_mode
+        self.activation = activation or "NOTSET"
+        if pad_mode != "NOTSET" and self.padding != (0, 0):
+            raise OptionError(f"Conv2d: give padding = {padding} or pad_mode = {pad_mode!r}, not both")
+
+    def initialize(self, x: Tensor) -> None:
+        self._check(x)
+        self.in_channels = x.shape[1]
+        if self.in_channels % self.group:
+            raise ShapeError(f"{self!r}: {self.in_channels} channels must divide by group = {self.group}")
+        self.W = self.new_parameter(
+            "W", (self.nb_kernels, self.in_channels // self.group, *self.kernel_size), x
+        )
+        fan_in = self.in_channels // self.group * self.kernel_size[0] * self.kernel_size[1]
+        initializer.gaussian(self.W, fan_in, self.nb_kernels)
+        if self.bias:
+            self.b = self.new_parameter("b", (self.nb_kernels,), x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C, H, W) -> (N, outputs, oh, ow)."""
+        self._check(x)
+        padding = self.padding
+        if self.pad_mode != "NOTSET":
+            padding = same_padding(repr(self), x.shape[2:], self.kernel_size, self.stride, self.dilation)
+        y = autograd.conv2d(
+            x,
+            self.W,
+            self.b if self.bias else None,
+            stride=self.stride,
+            padding=padding,
+            dilation=self.dilation,
+            group=self.group,
+        )
+        return autograd.relu(y) if self.activation == "RELU" else y
+
+    def _check(self, x: Tensor) -> None:
+        if x.ndim() != 4:
+            raise ShapeError(f"{self!r}: x must be (N, C, H, W), but its shape is {x.shape}")
+        if self.in_channels is not None:
+            self.check_size("channels", x.shape[1], self.in_channels)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dropout as a layer."""
+
+from __future__ import annotations
+
+from .. import autograd
+from ..errors import OptionError
+from ..tensor import Tensor
+from .base import Layer
+
+
+class Dropout(Layer):
+    """Zero a random share of the elements in training, scale the others up; the identity otherwise.
+
+    Args:
+        ratio: share that is zeroed, 0 <= ratio < 1.
+    """
+
+    def __init__(self, ratio: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= ratio < 1:
+            raise OptionError(f"Dropout: ratio = {ratio} must be in 0 <= ratio < 1")
+        self.ratio = ratio
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape -> same shape."""
+        return autograd.dropout(x, self.ratio)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+from .. import autograd
+from ..errors import OptionError, ShapeError
+from ..tensor import Tensor
+from .base import Layer
+
+
+class BatchNorm2d(Layer):
+    """Normalise each channel by the batch in training, by running statistics otherwise.
+
+    ``BatchNorm2d()`` takes the channels from its first call; ``BatchNorm2d(channels)`` checks them. scale and
+    running_var start as ones, bias and running_mean as zeros. The running statistics are of this rank's
+    batches; ``DistOpt.synchronize`` averages them over the ranks.
+
+    Args:
+        args: channels; then, as in SINGA, momentum.
+        momentum: share of the batch in the running statistics, 0 .. 1.
+        eps: added to the variance, > 0.
+
+    Raises:
+        ShapeError: at a call, if x is not (N, channels, H, W) or (N, channels).
+    """
+
+    buffers = ("running_mean", "running_var")
+    scale: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, *args: float, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        super().__init__()
+        if len(args) > 2:
+            raise OptionError(f"BatchNorm2d: expected (channels) or (channels, momentum), got {args}")
+        self.channels = int(args[0]) if args else None
+        self.momentum = float(args[1]) if len(args) == 2 else momentum
+        self.eps = eps
+
+    def initialize(self, x: Tensor) -> None:
+        self._check(x)
+        self.channels = x.shape[1]
+        self.scale = self.new_parameter("scale", (self.channels,), x).set_value(1.0)
+        self.bias = self.new_parameter("bias", (self.channels,), x)
+        self.running_mean = Tensor(
+            (self.channels,), x.device, x.dtype, requires_grad=False, name="running_mean"
+        )
+        self.running_var = Tensor(
+            (self.channels,), x.device, x.dtype, requires_grad=False, name="running_var"
+        ).set_value(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C, H, W) or (N, C) -> same shape."""
+        self._check(x)
+        return autograd.batchnorm_2d(
+            x,
+            self.scale,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
+
+    def _check(self, x: Tensor) -> None:
+        if x.ndim() not in (2, 4):
+            raise ShapeError(f"{self!r}: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
+        if self.channels is not None:
+            self.check_size("channels", x.shape[1], self.channels)
