@@ -1,4 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public face of singa_lite; nothing inside the package imports it."""
+"""The public face of singa_lite; nothing inside the package imports it.
+
+    from singa_lite import autograd, data, device, layer, model, opt, tensor
+"""
+
+from . import autograd, config, data, device, errors, initializer, layer, model, opt, tensor
 
 __version__ = "0.1.0"
+
+# SINGA scripts find the layers in autograd too
+for _name in layer.__all__:
+    setattr(autograd, _name, getattr(layer, _name))
+
+__all__ = [
+    "autograd",
+    "config",
+    "data",
+    "device",
+    "errors",
+    "initializer",
+    "layer",
+    "model",
+    "opt",
+    "tensor",
+]

@@ -49,6 +49,7 @@ class SparseMessage:
     def merge(self, scale: float) -> None:
         """Leave ``scale`` times the sum in ``flat``, added rank by rank; ``start`` must have ended."""
         indices, values = (work.wait() for work in self._gathers)
+        assert indices is not None and values is not None
         self.backend.run("fill", out=self.flat, value=0.0)
         for rank, count in enumerate(self.counts):
             self.backend.run("scatter_add", indices[rank, :count], values[rank, :count], out=self.flat)

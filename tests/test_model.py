@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model: compile, modes, options, checkpoints."""
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import get_default_device
+from singa_lite.errors import CheckpointError, GraphError, OptionError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+
+
+class Net(model.Model):
+    """One of everything that has state: weights, batch-norm statistics, dropout's random stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = layer.Conv2d(3, 3, padding=1)
+        self.norm = layer.BatchNorm2d()
+        self.relu = layer.ReLU()
+        self.dropout = layer.Dropout(0.3)
+        self.flatten = layer.Flatten()
+        self.linear = layer.Linear(4)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = self.relu(self.norm(self.conv(x)))
+        return self.linear(self.dropout(self.flatten(y)))
+
+    def train_one_batch(self, x, y, dist_option="fp32", spars=None):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss, dist_option=dist_option, spars=spars)
+        return out, loss
+
+
+def batch(step, size=8):
+    rng = np.random.default_rng(step)
+    return Tensor(data=rng.standard_normal((size, 2, 6, 6))), Tensor(data=rng.integers(0, 4, size))
+
+
+def compiled(communicator=None, optimizer=None, use_graph=False):
+    get_default_device().SetRandSeed(5)
+    net = Net()
+    net.set_optimizer(
+        opt.DistOpt(
+            optimizer or opt.SGD(lr=0.1, momentum=0.9),
+            communicator=communicator or LocalCommunicator(World()),
+        )
+    )
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    return net
+
+
+def values(net):
+    return {name: to_numpy(state).tobytes() for name, state in net.get_states().items()}
+
+
+@pytest.fixture(autouse=True)
+def evaluation_afterwards():
+    yield
+    autograd.training = False
+
+
+def test_compile_creates_and_names_all_parameters():
+    net = compiled()
+    assert set(net.get_params()) == {"conv.W", "conv.b", "norm.scale", "norm.bias", "linear.W", "linear.b"}
+    assert set(net.get_states()) - set(net.get_params()) == {"norm.running_mean", "norm.running_var"}
+    assert all(param.name == name for name, param in net.get_params().items())
+
+
+def test_compile_leaves_statistics_and_training_data_alone():
+    net = compiled()
+    np.testing.assert_array_equal(to_numpy(net.norm.running_mean), np.zeros(3))
+    np.testing.assert_array_equal(to_numpy(net.norm.running_var), np.ones(3))
+
+
+def test_training_lowers_the_loss_and_eval_leaves_no_trace():
+    net = compiled()
+    losses = [net(*batch(0))[1].item() for _ in range(30)]
+    assert losses[-1] < 0.5 * losses[0]
+    net.eval()
+    assert autograd.training is False
+    before = values(net)
+    first, second = (to_numpy(net(batch(0)[0])) for _ in range(2))
+    assert first.tobytes() == second.tobytes() and values(net) == before
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_new_inputs_options_and_batch_sizes_are_honoured(use_graph):
+    net, other = compiled(use_graph=use_graph), compiled()
+    seen = []
+    for step, (size, option) in enumerate([(8, "fp32"), (5, "fp32"), (8, "sparseTopK"), (8, "fp32")]):
+        net.train()
+        out, loss = net(*batch(step, size), option, 0.5)
+        assert out.shape == (size, 4)
+        seen.append(loss.item())
+    get_default_device().SetRandSeed(5)
+    other = compiled()
+    expected = []
+    for step, (size, option) in enumerate([(8, "fp32"), (5, "fp32"), (8, "sparseTopK"), (8, "fp32")]):
+        x, y = batch(step, size)
+        out = other.forward(x)
+        loss = other.loss(out, y)
+        expected.append(loss.item())
+        other.optimizer(loss, option, 0.5)
+    assert seen == expected and len(set(seen)) == 4
+
+
+def test_an_optimizer_set_after_compile_is_prepared_at_the_first_call():
+    net = Net()
+    net.compile([batch(0)[0]])
+    net.set_optimizer(opt.DistOpt(opt.SGD(momentum=0.9), communicator=LocalCommunicator(World())))
+    net(*batch(0))
+    assert "conv.W:momentum" in net.optimizer.get_states()
+
+
+def test_a_plain_optimizer_works_without_dist_option():
+    class Plain(Net):
+        def train_one_batch(self, x, y):
+            out = self.forward(x)
+            loss = self.loss(out, y)
+            self.optimizer(loss)
+            return out, loss
+
+    net = Plain()
+    net.set_optimizer(opt.Adam(lr=0.01))
+    net.compile([batch(0)[0]])
+    losses = [net(*batch(0))[1].item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("option", ["fp32", "sparseTopK"])
+@pytest.mark.parametrize("optimizer", [opt.SGD, opt.Adam])
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path, option, optimizer):
+    def make():
+        return compiled(optimizer=optimizer(lr=opt.ExponentialDecay(0.01, 3, 0.5)))
+
+    straight = make()
+    for step in range(6):
+        if step == 3:
+            straight.save_states(tmp_path / "net.zip", {"step": np.array(3)})
+        straight(*batch(step), option, 0.3)
+    resumed = make()
+    get_default_device().SetRandSeed(99)
+    aux = resumed.load_states(tmp_path / "net.zip")
+    assert set(aux) == {"step"} and int(aux["step"]) == 3
+    for step in range(3, 6):
+        resumed(*batch(step), option, 0.3)
+    assert values(resumed) == values(straight)
+
+
+def test_saving_replaces_a_file_whole(tmp_path):
+    net = compiled()
+    for _ in range(2):
+        net.save_states(tmp_path / "net.zip")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.zip"]
+
+
+def test_checkpoints_that_do_not_fit_raise_and_change_nothing(tmp_path):
+    class Other(Net):
+        def __init__(self):
+            super().__init__()
+            self.linear2 = layer.Linear(2)
+
+        def forward(self, x):
+            return self.linear2(super().forward(x))
+
+    other = Other()
+    other.compile([batch(0)[0]])
+    other.save_states(tmp_path / "other.zip")
+    net = compiled()
+    before = values(net)
+    with pytest.raises(CheckpointError, match=r"unknown .*linear2"):
+        net.load_states(tmp_path / "other.zip")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        net.load_states(tmp_path / "missing.zip")
+    (tmp_path / "text.zip").write_text("no zip")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        net.load_states(tmp_path / "text.zip")
+    assert values(net) == before
+
+
+def test_a_model_that_is_not_compiled_says_so(tmp_path):
+    net = Net()
+    for call in (lambda: net.save_states(tmp_path / "x"), lambda: net.load_states(tmp_path / "x")):
+        with pytest.raises(GraphError, match="compile"):
+            call()
+    net.train()
+    with pytest.raises(GraphError, match="compile"):
+        net(*batch(0))
+
+
+def test_wrong_arguments_raise():
+    with pytest.raises(GraphError, match="expected an Optimizer"):
+        Net().set_optimizer("sgd")
+    net = compiled()
+    with pytest.raises(OptionError, match="dist_option"):
+        net(*batch(0), "fp8")
+
+    class Lazy(model.Model):
+        def forward(self, x):
+            return x
+
+    lazy = Lazy()
+    lazy.compile([batch(0)[0]])
+    with pytest.raises(GraphError, match="train_one_batch"):
+        lazy(batch(0)[0])
+
+
+def ranks_train(communicator):
+    get_default_device().SetRandSeed(communicator.rank)
+    net = Net()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator))
+    net.compile([batch(0)[0]])
+    start = values(net)
+    for step in range(3):
+        net(*batch(10 * step + communicator.rank))
+    trained = values(net)
+    net.optimizer.synchronize(net)
+    return start, trained, values(net)
+
+
+def test_ranks_start_and_stay_equal_and_statistics_after_synchronize():
+    (start, trained, averaged), *others = run_ranks(ranks_train, 3)
+    for other_start, other_trained, other_averaged in others:
+        assert other_start == start and other_averaged == averaged
+        params = [name for name in trained if "running" not in name]
+        assert all(other_trained[name] == trained[name] for name in params)
+        assert other_trained["norm.running_mean"] != trained["norm.running_mean"]
