@@ -129,7 +129,7 @@ void Engine::sleep_for(const Await& await) {
 void Engine::check_peers(const Await& await) {
   std::string late;
   Op& op = *consume_.op;
-  check_descriptors(op, true);
+  if (!op.is_checked) check_descriptors(op, true);  // later its slot may hold another descriptor
   for (int r = 0; r < size_; ++r) {
     RankBlock& peer = segment_->block(r);
     const auto lags = [&] {
