@@ -15,8 +15,10 @@ MPICH's own all-reduce above 1 MB) and numpy adds them in rank order: all transp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import re
 import struct
 import threading
 import time
@@ -65,6 +67,7 @@ class MpiCommunicator(Communicator):
         self._queue: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._newest: Work = FinishedWork()
+        self._spare: Array | None = None
         self._farewell: list[Any] = []
         self.error: CommError | None = None  # the first failure; every later call repeats it
         self.is_stuck = False  # a peer is late or a transfer did not end, so MPI_Finalize would not either
@@ -86,8 +89,8 @@ class MpiCommunicator(Communicator):
                 if whole is not chunk:
                     chunk[...] = whole
 
-        call = f"all_reduce {op} {array.dtype} {array.shape} as {wire}"
-        return self._collective(call, name, flat, wire, small, large)
+        words = f"{op} {array.dtype} {array.shape}" + f" as {wire}" * (wire != array.dtype)
+        return self._collective("all_reduce", words, name, flat, wire, small, large)
 
     def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
         flat = array.reshape(-1)
@@ -104,7 +107,7 @@ class MpiCommunicator(Communicator):
                 self._comm.Gatherv(_bytes(block), whole, root)
 
         return self._collective(
-            f"reduce {op} {array.dtype} {array.shape} to rank {root}", name, flat, flat.dtype, small, large
+            "reduce", f"{op} {array.dtype} {array.shape} to rank {root}", name, flat, flat.dtype, small, large
         )
 
     def _broadcast(self, array: Array, root: int, name: str) -> Work:
@@ -117,7 +120,7 @@ class MpiCommunicator(Communicator):
             self._copy_from(root, flat)
 
         return self._collective(
-            f"broadcast {array.dtype} {array.shape} from rank {root}", name, flat, flat.dtype, small, large
+            "broadcast", f"{array.dtype} {array.shape} from rank {root}", name, flat, flat.dtype, small, large
         )
 
     def _all_gather(self, array: Array, name: str) -> Work:
@@ -139,7 +142,7 @@ class MpiCommunicator(Communicator):
             return result
 
         return self._collective(
-            f"all_gather {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+            "all_gather", f"{array.dtype} {array.shape}", name, flat, flat.dtype, small, large
         )
 
     def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
@@ -156,13 +159,13 @@ class MpiCommunicator(Communicator):
             step = CHUNK_ELEMENTS // self.size
             for start in range(0, out.size, step):
                 sends = np.ascontiguousarray(blocks[:, start : start + step])
-                received = np.empty_like(sends)
+                received = self._scratch(sends.size, sends.dtype).reshape(sends.shape)
                 self._comm.Alltoall(_bytes(sends.reshape(-1)), _bytes(received.reshape(-1)))
                 out[start : start + step] = combine(list(received), op)
             return result
 
         return self._collective(
-            f"reduce_scatter {op} {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+            "reduce_scatter", f"{op} {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
         )
 
     def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
@@ -197,7 +200,8 @@ class MpiCommunicator(Communicator):
 
     def _collective(
         self,
-        call: str,
+        kind: str,
+        words: str,
         name: str,
         flat: Array,
         wire: np.dtype[Any],
@@ -206,8 +210,8 @@ class MpiCommunicator(Communicator):
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
         if self.error is not None:
-            raise CommError(f"{_cut(name)}: {self.error}")
-        call = f"{call} {_cut(name)!r}".encode()[:CALL_BYTES].decode(errors="ignore")
+            raise CommError(f"{kind} {_cut(name)!r}: {self.error}")
+        call = f"{kind} {_cut(name)!r} ({words})".encode()[:CALL_BYTES].decode(errors="ignore")
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
 
         def run(timeout_s: float) -> Array | None:
@@ -307,9 +311,15 @@ class MpiCommunicator(Communicator):
     def _reduced_block(self, chunk: Array, counts: list[int], op: ReduceOp) -> Array:
         """Send each rank its block of ``chunk``; return this rank's, combined over the ranks."""
         mine = counts[self.rank]
-        received = np.empty((self.size, mine), chunk.dtype)
+        received = self._scratch(self.size * mine, chunk.dtype).reshape(self.size, mine)
         self._comm.Alltoallv(_blocks(chunk, counts), _blocks(received.reshape(-1), [mine] * self.size))
         return combine(list(received), op)
+
+    def _scratch(self, num_elements: int, dtype: np.dtype[Any]) -> Array:
+        """Memory of one chunk, valid until the next call; fresh memory would cost more than the sum."""
+        if self._spare is None or self._spare.nbytes < num_elements * dtype.itemsize:
+            self._spare = np.empty(num_elements * dtype.itemsize, np.uint8)
+        return self._spare[: num_elements * dtype.itemsize].view(dtype)
 
     def _copy_from(self, root: int, flat: Array) -> None:
         raw = flat.view(np.uint8)
@@ -350,9 +360,13 @@ class _Transfer(Work):
 
 
 def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine equal-shaped ``rows`` in their order, float16 in float32; NaN wins in "max" and "min"."""
+    """Combine equal-shaped ``rows`` in their order, float16 in float32; NaN wins in "max" and "min".
+
+    Writes over rows[0] and returns it, unless that is float16 or read-only.
+    """
     dtype = rows[0].dtype
-    total = rows[0].astype(np.float32 if dtype == np.float16 else dtype)
+    total = rows[0].astype(np.float32) if dtype == np.float16 else rows[0]
+    total = total if total.flags.writeable else total.copy()
     step = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
     for row in rows[1:]:
         step(total, row, out=total)
@@ -437,15 +451,23 @@ def end_job() -> None:
     The peers get ``LAST_WORDS_S`` to print what they have to say.
     """
     time.sleep(LAST_WORDS_S)
-    load_mpi().COMM_WORLD.Abort(1)
+    _abort()
 
 
 def leave_job(communicator: MpiCommunicator) -> None:
     """Prepare the end of MPI, which waits for all ranks: close, or end the job if a rank cannot come."""
     if communicator.is_stuck:  # the script caught the CommError, but MPI_Finalize would wait for ever
-        load_mpi().COMM_WORLD.Abort(1)
+        _abort()
     communicator.close()
     communicator.drain(LAST_WORDS_S)
+
+
+def _abort() -> None:
+    """MPI_Abort, after removing the shared-memory files that MPICH would leave behind, 2 MB a job."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps.read())):
+            os.unlink(path)
+    load_mpi().COMM_WORLD.Abort(1)
 
 
 def _chunks(flat: Array) -> Iterator[Array]:

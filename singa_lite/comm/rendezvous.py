@@ -16,6 +16,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from multiprocessing.util import Finalize
+from traceback import format_exception
 from types import TracebackType
 
 from .. import config
@@ -23,6 +24,7 @@ from ..errors import CommError, OptionError
 from .base import TIMEOUT_S, Communicator, World
 from .local import LocalCommunicator
 from .mpi import MpiCommunicator, end_job, leave_job, mpi_world
+from .shm import ShmCommunicator
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
 # Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
@@ -98,8 +100,6 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     elif sys.platform != "linux":
         raise CommError(f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there")
     else:
-        from .shm import ShmCommunicator
-
         communicator = ShmCommunicator(world, timeout_s)
     share_cores(world.local_size)
     fail_together(communicator)
@@ -163,10 +163,12 @@ def fail_together(communicator: Communicator) -> None:
     pid, before = os.getpid(), sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        is_mpi = isinstance(communicator, MpiCommunicator)
-        if is_mpi:  # mpiexec says not whose line it is
-            print(f"singa_lite: rank {communicator.rank} of {communicator.size} failed:", file=sys.stderr)
-        before(kind, error, traceback)
+        is_mpi = isinstance(communicator, MpiCommunicator) and pid == os.getpid()
+        if is_mpi:  # mpiexec says not whose line it is, and mixes lines: all in one write
+            lines = [f"singa_lite: rank {communicator.rank} of {communicator.size} failed:\n"]
+            sys.stderr.write("".join(lines + format_exception(kind, error, traceback)))
+        if not is_mpi or before is not sys.__excepthook__:
+            before(kind, error, traceback)
         if pid != os.getpid():  # a forked child: its parent is well
             return
         communicator.abort(f"{kind.__name__}: {error}")
