@@ -27,6 +27,7 @@ class State:
 
     Attributes:
         training: True while operators record for ``backward`` and dropout/batch-norm train.
+        num_nodes: calls recorded so far; numbers them in the order of their creation.
         recording: False inside ``autograd.no_grad()``.
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
@@ -35,6 +36,7 @@ class State:
 
     training: bool = False
     recording: bool = True
+    num_nodes: int = 0
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it

@@ -12,7 +12,6 @@ such a gradient as shared: it is never written to, and copied before a caller ge
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,6 @@ from ..errors import DeviceError, GraphError, ShapeError
 from ..tensor import Tensor
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
-_node_numbers = itertools.count()
 
 
 class Context:
@@ -63,7 +61,8 @@ class Node:
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
         self.context: Context | None = context
-        self.number = next(_node_numbers)
+        state.num_nodes += 1
+        self.number = state.num_nodes
         # per input: the node that made it and which of its outputs, or the leaf itself, or None
         self.sources: list[tuple[Node, int] | Tensor | None] = [
             None
