@@ -41,7 +41,7 @@ class ShmWork(Work):
 
 
 class ShmCommunicator(Communicator):
-    """Ranks of one host, meeting in /dev/shm/singa_lite-<ticket> (8 MB for 8 ranks, at most 32 MB).
+    """Ranks of one host, meeting in /dev/shm/singa_lite-<ticket> (0.5 MB a rank, at most 32 MB).
 
     The file is readable by this user only, really allocated, and gone from /dev/shm once all ranks have
     attached. A peer's death is noticed by the lock it held. After the first CommError the communicator
@@ -120,22 +120,23 @@ class ShmCommunicator(Communicator):
         return ShmWork(self, native, result)
 
     def _new_group(self, ranks: list[int], name: str) -> ShmCommunicator | None:
-        """Lead the group's first rank ahead, tell all how it went, let the others follow."""
+        """Let the group's first rank make the segment, tell all how it went, let the others follow."""
         self._num_groups += 1
-        ticket = f"{self.world.ticket}-{self._num_groups}"
         group: ShmCommunicator | None = None
         failure = ""
         if self.rank in ranks:
             place = ranks.index(self.rank)
-            world = World(place, len(ranks), place, len(ranks), ticket, "shm")
+            world = World(
+                place, len(ranks), place, len(ranks), f"{self.world.ticket}-{self._num_groups}", "shm"
+            )
             group = ShmCommunicator.__new__(ShmCommunicator)
-        if self.rank == ranks[0]:
-            failure = group._try_open(world, self.timeout_s)
+            if place == 0:
+                failure = group._try_open(world, self.timeout_s)
         failures = self.all_gather_object(failure, name=f"new_group {name}")
         if any(failures):
             raise CommError(f"new_group {name}: {next(filter(None, failures))}")
         if group is not None:
-            if self.rank != ranks[0]:
+            if place != 0:
                 group._open(world, self.timeout_s)
             group._engine.wait_for_all()
         return group
