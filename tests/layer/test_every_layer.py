@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layer: deferred initialisation, both call styles, state round trip, gradients to every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer
+from singa_lite.errors import DTypeError, OptionError, ShapeError
+from singa_lite.layer import Layer
+from singa_lite.tensor import Tensor, to_numpy
+
+RNG = np.random.default_rng(6)
+
+
+@dataclass
+class Sample:
+    """How to make a layer, what to call it with, and the parameters it must then have.
+
+    Attributes:
+        makers: equal layers, one per call style.
+        inputs: arrays that become Tensors, lists of arrays likewise; anything else is passed on.
+        out_shape: of the result.
+        params: name -> shape.
+        buffers: name -> shape.
+        bad_input: an input that does not fit after the first call, or None.
+    """
+
+    makers: list[Callable[[], Layer]]
+    inputs: tuple[Any, ...]
+    out_shape: tuple[int, ...]
+    params: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    bad_input: np.ndarray | None = None
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape)
+
+
+IMAGE, ROWS = normal(2, 4, 7, 6), normal(5, 3)
+SAMPLES = [
+    Sample(
+        [lambda: layer.Linear(4), lambda: layer.Linear(3, 4), lambda: layer.Linear(3, 4, True)],
+        (ROWS,),
+        (5, 4),
+        {"W": (3, 4), "b": (4,)},
+        bad_input=normal(5, 2),
+    ),
+    Sample(
+        [lambda: layer.Linear(4, bias=False), lambda: layer.Linear(3, 4, False)],
+        (normal(2, 5, 3),),
+        (2, 5, 4),
+        {"W": (3, 4)},
+    ),
+    Sample(
+        [lambda: layer.Conv2d(6, 3), lambda: layer.Conv2d(4, 6, 3), lambda: layer.Conv2d(4, 6, (3, 3), 1, 0)],
+        (IMAGE,),
+        (2, 6, 5, 4),
+        {"W": (6, 4, 3, 3), "b": (6,)},
+        bad_input=normal(2, 3, 7, 6),
+    ),
+    Sample(
+        [
+            lambda: layer.Conv2d(6, (3, 2), stride=2, padding=1, group=2, bias=False, activation="RELU"),
+            lambda: layer.Conv2d(4, 6, (3, 2), 2, 1, 1, 2, False, activation="RELU"),
+        ],
+        (IMAGE,),
+        (2, 6, 4, 4),
+        {"W": (6, 2, 3, 2)},
+    ),
+    Sample(
+        [lambda: layer.Conv2d(5, 3, pad_mode="SAME_UPPER"), lambda: layer.Conv2d(5, 3, padding=1)],
+        (IMAGE,),
+        (2, 5, 7, 6),
+        {"W": (5, 4, 3, 3), "b": (5,)},
+    ),
+    Sample(
+        [lambda: layer.BatchNorm2d(), lambda: layer.BatchNorm2d(4), lambda: layer.BatchNorm2d(4, 0.9)],
+        (IMAGE,),
+        IMAGE.shape,
+        {"scale": (4,), "bias": (4,)},
+        {"running_mean": (4,), "running_var": (4,)},
+        bad_input=normal(2, 3, 7, 6),
+    ),
+    Sample([lambda: layer.Pooling2d(2), lambda: layer.Pooling2d(2, 2, 0, True)], (IMAGE,), (2, 4, 3, 3)),
+    Sample(
+        [lambda: layer.MaxPool2d(3, 2), lambda: layer.MaxPool2d((3, 3), (2, 2), 0)], (IMAGE,), (2, 4, 3, 2)
+    ),
+    Sample(
+        [lambda: layer.AvgPool2d(3, 1, 1), lambda: layer.AvgPool2d(3, 1, pad_mode="SAME_LOWER")],
+        (IMAGE,),
+        IMAGE.shape,
+    ),
+    Sample([layer.ReLU], (ROWS,), (5, 3)),
+    Sample([layer.Sigmoid], (ROWS,), (5, 3)),
+    Sample([layer.Tanh], (ROWS,), (5, 3)),
+    Sample([layer.SoftMax, lambda: layer.SoftMax(-1)], (ROWS,), (5, 3)),
+    Sample([layer.Dropout, lambda: layer.Dropout(0.5)], (ROWS,), (5, 3)),
+    Sample([layer.Flatten, lambda: layer.Flatten(1)], (IMAGE,), (2, 168)),
+    Sample([layer.Reshape], (ROWS, (3, -1)), (3, 5)),
+    Sample([lambda: layer.Cat(1)], ([ROWS, ROWS],), (5, 6)),
+    Sample([layer.Add], (ROWS, ROWS[:1]), (5, 3)),
+    Sample([layer.SoftMaxCrossEntropy], (ROWS, np.array([0, 1, 2, 1, 0])), (1,)),
+    Sample([layer.CrossEntropy], (np.abs(ROWS) + 0.1, np.eye(3)[[0, 1, 2, 1, 0]]), (1,)),
+    Sample([layer.MeanSquareError], (ROWS, ROWS + 1), (1,)),
+]
+CASES = [
+    pytest.param(sample, maker, id=f"{number}-{type(maker()).__name__}-style{style}")
+    for number, sample in enumerate(SAMPLES)
+    for style, maker in enumerate(sample.makers)
+]
+STATEFUL = [case for case in CASES if case.values[0].params]
+
+
+@pytest.fixture(autouse=True)
+def training() -> Iterator[None]:
+    autograd.training = True
+    yield
+    autograd.training = False
+
+
+def arguments(inputs: tuple[Any, ...], dtype: str = "float32") -> list[Any]:
+    def convert(value: Any) -> Any:
+        if isinstance(value, list):
+            return [convert(item) for item in value]
+        if isinstance(value, np.ndarray):
+            return Tensor(data=value, dtype=dtype if value.dtype.kind == "f" else "int32")
+        return value
+
+    return [convert(value) for value in inputs]
+
+
+def subclasses(cls: type[Layer]) -> set[type[Layer]]:
+    return {cls, *(found for sub in cls.__subclasses__() for found in subclasses(sub))}
+
+
+def test_every_layer_has_a_sample() -> None:
+    ours = {cls for cls in subclasses(Layer) if cls.__module__.startswith("singa_lite.layer")}
+    sampled = {type(maker()) for sample in SAMPLES for maker in sample.makers}
+    assert ours == sampled | {Layer}
+    assert {cls.__name__ for cls in ours} == set(layer.__all__)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("sample", "maker"), CASES)
+def test_parameters_are_made_once_at_the_first_call(
+    sample: Sample, maker: Callable[[], Layer], dtype: str
+) -> None:
+    made = maker()
+    assert made.get_states() == {}
+    y = made(*arguments(sample.inputs, dtype))
+    assert y.shape == sample.out_shape and y.dtype == dtype
+    params, states = made.get_params(), made.get_states()
+    assert {name: param.shape for name, param in params.items()} == sample.params
+    assert {name: state.shape for name, state in states.items()} == {**sample.params, **sample.buffers}
+    assert all(state.dtype == dtype for state in states.values())
+    assert all(param.stores_grad and param.requires_grad and param.name == n for n, param in params.items())
+    made(*arguments(sample.inputs, dtype))
+    assert all(made.get_states()[name] is state for name, state in states.items())
+
+
+@pytest.mark.parametrize(("sample", "maker"), STATEFUL)
+def test_a_direct_forward_makes_the_parameters_too(sample: Sample, maker: Callable[[], Layer]) -> None:
+    made = maker()
+    made.forward(*arguments(sample.inputs))
+    assert set(made.get_params()) == set(sample.params)
+
+
+@pytest.mark.parametrize("sample", [sample for sample in SAMPLES if len(sample.makers) > 1])
+def test_call_styles_are_equal(sample: Sample) -> None:
+    results = []
+    for maker in sample.makers:
+        made = maker()
+        inputs = arguments(sample.inputs)
+        inputs[0].device.SetRandSeed(3)
+        results.append(to_numpy(made(*inputs)))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(("sample", "maker"), STATEFUL)
+def test_states_survive_a_round_trip(sample: Sample, maker: Callable[[], Layer]) -> None:
+    first, second = maker(), maker()
+    inputs = arguments(sample.inputs)
+    for made in (first, second):
+        made(*inputs)
+    arrays = {
+        name: RNG.uniform(0.5, 1.5, state.shape).astype("f") for name, state in first.get_states().items()
+    }
+    first.set_states(arrays)
+    second.set_states(first.get_states())
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(to_numpy(second.get_states()[name]), array)
+        assert second.get_states()[name] is not first.get_states()[name]
+    autograd.training = False
+    np.testing.assert_array_equal(to_numpy(first(*inputs)), to_numpy(second(*inputs)))
+
+
+@pytest.mark.parametrize(("sample", "maker"), STATEFUL)
+def test_gradients_flow_to_every_parameter(sample: Sample, maker: Callable[[], Layer]) -> None:
+    made = maker()
+    y = made(*arguments(sample.inputs))
+    direction = Tensor(data=RNG.standard_normal(y.shape), dtype="float32")
+    slopes = autograd.gradients(y, direction)
+    for name, param in made.get_params().items():
+        assert slopes[param].shape == param.shape, name
+        assert np.abs(to_numpy(slopes[param])).max() > 0, name
+    assert len(slopes) == len(sample.params)
+
+
+@pytest.mark.parametrize(
+    ("sample", "maker"), [case for case in CASES if case.values[0].bad_input is not None]
+)
+def test_another_input_size_is_a_shape_error_that_names_the_layer(
+    sample: Sample, maker: Callable[[], Layer]
+) -> None:
+    holder = Layer()
+    holder.stem = maker()
+    holder.stem(*arguments(sample.inputs))
+    with pytest.raises(
+        ShapeError, match=rf"{type(holder.stem).__name__} 'stem': expected \d .* but the input"
+    ):
+        holder.stem(*arguments((sample.bad_input,)))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: layer.Linear(2, 4), lambda: layer.Conv2d(3, 4, 1), lambda: layer.BatchNorm2d(9)]
+)
+def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Callable[[], Layer]) -> None:
+    made = make()
+    x = Tensor((5, 3)) if isinstance(made, layer.Linear) else Tensor((2, 4, 3, 3))
+    with pytest.raises(ShapeError, match="leave the input size out"):
+        made(x)
+    assert made.get_params() == {}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: layer.Linear(0), OptionError, "sizes must be >= 1"),
+        (lambda: layer.Linear(1, 2, 3, 4), OptionError, "in, out, bias"),
+        (lambda: layer.Conv2d(4, 3, activation="SWISH"), OptionError, "choose one of 'NOTSET', 'RELU'"),
+        (lambda: layer.Conv2d(4, 3, pad_mode="VALID"), OptionError, "pad_mode = 'VALID'"),
+        (lambda: layer.Conv2d(4, 3, padding=1, pad_mode="SAME_UPPER"), OptionError, "not both"),
+        (lambda: layer.Conv2d(5, 3, group=2), OptionError, "must divide by group"),
+        (lambda: layer.Conv2d(4, 0), OptionError, "kernel_size = 0"),
+        (lambda: layer.Conv2d(4, 6, 3, 1, 0, 1, 1, True, "NOTSET"), OptionError, "at most"),
+        (lambda: layer.MaxPool2d(2, pad_mode="SAME"), OptionError, "pad_mode = 'SAME'"),
+        (lambda: layer.Dropout(1), OptionError, "ratio = 1"),
+        (lambda: layer.BatchNorm2d(1, 2, 3), OptionError, "channels, momentum"),
+        (
+            lambda: layer.Conv2d(4, 2, pad_mode="SAME_UPPER")(Tensor((1, 1, 4, 4))),
+            OptionError,
+            "odd kernel_size",
+        ),
+        (lambda: layer.Conv2d(4, 2, group=2)(Tensor((1, 3, 4, 4))), ShapeError, "3 channels must divide"),
+        (lambda: layer.Conv2d(4, 2)(Tensor((3, 4, 4))), ShapeError, r"x must be \(N, C, H, W\)"),
+        (lambda: layer.Linear(4)(Tensor((3,))), ShapeError, "use Flatten"),
+        (lambda: layer.Linear(4)(Tensor((3, 2), dtype="int32")), DTypeError, "needs a float Tensor"),
+    ],
+)
+def test_bad_options_and_inputs_raise_typed_errors(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_weights_start_with_the_variance_of_their_fans() -> None:
+    linear, conv = layer.Linear(300), layer.Conv2d(60, 5)
+    linear(Tensor((1, 200)))
+    conv(Tensor((1, 40, 5, 5)))
+    assert to_numpy(linear.W).var() == pytest.approx(2 / 500, rel=0.05)
+    assert to_numpy(conv.W).var() == pytest.approx(2 / (40 * 25 + 60), rel=0.05)
+    assert not to_numpy(linear.b).any() and not to_numpy(conv.b).any()
+
+
+def test_relu_of_a_convolution_is_applied() -> None:
+    conv = layer.Conv2d(8, 3, activation="RELU")
+    assert to_numpy(conv(Tensor(data=IMAGE))).min() == 0
+
+
+def test_dropout_layer_uses_its_ratio() -> None:
+    """SINGA's hands the ratio over as the seed and always drops half."""
+    y = to_numpy(layer.Dropout(0.1)(Tensor((100, 100)).set_value(1.0)))
+    assert abs((y == 0).mean() - 0.1) < 0.02

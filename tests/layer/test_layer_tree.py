@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers inside layers: where states are found, and what they are called."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from singa_lite import layer
+from singa_lite.errors import CheckpointError, ShapeError
+from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
+from singa_lite.tensor import Tensor, to_numpy
+
+
+class Block(Layer):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, 3, padding=1)
+        self.bn = BatchNorm2d()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.conv(x))
+
+
+class Net(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Conv2d(2, 1)
+        self.blocks = [Block(2), (ReLU(), Block(2))]
+        self.heads = {"left": Linear(3), "right": [Linear(1)]}
+        self.again = self.stem  # shared
+        self.temperature = Tensor((1,), stores_grad=True)
+        self.scratch = Tensor((7,))  # no state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_output = self.blocks[0](self.stem(x))
+        flat = layer.Flatten()(self.blocks[1][1](self.blocks[1][0](self.last_output)))
+        return layer.Cat(1)([self.heads["left"](flat), self.heads["right"][0](flat)])
+
+
+BLOCK = ["conv.W", "conv.b", "bn.scale", "bn.bias"]
+PARAMS = [
+    *["stem.W", "stem.b"],
+    *[f"blocks.0.{name}" for name in BLOCK],
+    *[f"blocks.1.1.{name}" for name in BLOCK],
+    *["heads.left.W", "heads.left.b", "heads.right.0.W", "heads.right.0.b", "temperature"],
+]
+BUFFERS = {f"blocks.{block}.bn.{name}" for block in ("0", "1.1") for name in ("running_mean", "running_var")}
+
+
+@pytest.fixture
+def net() -> Net:
+    made = Net()
+    made(Tensor((2, 1, 4, 4)))
+    return made
+
+
+def test_states_are_found_everywhere_and_named_by_their_path(net: Net) -> None:
+    assert list(net.get_params()) == PARAMS
+    assert set(net.get_states()) == {*PARAMS, *BUFFERS}
+
+
+def test_names_and_order_do_not_depend_on_the_process(net: Net) -> None:
+    other = Net()
+    other(Tensor((5, 1, 4, 4)))
+    assert list(other.get_states()) == list(net.get_states())
+
+
+def test_a_shared_layer_counts_once(net: Net) -> None:
+    tensors = list(net.get_states().values())
+    assert len({id(tensor) for tensor in tensors}) == len(tensors)
+    assert not any(name.startswith("again") for name in net.get_states())
+
+
+def test_a_shared_tensor_counts_once() -> None:
+    first, second = Linear(3), Linear(3)
+    holder = Layer()
+    holder.first, holder.second = first, second
+    x = Tensor((2, 3))
+    first(x), second(x)
+    second.W = first.W
+    assert list(holder.get_params()) == ["first.W", "first.b", "second.b"]
+
+
+def test_a_layer_that_knows_its_parent_is_no_endless_loop() -> None:
+    parent = Layer()
+    parent.child = Linear(2)
+    parent.child.parent = parent
+    parent.child(Tensor((1, 2)))
+    assert list(parent.get_params()) == ["child.W", "child.b"]
+    assert list(parent.child.get_params()) == ["W", "b"]
+
+
+def test_registered_layers_are_found() -> None:
+    holder = Layer()
+    holder.register_layers(Linear(2), ReLU(), Linear(1))
+    holder.Linear_2(holder.Linear_0(Tensor((1, 3))))
+    assert list(holder.get_params()) == ["Linear_0.W", "Linear_0.b", "Linear_2.W", "Linear_2.b"]
+
+
+def test_layers_carry_the_name_they_are_held_under(net: Net) -> None:
+    assert net.stem.name == "stem"
+    assert net.blocks[1][1].name == "blocks.1.1"
+    assert repr(net.blocks[1][1].conv) == "Conv2d 'conv'"
+
+
+def test_unset_attributes_say_why() -> None:
+    with pytest.raises(
+        AttributeError, match="Linear has no attribute 'W'; parameters are made at the first call"
+    ):
+        _ = Linear(3).W
+    made = Linear(3)
+    made(Tensor((1, 2)))
+    with pytest.raises(AttributeError, match=r"no attribute 'weight'$"):
+        _ = made.weight
+
+
+def test_set_states_copies_values_in(net: Net) -> None:
+    states = {name: np.full(state.shape, 0.5, np.float32) for name, state in net.get_states().items()}
+    kept = net.get_states()
+    net.set_states(states)
+    assert all(net.get_states()[name] is state for name, state in kept.items())
+    assert all((to_numpy(state) == 0.5).all() for state in kept.values())
+    states["stem.W"][:] = 7
+    assert (to_numpy(net.stem.W) == 0.5).all()
+
+
+def test_set_params_leaves_buffers_alone(net: Net) -> None:
+    before = to_numpy(net.blocks[0].bn.running_var)
+    net.set_params({name: to_numpy(param) + 1 for name, param in net.get_params().items()})
+    np.testing.assert_array_equal(to_numpy(net.blocks[0].bn.running_var), before)
+
+
+def test_unknown_missing_and_misshapen_states_are_refused_before_any_change(net: Net) -> None:
+    good = {name: to_numpy(state) + 1 for name, state in net.get_states().items()}
+    before = {name: to_numpy(state) for name, state in net.get_states().items()}
+    with pytest.raises(CheckpointError, match=r"knows no \['stem.V'\]"):
+        net.set_states({**good, "stem.V": np.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"lacks values for \['stem.W'\]"):
+        net.set_states({name: value for name, value in good.items() if name != "stem.W"})
+    with pytest.raises(ShapeError, match=r"temperature has shape \(1,\), not \(2,\)"):
+        net.set_states({**good, "temperature": np.zeros(2, np.float32)})
+    for name, state in net.get_states().items():
+        np.testing.assert_array_equal(to_numpy(state), before[name])
+
+
+def test_states_before_the_first_call_are_refused_with_a_hint() -> None:
+    with pytest.raises(CheckpointError, match="after its first call only"):
+        Linear(2).set_params({"W": np.zeros((2, 2))})
+
+
+def test_a_failed_initialisation_can_be_tried_again() -> None:
+    made = Linear(3, 4)
+    with pytest.raises(ShapeError):
+        made(Tensor((1, 2)))
+    assert made(Tensor((1, 3))).shape == (1, 4)
+
+
+def test_initialize_runs_once_also_through_super() -> None:
+    calls = []
+
+    class Parent(Layer):
+        def initialize(self, x: Tensor) -> None:
+            calls.append(x.shape)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    class Child(Parent):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    child = Child()
+    child(Tensor((2, 2)))
+    child(Tensor((3, 2)))
+    assert calls == [(2, 2)]
