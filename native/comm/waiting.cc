@@ -62,23 +62,24 @@ void Engine::ring_everyone() {
 
 void Engine::drive(const Op* until, double deadline_s) {
   int spins = 0;
+  bool has_moved = false;
   double idle_since_s = 0;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     if (until ? until->state.load(std::memory_order_acquire) != 0 : large_in_flight_.load() == 0) return;
     if (step()) {
       spins = 0;
+      has_moved = true;
       continue;
     }
+    if (has_moved) moved_s_.store(monotonic_s(), std::memory_order_relaxed);  // not where wait() merely comes back
+    has_moved = false;
     idle(spins, idle_since_s);
     if (deadline_s > 0 && spins > kSpinsPerClock && monotonic_s() > deadline_s) return;
   }
 }
 
 void Engine::idle(int& spins, double& idle_since_s) {
-  if (spins++ == 0) {
-    idle_since_s = monotonic_s();
-    moved_s_.store(idle_since_s, std::memory_order_relaxed);
-  }
+  if (spins++ == 0) idle_since_s = monotonic_s();
   if (may_spin_) {
     relax();
     if (spins % kSpinsPerClock != 0 || monotonic_s() - idle_since_s < kSpinS) return;
