@@ -48,6 +48,15 @@ def test_orthogonal_rows_or_columns_are_orthonormal(shape: tuple[int, int]) -> N
     np.testing.assert_allclose(q.T @ q, 4 * np.eye(min(shape)), atol=1e-12)
 
 
+def test_orthogonal_prefers_no_sign() -> None:
+    t = Tensor((3, 3), dtype="float64")
+    signs = set()
+    for _ in range(30):
+        initializer.orthogonal(t)
+        signs.add(to_numpy(t)[0, 0] > 0)
+    assert signs == {True, False}
+
+
 def test_eye_is_the_identity() -> None:
     t = Tensor((2, 3)).set_value(5.0)
     initializer.eye(t)

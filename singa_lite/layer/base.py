@@ -131,15 +131,14 @@ class Layer:
     # ---- for subclasses ----------------------------------------------------------------------------
 
     def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A zero-filled parameter on the device and with the dtype of ``like``.
-
-        Raises:
-            DTypeError: ``like`` is not a float tensor.
-        """
-        if not isinstance(like, Tensor) or like.dtype.kind != "f":
-            came = like.dtype if isinstance(like, Tensor) else type(like).__name__
-            raise DTypeError(f"{self!r}: needs a float Tensor as input, got {came}")
+        """A zero-filled parameter on the device and with the dtype of ``like``."""
         return Tensor(shape, like.device, like.dtype, requires_grad=True, stores_grad=True, name=name)
+
+    def check_float(self, x: object) -> None:
+        """Raise a DTypeError that names this layer unless ``x`` is a float Tensor."""
+        if not isinstance(x, Tensor) or x.dtype.kind != "f":
+            came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise DTypeError(f"{self!r}: needs a float Tensor as input, got {came}")
 
     def check_size(self, what: str, came: int, expected: int) -> None:
         """Raise a ShapeError that names this layer unless both sizes agree."""

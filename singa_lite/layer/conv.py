@@ -115,6 +115,7 @@ class Conv2d(Layer):
         return autograd.relu(y) if self.activation == "RELU" else y
 
     def _check(self, x: Tensor) -> None:
+        self.check_float(x)
         if x.ndim() != 4:
             raise ShapeError(f"{self!r}: x must be (N, C, H, W), but its shape is {x.shape}")
         if self.in_channels is not None:

@@ -54,6 +54,7 @@ class Linear(Layer):
         return autograd.add_bias(y, self.b) if self.bias else y
 
     def _check(self, x: Tensor) -> None:
+        self.check_float(x)
         if x.ndim() < 2:
             raise ShapeError(f"{self!r}: x must be (..., features), but its shape is {x.shape}; use Flatten")
         if self.in_features is not None:

@@ -65,6 +65,7 @@ class BatchNorm2d(Layer):
         )
 
     def _check(self, x: Tensor) -> None:
+        self.check_float(x)
         if x.ndim() not in (2, 4):
             raise ShapeError(f"{self!r}: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
         if self.channels is not None:

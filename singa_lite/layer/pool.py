@@ -51,8 +51,9 @@ class Pooling2d(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, C, H, W) -> (N, C, oh, ow)."""
+        self.check_float(x)
         padding = self.padding
-        if self.pad_mode != "NOTSET":
+        if self.pad_mode != "NOTSET" and x.ndim() == 4:
             padding = same_padding(repr(self), x.shape[2:], self.kernel_size, self.stride)
         pool = autograd.max_pool_2d if self.is_max else autograd.avg_pool_2d
         return pool(x, self.kernel_size, self.stride, padding)

@@ -161,6 +161,7 @@ SAMPLES = [
     Sample("add_bias", (normal(3, 4), normal(4)), np.add),
     Sample("add_bias", (normal(2, 3, 4), normal(4)), np.add),
     Sample("add_bias", (normal(3, 4), normal(3)), lambda x, b: x + b[:, None], {"axis": 1}),
+    Sample("add_bias", (normal(3, 3), normal(3)), lambda x, b: x + b[:, None], {"axis": 1}),
     Sample("reshape", (normal(2, 6),), lambda x: x.reshape(3, 4), {"shape": (3, -1)}),
     Sample("flatten", (normal(2, 3, 4),), lambda x: x.reshape(2, 12)),
     Sample("flatten", (normal(2, 3, 4),), lambda x: x.reshape(6, 4), {"axis": -1}),

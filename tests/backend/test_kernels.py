@@ -421,6 +421,14 @@ def test_float16_sums_do_not_overflow_on_the_way() -> None:
     mean = np.zeros(1, np.float16)
     BACKEND.run("mean", np.full((1, 4096), 100, np.float16), out=mean, axes=(1,), keepdims=False)
     assert mean[0] == 100
+    total = np.ones(1, np.float16)
+    x = np.array([[6e4, 6e4, -6e4, -6e4]], np.float16)
+    BACKEND.run("sum", x, out=total, axes=(1,), keepdims=False)
+    assert total[0] == 0
+    BACKEND.run("sum_to", x.reshape(4, 1), out=total)
+    assert total[0] == 0
+    BACKEND.run("matmul", x, np.ones((4, 1), np.float16), out=total.reshape(1, 1))
+    assert total[0] == 0
 
 
 def test_memory_calls_give_row_major_copies() -> None:

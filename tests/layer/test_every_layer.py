@@ -262,6 +262,10 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
         (lambda: layer.Conv2d(4, 2, group=2)(Tensor((1, 3, 4, 4))), ShapeError, "3 channels must divide"),
         (lambda: layer.Conv2d(4, 2)(Tensor((3, 4, 4))), ShapeError, r"x must be \(N, C, H, W\)"),
         (lambda: layer.Linear(4)(Tensor((3,))), ShapeError, "use Flatten"),
+        (lambda: layer.Linear(4)(np.ones((3, 2))), DTypeError, "needs a float Tensor as input, got ndarray"),
+        (lambda: layer.Conv2d(4, 1)(np.ones((1, 1, 2, 2))), DTypeError, "got ndarray"),
+        (lambda: layer.BatchNorm2d()(np.ones((2, 2))), DTypeError, "got ndarray"),
+        (lambda: layer.MaxPool2d(3, pad_mode="SAME_UPPER")(Tensor((3, 3))), ShapeError, "N, C, H, W"),
         (lambda: layer.Linear(4)(Tensor((3, 2), dtype="int32")), DTypeError, "needs a float Tensor"),
     ],
 )
@@ -284,6 +288,15 @@ def test_weights_start_with_the_variance_of_their_fans() -> None:
 def test_relu_of_a_convolution_is_applied() -> None:
     conv = layer.Conv2d(8, 3, activation="RELU")
     assert to_numpy(conv(Tensor(data=IMAGE))).min() == 0
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: layer.BatchNorm2d(momentum=0.25), lambda: layer.BatchNorm2d(4, 0.25)]
+)
+def test_batch_norm_uses_its_momentum(make: Callable[[], layer.BatchNorm2d]) -> None:
+    norm = make()
+    norm(Tensor(data=IMAGE, dtype="float64"))
+    np.testing.assert_allclose(to_numpy(norm.running_mean), 0.25 * IMAGE.mean((0, 2, 3)), rtol=1e-12)
 
 
 def test_dropout_layer_uses_its_ratio() -> None:
