@@ -425,6 +425,11 @@ def test_float16_sums_do_not_overflow_on_the_way() -> None:
     x = np.array([[6e4, 6e4, -6e4, -6e4]], np.float16)
     BACKEND.run("sum", x, out=total, axes=(1,), keepdims=False)
     assert total[0] == 0
+    columns, totals = np.repeat(x.T, 3, axis=1), np.ones(3, np.float16)
+    BACKEND.run("sum", columns, out=totals, axes=(0,), keepdims=False)
+    assert not totals.any()
+    BACKEND.run("sum_to", columns, out=totals)
+    assert not totals.any()
     BACKEND.run("sum_to", x.reshape(4, 1), out=total)
     assert total[0] == 0
     BACKEND.run("matmul", x, np.ones((4, 1), np.float16), out=total.reshape(1, 1))

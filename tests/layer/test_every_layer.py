@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from singa_lite import autograd, layer
 from singa_lite.errors import DTypeError, OptionError, ShapeError
@@ -274,6 +276,23 @@ def test_bad_options_and_inputs_raise_typed_errors(
 ) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 2))
+def test_same_padding_gives_size_over_stride_rounded_up(
+    height: int, width: int, kernel_size: int, stride: int, dilation: int
+) -> None:
+    x = Tensor((1, 1, height, width))
+    conv = layer.Conv2d(1, kernel_size, stride=stride, dilation=dilation, pad_mode="SAME_UPPER")
+    try:
+        y = conv(x)
+    except OptionError:  # the zeros of an axis do not split evenly
+        reach = dilation * (kernel_size - 1) + 1
+        totals = [(-(-n // stride) - 1) * stride + reach - n for n in (height, width)]
+        assert any(total > 0 and total % 2 for total in totals)
+    else:
+        assert y.shape[2:] == (-(-height // stride), -(-width // stride))
 
 
 def test_weights_start_with_the_variance_of_their_fans() -> None:

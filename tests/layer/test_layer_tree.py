@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from singa_lite import layer
+from singa_lite import autograd, layer
 from singa_lite.errors import CheckpointError, ShapeError
 from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
 from singa_lite.tensor import Tensor, to_numpy
@@ -58,6 +58,16 @@ def net() -> Net:
 def test_states_are_found_everywhere_and_named_by_their_path(net: Net) -> None:
     assert list(net.get_params()) == PARAMS
     assert set(net.get_states()) == {*PARAMS, *BUFFERS}
+
+
+def test_a_recorded_tensor_is_no_state(net: Net) -> None:
+    autograd.training = True
+    try:
+        net(Tensor((2, 1, 4, 4)))
+    finally:
+        autograd.training = False
+    net.last_output.stores_grad = True
+    assert list(net.get_params()) == PARAMS
 
 
 def test_names_and_order_do_not_depend_on_the_process(net: Net) -> None:
