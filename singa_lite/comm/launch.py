@@ -142,7 +142,7 @@ class Job:
         if not self._failures:
             return 0
         # A rank that ends takes the others' collectives with it: their CommError is an echo of its failure.
-        rank, code = next((f for f in self._failures if not self.output.is_echo(f[0])), self._failures[0])
+        rank, code = min(self._failures, key=lambda failure: self.output.echo(failure[0]))
         how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
         self.output.say(f"rank {rank} failed first ({how})", self.output.last_words(rank))
         return code if code > 0 else 128 - code

@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ class MpiCommunicator(Communicator):
         self._comm = comm or within(timeout_s, "connect", self._mpi.COMM_WORLD.Dup)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._rows = np.zeros((self.size, HEADER.size + CALL_BYTES + SMALL_BYTES), np.uint8)
-        self._sequence = 0
+        self._num_calls = 0
+        self._sequence = -1  # number of the call whose messages self._rows holds
         self._queue: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._newest: Work = FinishedWork()
@@ -89,7 +91,7 @@ class MpiCommunicator(Communicator):
                 if whole is not chunk:
                     chunk[...] = whole
 
-        words = f"{op} {array.dtype} {array.shape}" + f" as {wire}" * (wire != array.dtype)
+        words = f"{op} {array.dtype}[{array.size}]" + f" as {wire}" * (wire != array.dtype)
         return self._collective("all_reduce", words, name, flat, wire, small, large)
 
     def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
@@ -107,7 +109,7 @@ class MpiCommunicator(Communicator):
                 self._comm.Gatherv(_bytes(block), whole, root)
 
         return self._collective(
-            "reduce", f"{op} {array.dtype} {array.shape} to rank {root}", name, flat, flat.dtype, small, large
+            "reduce", f"{op} {array.dtype}[{array.size}] root {root}", name, flat, flat.dtype, small, large
         )
 
     def _broadcast(self, array: Array, root: int, name: str) -> Work:
@@ -120,7 +122,7 @@ class MpiCommunicator(Communicator):
             self._copy_from(root, flat)
 
         return self._collective(
-            "broadcast", f"{array.dtype} {array.shape} from rank {root}", name, flat, flat.dtype, small, large
+            "broadcast", f"{array.dtype}[{array.size}] root {root}", name, flat, flat.dtype, small, large
         )
 
     def _all_gather(self, array: Array, name: str) -> Work:
@@ -142,7 +144,7 @@ class MpiCommunicator(Communicator):
             return result
 
         return self._collective(
-            "all_gather", f"{array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+            "all_gather", f"{array.dtype}[{array.size}]", name, flat, flat.dtype, small, large
         )
 
     def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
@@ -165,7 +167,7 @@ class MpiCommunicator(Communicator):
             return result
 
         return self._collective(
-            "reduce_scatter", f"{op} {array.dtype} {array.shape}", name, flat, flat.dtype, small, large
+            "reduce_scatter", f"{op} {array.dtype}[{array.size}]", name, flat, flat.dtype, small, large
         )
 
     def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
@@ -180,7 +182,7 @@ class MpiCommunicator(Communicator):
 
     def abort(self, reason: str) -> None:
         if not self._farewell and self._peers:
-            message = self._message(f"{LEFT} {reason}".strip(), b"")
+            message = _message(self._num_calls, f"{LEFT} {reason}".strip(), b"")
             self._farewell = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
 
@@ -209,9 +211,12 @@ class MpiCommunicator(Communicator):
         large: Callable[[], Array | None],
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
+        label = f"{kind} #{self._num_calls} {_cut(name)!r}"
         if self.error is not None:
-            raise CommError(f"{kind} {_cut(name)!r}: {self.error}")
-        call = f"{kind} {_cut(name)!r} ({words})".encode()[:CALL_BYTES].decode(errors="ignore")
+            raise CommError(f"rank {self.rank}: {label}: {self.error}")
+        text = f"{label} {words}".encode(errors="replace")[:CALL_BYTES].decode(errors="ignore")
+        call = _Call(self._num_calls, label, text)
+        self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
 
         def run(timeout_s: float) -> Array | None:
@@ -250,11 +255,12 @@ class MpiCommunicator(Communicator):
             self.error = self.error or CommError(f"{self!r}: MPI failed: {error}")
             raise self.error from error
 
-    def _exchange(self, call: str, data: bytes, timeout_s: float) -> list[bytes]:
+    def _exchange(self, call: _Call, data: bytes, timeout_s: float) -> list[bytes]:
         """Give ``call`` and ``data`` to every rank; return their data in rank order, see Note [agreement]."""
         deadline = time.monotonic() + timeout_s
-        message = self._message(call, data)
-        self._rows[:, : HEADER.size] = 255  # sequence -1: not come yet
+        self._sequence = call.number
+        message = _message(call.number, call.text, data)
+        self._rows[:, : HEADER.size] = 255  # number -1: not come yet
         requests = [self._comm.Irecv(_bytes(self._rows[peer]), peer) for peer in self._peers]
         requests += [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         polls = 0
@@ -270,37 +276,31 @@ class MpiCommunicator(Communicator):
                 time.sleep(NAP_S)
         for peer in self._peers:
             self._check_call(call, peer, _words(self._rows[peer]))
-        self._sequence += 1
         return [data if rank == self.rank else _data(self._rows[rank]) for rank in range(self.size)]
 
-    def _check_call(self, call: str, peer: int, theirs: str) -> None:
+    def _check_call(self, call: _Call, peer: int, theirs: str) -> None:
+        where = f"rank {self.rank}: {call.label}"
         if theirs.startswith(LEFT):
-            reason = theirs.removeprefix(LEFT).strip() or "it closed, ended, or made fewer calls"
+            reason = theirs.removeprefix(LEFT).strip()
+            how = f"gave up: {reason}" if reason else "has closed its communicator"
+            raise CommError(f"{where}: rank {peer} {how}")
+        if theirs != call.text:
             raise CommError(
-                f"{call}: rank {peer} has left the world ({reason}); rank {self.rank} waited for it"
-            )
-        if theirs != call:
-            raise CommError(
-                f"{call}: rank {peer} called {theirs} instead, as collective {self._sequence} of rank "
-                f"{self.rank}; every rank must make the same calls in the same order"
+                f"{where}: the ranks disagree: rank {self.rank} calls {call.text}, rank {peer} calls {theirs}; "
+                "all ranks must make the same calls in the same order"
             )
 
-    def late(self, call: str, timeout_s: float) -> CommError:
+    def late(self, call: _Call, timeout_s: float) -> CommError:
         """The error of a collective that did not end within ``timeout_s``; the communicator is lost."""
         self.is_stuck = True
-        missing = [
-            peer for peer in self._peers if HEADER.unpack_from(self._rows[peer].data)[0] != self._sequence
-        ]
-        who = (
-            f"rank {', '.join(map(str, missing))} has not called it" if missing else "its data have not come"
+        numbers = {peer: HEADER.unpack_from(self._rows[peer].data)[0] for peer in self._peers}
+        missing = ", ".join(str(peer) for peer, number in numbers.items() if number != self._sequence)
+        who = f"rank {missing}" if missing else "data of ranks that have all called it"
+        self.error = self.error or CommError(
+            f"rank {self.rank}: {call.label}: waited {timeout_s:g} s for {who}, which is stopped, too slow, or "
+            "does not make this call"
         )
-        self.error = self.error or CommError(f"{call}: rank {self.rank} waited {timeout_s:g} s but {who}")
         return self.error
-
-    def _message(self, call: str, data: bytes) -> Array:
-        words = call.encode(errors="replace")[:CALL_BYTES]
-        header = HEADER.pack(self._sequence, len(words), len(data))
-        return np.frombuffer(header + words + data, np.uint8)
 
     # ---- moving large arrays -----------------------------------------------------------------------
 
@@ -327,10 +327,19 @@ class MpiCommunicator(Communicator):
             self._comm.Bcast(_bytes(raw[start : start + COPY_BYTES]), root)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One collective in words: its number, the label for errors, and the text on which the ranks must agree."""
+
+    number: int
+    label: str
+    text: str
+
+
 class _Transfer(Work):
     """A collective in the worker's queue."""
 
-    def __init__(self, owner: MpiCommunicator, call: str, task: Callable[[], Array | None]) -> None:
+    def __init__(self, owner: MpiCommunicator, call: _Call, task: Callable[[], Array | None]) -> None:
         self._owner, self._call = owner, call
         self._task: Callable[[], Array | None] | None = task
         self._ended = threading.Event()
@@ -485,6 +494,11 @@ def _blocks(flat: Array, counts: list[int]) -> list[Any]:
     sizes = [count * flat.itemsize for count in counts]
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat.view(np.uint8), sizes, starts, "B"]
+
+
+def _message(number: int, call: str, data: bytes) -> Array:
+    words = call.encode(errors="replace")[:CALL_BYTES]
+    return np.frombuffer(HEADER.pack(number, len(words), len(data)) + words + data, np.uint8)
 
 
 def _words(row: Array) -> str:

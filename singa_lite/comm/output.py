@@ -66,12 +66,15 @@ class RankOutput:
         starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
         return lines[starts[-1] :] if starts else lines[-10:]
 
-    def is_echo(self, rank: int) -> bool:
-        """Whether ``rank`` ended by a CommError, most often the echo of another rank's failure."""
+    def echo(self, rank: int) -> int:
+        """How far the failure of ``rank`` is from the cause: 0 for an error of its own, or one that says nothing,
+        1 for a CommError (another rank has gone), 2 for one that repeats another rank's CommError."""
         errors = [
             line for line in self.last_words(rank) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)
         ]
-        return bool(errors) and errors[-1].startswith("singa_lite.errors.CommError")
+        if not errors or not errors[-1].startswith("singa_lite.errors.CommError"):
+            return 0
+        return 2 if "gave up: " in errors[-1] else 1
 
     def _write(self, rank: int, name: str, line: bytes) -> None:
         line = _last_state(line.removesuffix(b"\r"))
