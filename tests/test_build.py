@@ -143,7 +143,6 @@ HEAVY = {
     "matplotlib",
     "onnx",
     "threadpoolctl",
-    "multiprocessing",
     "asyncio",
     "setuptools",
     "pytest",
