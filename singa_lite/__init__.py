@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public face of singa_lite; nothing inside the package imports it.
 
-    from singa_lite import autograd, data, device, layer, model, opt, tensor
+from singa_lite import autograd, data, device, layer, model, opt, tensor
 """
 
 from . import autograd, config, data, device, errors, initializer, layer, model, opt, tensor
