@@ -4,7 +4,8 @@
 from singa_lite import autograd, data, device, layer, model, opt, tensor
 """
 
-from . import autograd, config, data, device, errors, initializer, layer, model, opt, tensor
+from . import autograd, config, data, device, errors, initializer, layer, model, opt, singa_wrap, tensor
+from .singa_wrap import NcclIdHolder
 
 __version__ = "0.1.0"
 
@@ -13,6 +14,7 @@ for _name in layer.__all__:
     setattr(autograd, _name, getattr(layer, _name))
 
 __all__ = [
+    "NcclIdHolder",
     "autograd",
     "config",
     "data",
@@ -22,5 +24,6 @@ __all__ = [
     "layer",
     "model",
     "opt",
+    "singa_wrap",
     "tensor",
 ]
