@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every communicator must do, on 1 to 4 ranks with different data on each.
+
+One launch per transport and size runs all facts one after the other (each a function of FACTS); every test
+reports its own. The disagreements at the end break a communicator, so each has its own launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import mpi_missing, run_ranks
+
+from singa_lite.comm.base import DTYPES, REDUCE_OPS, Communicator
+from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
+
+Array = np.ndarray[Any, Any]
+WORLDS = [("local", 1), *(("shm", n) for n in (1, 2, 3, 4)), *(("mpi", n) for n in (1, 2, 3, 4))]
+SIZES = (0, 1, 7, 4099, 100_003)
+FOLD = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
+FACTS: list[Callable[[Communicator], None]] = []
+
+
+def fact(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
+    FACTS.append(function)
+    return function
+
+
+@functools.lru_cache(maxsize=400)
+def normal(rank: int, size: int, seed: int) -> Array:
+    return np.random.default_rng([seed, size, rank]).standard_normal(size, np.float32) * 100
+
+
+def data(rank: int, size: int, dtype: Any = np.float32, seed: int = 0) -> Array:
+    """Rank ``rank``'s own values, the same whoever asks."""
+    return normal(rank, size, seed).astype(dtype)
+
+
+def folded(arrays: list[Array], op: str) -> Array:
+    """The contract's bits: folded in rank order, float16 in float32, divided once."""
+    wide = [array.astype(np.float32) if array.dtype == np.float16 else array for array in arrays]
+    total = functools.reduce(FOLD[op], wide)
+    if op == "mean":
+        total = total / total.dtype.type(len(arrays))
+    return total.astype(arrays[0].dtype)
+
+
+def in_float64(arrays: list[Array], op: str) -> Array:
+    stack = np.stack([array.astype(np.float64) for array in arrays])
+    return getattr(stack, op)(axis=0)
+
+
+def everyone(c: Communicator, size: int, dtype: Any = np.float32, seed: int = 0) -> list[Array]:
+    return [data(rank, size, dtype, seed) for rank in range(c.size)]
+
+
+def same_bits(one: Array, other: Array) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def ops_of(dtype: Any) -> list[str]:
+    return [op for op in REDUCE_OPS if op != "mean" or np.dtype(dtype).kind == "f"]
+
+
+@fact
+def all_reduce_combines_every_dtype_and_op_in_rank_order(c: Communicator) -> None:
+    for dtype in DTYPES:
+        for op in ops_of(dtype):
+            for size in SIZES:
+                array = data(c.rank, size, dtype)
+                assert c.all_reduce(array, op).wait() is None
+                inputs = everyone(c, size, dtype)
+                assert same_bits(array, folded(inputs, op)), (dtype, op, size)
+
+
+@fact
+def sums_and_means_agree_with_float64(c: Communicator) -> None:
+    for dtype, tolerance in ((np.float16, 1e-3), (np.float32, 1e-6), (np.float64, 1e-14)):
+        for op in ("sum", "mean"):
+            array = data(c.rank, 20_000, dtype, seed=1)
+            c.all_reduce(array, op).wait()
+            inputs = everyone(c, 20_000, dtype, seed=1)
+            room = tolerance * sum(np.abs(values.astype(np.float64)) for values in inputs)
+            assert np.all(np.abs(array - in_float64(inputs, op)) <= room)
+
+
+@fact
+def every_rank_gets_the_same_bits(c: Communicator) -> None:
+    array = data(c.rank, 400_001, seed=2)
+    c.all_reduce(array, "mean").wait()
+    assert len(set(c.all_gather_object(zlib.crc32(array.tobytes())))) == 1
+
+
+@fact
+def half_precision_wire_rounds_both_ways_and_sums_in_float32(c: Communicator) -> None:
+    for size in (*SIZES, 600_001):
+        for op in REDUCE_OPS:
+            array = data(c.rank, size, seed=3)
+            work = c.all_reduce(array, op, wire_dtype="float16")
+            work.wait()
+            assert work.bytes_payload == 2 * size
+            halves = [values.astype(np.float16) for values in everyone(c, size, seed=3)]
+            assert same_bits(array, folded(halves, op).astype(np.float32)), (size, op)
+
+
+@fact
+def half_precision_wire_overflows_to_infinity(c: Communicator) -> None:
+    array = np.array([7e4, -7e4, 1.0], np.float32)
+    c.all_reduce(array, "mean", wire_dtype="float16").wait()
+    assert array.tolist() == [np.inf, -np.inf, 1.0]
+
+
+@fact
+def max_and_min_hand_on_nan_from_any_rank(c: Communicator) -> None:
+    for dtype in (np.float16, np.float32, np.float64):
+        for op in ("max", "min"):
+            array = np.full(c.size + 40, float(c.rank), dtype)
+            array[c.rank] = np.nan
+            c.all_reduce(array, op).wait()
+            assert np.isnan(array[: c.size]).all()
+            assert (array[c.size :] == (c.size - 1 if op == "max" else 0)).all()
+
+
+@fact
+def a_zero_dimensional_array_keeps_its_shape(c: Communicator) -> None:
+    array = np.array(float(c.rank + 1))
+    c.all_reduce(array, "sum").wait()
+    assert array.shape == () and array == c.size * (c.size + 1) / 2
+    gathered = c.all_gather(np.array(c.rank)).wait()
+    assert gathered is not None and gathered.tolist() == list(range(c.size))
+
+
+@fact
+def a_list_of_arrays_goes_array_by_array(c: Communicator) -> None:
+    arrays = [data(c.rank, n, dtype) for n, dtype in ((3, np.float32), (0, np.float64), (65, np.int64))]
+    work = c.all_reduce(arrays, "sum")
+    assert work.wait() is None and work.done()
+    for array in arrays:
+        assert same_bits(array, folded(everyone(c, array.size, array.dtype), "sum"))
+    assert work.bytes_payload == 3 * 4 + 65 * 8
+
+
+@fact
+def reduce_reaches_the_root_and_leaves_others_unchanged(c: Communicator) -> None:
+    for root in range(c.size):
+        for size in (5, 100_003):
+            array = data(c.rank, size, seed=4)
+            c.reduce(array, "mean", root).wait()
+            inputs = everyone(c, size, seed=4)
+            assert same_bits(array, folded(inputs, "mean") if c.rank == root else inputs[c.rank])
+
+
+@fact
+def broadcast_copies_every_dtype_from_every_root(c: Communicator) -> None:
+    for root in range(c.size):
+        for dtype in DTYPES:
+            array = data(c.rank, 3001, dtype, seed=5)
+            c.broadcast(array, root).wait()
+            assert same_bits(array, data(root, 3001, dtype, seed=5))
+
+
+@fact
+def all_gather_stacks_in_rank_order(c: Communicator) -> None:
+    for dtype in DTYPES:
+        for shape in ((0,), (1,), (3, 0, 2), (2, 3), (401, 503)):
+            array = data(c.rank, int(np.prod(shape)), dtype, seed=6).reshape(shape)
+            before = array.copy()
+            result = c.all_gather(array).wait()
+            stacked = [values.reshape(shape) for values in everyone(c, array.size, dtype, seed=6)]
+            assert result is not None and same_bits(result, np.stack(stacked)) and same_bits(array, before)
+
+
+@fact
+def reduce_scatter_gives_each_rank_its_rows(c: Communicator) -> None:
+    for dtype in DTYPES:
+        for op in ops_of(dtype):
+            for rows, width in ((1, 1), (3, 5), (0, 4), (67, 401)):
+                shape = (c.size * rows, width)
+                array = data(c.rank, c.size * rows * width, dtype, seed=7).reshape(shape)
+                before = array.copy()
+                result = c.reduce_scatter(array, op).wait()
+                inputs = [v.reshape(shape) for v in everyone(c, array.size, dtype, seed=7)]
+                expected = folded(inputs, op)[c.rank * rows : (c.rank + 1) * rows]
+                assert result is not None and same_bits(result, expected) and same_bits(array, before)
+
+
+@fact
+def more_than_64_mb_travel(c: Communicator) -> None:
+    pattern = (np.arange(17_000_003) % 4093).astype(np.float32)
+    array = pattern * (c.rank + 1)
+    c.all_reduce(array, "sum").wait()
+    assert np.array_equal(array, pattern * (c.size * (c.size + 1) / 2))
+
+
+@fact
+def works_in_flight_may_be_awaited_in_any_order(c: Communicator) -> None:
+    sizes = [10, 3_000_000, 0, 5000, 1, 700_000, 300_000, 64, 900_000, 2, 12, 4096]
+    arrays = [data(c.rank, size, seed=8) for size in sizes]
+    works = [c.all_reduce(array, "sum", name=f"bucket {i}") for i, array in enumerate(arrays)]
+    order = np.random.default_rng([9, c.rank]).permutation(len(works))
+    for i in order:
+        works[i].wait()
+        assert works[i].done()
+        works[i].wait()
+    for size, array in zip(sizes, arrays, strict=True):
+        assert same_bits(array, folded(everyone(c, size, seed=8), "sum"))
+
+
+@fact
+def done_comes_true_without_wait(c: Communicator) -> None:
+    for size in (100, 2_000_000):
+        array = data(c.rank, size, seed=10)
+        work = c.all_reduce(array, "max")
+        deadline = time.monotonic() + 30
+        while not work.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        assert same_bits(array, folded(everyone(c, size, seed=10), "max"))
+
+
+@fact
+def a_dropped_work_still_ends(c: Communicator) -> None:
+    for _ in range(5):
+        c.all_reduce(data(c.rank, 2_000_000, seed=11), "sum")
+        c.all_reduce(data(c.rank, 20, seed=11), "sum")
+    c.barrier()
+
+
+@fact
+def collectives_of_all_kinds_follow_each_other(c: Communicator) -> None:
+    random = np.random.default_rng(12)  # the same choices on every rank
+    for turn in range(60):
+        size, root = int(random.choice([1, 33, 5000, 90_000])), int(random.integers(c.size))
+        array, inputs = data(c.rank, size, seed=turn), everyone(c, size, seed=turn)
+        kind = random.choice(["all_reduce", "reduce", "broadcast", "all_gather"])
+        if kind == "all_reduce":
+            c.all_reduce(array, "sum").wait()
+            assert same_bits(array, folded(inputs, "sum"))
+        elif kind == "reduce":
+            c.reduce(array, "min", root).wait()
+            assert same_bits(array, folded(inputs, "min") if c.rank == root else inputs[c.rank])
+        elif kind == "broadcast":
+            c.broadcast(array, root).wait()
+            assert same_bits(array, inputs[root])
+        else:
+            result = c.all_gather(array).wait()
+            assert result is not None and same_bits(result, np.stack(inputs))
+
+
+@fact
+def no_rank_leaves_a_barrier_before_the_last_has_come(c: Communicator) -> None:
+    time.sleep(0.03 * c.rank)
+    entered = time.monotonic()
+    c.barrier()
+    left = time.monotonic()
+    assert left >= max(c.all_gather_object(entered))
+
+
+@fact
+def objects_of_unequal_length_are_gathered(c: Communicator) -> None:
+    mine = {"rank": c.rank, "text": "ü" * c.rank * 1000, "list": [None, True, 0.5]}
+    assert c.all_gather_object(mine) == [{**mine, "rank": r, "text": "ü" * r * 1000} for r in range(c.size)]
+    assert c.all_gather_object(None) == [None] * c.size
+
+
+@fact
+def bytes_follow_the_ring_formula(c: Communicator) -> None:
+    array, n = np.ones(1001, np.float32), c.size
+    work = c.all_reduce(array, "sum", name="grad")
+    work.wait()
+    assert (work.name, work.bytes_payload) == ("grad", 4004)
+    assert work.bytes_sent == -(-2 * (n - 1) * 4004 // n)
+    work = c.all_gather(array)
+    work.wait()
+    assert work.bytes_sent == (n - 1) * 4004
+    work = c.broadcast(array)
+    work.wait()
+    assert work.bytes_sent == -(-(n - 1) * 4004 // n)
+
+
+@fact
+def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
+    array = np.ones(4, np.float32)
+    bad: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (OptionError, lambda: c.all_reduce(array, "average")),  # type: ignore[arg-type]
+        (OptionError, lambda: c.all_reduce(array, "sum", wire_dtype="int8")),
+        (OptionError, lambda: c.broadcast(array, c.size)),
+        (OptionError, lambda: c.reduce(array, "sum", -1)),
+        (OptionError, lambda: c.new_group([0, 0])),
+        (DTypeError, lambda: c.all_reduce(np.ones(4, np.int32), "mean")),
+        (DTypeError, lambda: c.all_reduce(np.ones(4, np.complex64), "sum")),
+        (DTypeError, lambda: c.all_reduce(np.ones(4, np.float64), "sum", wire_dtype="float16")),
+        (DTypeError, lambda: c.all_reduce([array, [1.0]], "sum")),  # type: ignore[list-item]
+        (ShapeError, lambda: c.all_reduce(np.ones((4, 4), np.float32).T[1:], "sum")),
+        (ShapeError, lambda: c.all_reduce(np.broadcast_to(np.float32(1), 1), "sum")),
+        (ShapeError, lambda: c.reduce_scatter(np.ones(c.size + 1 if c.size > 1 else (), np.float32), "sum")),
+    ]
+    for error, call in bad:
+        with pytest.raises(error):
+            call()
+    c.all_reduce(array, "sum").wait()
+    assert array.tolist() == [c.size] * 4
+
+
+@fact
+def groups_work_beside_their_parent(c: Communicator) -> None:
+    ranks = list(range(c.size))[::-2]  # every second rank, from the last one down
+    group = c.new_group(ranks)
+    assert (group is None) == (c.rank not in ranks)
+    mine = data(c.rank, 50_000, seed=13)
+    parent_work = c.all_reduce(mine, "sum")
+    if group is not None:
+        assert (group.rank, group.size) == (ranks.index(c.rank), len(ranks))
+        array = data(c.rank, 1000, seed=14)
+        group.all_reduce(array, "mean").wait()
+        assert same_bits(array, folded([data(r, 1000, seed=14) for r in ranks], "mean"))
+        gathered = group.all_gather(np.array([c.rank])).wait()
+        assert gathered is not None and gathered.ravel().tolist() == ranks
+        group.close()
+    parent_work.wait()
+    assert same_bits(mine, folded(everyone(c, 50_000, seed=13), "sum"))
+    alone = c.new_group([0])
+    assert (alone is not None) == (c.rank == 0)
+    if alone is not None:
+        alone.barrier()
+        alone.close()
+
+
+def run_facts(c: Communicator) -> dict[str, str]:
+    """Every fact's traceback on this rank, "" where it holds; a broken communicator ends the list."""
+    outcome = {}
+    for check in FACTS:
+        try:
+            check(c)
+            c.barrier(name=f"end of {check.__name__}")
+            outcome[check.__name__] = ""
+        except Exception as error:
+            outcome[check.__name__] = traceback.format_exc()
+            if isinstance(error, CommError):
+                break
+    return outcome
+
+
+@functools.cache
+def outcomes(transport: str, size: int) -> list[dict[str, str]]:
+    return run_ranks(run_facts, size, transport=transport, timeout_s=100)
+
+
+def skip_without(transport: str) -> None:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(("transport", "size"), WORLDS, ids=lambda value: str(value))
+class TestCommunicatorContract:
+    @pytest.mark.parametrize("name", [check.__name__ for check in FACTS])
+    def test_that(self, transport: str, size: int, name: str) -> None:
+        skip_without(transport)
+        texts = [outcome.get(name, "not reached") for outcome in outcomes(transport, size)]
+        assert not any(texts), "\n".join(f"-- rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+# ---- disagreements: rank 1 does something else ----------------------------------------------------------
+
+DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], Any], str]] = {
+    "op": (lambda c: c.all_reduce(np.ones(500, np.float32), "sum" if c.rank == 1 else "max"), "max"),
+    "dtype": (lambda c: c.all_reduce(np.ones(500, np.int32 if c.rank == 1 else np.float32), "sum"), "int32"),
+    "count": (lambda c: c.all_reduce(np.ones(500 + c.rank // 1 % 2, np.float32), "sum"), "501"),
+    "large count": (
+        lambda c: c.all_reduce(np.ones(10 if c.rank == 1 else 900_000, np.float32), "sum"),
+        "900000",
+    ),
+    "name": (lambda c: c.all_reduce(np.ones(5), "sum", name="w1" if c.rank == 1 else "w0"), "w1"),
+    "wire": (
+        lambda c: c.all_reduce(np.ones(5, np.float32), "sum", wire_dtype="float16" if c.rank == 1 else None),
+        "float16",
+    ),
+    "root": (lambda c: c.broadcast(np.ones(5), int(c.rank == 1)), "root"),
+    "collective": (
+        lambda c: c.all_reduce(np.ones(5), "sum") if c.rank == 1 else c.all_gather(np.ones(5)),
+        "all_gather",
+    ),
+}
+
+
+def disagree(c: Communicator, name: str) -> tuple[str, str]:
+    """The text of the error, and of the one of the next call."""
+    array = np.ones(3, np.float32)
+    c.all_reduce(array, "sum").wait()
+    try:
+        DISAGREEMENTS[name][0](c).wait()
+    except CommError as error:
+        text = str(error)
+    else:
+        return "", ""
+    try:
+        c.all_reduce(array, "sum").wait()
+    except CommError as error:
+        return text, str(error)
+    return text, ""
+
+
+@pytest.mark.parametrize(
+    ("transport", "size"), [("shm", 2), ("shm", 3), ("mpi", 3)], ids=lambda value: str(value)
+)
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_on_every_rank(transport: str, size: int, name: str) -> None:
+    skip_without(transport)
+    for rank, (first, second) in enumerate(run_ranks(disagree, size, name, transport=transport)):
+        assert f"rank {rank}" in first and DISAGREEMENTS[name][1] in first, (rank, first)
+        assert second, f"rank {rank} went on after: {first}"
