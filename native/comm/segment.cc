@@ -91,12 +91,10 @@ Segment::Segment(const std::string& ticket, int rank, int size, double timeout_s
 }
 
 Segment::~Segment() {
-  if (!is_abandoned_) {
-    leave();
-    unlink_if_ours();
-  }
+  leave();
+  unlink_if_ours();
   munmap(base_, total_bytes_);
-  close(fd_);  // in a forked child too: the locks belong to the parent's process, not to the descriptor
+  close(fd_);
 }
 
 std::string Segment::where() const { return "shm: rank " + std::to_string(rank_) + ", /dev/shm" + name_ + ": "; }
@@ -151,6 +149,7 @@ void Segment::attach(double timeout_s) {
   }
   if (head.magic.load(std::memory_order_relaxed) != kMagic || head.total_bytes != std::uint64_t(status.st_size))
     throw CommError(where() + "is not a segment of this version of singa_lite; use one version in all ranks");
+  may_unlink_ = true;
   if (!is_alive(0)) throw CommError(where() + "belongs to a world whose rank 0 has died; use a new ticket");
   if (head.size != std::uint32_t(size_)) {
     const std::string text = where() + "rank 0 says the world has " + std::to_string(head.size) + " ranks, rank " +
@@ -248,10 +247,10 @@ void Segment::wait_for_all(double timeout_s) {
   }
 }
 
-// The name goes once all are attached, or when a rank fails before that and rank 0 made the file or is dead.
+// The name goes once all are attached, or when a rank fails before that and it made the file or its maker is dead.
 void Segment::unlink_if_ours() {
   if (fd_ < 0 || (base_ && header().all_attached.load() != 0)) return;
-  if (!is_created_ && is_alive(0)) return;
+  if (!is_created_ && (!may_unlink_ || is_alive(0))) return;
   struct stat ours {}, named {};
   // By name, not by shm_open: closing a second descriptor would drop this process's locks, see Note [locks].
   if (fstat(fd_, &ours) != 0 || stat(("/dev/shm" + name_).c_str(), &named) != 0) return;

@@ -84,8 +84,6 @@ class Segment {
 
   // Mark this rank closed for its peers. The memory stays mapped until destruction.
   void leave();
-  // In a forked child: forget the segment without a trace in it.
-  void abandon() { is_abandoned_ = true; }
 
  private:
   std::size_t slot_index(int rank, std::uint64_t round) const {
@@ -103,7 +101,8 @@ class Segment {
   std::string name_;
   int rank_, size_;
   int fd_ = -1;
-  bool is_created_ = false, is_abandoned_ = false;
+  bool is_created_ = false;
+  bool may_unlink_ = false;  // the file is a segment of ours, should its maker be dead
   std::size_t chunk_bytes_ = 0, slot_bytes_ = 0, total_bytes_ = 0;
   char* base_ = nullptr;
   RankBlock* blocks_ = nullptr;

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of the shm transport: ranks that die, stop, leave or lie, and a /dev/shm that is full or occupied."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import resource
+import secrets
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import RankDied, run_ranks
+
+from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.shm import ShmCommunicator
+from singa_lite.errors import CommError
+
+SHM = Path("/dev/shm")
+
+
+def caught(call: Any) -> str:
+    """The text of the CommError that ``call()`` raises, "" if it raises none."""
+    try:
+        call()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def sums_for_ever(c: Communicator, elements: int, end: str) -> str:
+    """All-reduce until it fails; rank 1 goes its own way after three rounds."""
+    array = np.ones(elements, np.float32)
+    for turn in range(1_000_000):
+        if c.rank == 1 and turn == 3:
+            work = c.all_reduce(array, "max", name="grad")  # the others find it half done
+            if end == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif end == "raise":
+                raise ValueError("the loss is NaN")
+            elif end == "leave":
+                work.wait()
+                c.close()
+                return "left"
+            elif end == "exit":
+                os._exit(3)
+        text = caught(lambda: c.all_reduce(array, "max", name="grad").wait())
+        if text:
+            return text
+    return ""
+
+
+@pytest.mark.parametrize("elements", [1, 50_000, 3_000_000])
+def test_a_killed_rank_is_an_error_on_the_two_others(elements: int) -> None:
+    results = run_ranks(sums_for_ever, 3, elements, "kill", timeout_s=20, return_exceptions=True)
+    assert isinstance(results[1], RankDied)
+    for rank in (0, 2):
+        assert f"rank {rank}: all_reduce #" in results[rank] and "'grad'" in results[rank]
+        assert "rank 1 (process" in results[rank] and "died" in results[rank]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_exits_without_closing_counts_as_dead(size: int) -> None:
+    results = run_ranks(sums_for_ever, size, 1000, "exit", timeout_s=20, return_exceptions=True)
+    assert all("died" in results[rank] for rank in range(size) if rank != 1)
+
+
+def test_an_exception_on_one_rank_reaches_the_others_in_words() -> None:
+    results = run_ranks(sums_for_ever, 3, 1000, "raise", timeout_s=20, return_exceptions=True)
+    assert isinstance(results[1], ValueError)
+    assert all("rank 1 gave up: ValueError: the loss is NaN" in results[rank] for rank in (0, 2))
+
+
+def test_one_step_more_than_a_closed_rank_is_an_error() -> None:
+    results = run_ranks(sums_for_ever, 3, 1000, "leave", timeout_s=20)
+    assert results[1] == "left"
+    assert all("rank 1" in results[rank] and "closed" in results[rank] for rank in (0, 2))
+
+
+def last_words(c: Communicator) -> float:
+    array = np.full(1000, float(c.rank))
+    work = c.all_reduce(array, "sum")
+    if c.rank == 1:
+        work.wait()
+        c.close()
+    else:
+        time.sleep(0.2)  # the peer has long closed, but left all we need
+        work.wait()
+    return float(array[0])
+
+
+def test_what_a_rank_left_before_it_closed_is_still_good() -> None:
+    assert run_ranks(last_words, 2) == [1.0, 1.0]
+
+
+def zombie(world: World) -> str:
+    """Rank 0 forks rank 1 itself and does not collect it."""
+    if world.rank == 1:
+        return ""
+    pid = os.fork()
+    c = ShmCommunicator(World(int(pid == 0), 2, int(pid == 0), 2, world.ticket, "shm"), 15)
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = caught(lambda: c.barrier())
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    os.waitpid(pid, 0)
+    return f"{state}: {text}"
+
+
+def test_a_peer_that_is_a_zombie_counts_as_dead() -> None:
+    text = run_ranks(zombie, 2, transport="none", timeout_s=20)[0]
+    assert text.startswith("Z: ") and "died" in text
+
+
+def stopped(c: Communicator, folder: str) -> str:
+    (Path(folder) / str(c.rank)).write_text(str(os.getpid()))
+    c.barrier()
+    if c.rank == 0:
+        victim = int((Path(folder) / "2").read_text())
+        os.kill(victim, signal.SIGSTOP)
+    text = caught(lambda: [c.all_reduce(np.ones(10), "sum", name="grad").wait(1.0) for _ in range(2)])
+    if c.rank == 0:
+        os.kill(victim, signal.SIGCONT)
+    return text
+
+
+def test_a_stopped_rank_is_a_time_out_that_names_it(tmp_path: Path) -> None:
+    texts = run_ranks(stopped, 3, str(tmp_path), timeout_s=30)
+    assert any("waited 1 s for rank 2" in text for text in texts[:2]), texts
+    assert all(texts), texts
+
+
+def late(c: Communicator) -> str:
+    if c.rank == 1:
+        time.sleep(1.5)
+    return caught(lambda: c.all_reduce(np.ones(3_000_000), "sum").wait())
+
+
+def test_the_communicators_own_time_out_ends_a_large_collective() -> None:
+    texts = run_ranks(late, 2, communicator_timeout_s=0.5)
+    assert "waited 0.5 s for rank 1" in texts[0] and "rank 0 gave up" in texts[1]
+
+
+def forked_use(c: Communicator) -> str:
+    c.all_reduce(np.ones(3_000_000), "sum").wait()  # there is a background thread
+    in_flight = c.all_reduce(np.ones(10), "sum")
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        texts = [caught(lambda: c.all_reduce(np.ones(3), "sum")), caught(in_flight.wait)]
+        c.close()
+        os.write(writer, "|".join(texts).encode())
+        del c
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    in_flight.wait()
+    c.barrier()  # the parent goes on, and its peers don't take it for dead
+    return os.read(reader, 10_000).decode()
+
+
+def test_a_forked_child_gets_an_error_and_harms_nobody() -> None:
+    for text in run_ranks(forked_use, 2, timeout_s=20):
+        assert text.count("fork()") == 2
+
+
+def shape_of_segment(world: World) -> dict[str, Any]:
+    os.umask(0)
+    path = SHM / f"singa_lite-{world.ticket}"
+    if world.rank == 1:
+        deadline = time.monotonic() + 10
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        status = path.stat()
+        time.sleep(0.05)  # let rank 0 fill it
+        status = path.stat()
+    c = ShmCommunicator(world, 10)
+    seen = {"exists": path.exists()}
+    if world.rank == 1:
+        allocated = path.exists() or status.st_blocks * 512 >= status.st_size > 1_000_000
+        seen.update(mode=stat.S_IMODE(status.st_mode), allocated=allocated)
+    c.close()
+    return seen
+
+
+def test_the_segment_is_private_really_allocated_and_unlinked_after_attach() -> None:
+    first, second = run_ranks(shape_of_segment, 2, transport="none", timeout_s=20)
+    assert first == {"exists": False}
+    assert second == {"exists": False, "mode": 0o600, "allocated": True}
+
+
+def open_world(world: World, size: int | None = None, rank: int | None = None) -> str:
+    mine = World(world.rank if rank is None else rank, size or world.size, 0, world.size, world.ticket, "shm")
+    return caught(lambda: ShmCommunicator(mine, 2).close())
+
+
+def full(world: World) -> str:
+    """Rank 0 may not make files above 64 KB, which fails where a full /dev/shm does: at the allocation."""
+    if world.rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+    text = open_world(world)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return text
+
+
+def test_no_room_for_the_segment_is_an_error_that_says_how_much_is_needed() -> None:
+    texts = run_ranks(full, 2, transport="none", timeout_s=20)
+    assert "needs 1.1 MB" in texts[0] and "free" in texts[0] and "--shm-size" in texts[0]
+    assert texts[1], "rank 1 took part in a world that does not exist"
+
+
+def full_group(c: Communicator) -> str:
+    if c.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+    text = caught(lambda: c.new_group([1, 2], name="pair"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    c.barrier()  # the parent is not harmed
+    return text
+
+
+def test_no_room_for_a_group_is_an_error_on_all_ranks_of_the_parent() -> None:
+    assert all("pair" in text and "needs" in text for text in run_ranks(full_group, 3, timeout_s=20))
+
+
+def wrong_size(world: World) -> str:
+    return open_world(world, size=3 if world.rank == 1 else 2)
+
+
+def test_ranks_that_disagree_about_their_number_are_told() -> None:
+    for text in run_ranks(wrong_size, 2, transport="none", timeout_s=20):
+        assert "rank 0 says the world has 2 ranks, rank 1 says 3" in text
+
+
+def same_rank(world: World) -> str:
+    if world.rank < 2:
+        return open_world(world, size=3)
+    time.sleep(0.3)
+    return open_world(world, size=3, rank=1)
+
+
+def test_a_rank_taken_twice_is_an_error() -> None:
+    texts = run_ranks(same_rank, 3, transport="none", timeout_s=20)
+    assert "rank 1 is taken by process" in texts[2]
+    assert "for rank 2 to start" in texts[0]
+
+
+def missing(world: World) -> str:
+    return "" if world.rank == 1 else open_world(world)
+
+
+def test_a_rank_that_never_starts_is_named() -> None:
+    assert "for rank 1 to start" in run_ranks(missing, 2, transport="none", timeout_s=20)[0]
+
+
+def killed_early(world: World) -> str:
+    if world.rank == 0:
+        pid = os.fork()
+        if pid == 0:
+            ShmCommunicator(World(0, 2, 0, 2, world.ticket, "shm"), 30)
+        while not (SHM / f"singa_lite-{world.ticket}").exists():
+            time.sleep(0.001)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return ""
+    time.sleep(0.5)
+    text = open_world(world)
+    return f"{text} {(SHM / f'singa_lite-{world.ticket}').exists()}"
+
+
+def test_a_segment_whose_maker_died_is_refused_and_removed() -> None:
+    text = run_ranks(killed_early, 2, transport="none", timeout_s=20)[1]
+    assert "rank 0 has died" in text and text.endswith("False")
+
+
+def test_a_ticket_in_use_is_refused() -> None:
+    path = SHM / f"singa_lite-{secrets.token_hex(8)}"
+    path.write_bytes(b"not ours")
+    try:
+        world = World(0, 2, 0, 2, path.name.removeprefix("singa_lite-"), "shm")
+        assert "exists already" in caught(lambda: ShmCommunicator(world, 1))
+        assert path.read_bytes() == b"not ours"
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o666])
+def test_a_segment_open_to_others_is_refused(mode: int) -> None:
+    path = SHM / f"singa_lite-{secrets.token_hex(8)}"
+    path.touch()
+    path.chmod(mode)
+    try:
+        world = World(1, 2, 1, 2, path.name.removeprefix("singa_lite-"), "shm")
+        assert "open to other users" in caught(lambda: ShmCommunicator(world, 1))
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("ticket", ["", "a/b", "x" * 300])
+def test_a_ticket_that_is_no_file_name_is_refused(ticket: str) -> None:
+    assert "ticket" in caught(lambda: ShmCommunicator(World(0, 1, 0, 1, ticket, "shm"), 1))
+
+
+def use_after_close(c: Communicator) -> str:
+    work = c.all_reduce(np.ones(3), "sum")
+    work.wait()
+    c.barrier()
+    late_work = c.all_reduce(np.ones(3_000_000), "sum") if c.rank == 0 else None
+    c.close()
+    c.close()
+    work.wait()
+    return caught(lambda: c.barrier()) + (caught(late_work.wait) if late_work else "")
+
+
+def test_close_is_final_and_may_be_repeated() -> None:
+    first, second = run_ranks(use_after_close, 2)
+    assert "closed while a collective was in flight" in first and "this communicator is closed" in second
+
+
+def ends_in_flight(ticket: str, rank: int) -> None:
+    c = ShmCommunicator(World(rank, 2, rank, 2, ticket, "shm"), 10)
+    works = [c.all_reduce(np.ones(4_000_000), "sum") for _ in range(3)]
+    if rank == 0:
+        works[0].wait()
+    raise SystemExit(7 + rank)
+
+
+def test_an_interpreter_may_end_with_works_in_flight() -> None:
+    context, ticket = multiprocessing.get_context("spawn"), secrets.token_hex(8)
+    ranks = [context.Process(target=ends_in_flight, args=(ticket, rank)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(20)
+    # 7 and 8, or 1 for a CommError, as the other may have left already; neither a crash nor a hang
+    assert ranks[0].exitcode in (1, 7) and ranks[1].exitcode in (1, 8)
+    assert not list(SHM.glob(f"singa_lite-{ticket}*"))
+
+
+def threads_of(c: Communicator) -> tuple[int, int]:
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    c.all_reduce(np.ones(100), "sum").wait()
+    before = count()
+    c.all_reduce(np.ones(1_000_000), "sum").wait()
+    after = count()
+    c.barrier()
+    return before, after
+
+
+def test_a_thread_starts_with_the_first_large_collective_only() -> None:
+    for before, after in run_ranks(threads_of, 2):
+        assert (before, after) == (1, 2)
