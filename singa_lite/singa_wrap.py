@@ -66,7 +66,9 @@ class Communicator:
 
     def fusedSynch(self, tensors: Sequence[Tensor | Array], send: bool = True) -> None:
         """``synch`` of several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
-        self._kept += [_raw(tensor) for tensor in tensors]
+        for array in map(_raw, tensors):  # SINGA's scripts name a kept tensor again when they send
+            if not any(array is kept for kept in self._kept):
+                self._kept.append(array)
         if send:
             self._sum(self._kept)
             self._kept = []

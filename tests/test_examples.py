@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example and the benchmark of dist_options, run as their docstrings say, on a few real digits."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from singa_lite.data import load_mnist
+
+ROOT = Path(__file__).parents[1]
+FIXTURE = ROOT / "tests" / "fixtures" / "mnist"
+LAUNCH_2 = [sys.executable, "-m", "singa_lite", "run", "-n", "2"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder of IDX files: the fixture's digits, the test images three times, so that two ranks fill a batch."""
+    folder = tmp_path_factory.mktemp("mnist")
+    mnist = load_mnist(FIXTURE)
+    parts = {
+        "train": (mnist.train_images, mnist.train_labels),
+        "t10k": (np.tile(mnist.test_images, (3, 1, 1)), np.tile(mnist.test_labels, 3)),
+    }
+    for name, (images, labels) in parts.items():
+        header = struct.pack(">4I", 2051, *images.shape)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2I", 2049, len(labels)) + labels.tobytes()
+        )
+    return folder
+
+
+def run(digits, *command):
+    """What ``command`` prints, stdout and stderr; it must succeed within its deadline."""
+    environment = {**os.environ, "MNIST_DIR": str(digits), "MPLBACKEND": "Agg"}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def accuracies(output):
+    return [float(text) for text in re.findall(r"Evaluation accuracy = ([\d.]+)", output)]
+
+
+def test_autograd_script_learns_on_one_process_and_two(digits):
+    script = ROOT / "examples" / "mnist_autograd.py"
+    for command in ([sys.executable, script], [sys.executable, script, 2], [*LAUNCH_2, script]):
+        found = accuracies(run(digits, *command))
+        assert len(found) == 10 and found[-1] > found[0]
+
+
+@pytest.mark.parametrize(
+    "option", [[], ["fp16"], ["partialUpdate"], ["sparseTopK", "0.05"], ["sparseThreshold", "0.001"]]
+)
+def test_model_script_learns_with_every_option(digits, option):
+    found = accuracies(run(digits, *LAUNCH_2, ROOT / "examples" / "mnist_model.py", *option))
+    assert len(found) == 10 and found[-1] > found[0]
+
+
+def test_train_mnist_tells_what_it_does_and_leaves_plot_and_checkpoint(digits, tmp_path):
+    script = [ROOT / "examples" / "train_mnist.py", "--epochs", 3, "--out", tmp_path, "--dist-option", "fp16"]
+    output = run(digits, *LAUNCH_2, *script)
+    assert "world size 2, transport shm, device Device(cpu), effective batch 64 x 2 = 128" in output
+    assert "dist_option fp16, reduction mean over ranks" in output
+    assert [int(epoch) for epoch in re.findall(r"Starting Epoch (\d):", output)] == [0, 1, 2]
+    losses = [float(text) for text in re.findall(r"Training loss = ([\d.]+), training accuracy", output)]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert output.count("images/s") == 3 and output.count("bytes sent per step") == 3
+    assert (tmp_path / "mnist_cnn.zip").exists() and (tmp_path / "mnist_cnn.png").stat().st_size > 10_000
+
+
+def test_train_mnist_without_data_says_what_to_do(tmp_path):
+    environment = {**os.environ, "MNIST_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_mnist.py")],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0 and "DataError" in done.stderr and str(tmp_path) in done.stderr
+    assert "Starting Epoch" not in done.stdout
+
+
+def test_benchmark_of_dist_options_reports_every_option(digits, tmp_path):
+    output = run(
+        digits, sys.executable, ROOT / "benchmarks" / "dist_options.py", "--epochs", 1, "--out", tmp_path,
+        "fp32", "fp16", "sparseTopK:0.05",
+    )  # fmt: skip
+    report = json.loads((tmp_path / "dist_options.json").read_text())
+    sent = {row["option"]: row["bytes_sent"] for row in report["rows"]}
+    assert sent["fp32"] == 4 * 431080
+    assert sent["fp16"] == 2 * 431080 + 4
+    assert sent["sparseTopK:0.05"] == 8 * 431080 * 0.05
+    assert all(row["option"] in output for row in report["rows"])
+    assert (tmp_path / "dist_options.png").exists()
