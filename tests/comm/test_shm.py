@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import resource
 import secrets
 import signal
@@ -132,7 +133,8 @@ def stopped(c: Communicator, folder: str) -> str:
 
 def test_a_stopped_rank_is_a_time_out_that_names_it(tmp_path: Path) -> None:
     texts = run_ranks(stopped, 3, str(tmp_path), timeout_s=30)
-    assert any("waited 1 s for rank 2" in text for text in texts[:2]), texts
+    # on a busy machine another rank may be late as well
+    assert any(re.search(r"waited 1 s for rank ([013], )*2", text) for text in texts[:2]), texts
     assert all(texts), texts
 
 

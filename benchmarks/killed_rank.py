@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when one of 3 ranks is killed with -9 in the middle of an all-reduce.
+
+    python benchmarks/killed_rank.py
+
+Prints, from the instant of the kill: when each other rank had its CommError (asked: < 2 s), when
+`singa-lite run` had ended, non-zero (asked: < 4 s), and how many processes and /dev/shm files are left (0).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from singa_lite.comm.rendezvous import connect, find_world
+from singa_lite.errors import CommError
+
+RANKS, VICTIM, ELEMENTS = 3, 1, 4_000_000
+ERROR_S, EXIT_S = 2.0, 4.0
+
+
+def rank_main(folder: Path) -> None:
+    """All-reduce for ever; the victim kills itself while its third one is in flight."""
+    communicator = connect(find_world())
+    rank = communicator.rank
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    array = np.ones(ELEMENTS, np.float32)
+    try:
+        for turn in range(1_000_000):
+            work = communicator.all_reduce(array, "mean", name="gradients")
+            if turn == 2 and rank == VICTIM:
+                (folder / "killed").write_text(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            work.wait()
+    except CommError as error:
+        (folder / f"error-{rank}").write_text(json.dumps([time.monotonic(), str(error)]))
+        raise
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def main() -> int:
+    before = set(Path("/dev/shm").glob("singa_lite-*"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = [str(Path(__file__).resolve()), str(folder)]
+        command = [sys.executable, "-m", "singa_lite", "run", "-n", str(RANKS), *script]
+        code = subprocess.run(command, timeout=60).returncode
+        ended = time.monotonic()
+        killed = float((folder / "killed").read_text())
+        is_good = code != 0 and ended - killed < EXIT_S
+        for rank in (rank for rank in range(RANKS) if rank != VICTIM):
+            at, text = json.loads((folder / f"error-{rank}").read_text())
+            is_good &= at - killed < ERROR_S
+            print(f"rank {rank}: error after {at - killed:.3f} s: {text}")
+        running = sum(is_running(int(path.read_text())) for path in folder.glob("pid-*"))
+    files = len(set(Path("/dev/shm").glob("singa_lite-*")) - before)
+    print(f"launcher: exit code {code} after {ended - killed:.3f} s")
+    print(f"left: {running} processes, {files} files in /dev/shm")
+    is_good &= running == 0 and files == 0
+    print("as asked" if is_good else "NOT as asked")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        rank_main(Path(sys.argv[1]))
+    else:
+        sys.exit(main())
