@@ -240,7 +240,7 @@ def mpi_job(folder, text, size=3, timeout_s=300, num_elements=4):
 
 
 def test_mpiexec_makes_the_world(tmp_path):
-    result = mpi_job(tmp_path, STEP + "print(communicator.world, array[0])")
+    result = mpi_job(tmp_path, STEP + "sys.stdout.write(f'{communicator.world} {array[0]}\\n')")
     assert result.returncode == 0, result.stderr
     expected = [
         f"World(rank={r}, size=3, local_rank={r}, local_size=3, ticket='', transport='mpi') 6.0"
@@ -302,7 +302,8 @@ def test_an_mpi_that_knows_nothing_of_the_others_is_an_error(tmp_path, names):
 
 
 def test_the_ranks_of_a_job_share_the_cores(tmp_path):
-    text = STEP + "import threadpoolctl\nprint([p['num_threads'] for p in threadpoolctl.threadpool_info()])"
+    text = STEP + "import threadpoolctl\n"
+    text += "sys.stdout.write(str([p['num_threads'] for p in threadpoolctl.threadpool_info()]) + '\\n')"
     result = mpi_job(tmp_path, text, size=2)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert result.stdout.splitlines() == [f"[{share}]"] * 2, result.stderr
