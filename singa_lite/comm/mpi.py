@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over MPI through mpi4py, on one host or many.
 
-What lives here: everything that touches mpi4py. What does not: deciding that this is an MPI world (rendezvous.py).
+What lives here: moving arrays. What does not: the job around the ranks (mpi_job.py), deciding that this is an MPI
+world (rendezvous.py).
 
 Note [agreement]: MPI hangs, or mixes up bytes, when ranks call different collectives. So each collective begins
 with a message from every rank to every other: its call in words, and the data themselves if they are small.
@@ -15,17 +16,13 @@ MPICH's own all-reduce above 1 MB) and numpy adds them in rank order: all transp
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import re
 import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +30,13 @@ import numpy as np
 
 from ..errors import CommError
 from .base import TIMEOUT_S, Array, Communicator, FinishedWork, ReduceOp, Work, World
+from .mpi_job import LAST_WORDS_S, abort_job, load_mpi, place_in, within
 
 SMALL_BYTES = 8192  # travel with the call's words; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
 COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
 CALL_BYTES = 240  # the call in words; long names are cut and hashed
 SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away, as ranks may outnumber cores
-LAST_WORDS_S = 2.0  # the other ranks' time to print their error before Abort ends the job
 HEADER = struct.Struct("<qii")  # sequence number, bytes of the call's words, bytes of data
 LEFT = "left"  # the call of a rank that closes
 
@@ -178,7 +175,7 @@ class MpiCommunicator(Communicator):
             return None
         group = self._comm.Get_group().Incl(ranks)
         comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
-        return MpiCommunicator(_world(self._mpi, comm), self.timeout_s, comm)
+        return MpiCommunicator(place_in(self._mpi, comm), self.timeout_s, comm)
 
     def close(self) -> None:
         self.abort("")
@@ -396,99 +393,12 @@ def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
     return total.astype(dtype, copy=False)
 
 
-def load_mpi() -> Any:
-    """Import mpi4py's MPI module, which starts MPI; Any: it need not be installed.
-
-    Raises:
-        CommError: mpi4py is missing, finds no MPI library, or was told not to allow threads.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
-        raise CommError(
-            f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); pip install 'singa-lite[mpi]'"
-        ) from error
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise CommError(
-            "mpi: MPI was started without THREAD_MULTIPLE; leave mpi4py.rc.threads at its default"
-        )
-    return MPI
-
-
-def mpi_world(launcher: str, rank: int, size: int) -> World:
-    """Return this process's place in COMM_WORLD, local ranks by shared memory and rank order.
-
-    Args:
-        launcher: what started the process, for errors.
-        rank, size: what its environment says; MPI must say the same.
-
-    Raises:
-        CommError: mpi4py cannot be used, or belongs to another MPI than the one that started the process.
-    """
-    try:
-        mpi = load_mpi()
-    except CommError as error:
-        raise CommError(
-            f"find_world: {launcher} started this process as rank {rank} of {size}, but {error}"
-        ) from error
-    world = mpi.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (rank, size):
-        library = mpi.Get_library_version().rstrip("\0").splitlines()[0]
-        raise CommError(
-            f"find_world: {launcher} started this process as rank {rank} of {size}, but {library} says rank "
-            f"{world.Get_rank()} of {world.Get_size()}; start it with the mpiexec of that library (under Slurm: "
-            "srun --mpi=pmi2 or pmix)"
-        )
-    return _world(mpi, world)
-
-
-def _world(mpi: Any, comm: Any) -> World:
-    host = within(TIMEOUT_S, "find_world", lambda: comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank()))
-    place = World(comm.Get_rank(), comm.Get_size(), host.Get_rank(), host.Get_size(), "", "mpi")
-    host.Free()
-    return place
-
-
-def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
-    """Return ``call()``, a blocking MPI call that needs all ranks, or raise CommError after ``timeout_s``."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return future.result(min(timeout_s, threading.TIMEOUT_MAX))
-    except FutureTimeoutError:
-        raise CommError(f"{where}: not every rank of the MPI world came within {timeout_s:g} s") from None
-
-
-def end_job() -> None:
-    """End every process of the MPI job with exit code 1, as MPI itself would wait for a failed rank for ever.
-
-    The peers get ``LAST_WORDS_S`` to print what they have to say.
-    """
-    time.sleep(LAST_WORDS_S)
-    _abort()
-
-
 def leave_job(communicator: MpiCommunicator) -> None:
     """Prepare the end of MPI, which waits for all ranks: close, or end the job if a rank cannot come."""
     if communicator.is_stuck:  # the script caught the CommError, but MPI_Finalize would wait for ever
-        _abort()
+        abort_job()
     communicator.close()
     communicator.drain(LAST_WORDS_S)
-
-
-def _abort() -> None:
-    """MPI_Abort, after removing the shared-memory files that MPICH would leave behind, 2 MB a job."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for path in set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps.read())):
-            os.unlink(path)
-    load_mpi().COMM_WORLD.Abort(1)
 
 
 def _bytes(flat: Array) -> list[Any]:

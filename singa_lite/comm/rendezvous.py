@@ -23,7 +23,8 @@ from .. import config
 from ..errors import CommError, OptionError
 from .base import TIMEOUT_S, Communicator, World
 from .local import LocalCommunicator
-from .mpi import MpiCommunicator, end_job, leave_job, mpi_world
+from .mpi import MpiCommunicator, leave_job
+from .mpi_job import end_job, mpi_world
 from .shm import ShmCommunicator
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
