@@ -12,9 +12,13 @@ namespace singa_lite {
 namespace {
 
 constexpr double kSpinS = 100e-6;     // a peer in the same collective answers sooner; a sleep costs 5 to 50 us to end
+constexpr double kYieldAfterS = 8e-6;  // then the peer may be waiting for this very core, see Note [one core]
 constexpr int kSpinsPerClock = 32;
 constexpr int kYields = 20;           // with more ranks than cores, this often before sleeping
 constexpr double kSleepS = 5e-3;      // between looks whether the peers still live
+
+// Note [one core]: on a busy machine the scheduler may put two ranks on one core; a rank that spins there only
+// delays its peer: 4 KB then took 0.12 ms a call. Giving the core away costs 0.3 us if nobody wants it.
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -82,7 +86,10 @@ void Engine::idle(int& spins, double& idle_since_s) {
   if (spins++ == 0) idle_since_s = monotonic_s();
   if (may_spin_) {
     relax();
-    if (spins % kSpinsPerClock != 0 || monotonic_s() - idle_since_s < kSpinS) return;
+    if (spins % kSpinsPerClock != 0) return;
+    const double idle_s = monotonic_s() - idle_since_s;
+    if (idle_s > kYieldAfterS) sched_yield();
+    if (idle_s < kSpinS) return;
   } else if (spins < kYields) {
     sched_yield();
     return;
