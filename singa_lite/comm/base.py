@@ -116,8 +116,8 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
 
-    Every rank must call the same collectives in the same order with equal shapes and dtypes; a rank that
-    does not is a ``CommError`` on all. ``all_reduce``, ``reduce`` and ``broadcast`` change the arrays in
+    Every rank must call the same collectives in the same order with equal sizes, dtypes and names; a rank
+    that does not is a ``CommError`` on all. ``all_reduce``, ``reduce`` and ``broadcast`` change the arrays in
     place; an array must not be touched before its ``Work`` has ended. Sums run in rank order (float16 in
     float32), so all ranks get the same bits. Not for use by two threads at once, nor after a fork.
 
