@@ -49,6 +49,8 @@ class Device:
     def next_random(self) -> tuple[int, int]:
         """Claim the next piece of the random stream, as (seed, counter) for a random kernel."""
         self._counter += 1
+        if state.recorder is not None:
+            state.recorder.draw(self)
         return self._seed, self._counter
 
     def get_random_state(self) -> tuple[int, int]:

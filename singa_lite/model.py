@@ -19,6 +19,7 @@ from .config import state
 from .errors import CheckpointError, GraphError
 from .layer.base import Layer
 from .opt.base import Optimizer
+from .record import RecordInfo, Records
 from .tensor import Tensor, to_numpy
 
 # Parts of a checkpoint, a zip file. The first two are SINGA's.
@@ -54,6 +55,8 @@ class Model(Layer):
         self.optimizer: Optimizer | None = None
         self._is_compiled = False
         self._is_prepared = False  # the optimizer knows the parameters
+        self._use_graph = False
+        self._records = Records()
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``."""
@@ -61,6 +64,7 @@ class Model(Layer):
             raise GraphError(f"set_optimizer: expected an Optimizer, got {type(optimizer).__name__}")
         self.optimizer = optimizer
         self._is_prepared = False
+        self._records.clear()
 
     def compile(
         self,
@@ -74,7 +78,8 @@ class Model(Layer):
         Args:
             inputs: tensors of the shapes and dtypes to train on; their values do not matter.
             is_train: the mode to start in.
-            use_graph: accepted; every step runs eagerly for now, with the same results.
+            use_graph: record the step of each combination of shapes, dtypes and options at its first call and
+                replay it afterwards (graph.py); ``graph_info`` tells what was recorded.
             sequential: accepted for SINGA scripts; operators always run in order.
         """
         training, state.training = state.training, False  # so that batch norm keeps its statistics
@@ -86,6 +91,7 @@ class Model(Layer):
         self._is_compiled = True
         self._prepare()
         self.train(is_train)
+        self.graph(use_graph, sequential)
 
     def _prepare(self) -> None:
         if self.optimizer is None or self._is_prepared or not self._is_compiled:
@@ -94,6 +100,15 @@ class Model(Layer):
         buffers = {name: value for name, value in self.get_states().items() if name not in params}
         self.optimizer.prepare(params, buffers)
         self._is_prepared = True
+
+    def graph(self, mode: bool = True, sequential: bool = False) -> None:
+        """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""
+        self._use_graph = mode
+        self._records.clear()
+
+    def graph_info(self) -> list[RecordInfo]:
+        """What was recorded: one entry a combination of shapes, dtypes and options."""
+        return self._records.info()
 
     def train(self, mode: bool = True) -> None:
         """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` too."""
@@ -117,7 +132,9 @@ class Model(Layer):
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
         state.training = True
         self._prepare()
-        return self.train_one_batch(*inputs, **options)
+        if not self._use_graph:
+            return self.train_one_batch(*inputs, **options)
+        return self._records.call(self.train_one_batch, inputs, options, list(self.get_states().values()))
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from .config import state
 from .device import Device, get_default_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError
+from .graph import refuse
 
 float16 = np.dtype("float16")
 float32 = np.dtype("float32")
@@ -60,7 +62,10 @@ class Tensor:
         backend = self.device.backend
         if data is None:
             self._data = backend.zeros(_as_shape(shape), as_dtype(dtype or float32))
+            if state.recorder is not None:  # a replay finds what the last step left there
+                backend.run("fill", out=self._data, value=0.0)
         else:
+            refuse("it makes a Tensor from host values, which a replay would not see change")
             values = np.asarray(data)
             wanted = as_dtype(dtype) if dtype is not None else _natural_dtype(values.dtype)
             self._data = backend.asarray(_convert(values, wanted, "Tensor", rounds=True))
@@ -155,6 +160,7 @@ class Tensor:
             ShapeError: another number of elements, or offset != 0.
             DTypeError: a value this dtype cannot hold exactly (0.5 as int32, a float64 0.1 as float32).
         """
+        refuse("it copies host values into a Tensor, which a replay would not see change")
         values = np.asarray(np_array)
         if values.size != self.size() or offset:
             raise ShapeError(f"copy_from_numpy: {values.size} values do not fit into shape {self.shape}")
@@ -416,6 +422,7 @@ def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
 
 def to_numpy(t: Tensor) -> np.ndarray:
     """A numpy copy of the values."""
+    refuse("it reads values on the host, and a replay runs no Python that could use them")
     array: np.ndarray = t.device.backend.to_numpy(t.data)
     return array
 

@@ -22,11 +22,11 @@ FLOORS = {
     9: {"cli", "data", "singa_wrap"},
     8: {"model"},
     7: {"layer", "opt"},
-    6: {"autograd", "sync", "initializer"},
+    6: {"autograd", "sync", "initializer", "record"},
     5: {"tensor"},
     4: {"device"},
     3: {"backend", "comm"},
-    2: {"_native"},
+    2: {"_native", "graph"},
     1: {"errors", "config"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import state
 from ..errors import OptionError
 
 Array = Any  # Any: numpy.ndarray on the CPU, cupy.ndarray on CUDA; see Note [kernel form]
@@ -133,6 +134,18 @@ class Backend(ABC):
         Raises:
             OptionError: ``kernel`` is not a kernel of this backend.
         """
+        if state.recorder is not None:
+            state.recorder.add(self, kernel, inputs, out, attributes)
+        self.execute(kernel, inputs, out, attributes)
+
+    def execute(
+        self,
+        kernel: str,
+        inputs: tuple[Array, ...],
+        out: Array | tuple[Array, ...],
+        attributes: dict[str, Any],
+    ) -> None:
+        """What ``run`` does, unrecorded."""
         self.find(kernel)(*inputs, out=out, **attributes)
 
     def find(self, kernel: str) -> Callable[..., None]:

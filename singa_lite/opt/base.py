@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
 from .. import autograd
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
+from ..graph import host
 from ..tensor import Tensor
 from .schedule import DecayScheduler, as_schedule
 
@@ -35,8 +37,8 @@ class Optimizer(ABC):
 
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
-        self.update_all(list(autograd.backward(loss)))
-        self.step()
+        pairs = list(autograd.backward(loss))
+        host(partial(self._apply, pairs))
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Learn the names of a model's parameters; ``buffers`` are states without gradient.
@@ -46,6 +48,10 @@ class Optimizer(ABC):
         for name, param in params.items():
             param.name = name
             self.slots(param)
+
+    def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self.update_all(pairs)
+        self.step()
 
     @abstractmethod
     def update_all(self, pairs: Pairs) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..device import get_default_device
 from ..errors import CheckpointError, CommError, OptionError, check_choice
+from ..graph import host
 from ..sync import find_schemes
 from ..sync.base import StepOptions, SyncStrategy
 from ..sync.fp16 import HalfMessage
@@ -137,16 +139,26 @@ class DistOpt(Optimizer):
         scheme = self._scheme(dist_option, threshold)
         options = StepOptions(self.spars if spars is None else spars, corr, clip_value)
         scheme.check(options)
-        scheme.begin(options)
+        host(partial(scheme.begin, options))
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
                 rest = [(param, grad), *gradients]
-                self._learn([known for known, _ in rest if known not in self._names])
-                for known, known_grad in rest:
-                    scheme.push(known, known_grad)
+                host(partial(self._meet, rest, scheme))
                 break
+            host(partial(scheme.push, param, grad))
+        host(partial(self._finish, scheme))
+
+    def _meet(self, pairs: list[tuple[Tensor, Tensor]], scheme: SyncStrategy) -> None:
+        """Push gradients of parameters that may be new."""
+        unknown = [param for param, _ in pairs if param not in self._names]
+        if unknown:
+            self._learn(unknown)
+        for param, grad in pairs:
             scheme.push(param, grad)
+
+    def _finish(self, scheme: SyncStrategy) -> None:
+        """Wait for the means, update by them, and count the step."""
         pairs = list(scheme.finish())
         self.opt.update_all(pairs)
         scheme.after_update([param for param, _ in pairs])

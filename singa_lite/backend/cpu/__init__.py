@@ -39,8 +39,12 @@ class CpuBackend(
 
     name = "cpu"
 
-    def run(
-        self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
+    def execute(
+        self,
+        kernel: str,
+        inputs: tuple[Array, ...],
+        out: Array | tuple[Array, ...],
+        attributes: dict[str, Any],
     ) -> None:
         method = self.find(kernel)
         with np.errstate(all="ignore"):  # overflow is inf and invalid is NaN, as on every other device

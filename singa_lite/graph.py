@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record a training step as a list of calls, and replay it without the Python that made them.
+
+What lives here: the recorder that Backend.run tells of every kernel, and the plan made from it. What does not:
+which step a record belongs to (model.py), what a kernel computes (backend/).
+
+Note [recorded step]: while a step runs eagerly, every kernel call is kept with the arrays it read and wrote, so
+replaying the list on the same arrays repeats the step. What must happen in Python each time - handing a gradient
+to its synchronisation scheme, waiting, updating parameters - is wrapped in ``host`` and kept as a call of its own;
+the kernels it runs are not recorded. Between two host calls no other Python of the step runs.
+A step that reads values back, or makes tensors from host values, would be frozen by this; it refuses to be
+replayed and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .config import state
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel of a recorded step.
+
+    Attributes:
+        backend: what runs it (backend.base.Backend, of a higher floor).
+        kernel, inputs, out, attributes: as given to ``Backend.run``.
+        random: the device whose stream the kernel draws from at every replay, or None.
+    """
+
+    backend: Any
+    kernel: str
+    inputs: tuple[Any, ...]
+    out: Any
+    attributes: dict[str, Any]
+    random: Any
+
+    def arrays(self) -> list[Any]:
+        """All arrays it reads and writes."""
+        return [*self.inputs, *(self.out if isinstance(self.out, tuple) else (self.out,))]
+
+    def __call__(self) -> None:
+        attributes = self.attributes
+        if self.random is not None:
+            seed, counter = self.random.next_random()
+            attributes = {**attributes, "seed": seed, "counter": counter}
+        self.backend.execute(self.kernel, self.inputs, self.out, attributes)
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """Python that runs at every replay."""
+
+    function: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.function()
+
+
+class Recorder:
+    """Collects the calls of one step, see Note [recorded step].
+
+    Attributes:
+        calls: kernels and host calls, in their order.
+        refusal: why the step must not be replayed; None if it may be.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[KernelCall | HostCall] = []
+        self.refusal: str | None = None
+        self._random: Any = None  # the device that gave numbers to the kernel that comes next
+
+    def add(
+        self, backend: Any, kernel: str, inputs: tuple[Any, ...], out: Any, attributes: dict[str, Any]
+    ) -> None:
+        """Keep a kernel call."""
+        random, self._random = self._random, None
+        if "counter" in attributes and random is None:
+            self.refuse(f"{kernel} draws random numbers that come from no device")
+        self.calls.append(KernelCall(backend, kernel, inputs, out, attributes, random))
+
+    def draw(self, device: Any) -> None:
+        """Tell that the next kernel draws from ``device``."""
+        self._random = device
+
+    def refuse(self, reason: str) -> None:
+        """Tell why this step cannot be replayed; the first reason counts."""
+        self.refusal = self.refusal or reason
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Listen to every kernel inside the ``with`` block."""
+        before, state.recorder = state.recorder, self
+        try:
+            yield
+        finally:
+            state.recorder = before
+
+    def host(self, function: Callable[[], Result]) -> Result:
+        """Run ``function`` unheard, and keep it to be run at every replay."""
+        self.calls.append(HostCall(function))
+        state.recorder = None
+        try:
+            return function()
+        finally:
+            state.recorder = self
+
+
+def host(function: Callable[[], Result]) -> Result:
+    """Run ``function`` now, and at this place of every replay if the step is being recorded."""
+    recorder: Recorder | None = state.recorder
+    return function() if recorder is None else recorder.host(function)
+
+
+def refuse(reason: str) -> None:
+    """Say that the step being recorded, if any, must run eagerly."""
+    if state.recorder is not None:
+        state.recorder.refuse(reason)

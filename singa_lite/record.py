@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a model's training step: which one belongs to a call, and replaying it on new inputs.
+
+What lives here: keys, private copies of inputs and results. What does not: how a step is recorded (graph.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from .config import state
+from .graph import HostCall, KernelCall, Recorder
+from .tensor import Tensor
+
+MAX_RECORDS = 8  # each holds all activations of its step; the least recently used is dropped
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RecordInfo:
+    """What a person may want to know of one record.
+
+    Attributes:
+        inputs: shapes and dtypes of the tensors, and the options, that it belongs to.
+        num_kernels: kernel calls of a replay.
+        num_host_calls: places where Python runs: a gradient handed to its scheme, the update.
+        num_bytes: memory the record holds on to, without parameters.
+        refusal: why such steps run eagerly instead; None if they are replayed.
+    """
+
+    inputs: str
+    num_kernels: int
+    num_host_calls: int
+    num_bytes: int
+    refusal: str | None
+
+
+class Record:
+    """One recorded step.
+
+    Inputs and results of a replay belong to the caller: the record works on copies of its own.
+    """
+
+    def __init__(
+        self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], states: list[Tensor]
+    ) -> None:
+        """Run ``step`` once, eagerly, on copies of the tensors in its arguments, and keep its calls."""
+        recorder = Recorder()
+        copies = {key: _own(value) for key, value in _named(arguments, options).items()}
+        self._inputs = {key: value for key, value in copies.items() if isinstance(value, Tensor)}
+        self._label = ", ".join(
+            f"{v.dtype}{list(v.shape)}" if isinstance(v, Tensor) else repr(v) for v in copies.values()
+        )
+        if any(tensor.stores_grad for tensor in self._inputs.values()):
+            recorder.refuse("an input stores its gradient")
+        with recorder.recording():
+            self._result = step(
+                *(copies[place] for place in range(len(arguments))),
+                **{name: copies[name] for name in options},
+            )
+        self.refusal = recorder.refusal
+        self.result = _copied(self._result)  # of the step just run, for its caller
+        self._calls: list[KernelCall | HostCall] = [] if self.refusal else recorder.calls
+        self._states = [(tensor, tensor.data) for tensor in states]
+
+    def is_current(self) -> bool:
+        """Whether parameters and statistics still live where the record reads and writes them."""
+        return all(tensor.data is array for tensor, array in self._states)
+
+    def replay(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run the recorded calls on new values; what the step returned, as new tensors."""
+        given = _named(arguments, options)
+        for key, tensor in self._inputs.items():
+            tensor.copy_data(given[key])
+        for call in self._calls:
+            call()
+        return _copied(self._result)
+
+    def info(self) -> RecordInfo:
+        """For people."""
+        kernels = [call for call in self._calls if isinstance(call, KernelCall)]
+        states = {id(array) for _, array in self._states}
+        arrays = {id(array): array for call in kernels for array in call.arrays() if id(array) not in states}
+        owners = {id(array): array for array in arrays.values() if getattr(array, "base", None) is None}
+        return RecordInfo(
+            self._label,
+            len(kernels),
+            len(self._calls) - len(kernels),
+            sum(array.nbytes for array in owners.values()),
+            self.refusal,
+        )
+
+
+class Records:
+    """The records of one model, by what a call is made of."""
+
+    def __init__(self) -> None:
+        self._records: OrderedDict[Hashable, Record] = OrderedDict()
+
+    def call(
+        self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], states: list[Tensor]
+    ) -> Any:
+        """Replay the record of such a call, or run the step and make one."""
+        key = _key_of(arguments, options)
+        if key is None or state.recorder is not None:
+            return step(*arguments, **options)
+        record = self._records.get(key)
+        if record is not None and not record.is_current():
+            self._records.clear()
+            record = None
+        if record is None:
+            record = Record(step, arguments, options, states)
+            self._records[key] = record
+            if len(self._records) > MAX_RECORDS:
+                self._records.popitem(last=False)
+            result, record.result = record.result, None
+            return result
+        self._records.move_to_end(key)
+        return step(*arguments, **options) if record.refusal else record.replay(arguments, options)
+
+    def info(self) -> list[RecordInfo]:
+        """One entry a record, the least recently used first."""
+        return [record.info() for record in self._records.values()]
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self._records.clear()
+
+
+def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[int | str, Any]:
+    named: dict[int | str, Any] = dict(enumerate(arguments))
+    named.update(options)
+    return named
+
+
+def _key_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable | None:
+    """Shapes, dtypes, devices and plain values of a call; None if it cannot be told from others."""
+    key = tuple(
+        (
+            name,
+            (value.shape, value.dtype.str, id(value.device))
+            if isinstance(value, Tensor)
+            else (type(value), value),
+        )
+        for name, value in _named(arguments, options).items()
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    """``value`` with every Tensor in it as a leaf of its own."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded steps: a replay does what the eager step does, with new inputs, options and random numbers."""
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.config import state
+from singa_lite.device import get_default_device
+from singa_lite.errors import ShapeError
+from singa_lite.graph import Recorder
+from singa_lite.record import MAX_RECORDS
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.ranks import run_ranks
+
+OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+
+
+class Net(model.Model):
+    """Convolution, batch norm, dropout, a tensor used twice: whatever a replay could get wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = layer.Conv2d(3, 3, padding=1, activation="RELU")
+        self.norm = layer.BatchNorm2d()
+        self.pool = layer.MaxPool2d(2)
+        self.dropout = layer.Dropout(0.4)
+        self.flatten = layer.Flatten()
+        self.linear = layer.Linear(4)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        y = self.flatten(self.pool(self.norm(self.conv(x))))
+        return self.linear(self.dropout(y) + y)
+
+    def train_one_batch(self, x, y, dist_option="fp32", spars=0.2):
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss, dist_option=dist_option, spars=spars)
+        return out, loss
+
+
+def batch(step, size=8):
+    rng = np.random.default_rng(step)
+    return from_numpy(rng.standard_normal((size, 2, 6, 6))), from_numpy(rng.integers(0, 4, size))
+
+
+def compiled(use_graph, net=None, communicator=None, optimizer=None):
+    get_default_device().SetRandSeed(5)
+    net = net or Net()
+    sgd = optimizer or opt.SGD(lr=opt.ExponentialDecay(0.1, 2, 0.7), momentum=0.9)
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator or LocalCommunicator(World()), threshold=30))
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    return net
+
+
+def values(net):
+    return {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
+
+
+def trained(use_graph, calls, **options):
+    """Losses, outputs and final states of a model on a list of (step, size, further arguments)."""
+    net = compiled(use_graph, **options)
+    get_default_device().SetRandSeed(7)
+    seen = []
+    for step, size, arguments in calls:
+        out, loss = net(*batch(step, size), *arguments)
+        seen += [to_numpy(out).tobytes(), to_numpy(loss).tobytes()]
+    return seen, values(net), net
+
+
+@pytest.fixture(autouse=True)
+def evaluation_afterwards():
+    yield
+    autograd.training = False
+    assert state.recorder is None
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_ten_replayed_steps_equal_ten_eager_ones_bit_for_bit(option):
+    calls = [(step, 8, (option, 0.2)) for step in range(10)]
+    eager, graph = trained(False, calls), trained(True, calls)
+    assert graph[0] == eager[0] and graph[1] == eager[1]
+    [info] = graph[2].graph_info()
+    assert info.refusal is None and info.num_kernels == 20 and info.num_bytes > 0
+    assert info.num_host_calls == 6 + 2  # six gradients, begin and finish
+    assert graph[2].num_runs == 1 and eager[2].num_runs == 10
+
+
+def test_adam_counts_its_steps_in_a_replay():
+    calls = [(step, 8, ()) for step in range(6)]
+    eager, graph = (trained(use_graph, calls, optimizer=opt.Adam(lr=0.01)) for use_graph in (False, True))
+    assert graph[1] == eager[1]
+
+
+def test_shapes_and_options_have_records_of_their_own():
+    calls = [
+        (0, 8, ()),
+        (1, 5, ()),
+        (2, 8, ("sparseTopK", 0.5)),
+        (3, 8, ()),
+        (4, 5, ()),
+        (5, 8, ("sparseTopK", 0.1)),
+    ]
+    eager, graph = trained(False, calls), trained(True, calls)
+    assert graph[:2] == eager[:2]
+    assert len(graph[2].graph_info()) == 4
+
+
+def test_only_the_latest_records_are_kept():
+    calls = [(0, size, ()) for size in range(1, MAX_RECORDS + 4)] + [(0, 1, ())]
+    eager, graph = trained(False, calls), trained(True, calls)
+    assert graph[:2] == eager[:2]
+    infos = graph[2].graph_info()
+    assert len(infos) == MAX_RECORDS and infos[-1].inputs.startswith("float32[1, ")
+
+
+def test_inputs_and_results_belong_to_the_caller():
+    net = compiled(True)
+    x, y = batch(0)
+    results = []
+    for step in range(3):
+        before = to_numpy(x).tobytes()
+        results.append(net(x, y))
+        assert to_numpy(x).tobytes() == before
+        x.copy_from_numpy(to_numpy(batch(step + 1)[0]))
+    outs = [to_numpy(out).tobytes() for out, _ in results]
+    assert len(set(outs)) == 3
+    results[0][0].data[:] = 0
+    net(x, y)
+    assert to_numpy(results[1][0]).tobytes() == outs[1]
+
+
+def test_dropout_draws_new_masks_in_every_replay():
+    net = compiled(True)
+    x, y = batch(0)
+    net.optimizer.opt.lr = opt.Constant(0.0)
+    outs = {to_numpy(net(x, y)[0]).tobytes() for _ in range(4)}
+    assert len(outs) == 4
+
+
+class ReadsTheLoss(Net):
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        if loss.item() > 0:
+            self.optimizer(loss)
+        return out, loss
+
+
+class MakesATensor(Net):
+    def train_one_batch(self, x, y):
+        self.calls = getattr(self, "calls", 0) + 1
+        out = self.forward(x * Tensor(data=np.full(1, self.calls, np.float32)))
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(ReadsTheLoss, "reads values"), (MakesATensor, "makes a Tensor")]
+)
+def test_a_step_that_a_replay_would_freeze_runs_eagerly_and_says_why(kind, reason):
+    calls = [(step, 8, ()) for step in range(4)]
+    eager, graph = trained(False, calls, net=kind()), trained(True, calls, net=kind())
+    assert graph[:2] == eager[:2]
+    [info] = graph[2].graph_info()
+    assert reason in info.refusal and info.num_kernels == 0
+
+
+def test_loaded_states_are_what_the_next_replay_uses(tmp_path):
+    calls = [(step, 8, ()) for step in range(3)]
+    _, _, net = trained(True, calls)
+    net.save_states(tmp_path / "net.zip")
+    kept = values(net)
+    net(*batch(9))
+    net.load_states(tmp_path / "net.zip")
+    assert values(net) == kept
+    expected = values(net)
+    other = compiled(False)
+    other.load_states(tmp_path / "net.zip")
+    assert values(other) == expected
+    random_state = get_default_device().get_random_state()
+    first = to_numpy(net(*batch(4))[1]).tobytes()
+    get_default_device().set_random_state(random_state)
+    assert to_numpy(other(*batch(4))[1]).tobytes() == first
+    assert values(net) == values(other)
+
+
+def test_a_parameter_that_moved_makes_a_new_record():
+    net, other = compiled(True), compiled(False)
+    for each in (net, other):
+        get_default_device().SetRandSeed(7)
+        each(*batch(0))
+        each.linear.W.to_type("float32")  # a new array with the same values
+        each(*batch(1))
+    assert values(net) == values(other)
+
+
+def test_bad_input_raises_in_a_replay_as_in_an_eager_step():
+    net = compiled(True)
+    x, y = batch(0)
+    net(x, y)
+    wrong = from_numpy(np.full(8, 4))
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="class ids"):
+            net(x, wrong)
+
+
+def test_a_step_that_raises_leaves_no_record():
+    net = compiled(True)
+    x, _ = batch(0)
+    with pytest.raises(ShapeError):
+        net(x, from_numpy(np.zeros(3, np.int32)))
+    assert net.graph_info() == [] and state.recorder is None
+
+
+def test_evaluation_is_never_recorded():
+    net = compiled(True)
+    net(*batch(0))
+    net.eval()
+    net(batch(0)[0])
+    assert len(net.graph_info()) == 1
+
+
+def test_kernels_of_host_calls_are_not_recorded():
+    recorder, tensor = Recorder(), Tensor((2,))
+    with recorder.recording():
+        recorder.host(lambda: tensor.set_value(1.0))
+        tensor.set_value(2.0)
+    assert len(recorder.calls) == 2
+    tensor.set_value(0.0)
+    recorder.calls[0]()
+    np.testing.assert_array_equal(to_numpy(tensor), [1, 1])
+
+
+def ranks_train(communicator, use_graph, option):
+    net = compiled(use_graph, communicator=communicator)
+    get_default_device().SetRandSeed(7 + communicator.rank)
+    for step in range(5):
+        net(*batch(10 * step + communicator.rank), option)
+    return {name: value for name, value in values(net).items() if "running" not in name}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_ranks_replay_to_the_same_bits_as_eagerly(option):
+    eager, graph = (run_ranks(ranks_train, 3, use_graph, option) for use_graph in (False, True))
+    assert graph == eager
+    if option != "partialUpdate":
+        assert graph[0] == graph[1] == graph[2]
