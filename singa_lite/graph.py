@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .config import state
@@ -45,6 +45,11 @@ class KernelCall:
         """All arrays it reads and writes."""
         return [*self.inputs, *(self.out if isinstance(self.out, tuple) else (self.out,))]
 
+    def with_arrays(self, rehome: Callable[[Any], Any]) -> KernelCall:
+        """The same call on other arrays."""
+        out = tuple(map(rehome, self.out)) if isinstance(self.out, tuple) else rehome(self.out)
+        return replace(self, inputs=tuple(map(rehome, self.inputs)), out=out)
+
     def __call__(self) -> None:
         attributes = self.attributes
         if self.random is not None:
@@ -55,12 +60,17 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class HostCall:
-    """Python that runs at every replay."""
+    """Python that runs at every replay.
 
-    function: Callable[[], object]
+    Attributes:
+        function, arguments: called as function(*arguments); the arguments name all tensors it reads.
+    """
+
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
 
     def __call__(self) -> None:
-        self.function()
+        self.function(*self.arguments)
 
 
 class Recorder:
@@ -102,20 +112,23 @@ class Recorder:
         finally:
             state.recorder = before
 
-    def host(self, function: Callable[[], Result]) -> Result:
+    def host(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function))
+        self.calls.append(HostCall(function, arguments))
         state.recorder = None
         try:
-            return function()
+            return function(*arguments)
         finally:
             state.recorder = self
 
 
-def host(function: Callable[[], Result]) -> Result:
-    """Run ``function`` now, and at this place of every replay if the step is being recorded."""
+def host(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Run ``function(*arguments)`` now, and at this place of every replay if the step is being recorded.
+
+    Every tensor that the function reads and the step computes must be among the arguments, or in lists of them.
+    """
     recorder: Recorder | None = state.recorder
-    return function() if recorder is None else recorder.host(function)
+    return function(*arguments) if recorder is None else recorder.host(function, *arguments)
 
 
 def refuse(reason: str) -> None:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from .arena import Lifetime, plan_offsets
 from .config import state
 from .graph import HostCall, KernelCall, Recorder
 from .tensor import Tensor
 
 MAX_RECORDS = 8  # each holds all activations of its step; the least recently used is dropped
 Step = Callable[..., Any]
+Call = KernelCall | HostCall
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class RecordInfo:
         inputs: shapes and dtypes of the tensors, and the options, that it belongs to.
         num_kernels: kernel calls of a replay.
         num_host_calls: places where Python runs: a gradient handed to its scheme, the update.
-        num_bytes: memory the record holds on to, without parameters.
+        num_bytes: memory that activations and their gradients share.
         refusal: why such steps run eagerly instead; None if they are replayed.
     """
 
@@ -63,8 +65,13 @@ class Record:
             )
         self.refusal = recorder.refusal
         self.result = _copied(self._result)  # of the step just run, for its caller
-        self._calls: list[KernelCall | HostCall] = [] if self.refusal else recorder.calls
         self._states = [(tensor, tensor.data) for tensor in states]
+        self._num_bytes = 0
+        self._calls: list[Call] = []
+        if self.refusal is None:
+            kept = [array for _, array in self._states]
+            kept += [tensor.data for tensor in _tensors([self._inputs, self._result])]
+            self._calls, self._num_bytes = share_memory(recorder.calls, kept)
 
     def is_current(self) -> bool:
         """Whether parameters and statistics still live where the record reads and writes them."""
@@ -81,16 +88,9 @@ class Record:
 
     def info(self) -> RecordInfo:
         """For people."""
-        kernels = [call for call in self._calls if isinstance(call, KernelCall)]
-        states = {id(array) for _, array in self._states}
-        arrays = {id(array): array for call in kernels for array in call.arrays() if id(array) not in states}
-        owners = {id(array): array for array in arrays.values() if getattr(array, "base", None) is None}
+        num_kernels = sum(isinstance(call, KernelCall) for call in self._calls)
         return RecordInfo(
-            self._label,
-            len(kernels),
-            len(self._calls) - len(kernels),
-            sum(array.nbytes for array in owners.values()),
-            self.refusal,
+            self._label, num_kernels, len(self._calls) - num_kernels, self._num_bytes, self.refusal
         )
 
 
@@ -130,6 +130,47 @@ class Records:
         self._records.clear()
 
 
+def share_memory(calls: list[Call], kept: list[Any]) -> tuple[list[Call], int]:
+    """Move the temporary arrays of a step into one arena, where those that are never alive together share it.
+
+    An array is temporary if a kernel of the step writes it before any reads it, and neither ``kept`` nor a host
+    call has it.
+
+    Returns:
+        (the same calls on the moved arrays, bytes of the arena).
+    """
+    kernels = [call for call in calls if isinstance(call, KernelCall)]
+    if not kernels:
+        return calls, 0
+    backend = kernels[0].backend
+    kept = kept + [t.data for call in calls if isinstance(call, HostCall) for t in _tensors(call.arguments)]
+    lifetimes = _lifetimes(calls, backend, {id(backend.root(array)) for array in kept})
+    offsets, total = plan_offsets(list(lifetimes.values()))
+    place = dict(zip(lifetimes, offsets, strict=True))
+    arena = backend.empty((total,), "uint8")
+
+    def rehome(array: Any) -> Any:
+        offset = place.get(id(backend.root(array)))
+        return array if offset is None else backend.move(array, arena, offset)
+
+    return [call.with_arrays(rehome) if isinstance(call, KernelCall) else call for call in calls], total
+
+
+def _lifetimes(calls: list[Call], backend: Any, kept: set[int]) -> dict[int, Lifetime]:
+    """The lifetime of every temporary array, by the id of its root; ``calls`` keep the roots alive."""
+    lifetimes: dict[int, Lifetime] = {}
+    for number, call in enumerate(calls):
+        if not isinstance(call, KernelCall):
+            continue
+        for root in map(backend.root, call.inputs):
+            if id(root) not in lifetimes:  # a constant, or what the step before left
+                kept.add(id(root))
+        for root in map(backend.root, call.arrays()):
+            first = lifetimes[id(root)].first if id(root) in lifetimes else number
+            lifetimes[id(root)] = Lifetime(root.nbytes, first, number)
+    return {key: lifetime for key, lifetime in lifetimes.items() if key not in kept}
+
+
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[int | str, Any]:
     named: dict[int | str, Any] = dict(enumerate(arguments))
     named.update(options)
@@ -156,6 +197,15 @@ def _key_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable | N
 
 def _own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All Tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
 def _copied(value: Any) -> Any:

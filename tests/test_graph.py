@@ -229,7 +229,7 @@ def test_evaluation_is_never_recorded():
 def test_kernels_of_host_calls_are_not_recorded():
     recorder, tensor = Recorder(), Tensor((2,))
     with recorder.recording():
-        recorder.host(lambda: tensor.set_value(1.0))
+        recorder.host(tensor.set_value, 1.0)
         tensor.set_value(2.0)
     assert len(recorder.calls) == 2
     tensor.set_value(0.0)
@@ -251,3 +251,22 @@ def test_ranks_replay_to_the_same_bits_as_eagerly(option):
     assert graph == eager
     if option != "partialUpdate":
         assert graph[0] == graph[1] == graph[2]
+
+
+def test_activations_that_never_meet_share_memory():
+    class Deep(Net):
+        def __init__(self):
+            super().__init__()
+            self.layers = [layer.Conv2d(3, 3, padding=1, activation="RELU") for _ in range(8)]
+
+        def forward(self, x):
+            for each in self.layers:
+                x = each(x)
+            return self.linear(self.flatten(x))
+
+    calls = [(step, 8, ()) for step in range(4)]
+    eager, graph = trained(False, calls, net=Deep()), trained(True, calls, net=Deep())
+    assert graph[:2] == eager[:2]
+    activation = 4 * 8 * 3 * 6 * 6
+    # eight convolutions and eight activations are saved for backward; their gradients come one after the other
+    assert graph[2].graph_info()[0].num_bytes < (16 + 6) * (activation + 64)

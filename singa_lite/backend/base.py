@@ -169,6 +169,14 @@ class Backend(ABC):
         """A new row-major array of this backend with the values and dtype of a numpy array."""
 
     @abstractmethod
+    def root(self, array: Array) -> Array:
+        """The array that owns the memory ``array`` is a part of; itself if it owns it."""
+
+    @abstractmethod
+    def move(self, array: Array, arena: Array, offset: int) -> Array:
+        """An array like ``array`` whose root starts at byte ``offset`` of ``arena`` (uint8); values undefined."""
+
+    @abstractmethod
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
         """A numpy copy of ``array``, after all kernels that write it."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
 
@@ -38,7 +37,7 @@ class Optimizer(ABC):
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
         pairs = list(autograd.backward(loss))
-        host(partial(self._apply, pairs))
+        host(self._apply, pairs)
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Learn the names of a model's parameters; ``buffers`` are states without gradient.

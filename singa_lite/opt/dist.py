@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,15 +138,15 @@ class DistOpt(Optimizer):
         scheme = self._scheme(dist_option, threshold)
         options = StepOptions(self.spars if spars is None else spars, corr, clip_value)
         scheme.check(options)
-        host(partial(scheme.begin, options))
+        host(scheme.begin, options)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
                 rest = [(param, grad), *gradients]
-                host(partial(self._meet, rest, scheme))
+                host(self._meet, rest, scheme)
                 break
-            host(partial(scheme.push, param, grad))
-        host(partial(self._finish, scheme))
+            host(scheme.push, param, grad)
+        host(self._finish, scheme)
 
     def _meet(self, pairs: list[tuple[Tensor, Tensor]], scheme: SyncStrategy) -> None:
         """Push gradients of parameters that may be new."""

@@ -59,6 +59,15 @@ class CpuBackend(
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
         return np.array(values, order="C")
 
+    def root(self, array: Array) -> Array:
+        while isinstance(array.base, np.ndarray):
+            array = array.base
+        return array
+
+    def move(self, array: Array, arena: Array, offset: int) -> Array:
+        inside = array.__array_interface__["data"][0] - self.root(array).__array_interface__["data"][0]
+        return np.ndarray(array.shape, array.dtype, arena, offset + inside, array.strides)
+
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
         return np.array(array, order="C")
 
