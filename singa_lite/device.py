@@ -11,6 +11,7 @@ from .backend.base import Backend
 from .backend.cpu import CpuBackend
 from .config import state
 from .errors import DeviceError, OptionError
+from .profile import TimeProfile
 
 
 class Device:
@@ -28,6 +29,7 @@ class Device:
         self._index = index
         self._seed = 0
         self._counter = 0
+        self.profile = TimeProfile()
 
     def id(self) -> int:
         """GPU number; -1 for the CPU."""
@@ -39,6 +41,20 @@ class Device:
     def Sync(self) -> None:
         """Wait until all work given to the device has ended (SINGA's name)."""
         self.backend.synchronize()
+
+    def SetVerbosity(self, verbosity: int) -> None:
+        """Measure replayed steps: 0 not at all, 1 by phase, 2 every call, 3 synchronisation only (SINGA's levels)."""
+        self.profile.set_verbosity(verbosity)
+
+    def SetSkipIteration(self, skip_iteration: int) -> None:
+        """Leave out the first replays of each record (5 at the start)."""
+        if skip_iteration < 0:
+            raise OptionError(f"SetSkipIteration: {skip_iteration} must be >= 0")
+        self.profile.skip_iteration = skip_iteration
+
+    def PrintTimeProfiling(self) -> None:
+        """Print the seconds a replay spends where, as SetVerbosity chose."""
+        print(self.profile.text(), flush=True)
 
     def SetRandSeed(self, seed: int) -> None:
         """Restart the device's random stream from ``seed`` (0 <= seed < 2**64; 0 is where it starts)."""

@@ -32,6 +32,7 @@ class KernelCall:
         backend: what runs it (backend.base.Backend, of a higher floor).
         kernel, inputs, out, attributes: as given to ``Backend.run``.
         random: the device whose stream the kernel draws from at every replay, or None.
+        phase: "Forward" or "Backward".
     """
 
     backend: Any
@@ -40,6 +41,11 @@ class KernelCall:
     out: Any
     attributes: dict[str, Any]
     random: Any
+    phase: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel
 
     def arrays(self) -> list[Any]:
         """All arrays it reads and writes."""
@@ -68,6 +74,11 @@ class HostCall:
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
+    phase = "Dist"
+
+    @property
+    def name(self) -> str:
+        return f"Dist.{getattr(self.function, '__name__', 'call').strip('_')}"
 
     def __call__(self) -> None:
         self.function(*self.arguments)
@@ -79,11 +90,13 @@ class Recorder:
     Attributes:
         calls: kernels and host calls, in their order.
         refusal: why the step must not be replayed; None if it may be.
+        phase: "Forward", and "Backward" once autograd.backward was called.
     """
 
     def __init__(self) -> None:
         self.calls: list[KernelCall | HostCall] = []
         self.refusal: str | None = None
+        self.phase = "Forward"
         self._random: Any = None  # the device that gave numbers to the kernel that comes next
 
     def add(
@@ -93,7 +106,7 @@ class Recorder:
         random, self._random = self._random, None
         if "counter" in attributes and random is None:
             self.refuse(f"{kernel} draws random numbers that come from no device")
-        self.calls.append(KernelCall(backend, kernel, inputs, out, attributes, random))
+        self.calls.append(KernelCall(backend, kernel, inputs, out, attributes, random, self.phase))
 
     def draw(self, device: Any) -> None:
         """Tell that the next kernel draws from ``device``."""

@@ -6,14 +6,18 @@ What lives here: keys, private copies of inputs and results. What does not: how 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .arena import Lifetime, plan_offsets
 from .config import state
+from .device import get_default_device
 from .graph import HostCall, KernelCall, Recorder
+from .profile import TimeProfile
 from .tensor import Tensor
 
 MAX_RECORDS = 8  # each holds all activations of its step; the least recently used is dropped
@@ -66,6 +70,7 @@ class Record:
         self.refusal = recorder.refusal
         self.result = _copied(self._result)  # of the step just run, for its caller
         self._states = [(tensor, tensor.data) for tensor in states]
+        self._device = states[0].device if states else get_default_device()
         self._num_bytes = 0
         self._calls: list[Call] = []
         if self.refusal is None:
@@ -82,9 +87,23 @@ class Record:
         given = _named(arguments, options)
         for key, tensor in self._inputs.items():
             tensor.copy_data(given[key])
+        profile = self._device.profile
+        if profile.verbosity:
+            self._replay_timed(profile)
+        else:
+            for call in self._calls:
+                call()
+        return _copied(self._result)
+
+    def _replay_timed(self, profile: TimeProfile) -> None:
+        """Run the calls and tell the device's profile how long each took."""
+        times = [time.perf_counter()]
         for call in self._calls:
             call()
-        return _copied(self._result)
+            self._device.Sync()
+            times.append(time.perf_counter())
+        names = [(call.phase, call.name) for call in self._calls]
+        profile.add(id(self), names, [end - start for start, end in pairwise(times)])
 
     def info(self) -> RecordInfo:
         """For people."""

@@ -26,7 +26,7 @@ FLOORS = {
     5: {"tensor"},
     4: {"device"},
     3: {"backend", "comm"},
-    2: {"_native", "arena", "graph"},
+    2: {"_native", "arena", "graph", "profile"},
     1: {"errors", "config"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

@@ -270,3 +270,38 @@ def test_activations_that_never_meet_share_memory():
     activation = 4 * 8 * 3 * 6 * 6
     # eight convolutions and eight activations are saved for backward; their gradients come one after the other
     assert graph[2].graph_info()[0].num_bytes < (16 + 6) * (activation + 64)
+
+
+def profiled(capsys, verbosity, replays=8):
+    net, device = compiled(True), get_default_device()
+    device.SetVerbosity(verbosity)
+    try:
+        for step in range(1 + replays):
+            net(*batch(step))
+        device.PrintTimeProfiling()
+    finally:
+        device.SetVerbosity(0)
+    return capsys.readouterr().out.splitlines()
+
+
+def seconds(line):
+    label, _, value = line.rpartition(" : ")
+    assert value.endswith(" sec")
+    return label, float(value.removesuffix(" sec"))
+
+
+def test_time_profiling_prints_phases_calls_or_synchronisation(capsys):
+    head, *phases = profiled(capsys, 1)
+    assert head == "Time Profiling:"
+    assert [seconds(line)[0] for line in phases] == [
+        "Forward Propagation Time", "Backward Propagation Time", "Dist Time"
+    ]  # fmt: skip
+    assert all(seconds(line)[1] > 0 for line in phases)
+    calls = [seconds(line)[0] for line in profiled(capsys, 2)[1:]]
+    assert len(calls) == 28 and calls[0] == "OP_ID0. conv2d" and calls[-1] == "OP_ID27. Dist.finish"
+    synchronisation = [seconds(line)[0] for line in profiled(capsys, 3)[1:]]
+    assert len(synchronisation) == 8 and all(". Dist." in label for label in synchronisation)
+
+
+def test_the_first_replays_are_not_counted(capsys):
+    assert "the first 5 are skipped" in profiled(capsys, 1, replays=5)[1]

@@ -185,6 +185,8 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
         )
     if y.creator.context is None:
         raise GraphError("backward: the record of this tensor was used up by an earlier backward()")
+    if state.recorder is not None:
+        state.recorder.phase = "Backward"
     return _walk(y.creator, y.creator_output, _seed(y, dy))
 
 
