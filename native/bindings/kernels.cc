@@ -15,6 +15,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/loss.h"
 #include "kernels/matmul.h"
+#include "kernels/memory.h"
 #include "kernels/norm.h"
 #include "kernels/pool.h"
 #include "kernels/select.h"
@@ -104,6 +105,30 @@ bool run(const Body& body) {
   if constexpr (std::is_same_v<decltype(body()), bool>) return body();
   else body();
   return true;
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+constexpr std::size_t kPooled = 64 << 10;  // bytes; below, malloc reuses memory itself
+
+// A row-major array of undefined content, from the pool where it is large.
+py::array empty(const py::handle& shape_, const py::object& dtype_) {
+  const auto dtype = py::dtype::from_args(dtype_);
+  const auto shape = shape_.cast<std::vector<py::ssize_t>>();
+  std::size_t bytes = std::size_t(dtype.itemsize());
+  for (const py::ssize_t size : shape) bytes *= std::size_t(size);
+  if (bytes < kPooled || dtype.has_fields() || dtype.kind() == 'O') return py::array(dtype, shape);
+  void* block = memory_pool().acquire(bytes);
+  struct Owned {
+    void* block;
+    std::size_t bytes;
+  };
+  const py::capsule owner(new Owned{block, bytes}, [](void* pointer) {
+    const auto* owned = static_cast<Owned*>(pointer);
+    memory_pool().release(owned->block, owned->bytes);
+    delete owned;
+  });
+  return py::array(dtype, shape, block, owner);
 }
 
 // ---- element by element ----------------------------------------------------------------------------------------------
@@ -507,6 +532,9 @@ PYBIND11_MODULE(_kernels, m) {
   m.attr("onednn") = "";
 #endif
   m.def("num_threads", &num_threads, "Threads the next kernel may use.");
+
+  m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
+  m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");
 
   const py::kw_only kw;
   m.def("relu", &bind_relu, "x"_a, kw, "out"_a);

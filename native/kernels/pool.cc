@@ -9,58 +9,71 @@
 #include "kernels/threads.h"
 
 namespace singa_lite {
-namespace pool_loops {
-
-// 2x2 windows side by side, the common case: vectors of windows instead of one at a time.
-template <class Index>
-ALWAYS_INLINE void max_2x2_row(const float* top, const float* bottom, float* y, Index* indices, std::int64_t count) {
-#pragma GCC ivdep
-  for (std::int64_t j = 0; j < count; ++j) {
-    const float a = top[2 * j], b = top[2 * j + 1], c = bottom[2 * j], d = bottom[2 * j + 1];
-    int number = 0;
-    float best = a;
-    number = b > best ? 1 : number;  // strictly: the first of equals wins
-    best = (b > best) | (b != b) ? b : best;
-    number = c > best ? 2 : number;
-    best = (c > best) | (c != c) ? c : best;
-    number = d > best ? 3 : number;
-    best = (d > best) | (d != d) ? d : best;
-    y[j] = best;
-    indices[j] = Index(number);
-  }
-}
-CLONES void max_2x2(const float* top, const float* bottom, float* y, std::uint8_t* indices, std::int64_t count) {
-  max_2x2_row(top, bottom, y, indices, count);
-}
-CLONES void max_2x2(const float* top, const float* bottom, float* y, std::int32_t* indices, std::int64_t count) {
-  max_2x2_row(top, bottom, y, indices, count);
-}
-
-template <class Index>
-ALWAYS_INLINE void max_2x2_backward_row(const float* dy, const Index* indices, float* top, float* bottom,
-                                        std::int64_t count) {
-#pragma GCC ivdep
-  for (std::int64_t j = 0; j < count; ++j) {
-    const int number = int(indices[j]);
-    const float slope = dy[j];
-    top[2 * j] = number == 0 ? slope : 0.0f;
-    top[2 * j + 1] = number == 1 ? slope : 0.0f;
-    bottom[2 * j] = number == 2 ? slope : 0.0f;
-    bottom[2 * j + 1] = number == 3 ? slope : 0.0f;
-  }
-}
-CLONES void max_2x2_backward(const float* dy, const std::uint8_t* indices, float* top, float* bottom,
-                             std::int64_t count) {
-  max_2x2_backward_row(dy, indices, top, bottom, count);
-}
-CLONES void max_2x2_backward(const float* dy, const std::int32_t* indices, float* top, float* bottom,
-                             std::int64_t count) {
-  max_2x2_backward_row(dy, indices, top, bottom, count);
-}
-
-}  // namespace pool_loops
-
 namespace {
+
+// 2x2 windows side by side, the common case, four at a time: rows are too short for the vectors a compiler would choose.
+typedef float Float4 __attribute__((vector_size(16)));
+typedef std::int32_t Int4 __attribute__((vector_size(16)));
+
+ALWAYS_INLINE Float4 load(const float* from) {
+  Float4 four;
+  std::memcpy(&four, from, sizeof four);
+  return four;
+}
+
+ALWAYS_INLINE void keep_larger(Float4 value, std::int32_t number, Float4* best, Int4* winner) {
+  const Int4 is_larger = value > *best;  // strictly: the first of equals wins
+  *winner = is_larger ? Int4{number, number, number, number} : *winner;
+  *best = (is_larger | (value != value)) ? value : *best;  // NaN is passed on
+}
+
+template <class Index>
+void max_2x2(const float* top, const float* bottom, float* y, Index* indices, std::int64_t count) {
+  std::int64_t j = 0;
+  for (; j + 4 <= count; j += 4) {
+    const Float4 a = load(top + 2 * j), b = load(top + 2 * j + 4), c = load(bottom + 2 * j), d = load(bottom + 2 * j + 4);
+    Float4 best = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    Int4 winner{};
+    keep_larger(__builtin_shufflevector(a, b, 1, 3, 5, 7), 1, &best, &winner);
+    keep_larger(__builtin_shufflevector(c, d, 0, 2, 4, 6), 2, &best, &winner);
+    keep_larger(__builtin_shufflevector(c, d, 1, 3, 5, 7), 3, &best, &winner);
+    std::memcpy(y + j, &best, sizeof best);
+    for (int i = 0; i < 4; ++i) indices[j + i] = Index(winner[i]);
+  }
+  for (; j < count; ++j) {
+    const float cells[4] = {top[2 * j], top[2 * j + 1], bottom[2 * j], bottom[2 * j + 1]};
+    int winner = 0;
+    float best = cells[0];
+    for (int number = 1; number < 4; ++number) {
+      winner = cells[number] > best ? number : winner;
+      best = cells[number] > best || cells[number] != cells[number] ? cells[number] : best;
+    }
+    y[j] = best;
+    indices[j] = Index(winner);
+  }
+}
+
+template <class Index>
+void max_2x2_backward(const float* dy, const Index* indices, float* top, float* bottom, std::int64_t count) {
+  std::int64_t j = 0;
+  for (; j + 4 <= count; j += 4) {
+    const Float4 slopes = load(dy + j), zero{};
+    const Int4 winner{std::int32_t(indices[j]), std::int32_t(indices[j + 1]), std::int32_t(indices[j + 2]),
+                      std::int32_t(indices[j + 3])};
+    Float4 cells[4];
+    for (int number = 0; number < 4; ++number)
+      cells[number] = winner == Int4{number, number, number, number} ? slopes : zero;
+    const Float4 rows[4] = {__builtin_shufflevector(cells[0], cells[1], 0, 4, 1, 5),
+                            __builtin_shufflevector(cells[0], cells[1], 2, 6, 3, 7),
+                            __builtin_shufflevector(cells[2], cells[3], 0, 4, 1, 5),
+                            __builtin_shufflevector(cells[2], cells[3], 2, 6, 3, 7)};
+    std::memcpy(top + 2 * j, rows, sizeof rows / 2);
+    std::memcpy(bottom + 2 * j, rows + 2, sizeof rows / 2);
+  }
+  for (; j < count; ++j)
+    for (int number = 0; number < 4; ++number)
+      (number < 2 ? top : bottom)[2 * j + number % 2] = int(indices[j]) == number ? dy[j] : 0.0f;
+}
 
 bool is_2x2(const Pool& p) {
   return p.kernel[0] == 2 && p.kernel[1] == 2 && p.stride[0] == 2 && p.stride[1] == 2 && p.padding[0] == 0 &&
@@ -165,7 +178,7 @@ void max_pool(const Pool& p, const float* x, float* y, Index* indices) {
     for (std::int64_t i = 0; i < p.out_height; ++i) {
       const float* top = x + plane * in + 2 * i * p.width;
       const std::int64_t at = plane * out + i * p.out_width;
-      pool_loops::max_2x2(top, top + p.width, y + at, indices + at, p.out_width);
+      max_2x2(top, top + p.width, y + at, indices + at, p.out_width);
     }
   });
 }
@@ -180,7 +193,7 @@ void max_pool_backward(const Pool& p, const float* dy, const Index* indices, flo
     for (std::int64_t i = 0; i < p.out_height; ++i) {
       float* top = dx + plane * in + 2 * i * p.width;
       const std::int64_t at = plane * out + i * p.out_width;
-      pool_loops::max_2x2_backward(dy + at, indices + at, top, top + p.width, p.out_width);
+      max_2x2_backward(dy + at, indices + at, top, top + p.width, p.out_width);
     }
   });
 }

@@ -9,7 +9,8 @@ nothing was compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..._native import load
 from ..base import KERNELS, Array, Backend
@@ -23,6 +24,10 @@ class NativeKernels(Backend):
         self._takes: dict[str, Callable[..., bool]] = {
             kernel: getattr(module, kernel) for kernel in KERNELS if hasattr(module, kernel)
         }
+        self._empty = getattr(module, "empty", None)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        return super().empty(shape, dtype) if self._empty is None else self._empty(shape, dtype)  # type: ignore[safe-super]
 
     def run(
         self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
