@@ -41,7 +41,7 @@ format: .venv-test/installed ## let ruff mend what it can
 	.venv-test/bin/ruff format .
 
 clean: ## remove the environments and all that was built
-	rm -rf .venv .venv-test .venv-openmpi build dist *.egg-info singa_lite/*.so
+	rm -rf .venv .venv-test .venv-openmpi build dist *.egg-info singa_lite/*.so singa_lite/libdnnl.*
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -2,6 +2,7 @@
 """Builds native/ with CMake into singa_lite/; pyproject.toml holds the metadata."""
 
 import importlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -14,7 +15,13 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
-EXTENSIONS = ["singa_lite._comm"] if sys.platform == "linux" else []  # what CMakeLists.txt builds
+# what CMakeLists.txt builds
+EXTENSIONS = ["singa_lite._comm", "singa_lite._kernels"] if sys.platform == "linux" else []
+ONEDNN = (
+    "onednn-devel-cpu-gomp"  # the build requirement with its CMake files; onednn-cpu-gomp has the library
+)
+BUNDLED = "libdnnl.so.3"  # copied beside _kernels, so that it is found however the package is installed
+LICENCES = ("LICENSE", "THIRD-PARTY-PROGRAMS")
 CURE = "native/ was not built, see above; it needs a C++17 compiler (Debian, Ubuntu: apt install g++)"
 
 
@@ -27,6 +34,27 @@ def tools_path() -> str:
         except ImportError:  # built without isolation, with the system's tools
             continue
     return os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])
+
+
+def files_of(package: str, *names: str) -> list[Path]:
+    """The files of an installed package that bear one of ``names``; none if it is not installed."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found = {file.name: Path(str(file.locate())).resolve() for file in files if file.name in names}
+    return [path for path in found.values() if path.is_file()]
+
+
+def onednn_options() -> list[str]:
+    """How CMake finds oneDNN; SINGA_LITE_ONEDNN=off builds without it, as where its wheel does not exist."""
+    wanted = os.environ.get("SINGA_LITE_ONEDNN", "on").lower()
+    if wanted not in ("on", "off"):
+        raise CompileError(f"SINGA_LITE_ONEDNN must be on or off, not {wanted!r}")
+    config = files_of(ONEDNN, "dnnl-config.cmake") if wanted == "on" else []
+    if not config:
+        return ["-DCMAKE_DISABLE_FIND_PACKAGE_dnnl=ON"]
+    return [f"-Ddnnl_DIR={config[0].parent}"]
 
 
 class CMakeBuild(build_ext):
@@ -43,8 +71,13 @@ class CMakeBuild(build_ext):
         self.cmake("--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
                    f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
                    f"-DPython_EXECUTABLE={sys.executable}",
-                   f"-Dpybind11_DIR={pybind11.get_cmake_dir()}")  # fmt: skip
+                   f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                   *onednn_options())  # fmt: skip
+        (target / BUNDLED).unlink(missing_ok=True)  # of an earlier build
         self.cmake("--build", build)
+        if (target / BUNDLED).exists():
+            for path in files_of("onednn-cpu-gomp", *LICENCES):
+                shutil.copy(path, target / f"libdnnl.{path.name}")
 
     def cmake(self, *arguments: object) -> None:
         path = tools_path()

@@ -6,7 +6,10 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-MODULES = {"_comm": "shared-memory collectives (Linux)"}
+MODULES = {
+    "_comm": "shared-memory collectives (Linux)",
+    "_kernels": "float32 kernels for the CPU (Linux)",
+}
 
 
 def load(name: str) -> tuple[ModuleType | None, str]:

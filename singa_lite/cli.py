@@ -59,6 +59,7 @@ def info() -> str:
             f"{platform.system()} {platform.machine()}, {threads_per_rank(1)} cores for this process",
         ),
         *((f"native {name}", f"{what}: {_native.load(name)[1]}") for name, what in _native.MODULES.items()),
+        ("oneDNN", _onednn()),
         ("transport local", "works: one process"),
         ("transport shm", "works: processes of this host" if module else f"no: {reason}"),
         ("transport mpi", _ask_mpi()),
@@ -88,6 +89,16 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
         return 141  # 128 + SIGPIPE, as a shell says it
+
+
+def _onednn() -> str:
+    """Which oneDNN the CPU kernels were built with, and how many threads they use."""
+    kernels, reason = _native.load("_kernels")
+    if kernels is None:
+        return f"no: {reason}"
+    if not kernels.onednn:
+        return "no: built without it, so convolutions and matrix products are numpy's"
+    return f"{kernels.onednn}, {kernels.num_threads()} threads"
 
 
 def _ask_mpi() -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from singa_lite import _native
+
 ROOT = Path(__file__).parents[1]
 BUILD_TAG = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 NEEDED = (
@@ -27,6 +29,7 @@ NEEDED = (
     "native",
 )
 pytestmark = pytest.mark.timeout(600)  # compiles native/
+HAS_ONEDNN = bool(getattr(_native.load("_kernels")[0], "onednn", ""))
 
 
 def copy_sources(folder: Path) -> Path:
@@ -100,15 +103,45 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
-def test_the_compiled_module_loads_from_the_unpacked_wheel(wheel, tmp_path):
-    wheel.extractall(tmp_path)
+def load_from(folder: Path, module: str) -> str:
+    """The file of a compiled module of the package in ``folder``, or why it does not load."""
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from singa_lite import _native; "
-        "module, reason = _native.load('_comm'); print(module.__file__ if module else reason)"
+        f"import sys; sys.path.insert(0, {str(folder)!r}); from singa_lite import _native; "
+        f"module, reason = _native.load({module!r}); print(module.__file__ if module else reason)"
     )
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith(str(tmp_path / "singa_lite" / "_comm")), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
+@pytest.mark.parametrize("module", ["_comm", "_kernels"])
+def test_the_compiled_module_loads_from_the_unpacked_wheel(wheel, tmp_path, module):
+    wheel.extractall(tmp_path)
+    assert load_from(tmp_path, module).startswith(str(tmp_path / "singa_lite" / module))
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN")
+def test_the_wheel_carries_onednn_and_its_licences(wheel):
+    names = {name.removeprefix("singa_lite/") for name in wheel.namelist()}
+    assert {"libdnnl.so.3", "libdnnl.LICENSE", "libdnnl.THIRD-PARTY-PROGRAMS"} <= names
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
+def test_a_build_without_onednn_has_kernels_of_its_own(tmp_path):
+    source = copy_sources(tmp_path / "source")
+    done = pip_wheel(source, SINGA_LITE_ONEDNN="off")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    (path,) = (source / "out").glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        assert not any("libdnnl" in name for name in wheel.namelist())
+        wheel.extractall(tmp_path / "unpacked")
+    assert load_from(tmp_path / "unpacked", "_kernels").startswith(str(tmp_path / "unpacked"))
+
+
+def test_a_misspelt_switch_is_an_error(tmp_path):
+    done = pip_wheel(copy_sources(tmp_path / "source"), SINGA_LITE_ONEDNN="none")
+    assert done.returncode != 0
+    assert "SINGA_LITE_ONEDNN must be on or off, not 'none'" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is compiled elsewhere")
@@ -120,7 +153,8 @@ def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("platform", "expected"), [("linux", ["singa_lite._comm"]), ("darwin", []), ("win32", [])]
+    ("platform", "expected"),
+    [("linux", ["singa_lite._comm", "singa_lite._kernels"]), ("darwin", []), ("win32", [])],
 )
 def test_only_linux_compiles_anything(platform, expected):
     code = (

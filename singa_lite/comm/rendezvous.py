@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from traceback import format_exception
 from types import TracebackType
 
-from .. import config
+from .. import _native, config
 from ..errors import CommError, OptionError
 from .base import TIMEOUT_S, Communicator, World
 from .local import LocalCommunicator
@@ -152,6 +152,7 @@ def share_cores(local_size: int) -> None:
     if local_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
         import threadpoolctl  # here, because it costs 20 ms and most processes are alone
 
+        _native.load("_kernels")  # its OpenMP can be limited only once it is loaded
         threadpoolctl.threadpool_limits(limits=threads_per_rank(local_size))
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU backend: every kernel in numpy, the reference of all faster paths.
+"""The CPU backend: every kernel in numpy, and most of them in C++ for float32 arrays.
 
-One file per family; each is a class whose methods are kernels (see Note [kernel form] in ../base.py).
+One file per family of numpy kernels, each a class whose methods are kernels (see Note [kernel form] in
+../base.py); native.py is the seam to the compiled ones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
 from .loss import LossKernels
 from .move import MoveKernels
+from .native import NativeKernels
 from .norm import NormKernels
 from .pool import PoolKernels
 from .random import RandomKernels
@@ -23,7 +25,7 @@ from .select import SelectKernels
 from .update import UpdateKernels
 
 
-class CpuBackend(
+class NumpyBackend(
     ElementwiseKernels,
     MoveKernels,
     ConvKernels,
@@ -35,7 +37,7 @@ class CpuBackend(
     SelectKernels,
     Backend,
 ):
-    """Kernels on numpy.ndarray. Calls end before they return."""
+    """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""
 
     name = "cpu"
 
@@ -78,4 +80,8 @@ class CpuBackend(
         return None
 
 
-__all__ = ["CpuBackend"]
+class CpuBackend(NativeKernels, NumpyBackend):
+    """What the CPU device computes with: compiled kernels where they take the call, numpy's for the rest."""
+
+
+__all__ = ["CpuBackend", "NumpyBackend"]

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/memory.h"
+
+#include <algorithm>
+#include <new>
+
+namespace singa_lite {
+namespace {
+
+// Sizes have three significant bits, so that blocks fit again; at most 1/8 is lost (and pages never touched cost nothing).
+std::size_t rounded(std::size_t bytes) {
+  std::size_t step = MemoryPool::kAlignment;
+  while (step * 16 < bytes) step *= 2;
+  return (bytes + step - 1) / step * step;
+}
+
+}  // namespace
+
+MemoryPool::~MemoryPool() {
+  while (!kept_.empty()) drop_oldest();
+}
+
+void MemoryPool::drop_oldest() {
+  const Block block = kept_.front();
+  ::operator delete(block.memory, std::align_val_t(kAlignment));
+  kept_bytes_ -= block.bytes;
+  kept_.pop_front();
+}
+
+std::size_t MemoryPool::limit() const { return most_used_bytes_ + std::max(kSlack, most_used_bytes_ / 4); }
+
+void* MemoryPool::acquire(std::size_t bytes) {
+  const std::size_t size = rounded(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  // the one freed last is most likely in the cache
+  const auto fit = std::find_if(kept_.rbegin(), kept_.rend(), [=](const Block& block) { return block.bytes == size; });
+  void* memory = nullptr;
+  if (fit != kept_.rend()) {
+    memory = fit->memory;
+    kept_bytes_ -= size;
+    kept_.erase(std::prev(fit.base()));
+  } else {
+    while (!kept_.empty() && used_bytes_ + kept_bytes_ + size > limit()) drop_oldest();
+    memory = ::operator new(size, std::align_val_t(kAlignment));
+  }
+  used_bytes_ += size;
+  most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
+  return memory;
+}
+
+void MemoryPool::release(void* block, std::size_t bytes) {
+  const std::size_t size = rounded(bytes);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  used_bytes_ -= size;
+  kept_bytes_ += size;
+  kept_.push_back({size, block});
+}
+
+std::size_t MemoryPool::bytes_held() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return used_bytes_ + kept_bytes_;
+}
+
+MemoryPool& memory_pool() {
+  static MemoryPool* const pool = new MemoryPool;  // never destroyed: arrays may outlive everything at exit
+  return *pool;
+}
+
+}  // namespace singa_lite

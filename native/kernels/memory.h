@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that is reused: fresh pages cost several times what a kernel needs to fill them (a 2.9 MB relu: 1.2 ms with,
+// 0.2 ms without), and malloc hands large blocks back to the system at every step.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <mutex>
+
+namespace singa_lite {
+
+// Blocks freed are kept for later requests of their size. In use and kept together the pool holds at most a quarter (or
+// kSlack) more than was ever in use at once: before a new block would pass that, those unused for longest are given back.
+// Without the slack a step that needs three large blocks now and ten small ones later would trade them at every step.
+class MemoryPool {
+ public:
+  static constexpr std::size_t kAlignment = 64;      // a cache line, and the widest vector
+  static constexpr std::size_t kSlack = 16 << 20;  // with it a step of the MNIST CNN at batch 64 takes no new block
+
+  ~MemoryPool();
+  void* acquire(std::size_t bytes);  // throws std::bad_alloc
+  void release(void* block, std::size_t bytes);
+
+  std::size_t bytes_held() const;  // in use and kept
+
+ private:
+  struct Block {
+    std::size_t bytes;
+    void* memory;
+  };
+  std::size_t limit() const;
+  void drop_oldest();
+
+  mutable std::mutex mutex_;
+  std::deque<Block> kept_;  // in the order they were freed
+  std::size_t kept_bytes_ = 0, used_bytes_ = 0, most_used_bytes_ = 0;
+};
+
+MemoryPool& memory_pool();
+
+}  // namespace singa_lite

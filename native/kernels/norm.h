@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// Batch normalisation over every axis but the channel's.
+#pragma once
+
+#include <cstddef>
+
+namespace singa_lite {
+
+// x is (batch, channels, inner), row-major.
+struct Norm {
+  std::size_t batch, channels, inner;
+};
+
+// running = (1 - momentum) running + momentum batch, with the unbiased variance.
+void batchnorm_train(const Norm& norm, const float* x, const float* scale, const float* bias, float* y, float* mean,
+                     float* inverse_std, float* running_mean, float* running_var, double momentum, double eps);
+void batchnorm_infer(const Norm& norm, const float* x, const float* scale, const float* bias, const float* mean,
+                     const float* var, float* y, double eps);
+void batchnorm_backward(const Norm& norm, const float* dy, const float* x, const float* scale, const float* mean,
+                        const float* inverse_std, float* dx, float* dscale, float* dbias);
+
+}  // namespace singa_lite

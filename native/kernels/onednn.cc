@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/onednn.h"
+
+#ifdef SINGA_LITE_ONEDNN
+
+#include <map>
+#include <mutex>
+
+#include "kernels/threads.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
+constexpr std::size_t kMostCalls = 1024;  // a model has some hundred; inputs of ever new sizes must not fill memory
+
+std::size_t rounded(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// Scratch of the calling thread, grown as needed and kept: fresh pages cost as much as a reorder.
+class Scratch {
+ public:
+  ~Scratch() { release(); }
+  char* at_least(std::size_t bytes) {
+    if (bytes > size_) {
+      release();
+      memory_ = static_cast<char*>(::operator new(bytes, std::align_val_t(kAlignment)));
+      size_ = bytes;
+    }
+    return memory_;
+  }
+
+ private:
+  void release() {
+    ::operator delete(memory_, std::align_val_t(kAlignment));
+    memory_ = nullptr;
+    size_ = 0;
+  }
+  char* memory_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+dnnl::stream& stream() {
+  thread_local dnnl::stream own(onednn_engine());
+  return own;
+}
+
+}  // namespace
+
+const dnnl::engine& onednn_engine() {
+  static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+  return engine;
+}
+
+Call::Call(const dnnl::primitive& primitive, std::vector<Slot> slots)
+    : primitive_(primitive), slots_(std::move(slots)), reorders_(slots_.size()) {
+  const dnnl::engine& engine = onednn_engine();
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (slot.plain == slot.chosen) continue;
+    const auto& [from, to] = slot.is_output ? std::tie(slot.chosen, slot.plain) : std::tie(slot.plain, slot.chosen);
+    reorders_[i] = dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to));
+    scratch_bytes_ += rounded(slot.chosen.get_size());
+  }
+}
+
+void Call::run(const std::vector<const void*>& arrays) const {
+  thread_local Scratch scratch;
+  const dnnl::engine& engine = onednn_engine();
+  char* room = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;
+  std::unordered_map<int, dnnl::memory> arguments;
+  std::vector<std::pair<std::size_t, dnnl::memory>> results;
+  note_parallel_region(num_threads());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    dnnl::memory plain(slot.plain, engine, const_cast<void*>(arrays[i]));
+    if (!reorders_[i]) {
+      arguments.emplace(slot.arg, plain);
+      continue;
+    }
+    dnnl::memory chosen(slot.chosen, engine, room);
+    room += rounded(slot.chosen.get_size());
+    arguments.emplace(slot.arg, chosen);
+    if (slot.is_output)
+      results.emplace_back(i, plain);
+    else
+      reorders_[i].execute(stream(), plain, chosen);
+  }
+  primitive_.execute(stream(), arguments);
+  for (auto& [i, plain] : results) reorders_[i].execute(stream(), arguments.at(slots_[i].arg), plain);
+}
+
+std::shared_ptr<const Call> cached_call(CallKey key, const std::function<Call()>& make) {
+  static std::mutex mutex;
+  static std::map<CallKey, std::shared_ptr<const Call>> calls;
+  key.push_back(num_threads());  // a primitive splits its work when it is made
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = calls.find(key);
+    if (found != calls.end()) return found->second;
+  }
+  std::shared_ptr<const Call> call;
+  try {
+    call = std::make_shared<const Call>(make());
+  } catch (const dnnl::error& error) {
+    if (error.status != dnnl_unimplemented) throw;
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (calls.size() >= kMostCalls) calls.clear();
+  calls.emplace(std::move(key), call);
+  return call;
+}
+
+}  // namespace singa_lite
+
+#endif

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// oneDNN's side of the kernels: one CPU engine, primitives kept by what they were made for, and calls on plain arrays.
+//
+// A Call is a primitive with the memory formats it chose. Where they differ from the caller's plain arrays it reorders
+// through thread-local scratch, so one Call may run in several threads at once.
+#pragma once
+
+#ifdef SINGA_LITE_ONEDNN
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <oneapi/dnnl/dnnl.hpp>
+
+namespace singa_lite {
+
+const dnnl::engine& onednn_engine();
+
+class Call {
+ public:
+  // Where the primitive has argument arg (DNNL_ARG_...), the caller's array has the format plain and the primitive wants
+  // chosen.
+  struct Slot {
+    int arg;
+    dnnl::memory::desc plain, chosen;
+    bool is_output;
+  };
+
+  Call(const dnnl::primitive& primitive, std::vector<Slot> slots);
+
+  // arrays: one per slot, in their order.
+  void run(const std::vector<const void*>& arrays) const;
+
+ private:
+  dnnl::primitive primitive_;
+  std::vector<Slot> slots_;
+  std::vector<dnnl::reorder> reorders_;  // per slot; empty where plain is what was chosen
+  std::size_t scratch_bytes_ = 0;
+};
+
+// What a Call was made for: the kind of kernel and its numbers; the number of threads is added.
+using CallKey = std::vector<std::int64_t>;
+
+// The Call for key, made by make() at its first use. Null if oneDNN has no code for it.
+std::shared_ptr<const Call> cached_call(CallKey key, const std::function<Call()>& make);
+
+}  // namespace singa_lite
+
+#endif

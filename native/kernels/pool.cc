@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/pool.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "kernels/clones.h"
+#include "kernels/threads.h"
+
+namespace singa_lite {
+namespace {
+
+// 2x2 windows side by side, the common case, four at a time: rows are too short for the vectors a compiler would choose.
+typedef float Float4 __attribute__((vector_size(16)));
+typedef std::int32_t Int4 __attribute__((vector_size(16)));
+
+ALWAYS_INLINE Float4 load(const float* from) {
+  Float4 four;
+  std::memcpy(&four, from, sizeof four);
+  return four;
+}
+
+ALWAYS_INLINE void keep_larger(Float4 value, std::int32_t number, Float4* best, Int4* winner) {
+  const Int4 is_larger = value > *best;  // strictly: the first of equals wins
+  *winner = is_larger ? Int4{number, number, number, number} : *winner;
+  *best = (is_larger | (value != value)) ? value : *best;  // NaN is passed on
+}
+
+template <class Index>
+void max_2x2(const float* top, const float* bottom, float* y, Index* indices, std::int64_t count) {
+  std::int64_t j = 0;
+  for (; j + 4 <= count; j += 4) {
+    const Float4 a = load(top + 2 * j), b = load(top + 2 * j + 4), c = load(bottom + 2 * j), d = load(bottom + 2 * j + 4);
+    Float4 best = __builtin_shufflevector(a, b, 0, 2, 4, 6);
+    Int4 winner{};
+    keep_larger(__builtin_shufflevector(a, b, 1, 3, 5, 7), 1, &best, &winner);
+    keep_larger(__builtin_shufflevector(c, d, 0, 2, 4, 6), 2, &best, &winner);
+    keep_larger(__builtin_shufflevector(c, d, 1, 3, 5, 7), 3, &best, &winner);
+    std::memcpy(y + j, &best, sizeof best);
+    for (int i = 0; i < 4; ++i) indices[j + i] = Index(winner[i]);
+  }
+  for (; j < count; ++j) {
+    const float cells[4] = {top[2 * j], top[2 * j + 1], bottom[2 * j], bottom[2 * j + 1]};
+    int winner = 0;
+    float best = cells[0];
+    for (int number = 1; number < 4; ++number) {
+      winner = cells[number] > best ? number : winner;
+      best = cells[number] > best || cells[number] != cells[number] ? cells[number] : best;
+    }
+    y[j] = best;
+    indices[j] = Index(winner);
+  }
+}
+
+template <class Index>
+void max_2x2_backward(const float* dy, const Index* indices, float* top, float* bottom, std::int64_t count) {
+  std::int64_t j = 0;
+  for (; j + 4 <= count; j += 4) {
+    const Float4 slopes = load(dy + j), zero{};
+    const Int4 winner{std::int32_t(indices[j]), std::int32_t(indices[j + 1]), std::int32_t(indices[j + 2]),
+                      std::int32_t(indices[j + 3])};
+    Float4 cells[4];
+    for (int number = 0; number < 4; ++number)
+      cells[number] = winner == Int4{number, number, number, number} ? slopes : zero;
+    const Float4 rows[4] = {__builtin_shufflevector(cells[0], cells[1], 0, 4, 1, 5),
+                            __builtin_shufflevector(cells[0], cells[1], 2, 6, 3, 7),
+                            __builtin_shufflevector(cells[2], cells[3], 0, 4, 1, 5),
+                            __builtin_shufflevector(cells[2], cells[3], 2, 6, 3, 7)};
+    std::memcpy(top + 2 * j, rows, sizeof rows / 2);
+    std::memcpy(bottom + 2 * j, rows + 2, sizeof rows / 2);
+  }
+  for (; j < count; ++j)
+    for (int number = 0; number < 4; ++number)
+      (number < 2 ? top : bottom)[2 * j + number % 2] = int(indices[j]) == number ? dy[j] : 0.0f;
+}
+
+bool is_2x2(const Pool& p) {
+  return p.kernel[0] == 2 && p.kernel[1] == 2 && p.stride[0] == 2 && p.stride[1] == 2 && p.padding[0] == 0 &&
+         p.padding[1] == 0;
+}
+
+// The part of a window that lies inside the image: [begin, end), and how much of it is cut off in front.
+struct Span {
+  std::int64_t begin, end, cut;
+};
+
+ALWAYS_INLINE Span span(const Pool& p, int axis, std::int64_t place, std::int64_t size) {
+  const std::int64_t start = place * p.stride[axis] - p.padding[axis];
+  const std::int64_t begin = std::max<std::int64_t>(start, 0);
+  return {begin, std::min(start + p.kernel[axis], size), begin - start};
+}
+
+template <class Index>
+void max_plane(const Pool& p, const float* x, float* y, Index* indices) {
+  for (std::int64_t i = 0; i < p.out_height; ++i) {
+    const Span rows = span(p, 0, i, p.height);
+    for (std::int64_t j = 0; j < p.out_width; ++j) {
+      const Span columns = span(p, 1, j, p.width);
+      float best = -INFINITY;
+      std::int64_t winner = 0;
+      for (std::int64_t r = rows.begin; r < rows.end; ++r) {
+        const std::int64_t number = (r - rows.begin + rows.cut) * p.kernel[1] + columns.cut - columns.begin;
+        for (std::int64_t c = columns.begin; c < columns.end; ++c) {
+          const float value = x[r * p.width + c];
+          if (value > best) winner = number + c;  // strictly: the first of equals wins
+          if (value > best || value != value) best = value;
+        }
+      }
+      *y++ = best;
+      *indices++ = Index(winner);
+    }
+  }
+}
+
+template <class Index>
+void max_plane_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
+  std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width));
+  for (std::int64_t i = 0; i < p.out_height; ++i)
+    for (std::int64_t j = 0; j < p.out_width; ++j) {
+      const std::int64_t number = std::int64_t(*indices++);
+      const std::int64_t r = i * p.stride[0] - p.padding[0] + number / p.kernel[1];
+      const std::int64_t c = j * p.stride[1] - p.padding[1] + number % p.kernel[1];
+      // a window of -inf alone may name a cell of the padding
+      if (r >= 0 && r < p.height && c >= 0 && c < p.width) dx[r * p.width + c] += *dy;
+      ++dy;
+    }
+}
+
+ALWAYS_INLINE float share(const Pool& p, const Span& rows, const Span& columns) {
+  const std::int64_t count =
+      p.count_include_pad ? p.kernel[0] * p.kernel[1] : (rows.end - rows.begin) * (columns.end - columns.begin);
+  return 1.0f / float(count);
+}
+
+void avg_plane(const Pool& p, const float* x, float* y) {
+  for (std::int64_t i = 0; i < p.out_height; ++i) {
+    const Span rows = span(p, 0, i, p.height);
+    for (std::int64_t j = 0; j < p.out_width; ++j) {
+      const Span columns = span(p, 1, j, p.width);
+      float total = 0;
+      for (std::int64_t r = rows.begin; r < rows.end; ++r)
+        for (std::int64_t c = columns.begin; c < columns.end; ++c) total += x[r * p.width + c];
+      *y++ = total * share(p, rows, columns);
+    }
+  }
+}
+
+void avg_plane_backward(const Pool& p, const float* dy, float* dx) {
+  std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width));
+  for (std::int64_t i = 0; i < p.out_height; ++i) {
+    const Span rows = span(p, 0, i, p.height);
+    for (std::int64_t j = 0; j < p.out_width; ++j) {
+      const Span columns = span(p, 1, j, p.width);
+      const float slope = *dy++ * share(p, rows, columns);
+      for (std::int64_t r = rows.begin; r < rows.end; ++r)
+        for (std::int64_t c = columns.begin; c < columns.end; ++c) dx[r * p.width + c] += slope;
+    }
+  }
+}
+
+// Call body(plane) for every plane, split among the threads.
+template <class Body>
+void for_planes(const Pool& p, const Body& body) {
+  const std::size_t cost = std::size_t(p.height * p.width + p.out_height * p.out_width * p.kernel[0] * p.kernel[1]);
+  parallel_for(std::size_t(p.planes), cost, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t plane = begin; plane < end; ++plane) body(std::int64_t(plane));
+  });
+}
+
+}  // namespace
+
+template <class Index>
+void max_pool(const Pool& p, const float* x, float* y, Index* indices) {
+  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  for_planes(p, [&](std::int64_t plane) {
+    if (!is_2x2(p)) return max_plane(p, x + plane * in, y + plane * out, indices + plane * out);
+    for (std::int64_t i = 0; i < p.out_height; ++i) {
+      const float* top = x + plane * in + 2 * i * p.width;
+      const std::int64_t at = plane * out + i * p.out_width;
+      max_2x2(top, top + p.width, y + at, indices + at, p.out_width);
+    }
+  });
+}
+
+template <class Index>
+void max_pool_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
+  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  for_planes(p, [&](std::int64_t plane) {
+    if (!is_2x2(p)) return max_plane_backward(p, dy + plane * out, indices + plane * out, dx + plane * in);
+    const bool covers = 2 * p.out_height == p.height && 2 * p.out_width == p.width;
+    if (!covers) std::memset(dx + plane * in, 0, sizeof(float) * std::size_t(in));
+    for (std::int64_t i = 0; i < p.out_height; ++i) {
+      float* top = dx + plane * in + 2 * i * p.width;
+      const std::int64_t at = plane * out + i * p.out_width;
+      max_2x2_backward(dy + at, indices + at, top, top + p.width, p.out_width);
+    }
+  });
+}
+
+void avg_pool(const Pool& p, const float* x, float* y) {
+  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  for_planes(p, [&](std::int64_t plane) { avg_plane(p, x + plane * in, y + plane * out); });
+}
+
+void avg_pool_backward(const Pool& p, const float* dy, float* dx) {
+  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  for_planes(p, [&](std::int64_t plane) { avg_plane_backward(p, dy + plane * out, dx + plane * in); });
+}
+
+template void max_pool(const Pool&, const float*, float*, std::uint8_t*);
+template void max_pool(const Pool&, const float*, float*, std::int32_t*);
+template void max_pool_backward(const Pool&, const float*, const std::uint8_t*, float*);
+template void max_pool_backward(const Pool&, const float*, const std::int32_t*, float*);
+
+}  // namespace singa_lite
