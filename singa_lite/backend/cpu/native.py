@@ -29,9 +29,13 @@ class NativeKernels(Backend):
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         return super().empty(shape, dtype) if self._empty is None else self._empty(shape, dtype)  # type: ignore[safe-super]
 
-    def run(
-        self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
+    def execute(
+        self,
+        kernel: str,
+        inputs: tuple[Array, ...],
+        out: Array | tuple[Array, ...],
+        attributes: dict[str, Any],
     ) -> None:
         take = self._takes.get(kernel)
         if take is None or not take(*inputs, out=out, **attributes):  # see Note [taking a call]
-            super().run(kernel, *inputs, out=out, **attributes)
+            super().execute(kernel, inputs, out, attributes)
