@@ -301,7 +301,7 @@ class Communicator(ABC):
 
     def _check_array(self, array: object, writes: bool = True) -> None:
         if self._is_closed:
-            raise CommError(f"{self!r}: this communicator was closed")
+            raise CommError(f"{self!r}: this communicator is closed")
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
         if array.dtype not in DTYPES:
