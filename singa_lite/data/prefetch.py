@@ -76,7 +76,6 @@ class _Shelf(Generic[Item]):
     def close(self) -> None:
         with self.changed:
             self.is_closed = True
-            self.items.clear()
             self.changed.notify_all()
 
 

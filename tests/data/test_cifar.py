@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import sys
 import tarfile
+import time
 import zlib
 
 import numpy as np
@@ -233,7 +234,16 @@ def load_in_child(results):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork hands the stand-in archive to the children")
-def test_ranks_that_fetch_at_once_all_get_whole_data(origin):
+def test_of_ranks_that_start_at_once_one_fetches_and_all_get_whole_data(origin, monkeypatch, tmp_path):
+    log, fetch = tmp_path / "log", cifar._fetch
+
+    def slow_fetch(path):
+        with log.open("a") as file:
+            file.write("fetched ")
+        time.sleep(0.3)  # the others come meanwhile
+        fetch(path)
+
+    monkeypatch.setattr(cifar, "_fetch", slow_fetch)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     children = [context.Process(target=load_in_child, args=(results,)) for _ in range(3)]
@@ -243,6 +253,7 @@ def test_ranks_that_fetch_at_once_all_get_whole_data(origin):
     for child in children:
         child.join(30)
     assert [child.exitcode for child in children] == [0] * 3
+    assert log.read_text() == "fetched "
     assert not list(fetch_cifar10().parent.glob("*.part-*"))
 
 

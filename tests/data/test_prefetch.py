@@ -134,8 +134,9 @@ def test_an_early_exit_ends_the_thread_and_closes_the_source(leave):
         finally:
             closed.append(threading.current_thread())
 
-    leave(prefetch(source(), 2))
-    assert not loaders()
+    kept = source()  # so that it ends by being closed, not by being dropped
+    leave(prefetch(kept, 2))
+    assert not loaders() and kept.gi_frame is None
     count = len(made)
     assert count <= 4 and len(closed) == 1
     assert len(made) == count
@@ -149,6 +150,31 @@ def test_a_generator_dropped_by_the_collector_ends_its_thread():
     del batches, circle
     gc.collect()
     assert not loaders()
+
+
+def test_the_collector_may_drop_the_generator_in_its_own_thread():
+    is_dropped, is_collected = threading.Event(), threading.Event()
+
+    def source():
+        yield 0
+        assert is_dropped.wait(LIMIT_S)
+        gc.collect()
+        is_collected.set()
+        yield 1
+
+    gc.disable()
+    try:
+        batches = prefetch(source())
+        next(batches)
+        circle = [batches]
+        circle.append(circle)
+        del batches, circle
+        is_dropped.set()
+        assert is_collected.wait(LIMIT_S)
+        for thread in loaders():
+            thread.join(LIMIT_S)
+    finally:
+        gc.enable()
 
 
 def test_an_error_after_the_consumer_left_troubles_nobody():
