@@ -14,7 +14,7 @@
 namespace singa_lite {
 
 constexpr std::size_t kLine = 64;             // cache line, also the alignment of every piece of data
-constexpr std::size_t kSlots = 2;                // rounds a rank may be ahead; with 4 the slots leave the L2 cache: 4 times slower
+constexpr std::size_t kSlots = 2;  // rounds a rank may be ahead; with 4 of 64 KB: 1 MB equal, 16 MB 1.8 instead of 1.4 ms
 constexpr std::size_t kChunkBytes = 256 << 10;    // 1 MB by 2 ranks: 0.052 ms; with 128 KB the same, with 64 KB 0.055
 constexpr std::size_t kMaxSegmentBytes = 32 << 20;  // half of the 64 MB a container's /dev/shm has by default
 constexpr int kMaxRanks = 1024;
