@@ -38,7 +38,10 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="folder for plot and checkpoint")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.epochs < 1 or arguments.batch_size < 1:
+        parser.error("--epochs and --batch-size must be at least 1")
+    return arguments
 
 
 def main():

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from . import autograd
 from .config import state
-from .errors import CheckpointError, GraphError
+from .errors import CheckpointError, GraphError, OptionError
 from .layer.base import Layer
 from .opt.base import Optimizer
 from .record import RecordInfo, Records
@@ -82,6 +83,8 @@ class Model(Layer):
                 replay it afterwards (graph.py); ``graph_info`` tells what was recorded.
             sequential: accepted for SINGA scripts; operators always run in order.
         """
+        if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
+            raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
         training, state.training = state.training, False  # so that batch norm keeps its statistics
         try:
             with autograd.no_grad():
@@ -180,17 +183,23 @@ class Model(Layer):
             GraphError: the model is not compiled yet, so it has no parameters to load into.
         """
         targets = self._compiled_states("load_states")
+        self._prepare()
         files = _read_zip(Path(fpath))
         arrays = _arrays(files[STATES_FILE])
         states = {name: value for name, value in arrays.items() if not name.startswith(AUX_PREFIX)}
         missing, unknown = sorted(set(targets) - set(states)), sorted(set(states) - set(targets))
         if missing or unknown:
             raise CheckpointError(f"load_states: {fpath} lacks {missing} and has unknown {unknown}")
-        self.set_states(states)
-        self._prepare()
+        for name, target in targets.items():
+            if target.shape != states[name].shape or target.dtype != states[name].dtype:
+                raise CheckpointError(
+                    f"load_states: {name} in {fpath} is {states[name].dtype}{states[name].shape}, "
+                    f"not {target.dtype}{target.shape}"
+                )
+        random_states = _attributes(files[ATTRIBUTES_FILE]).get("random_state", [])
         if self.optimizer is not None and OPTIMIZER_FILE in files:
-            self.optimizer.set_states(_arrays(files[OPTIMIZER_FILE]))
-        random_states = json.loads(files[ATTRIBUTES_FILE]).get("random_state", [])
+            self.optimizer.set_states(_arrays(files[OPTIMIZER_FILE]))  # raises before it changes anything
+        self.set_states(states)
         for device, random_state in zip(self._devices(), random_states, strict=False):
             device.set_random_state(random_state)
         return {
@@ -209,7 +218,12 @@ class Model(Layer):
 
 
 def _as_array(value: Tensor | np.ndarray) -> np.ndarray:
-    return to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+    array = to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+    if array.dtype.hasobject:
+        raise CheckpointError(
+            f"save_states: a {type(value).__name__} is no array of numbers; keep it elsewhere"
+        )
+    return array
 
 
 def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
@@ -219,8 +233,18 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _arrays(content: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        return dict(arrays)
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, TypeError) as error:
+        raise CheckpointError(f"load_states: the arrays are damaged: {error}") from error
+
+
+def _attributes(content: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(content))
+    except ValueError as error:
+        raise CheckpointError(f"load_states: {ATTRIBUTES_FILE} is damaged: {error}") from error
 
 
 def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
@@ -230,6 +254,9 @@ def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
             for name, content in files.items():
                 archive.writestr(name, content)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is its owner's alone
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -240,7 +267,7 @@ def _read_zip(path: Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(path) as archive:
             files = {name: archive.read(name) for name in archive.namelist()}
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"load_states: cannot read {path}: {error}") from error
     if STATES_FILE not in files or ATTRIBUTES_FILE not in files:
         raise CheckpointError(f"load_states: {path} holds no {STATES_FILE} and {ATTRIBUTES_FILE}")

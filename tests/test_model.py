@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model: compile, modes, options, checkpoints."""
 
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -184,6 +186,54 @@ def test_checkpoints_that_do_not_fit_raise_and_change_nothing(tmp_path):
     assert values(net) == before
 
 
+def test_a_checkpoint_of_another_optimizer_or_a_damaged_one_changes_nothing(tmp_path):
+    adam = compiled(optimizer=opt.Adam())
+    adam(*batch(0))
+    adam.save_states(tmp_path / "adam.zip")
+    net = compiled()
+    net.save_states(tmp_path / "net.zip")
+    with zipfile.ZipFile(tmp_path / "net.zip") as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    for name in files:
+        with zipfile.ZipFile(tmp_path / f"bad-{name}.zip", "w") as archive:
+            for other, content in files.items():
+                archive.writestr(other, content[: len(content) // 2] if other == name else content)
+    net(*batch(1))
+    before = values(net)
+    for path in tmp_path.glob("[ab]*.zip"):
+        with pytest.raises(CheckpointError):
+            net.load_states(path)
+        assert values(net) == before
+    with pytest.raises(CheckpointError, match="no array of numbers"):
+        net.save_states(tmp_path / "aux.zip", {"a": {"x": 1}})
+
+
+def test_reloading_an_earlier_checkpoint_resumes_bit_for_bit(tmp_path):
+    net = compiled()
+    net.save_states(tmp_path / "start.zip")
+    runs = []
+    for _ in range(2):
+        net.load_states(tmp_path / "start.zip")
+        runs.append([net(*batch(step), "sparseTopK", 0.1)[1].item() for step in range(4)])
+    assert runs[0] == runs[1]
+
+
+def test_a_new_optimizer_is_prepared_too():
+    net = compiled()
+    net.set_optimizer(opt.DistOpt(opt.SGD(momentum=0.5), communicator=LocalCommunicator(World())))
+    net(*batch(0))
+    assert set(net.optimizer.get_states()) >= {"conv.W:momentum", "linear.b:momentum"}
+    assert net.optimizer._names  # and not learned as parameters of no model
+
+
+def test_calling_the_model_trains_whatever_the_module_flag_was():
+    net = compiled()
+    autograd.training = False
+    before = values(net)
+    net(*batch(0))
+    assert values(net) != before
+
+
 def test_a_model_that_is_not_compiled_says_so(tmp_path):
     net = Net()
     for call in (lambda: net.save_states(tmp_path / "x"), lambda: net.load_states(tmp_path / "x")):
@@ -197,6 +247,8 @@ def test_a_model_that_is_not_compiled_says_so(tmp_path):
 def test_wrong_arguments_raise():
     with pytest.raises(GraphError, match="expected an Optimizer"):
         Net().set_optimizer("sgd")
+    with pytest.raises(OptionError, match="list of Tensors"):
+        Net().compile(batch(0)[0])
     net = compiled()
     with pytest.raises(OptionError, match="dist_option"):
         net(*batch(0), "fp8")

@@ -12,6 +12,7 @@ namespace singa_lite {
 namespace {
 
 constexpr std::size_t kDirectBytes = 32 << 10;  // up to here every rank adds everything itself: one meeting less
+constexpr std::size_t kAnswerBytes = 8 << 10;   // reduced at once, so that the answers are copied from the L1 cache
 
 std::string describe(const Descriptor& d) {
   const Kind kind = Kind(d.kind);
@@ -32,7 +33,7 @@ void Engine::cut(Op& op) const {
   op.round_elements = room / element;
   op.num_rounds = std::max<std::uint64_t>(1, (count + op.round_elements - 1) / op.round_elements);
   op.is_piecewise =
-      op.request.kind == Kind::kAllReduce && size_ > 2 && count * element > kDirectBytes;
+      op.request.kind == Kind::kAllReduce && size_ > 1 && count * element > kDirectBytes;
 }
 
 std::size_t Engine::elements_in(const Op& op, std::uint64_t round) const {
@@ -90,7 +91,7 @@ bool Engine::try_post() {
 }
 
 bool Engine::try_reduce() {
-  if (size_ <= 2 || !settle(reduce_, true)) return false;
+  if (!settle(reduce_, true)) return false;
   Op& op = *reduce_.op;
   const std::uint64_t round = reduce_.round;
   if (!reached(Progress::kPosted, round + 1)) return false;
@@ -139,17 +140,32 @@ void Engine::post(const Op& op, std::uint64_t round) {
         std::memcpy(slot + std::size_t(r) * op.round_elements * element,
                     in + (std::size_t(r) * request.count + at) * element, count * element);
   } else {
-    std::memcpy(slot, in + at * element, count * element);
+    const Piece mine = op.is_piecewise ? piece_of(count, op.wire, rank_) : Piece{count, 0};  // nobody else reads it
+    const std::size_t after = mine.begin + mine.count;
+    std::memcpy(slot, in + at * element, mine.begin * element);
+    std::memcpy(slot + after * element, in + (at + after) * element, (count - after) * element);
   }
 }
 
+// See Note [answers].
 void Engine::reduce_piece(const Op& op, std::uint64_t round) {
-  const std::size_t element = bytes_of(op.wire);
+  const Request& request = op.request;
+  const std::size_t element = bytes_of(op.wire), mine = std::size_t(rank_);
   const Piece piece = piece_of(elements_in(op, round), op.wire, rank_);
-  for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + piece.begin * element;
-  // Only this rank reads this piece of its slot before the others consume it: it may be overwritten.
-  void* out = segment_->data(rank_, round) + piece.begin * element;
-  combine(op.wire, op.request.op, sources_.data(), sources_.size(), out, piece.count);
+  const std::size_t at = std::size_t(round - op.first_round) * op.round_elements + piece.begin;
+  for (std::size_t done = 0, n; done < piece.count; done += n) {
+    n = std::min(piece.count - done, kAnswerBytes / element);
+    const std::size_t offset = (piece.begin + done) * element;
+    for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + offset;
+    char* out = segment_->data(rank_, round) + offset;
+    if (!request.narrow) {
+      sources_[mine] = static_cast<const char*>(request.in) + (at + done) * element;
+      out = static_cast<char*>(request.out) + (at + done) * element;
+    }
+    combine(op.wire, request.op, sources_.data(), sources_.size(), out, n);
+    for (int r = 0; r < size_; ++r)
+      if (r != rank_) std::memcpy(segment_->data(r, round) + offset, out, n * element);
+  }
 }
 
 void Engine::consume(const Op& op, std::uint64_t round) {
@@ -160,7 +176,7 @@ void Engine::consume(const Op& op, std::uint64_t round) {
   const char* in = static_cast<const char*>(request.in);
   switch (request.kind) {
     case Kind::kAllReduce:
-      return op.is_piecewise ? consume_pieces(op, round, at, count) : consume_direct(op, round, at, count);
+      return op.is_piecewise ? consume_answers(op, round, at, count) : consume_direct(op, round, at, count);
     case Kind::kReduce:
     case Kind::kReduceScatter:
       if (request.kind == Kind::kReduceScatter || rank_ == request.root) consume_direct(op, round, at, count);
@@ -189,17 +205,17 @@ void Engine::consume_direct(const Op& op, std::uint64_t round, std::size_t at, s
   combine(op.wire, request.op, sources_.data(), sources_.size(), out, count, request.narrow);
 }
 
-void Engine::consume_pieces(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
+void Engine::consume_answers(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
   const std::size_t element = bytes_of(op.wire);
-  for (int r = 0; r < size_; ++r) {
-    const Piece piece = piece_of(count, op.wire, r);
-    const char* from = segment_->data(r, round) + piece.begin * element;
-    char* to = static_cast<char*>(op.request.out) + (at + piece.begin) * bytes_of(op.request.dtype);
-    if (op.request.narrow)
-      half_to_float(reinterpret_cast<const std::uint16_t*>(from), reinterpret_cast<float*>(to), piece.count);
-    else
-      std::memcpy(to, from, piece.count * element);
-  }
+  const char* slot = segment_->data(rank_, round);
+  if (op.request.narrow)
+    return half_to_float(reinterpret_cast<const std::uint16_t*>(slot), static_cast<float*>(op.request.out) + at,
+                         count);
+  const Piece mine = piece_of(count, op.wire, rank_);  // already in the caller's array
+  const std::size_t after = mine.begin + mine.count;
+  char* out = static_cast<char*>(op.request.out);
+  std::memcpy(out + at * element, slot, mine.begin * element);
+  std::memcpy(out + (at + after) * element, slot + after * element, (count - after) * element);
 }
 
 // Every rank sees a disagreement by itself: it compares its own descriptor with each of the others'.

@@ -2,7 +2,8 @@
 // The shared memory of one world on one host: who is there, and the staging slots.
 //
 // Layout: one header page; one RankBlock per rank; then for every rank kSlots slots, each a Descriptor followed
-// by chunk_bytes of data. Rank r alone writes block r (but for its bell) and slots r. No Python, no collectives.
+// by chunk_bytes of data. Rank r alone writes block r (but for its bell) and slots r (but for the others' answers,
+// see Note [answers] in engine.h). No Python, no collectives.
 #pragma once
 
 #include <atomic>
@@ -13,8 +14,8 @@
 namespace singa_lite {
 
 constexpr std::size_t kLine = 64;             // cache line, also the alignment of every piece of data
-constexpr std::size_t kSlots = 2;                // rounds a rank may be ahead; with 4 the slots leave the L2 cache: 4 times slower
-constexpr std::size_t kChunkBytes = 256 << 10;    // 1 MB by 2 ranks: 0.09 ms; with chunks of 16 to 128 KB 0.14 to 0.17
+constexpr std::size_t kSlots = 2;  // rounds a rank may be ahead; with 4 of 64 KB: 1 MB equal, 16 MB 1.8 instead of 1.4 ms
+constexpr std::size_t kChunkBytes = 256 << 10;    // 1 MB by 2 ranks: 0.052 ms; with 128 KB the same, with 64 KB 0.055
 constexpr std::size_t kMaxSegmentBytes = 32 << 20;  // half of the 64 MB a container's /dev/shm has by default
 constexpr int kMaxRanks = 1024;
 

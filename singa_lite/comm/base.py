@@ -131,6 +131,7 @@ class Communicator(ABC):
             raise OptionError(f"{type(self).__name__}: timeout_s = {timeout_s} must be > 0")
         self.world = world
         self.timeout_s = float(timeout_s)
+        self._is_closed = False
 
     @property
     def rank(self) -> int:
@@ -256,6 +257,7 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""
+        self._is_closed = True
 
     def abort(self, reason: str) -> None:
         """Leave because of an error: close() that tells the peers ``reason``. Never blocks."""
@@ -298,6 +300,8 @@ class Communicator(ABC):
         return work
 
     def _check_array(self, array: object, writes: bool = True) -> None:
+        if self._is_closed:
+            raise CommError(f"{self!r}: this communicator is closed")
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
         if array.dtype not in DTYPES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m singa_lite.data mnist`` fetches a data set, so that later runs need no network."""
+"""``python -m singa_lite.data mnist`` (or ``cifar10``) fetches a data set, so that later runs need no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from .. import config
 from ..errors import DataError
-from .mnist import cache_folder, load_mnist
+from .cifar import Cifar, fetch_cifar10, load_cifar10
+from .mnist import Mnist, cache_folder, load_mnist
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,15 +18,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m singa_lite.data", description="Fetch and check a data set."
     )
-    parser.add_argument("dataset", choices=["mnist"])
-    parser.parse_args(arguments)
+    parser.add_argument("dataset", choices=["mnist", "cifar10"])
+    dataset = parser.parse_args(arguments).dataset
+    images: Cifar | Mnist
     try:
-        digits = load_mnist()
+        if dataset == "mnist":
+            images, where = load_mnist(), config.env("MNIST_DIR") or cache_folder()
+        else:
+            images, where = load_cifar10(), fetch_cifar10().parent
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    where = config.env("MNIST_DIR") or cache_folder()
-    print(f"mnist: {len(digits.train_images)} training and {len(digits.test_images)} test images in {where}")
+    print(
+        f"{dataset}: {len(images.train_images)} training and {len(images.test_images)} test images in {where}"
+    )
     return 0
 
 

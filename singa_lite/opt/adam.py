@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ..errors import OptionError
 from .base import Optimizer, Pairs, check_pair
 from .schedule import DecayScheduler, as_schedule
 
@@ -35,6 +36,11 @@ class Adam(Optimizer):
         self.beta_2 = as_schedule("Adam: beta_2", beta_2)
         self.epsilon = as_schedule("Adam: epsilon", epsilon)
         self.weight_decay = as_schedule("Adam: weight_decay", weight_decay)
+        for name, beta in (("beta_1", self.beta_1), ("beta_2", self.beta_2)):
+            if not beta(0) < 1:
+                raise OptionError(f"Adam: {name} = {beta(0)} must be in [0, 1)")
+        if not self.epsilon(0) > 0:
+            raise OptionError(f"Adam: epsilon = {self.epsilon(0)} must be > 0")
 
     def update_all(self, pairs: Pairs) -> None:
         step = self.step_counter

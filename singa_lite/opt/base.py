@@ -99,21 +99,24 @@ class Optimizer(ABC):
         """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
 
         Raises:
-            CheckpointError: a state fits no parameter.
+            CheckpointError: states are missing, unknown or of another shape or dtype; nothing was changed.
         """
-        by_name = {name: param for param, name in unique_names(self._slots).items()}
-        loaded: list[tuple[Tensor, np.ndarray]] = []
-        for key, value in states.items():
-            if key == "step_counter":
-                continue
-            name, _, slot = key.rpartition(":")
-            target = self._slots.get(by_name.get(name), {}).get(slot)  # type: ignore[arg-type]
-            if target is None or target.shape != value.shape:
-                raise CheckpointError(f"{type(self).__name__}: state {key!r} {value.shape} fits no parameter")
-            loaded.append((target, value))
-        for target, value in loaded:
-            target.copy_from_numpy(value)
-        self.step_counter = int(states.get("step_counter", 0))
+        mine = self.get_states()
+        missing, unknown = sorted(set(mine) - set(states)), sorted(set(states) - set(mine))
+        if missing or unknown:
+            raise CheckpointError(
+                f"{type(self).__name__}: the states lack {missing} and have unknown {unknown}"
+            )
+        for key, value in mine.items():
+            if value.shape != states[key].shape or value.dtype != states[key].dtype:
+                raise CheckpointError(
+                    f"{type(self).__name__}: state {key!r} is {states[key].dtype}{states[key].shape}, "
+                    f"not {value.dtype}{value.shape}"
+                )
+        for param, name in unique_names(self._slots).items():
+            for slot, target in self._slots[param].items():
+                target.copy_from_numpy(states[f"{name}:{slot}"])
+        self.step_counter = int(states["step_counter"])
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:

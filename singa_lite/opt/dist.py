@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from .. import autograd
 from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..device import get_default_device
-from ..errors import CheckpointError, CommError, OptionError, check_choice
+from ..errors import CheckpointError, CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph import host
 from ..sync import find_schemes
 from ..sync.base import StepOptions, SyncStrategy
@@ -28,7 +29,7 @@ from ..sync.sparse_threshold import check_magnitude, count_threshold, select_thr
 from ..sync.sparse_top_k import check_share, select_top_k
 from ..tensor import Tensor
 from .base import Optimizer, Pairs, unique_names
-from .schedule import DecayScheduler
+from .schedule import DecayScheduler, as_schedule
 from .sgd import SGD
 
 THRESHOLD = 2097152  # elements; SINGA's default
@@ -65,8 +66,10 @@ class DistOpt(Optimizer):
         threshold: elements; how the sparse schemes and partialUpdate cut groups: a parameter above it alone,
             smaller ones joined until they exceed it.
         spars: what ``spars`` is when a call does not say.
-        bucket_bytes: bytes per message of fp32 and fp16, > 0; tuning it never changes results.
-        timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S.
+        bucket_bytes: fp32 and fp16 send a message as soon as it exceeds these bytes; tuning never changes
+            results.
+        timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
+            DistOpt of a process decides, as all share one world.
         communicator: use this one instead of the process's own.
 
     Attributes:
@@ -91,10 +94,14 @@ class DistOpt(Optimizer):
         communicator: Communicator | None = None,
     ) -> None:
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
-        if not self.bucket_bytes > 0 or not threshold >= 0:
-            raise OptionError(
-                f"DistOpt: bucket_bytes = {self.bucket_bytes} must be > 0, threshold = {threshold} >= 0"
-            )
+        _check_count("bucket_bytes", self.bucket_bytes, 1)
+        _check_count("threshold", threshold, 0)
+        if not isinstance(spars, Real) or not float(spars) >= 0:
+            raise OptionError(f"DistOpt: spars = {spars!r} must be a number >= 0")
+        if timeout_s is not None and not timeout_s > 0:
+            raise OptionError(f"DistOpt: timeout_s = {timeout_s} must be > 0 seconds, or None")
+        if opt is not None and not isinstance(opt, Optimizer):
+            raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
         self.opt = opt if opt is not None else SGD()
         ticket = nccl_id.ticket if nccl_id is not None else None
         self.communicator = communicator or process_communicator(ticket, local_rank, world_size, timeout_s)
@@ -106,7 +113,8 @@ class DistOpt(Optimizer):
         self._names: dict[Tensor, str] = {}
         self._schemes: dict[str, SyncStrategy] = {}
         self._last: SyncStrategy | None = None
-        self._fused: list[RawOrTensor] = []
+        self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
+        self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -195,7 +203,10 @@ class DistOpt(Optimizer):
         name = known[dist_option].names[0]
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
+            _check_count("threshold", limit, 0)
             self._schemes[name] = known[dist_option](self.communicator, limit, self.bucket_bytes)
+            if name in self._loaded:
+                self._schemes[name].load_state_dict(self._loaded.pop(name), self._names)
         scheme = self._schemes[name]
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
@@ -231,7 +242,7 @@ class DistOpt(Optimizer):
         states = {**params, **buffers}
         self._compare(list(states.values()), list(states))
         self.broadcast(states.values())
-        self._names = unique_names(params.values())
+        self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
 
     def _learn(self, params: list[Tensor]) -> None:
         """Meet parameters of no Model: compare manifests, and make values equal where they are not."""
@@ -274,7 +285,7 @@ class DistOpt(Optimizer):
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
-        flat, arrays = self._fuse(tensor, send)
+        flat, arrays = self._fuse("sum", tensor, send)
         if flat is not None:
             self.all_reduce(flat)
             _backend().run("unpack", flat, out=tuple(arrays))
@@ -288,7 +299,7 @@ class DistOpt(Optimizer):
 
     def fused_all_reduce_half(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Like ``fused_all_reduce``, through float16."""
-        flat, arrays = self._fuse(tensor, send)
+        flat, arrays = self._fuse("half", tensor, send)
         if flat is not None:
             self.all_reduce_half(flat)
             _backend().run("unpack", flat, out=tuple(arrays))
@@ -308,6 +319,11 @@ class DistOpt(Optimizer):
         array = _raw(tensor)
         flat = array.reshape(-1)
         residual = None if accumulation is None else _raw(accumulation).reshape(-1)
+        if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
+            raise ShapeError(
+                f"sparsification: accumulation is {residual.dtype}[{residual.size}], "
+                f"the values {flat.dtype}[{flat.size}]"
+            )
         if residual is not None:
             _backend().run("add", flat, residual, out=flat)
         message = SparseMessage(self.communicator, _backend(), flat, residual, "sparsification")
@@ -324,7 +340,7 @@ class DistOpt(Optimizer):
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays = self._fuse(tensor, send=True)
+        flat, arrays = _pack(self.communicator, list(map(_raw, tensor)))
         if flat is not None:
             self.sparsification(flat, accumulation, spars, topK)
             _backend().run("unpack", flat, out=tuple(arrays))
@@ -332,23 +348,24 @@ class DistOpt(Optimizer):
     def wait(self) -> None:
         """Kept for SINGA scripts: the calls above have ended when they return."""
 
-    def _fuse(self, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any]]:
+    def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any]]:
         """The arrays put aside and given, each once, as one flat array; (None, []) while not sending."""
-        self._fused += [
-            array for array in map(_raw, tensors) if not any(array is known for known in self._fused)
-        ]
-        if not send or not self._fused:
+        kept = self._fused[kind]
+        kept += [array for array in map(_raw, tensors) if not any(array is known for known in kept)]
+        if not send:
             return None, []
-        arrays, self._fused = self._fused, []
-        flat = self.communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype))
-        _backend().run("pack", *arrays, out=flat)
-        return flat, arrays
+        self._fused[kind] = []
+        return _pack(self.communicator, kept)
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
     @property
     def lr(self) -> DecayScheduler:  # type: ignore[override]
         return self.opt.lr
+
+    @lr.setter
+    def lr(self, value: float | DecayScheduler) -> None:
+        self.opt.lr = as_schedule("lr", value)
 
     @property
     def step_counter(self) -> int:  # type: ignore[override]
@@ -368,26 +385,61 @@ class DistOpt(Optimizer):
 
     def get_states(self) -> dict[str, np.ndarray]:
         """The wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>"."""
+        own = {name: scheme.state_dict(self._names) for name, scheme in self._schemes.items()}
         states = dict(self.opt.get_states())
-        for name, scheme in self._schemes.items():
-            states |= {f"sync/{name}/{key}": v for key, v in scheme.state_dict(self._names).items()}
+        for name, scheme_states in {**self._loaded, **own}.items():
+            states |= {f"sync/{name}/{key}": value for key, value in scheme_states.items()}
         return states
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
-        """Go on from ``get_states``, on the rank it was taken from."""
+        """Go on from ``get_states``, on the rank it was taken from; what is not in there starts anew.
+
+        Raises:
+            CheckpointError: the states do not fit; nothing was changed.
+        """
+        known = find_schemes()
         own: dict[str, dict[str, np.ndarray]] = {}
         for key in [key for key in states if key.startswith("sync/")]:
             _, name, state = key.split("/", 2)
             own.setdefault(name, {})[state] = states[key]
-        if not set(own) <= set(find_schemes()):
-            raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(own)}")
+        if not set(own) <= set(known):
+            raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(set(own) - set(known))}")
+        for name, scheme_states in own.items():  # a trial, which raises before anything changes
+            known[name](self.communicator, self.threshold, self.bucket_bytes).load_state_dict(
+                scheme_states, self._names
+            )
         self.opt.set_states({key: value for key, value in states.items() if not key.startswith("sync/")})
-        for name, scheme_states in own.items():
-            self._scheme(name, None).load_state_dict(scheme_states, self._names)
+        self._schemes.clear()  # made anew by the next step, whose call says with which threshold
+        self._last = None
+        self._loaded = own
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, Integral) or int(value) < least:
+        raise OptionError(f"DistOpt: {name} = {value!r} must be a whole number >= {least}")
 
 
 def _raw(tensor: RawOrTensor) -> Any:
-    return tensor.data if isinstance(tensor, Tensor) else tensor
+    """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
+    array = tensor.data if isinstance(tensor, Tensor) else tensor
+    if not isinstance(array, np.ndarray):
+        raise DTypeError(f"DistOpt: expected a Tensor or a numpy array, got {type(tensor).__name__}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ShapeError(
+            f"DistOpt: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
+        )
+    return array
+
+
+def _pack(communicator: Communicator, arrays: list[Any]) -> tuple[Any, list[Any]]:
+    """``arrays``, all of one dtype, end to end as one flat array; (None, []) if there are none."""
+    if not arrays:
+        return None, []
+    if len({array.dtype for array in arrays}) > 1:
+        raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
+    flat = communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype))
+    _backend().run("pack", *arrays, out=flat)
+    return flat, arrays
 
 
 def _backend() -> Any:

@@ -19,6 +19,7 @@ class SGD(Optimizer):
         dampening: share of the gradient that momentum leaves out.
         weight_decay: >= 0, times the parameter is added to its gradient.
         nesterov: needs momentum > 0 and dampening 0.
+        dtype: accepted for SINGA scripts; the momentum has its parameter's dtype.
 
     Raises:
         OptionError: a value out of range.
@@ -33,6 +34,7 @@ class SGD(Optimizer):
         dampening: float | DecayScheduler = 0.0,
         weight_decay: float | DecayScheduler = 0.0,
         nesterov: bool = False,
+        dtype: object = None,
     ) -> None:
         super().__init__(lr)
         self.momentum = as_schedule("SGD: momentum", momentum)

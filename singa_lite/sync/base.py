@@ -82,7 +82,7 @@ class SyncStrategy(ABC):
 
     @abstractmethod
     def push(self, param: Tensor, grad: Tensor) -> None:
-        """Take one gradient, whose memory is ours from now on; may start a collective, does not wait for it."""
+        """Take one gradient, whose memory is ours from now on; may start a long collective, waits for tiny ones."""
 
     @abstractmethod
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:

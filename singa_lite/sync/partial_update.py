@@ -26,9 +26,10 @@ class PartialUpdate(SyncStrategy):
     def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
         super().__init__(communicator, threshold, bucket_bytes)
         self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._params: list[Tensor] = []  # what the chunks were cut from
-        self._chunks: list[Bucket] = []
-        self._turn = 0
+        # by the parameters of a step, which may alternate (two losses, two models)
+        self._chunks: dict[tuple[Tensor, ...], list[Bucket]] = {}
+        self._turns: dict[tuple[Tensor, ...], int] = {}
+        self._restored: dict[str, int] = {}  # loaded, and not yet met
 
     def begin(self, options: StepOptions) -> None:
         super().begin(options)
@@ -41,15 +42,18 @@ class PartialUpdate(SyncStrategy):
         yield from self._pairs
 
     def record_key(self) -> int:
-        return self._turn
+        return sum(self._turns.values())
 
     def after_update(self, params: list[Tensor]) -> None:
-        if self._params != params:
-            self._params, self._chunks = list(params), self._cut(params)
-        if not self._chunks:
+        if not params:
             return
-        chunk = self._chunks[self._turn % len(self._chunks)]
-        self._turn = (self._turn + 1) % len(self._chunks)
+        key = tuple(params)
+        if key not in self._chunks:
+            self._chunks[key] = self._cut(params)
+            self._turns[key] = self._restored.pop(_label(params[0].name, len(params)), 0)
+        chunks = self._chunks[key]
+        chunk = chunks[self._turns[key] % len(chunks)]
+        self._turns[key] = (self._turns[key] + 1) % len(chunks)
         chunk.backend.run("pack", *(param.data for param in chunk.params), out=chunk.flat)
         self.wait(self.send(self.communicator.all_reduce(chunk.flat, "mean", name=chunk.name)))
         for param, mean in chunk.views(chunk.flat):
@@ -63,9 +67,17 @@ class PartialUpdate(SyncStrategy):
         return [Bucket(group, self.communicator) for group in groups]
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
-        return {"turn": np.array(self._turn)}
+        turns = {_label(params[0].name, len(params)): turn for params, turn in self._turns.items()}
+        return {label: np.array(turn) for label, turn in {**self._restored, **turns}.items()}
 
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
-        if set(states) != {"turn"}:
-            raise CheckpointError(f"partialUpdate: expected the state 'turn', got {sorted(states)[:3]}")
-        self._turn = int(states["turn"])
+        wrong = [key for key in states if not key.startswith("turn of ")]
+        if wrong:
+            raise CheckpointError(f"partialUpdate: {wrong[:3]} are no turns")
+        self._restored = {key: int(turn) for key, turn in states.items()}
+        self._chunks.clear()
+        self._turns.clear()
+
+
+def _label(first_name: str | None, count: int) -> str:
+    return f"turn of {count} parameters from {first_name}"

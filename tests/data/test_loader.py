@@ -18,6 +18,16 @@ def test_pixels_are_scaled_as_the_formula_says():
     assert (x.dtype, x.shape, y.dtype, y.tolist()) == (np.float32, (3, 1, 4, 5), np.int32, [5, 0, 2])
 
 
+def test_each_channel_has_a_mean_and_std_of_its_own():
+    images = np.random.default_rng(1).integers(0, 256, (4, 3, 2, 5), dtype=np.uint8)
+    mean, std = (0.5, 0.25, 0.0), (0.25, 0.5, 2.0)
+    x, _ = make_batch(images, LABELS[:4], slice(None), mean=mean, std=std)
+    for channel in range(3):
+        expected = (images[:, channel].astype(np.float64) / 255 - mean[channel]) / std[channel]
+        np.testing.assert_allclose(x[:, channel], expected, rtol=1e-5, atol=1e-6)
+    assert (x.dtype, x.shape) == (np.float32, images.shape)
+
+
 def test_a_slice_takes_consecutive_samples_and_leaves_the_data_alone():
     before = IMAGES.copy()
     x, y = make_batch(IMAGES[:, None], LABELS, slice(1, 3))
@@ -36,3 +46,7 @@ def test_bad_input_is_refused():
         make_batch(IMAGES[0], LABELS[:4], slice(0, 2))
     with pytest.raises(OptionError, match="std"):
         make_batch(IMAGES, LABELS, slice(0, 2), std=0)
+    with pytest.raises(OptionError, match="std"):
+        make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), std=(1.0, -1.0))
+    with pytest.raises(ShapeError, match="2 numbers each"):
+        make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), mean=(0.1, 0.2, 0.3))

@@ -9,7 +9,8 @@ import pytest
 from singa_lite import autograd, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError
+from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
+from singa_lite.sync.base import StepOptions
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -148,6 +149,142 @@ def test_a_rank_with_another_manifest_is_an_error_on_all(kind, text):
         assert isinstance(error, CommError)
         with pytest.raises(CommError, match=text):
             raise error
+
+
+def other_manifest_without_prepare(communicator):
+    autograd.training = True
+    params = make_params()
+    if communicator.rank == 1:
+        params["w2"] = Tensor(data=np.ones((HIDDEN, 2)), stores_grad=True, name="w2")
+    dist = opt.DistOpt(communicator=communicator)
+    x, _ = batch_of(0, communicator.rank, communicator.size)
+    out = autograd.matmul(autograd.matmul(x, params["w1"]), params["w2"])
+    dist(autograd.mse_loss(out, Tensor(out.shape)))
+
+
+def test_without_a_model_another_manifest_is_an_error_on_all():
+    for error in run_ranks(other_manifest_without_prepare, 2, return_exceptions=True):
+        assert isinstance(error, CommError) and "models must be equal" in str(error)
+
+
+def buffers_of(communicator):
+    buffers = {"running_mean": Tensor(data=np.full(3, communicator.rank + 1.0))}
+    opt.DistOpt(communicator=communicator).prepare(make_params(), buffers)
+    return to_numpy(buffers["running_mean"])
+
+
+def test_prepare_gives_rank_0s_statistics_to_all():
+    for values in run_ranks(buffers_of, 2):
+        np.testing.assert_array_equal(values, [1, 1, 1])
+
+
+def alternate(communicator):
+    """Two losses in turn, of two parameters each: every chunk of both must have its turn."""
+    autograd.training = True
+    params = [Tensor(data=np.full(4, 1.0), stores_grad=True, name=f"p{i}") for i in range(4)]
+    dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, threshold=3)
+    dist.prepare({param.name: param for param in params}, {})
+    for step in range(8):
+        first, second = params[:2] if step % 2 == 0 else params[2:]
+        scale = Tensor(data=np.full(4, 0.1 * (communicator.rank + step)))
+        dist(autograd.reduce_sum(first * second * scale, keepdims=0), "partialUpdate")
+    return [to_numpy(param).tobytes() for param in params], dist.get_states()
+
+
+def test_partial_update_takes_turns_for_each_set_of_parameters():
+    (first, states), (second, _) = run_ranks(alternate, 2)
+    turns = {key: int(value) for key, value in states.items() if key.startswith("sync/partialUpdate/")}
+    assert len(turns) == 2 and set(turns.values()) == {0}  # four steps each, two chunks each
+    # the last step of each set averaged its second chunk
+    assert sum(a == b for a, b in zip(first, second, strict=True)) == 2
+
+
+def test_a_step_that_raised_leaves_nothing_for_the_next():
+    expected = local(steps=1, dist_option="sparseTopK", spars=1.0)[0]
+    autograd.training = True
+    dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()), threshold=10)
+    params = make_params()
+    dist.prepare(params, {})
+    scheme = dist._scheme("sparseTopK", None)
+    scheme.begin(StepOptions(spars=1.0))
+    scheme.push(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
+    dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 1.0)
+    assert all(to_numpy(param).tobytes() == expected[name].tobytes() for name, param in params.items())
+
+
+def test_a_threshold_given_at_the_call_survives_a_checkpoint():
+    autograd.training = True
+
+    def make():
+        params = make_params()
+        dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
+        dist.prepare(params, {})
+        return params, dist
+
+    params, dist = make()
+    for step in range(3):
+        loss = loss_of(params, *batch_of(step, 0, 1))
+        dist.backward_and_sparse_update(loss, threshold=20, spars=0.2, topK=True)
+    other_params, other = make()
+    for name, param in other_params.items():
+        param.copy_from_numpy(to_numpy(params[name]))
+    other.set_states(dist.get_states())
+    assert other.get_states().keys() == dist.get_states().keys()  # also before the scheme has run again
+    for each, of in ((params, dist), (other_params, other)):
+        of.backward_and_sparse_update(loss_of(each, *batch_of(3, 0, 1)), threshold=20, spars=0.2, topK=True)
+    assert all(to_numpy(other_params[name]).tobytes() == to_numpy(p).tobytes() for name, p in params.items())
+
+
+def test_an_earlier_state_forgets_what_came_later():
+    _, dist = local(steps=1)
+    early = dist.get_states()
+    autograd.training = True
+    params = {param.name: param for param in dist.opt._slots}
+    dist(loss_of(params, *batch_of(1, 0, 1)), "sparseTopK", 0.1)
+    assert any(key.startswith("sync/") for key in dist.get_states())
+    dist.set_states(early)
+    assert {key: value.tobytes() for key, value in dist.get_states().items()} == {
+        key: value.tobytes() for key, value in early.items()
+    }
+
+
+def test_two_models_on_one_dist_opt_keep_their_names():
+    dist = opt.DistOpt(opt.SGD(momentum=0.9), communicator=LocalCommunicator(World()))
+    first, second = make_params(), make_params(1)
+    dist.prepare(first, {})
+    dist.prepare(second, {})
+    autograd.training = True
+    for params in (first, second):
+        dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 0.1)
+    states = dist.get_states()
+    assert {"sync/sparseTopK/w1", "sync/sparseTopK/w1#1", "w1:momentum", "w1#1:momentum"} <= set(states)
+    dist.set_states(states)
+    dist(loss_of(first, *batch_of(1, 0, 1)), "sparseTopK", 0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: d.all_reduce(np.ones((4, 2), np.float32).T),
+        lambda d: d.sparsification(np.ones((4, 2), np.float32).T, None, 0.5, True),
+        lambda d: d.sparsification(np.ones(4, np.float32), np.ones(3, np.float32), 0.5, True),
+        lambda d: d.all_reduce([1.0, 2.0]),
+        lambda d: d.fused_all_reduce([np.ones(2, np.float32), np.ones(2)]),
+        lambda d: opt.DistOpt(3, communicator=d.communicator),
+        lambda d: opt.DistOpt(communicator=d.communicator, threshold="x"),
+        lambda d: opt.DistOpt(communicator=d.communicator, spars=-1),
+        lambda d: opt.DistOpt(communicator=d.communicator, timeout_s=-1),
+    ],
+)
+def test_arrays_and_arguments_that_do_not_fit_raise(make):
+    with pytest.raises(SingaLiteError):
+        make(opt.DistOpt(communicator=LocalCommunicator(World())))
+
+
+def test_a_learning_rate_can_be_set():
+    dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
+    dist.lr = 0.5
+    assert dist.opt.lr(0) == 0.5
 
 
 def one_step_more(communicator):

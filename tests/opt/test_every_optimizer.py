@@ -162,10 +162,22 @@ def test_gradients_that_do_not_fit_raise_before_anything_changes():
     np.testing.assert_array_equal(to_numpy(w), np.zeros((2, 3)))
 
 
-def test_states_that_fit_no_parameter_raise():
+def test_states_that_do_not_fit_raise_and_change_nothing():
     optimizer = opt.SGD(momentum=0.9)
     optimizer.prepare({"w": Tensor((2,))}, {})
-    with pytest.raises(CheckpointError, match="fits no parameter"):
-        optimizer.set_states({"w:momentum": np.zeros(3)})
-    with pytest.raises(CheckpointError, match="fits no parameter"):
-        optimizer.set_states({"v:momentum": np.zeros(2)})
+    good = optimizer.get_states()
+    for bad, text in [
+        ({**good, "w:momentum": np.zeros(3, np.float32)}, r"w:momentum' is float32\(3,\), not float32\(2,\)"),
+        ({**good, "v:momentum": np.ones(2)}, "unknown .*v:momentum"),
+        ({"step_counter": np.array(3)}, "lack .*w:momentum"),
+        (opt.Adam().get_states(), "lack .*w:momentum"),
+    ]:
+        with pytest.raises(CheckpointError, match=text):
+            optimizer.set_states(bad)
+    assert optimizer.step_counter == 0
+
+
+def test_adams_ranges():
+    for arguments in ({"beta_1": 1.0}, {"beta_2": 1.5}, {"epsilon": 0.0}):
+        with pytest.raises(OptionError):
+            opt.Adam(**arguments)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a network on CIFAR-10, on any number of processes, with any dist_option.
+
+    python examples/train_cifar.py --cifar-dir cifar                  one process; the folder has the binary files
+    singa-lite run -n 2 examples/train_cifar.py --model resnet18      two; without a folder the data are fetched once
+    singa-lite run -n 2 examples/train_cifar.py --synthetic           random images, to try it or to measure time
+    mpiexec -n 2 python examples/train_cifar.py --cifar-dir cifar     MPI or, with srun, Slurm
+
+Training images are shifted by up to 4 pixels and mirrored at random, in a thread that prepares the next batches while
+one trains. Every sample of an epoch is used exactly once and every test image is counted, whatever the number of
+processes. Training loss is the sum over batches and ranks of the batch means.
+"""
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from model.cnn import CNN
+from model.mlp import MLP
+from model.resnet import ResNet18, ResNet20
+
+from singa_lite import data, device, opt, tensor
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of all training pixels / 255, by colour
+EVAL_BATCH = 250
+# name -> (class, largest learning rate for an effective batch of 128)
+MODELS = {"cnn": (CNN, 0.01), "mlp": (MLP, 0.01), "resnet20": (ResNet20, 0.1), "resnet18": (ResNet18, 0.1)}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description="Train a network on CIFAR-10")
+    parser.add_argument("--model", choices=MODELS, default="resnet20")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=64, help="per process")
+    parser.add_argument("--lr", type=float, help="the largest; default 0.1 for ResNets, else 0.01")
+    parser.add_argument(
+        "--warmup", type=float, default=0.05, help="share of the steps in which lr grows to it"
+    )
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--weight-decay", type=float, default=5e-4)
+    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
+    parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
+    parser.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cifar-dir", help="folder of the binary files, unpacked or as cifar-10-binary.tar.gz"
+    )
+    parser.add_argument(
+        "--synthetic", type=int, nargs="?", const=5000, metavar="COUNT",
+        help="random images instead: COUNT to train on, a fifth of it to test on",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar"), help="folder for plot and checkpoint")
+    return parser.parse_args()
+
+
+class WarmupCosine(opt.DecayScheduler):
+    """Up to ``peak`` in a straight line, then down to 0 along half a cosine."""
+
+    def __init__(self, peak, warmup_steps, steps):
+        super().__init__(peak)
+        self.warmup_steps, self.steps = warmup_steps, steps
+
+    def call(self, step):
+        if step < self.warmup_steps:
+            return self.init_value * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        return self.init_value * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def main():
+    arguments = parse_arguments()
+    make_model, lr = MODELS[arguments.model]
+    lr = lr if arguments.lr is None else arguments.lr
+    sgd = opt.SGD(lr=lr, momentum=arguments.momentum, weight_decay=arguments.weight_decay)
+    sgd = opt.DistOpt(sgd, threshold=arguments.threshold)
+    dev = device.create_device(sgd.local_rank)
+    cifar = load_data(arguments)
+    sampler = data.ShardedSampler(
+        len(cifar.train_labels), arguments.batch_size, sgd.global_rank, sgd.world_size, seed=arguments.seed
+    )
+    steps = len(sampler) * arguments.epochs  # known only now that the ranks have met
+    sgd.opt.lr = WarmupCosine(lr, round(arguments.warmup * steps), steps)
+
+    dev.SetRandSeed(arguments.seed)
+    model = make_model()
+    model.set_optimizer(sgd)
+    model.compile([tensor.zeros((arguments.batch_size, 3, 32, 32), dev)], use_graph=arguments.graph)
+    is_first = sgd.global_rank == 0
+    if is_first:
+        print(
+            f"world size {sgd.world_size}, transport {sgd.communicator.world.transport}, device {dev}, "
+            f"effective batch {arguments.batch_size} x {sgd.world_size} = {arguments.batch_size * sgd.world_size}, "
+            f"dist_option {arguments.dist_option}, reduction mean over ranks, seed {arguments.seed}"
+        )
+        source = "random images, not CIFAR-10" if arguments.synthetic is not None else "CIFAR-10"
+        print(f"model {arguments.model}, data {source}{cifar.note and ': ' + cifar.note}", flush=True)
+
+    history = []
+    for epoch in range(arguments.epochs):
+        if is_first:
+            print(f"Starting Epoch {epoch}:", flush=True)
+        start = time.perf_counter()
+        loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments)
+        seconds = time.perf_counter() - start
+        sgd.synchronize(model)  # the running statistics of batch norm are each rank's own
+        tested = evaluate(model, dev, cifar, sgd)
+        loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
+        history.append((loss, correct / len(cifar.train_labels), tested / len(cifar.test_labels)))
+        if is_first:
+            print(f"Training loss = {loss:.6f}, training accuracy = {history[-1][1]:.6f}")
+            print(f"Evaluation accuracy = {history[-1][2]:.6f}")
+            speed = len(cifar.train_labels) / seconds
+            print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
+
+    if is_first:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        checkpoint = arguments.out / f"cifar_{arguments.model}.zip"
+        model.save_states(checkpoint, {"epochs": np.array(arguments.epochs)})
+        print(f"checkpoint: {checkpoint.resolve()}")
+        print(f"plot: {plot(history, arguments)}", flush=True)
+
+
+def load_data(arguments):
+    if arguments.synthetic is not None:
+        return data.synthetic_cifar10(arguments.synthetic, max(1, arguments.synthetic // 5), arguments.seed)
+    return data.load_cifar10(arguments.cifar_dir)
+
+
+def make_batches(cifar, sampler, seed):
+    """(x, y) of every step of this rank's epoch; a step's random numbers depend on nothing but its place."""
+    epoch = sampler.epoch
+    for step, indices in enumerate(sampler):
+        rng = np.random.default_rng([seed, epoch, step, sampler.rank])
+        images = data.pad_crop_flip(cifar.train_images[indices], rng)
+        yield data.make_batch(images, cifar.train_labels[indices], slice(None), mean=MEAN, std=STD)
+
+
+def train_epoch(model, sgd, dev, cifar, sampler, arguments):
+    """One epoch; this rank's sum of batch losses, number of correct answers and bytes sent."""
+    model.train()
+    loss_sum, correct, sent = 0.0, 0, 0
+    for step, (x, y) in enumerate(data.prefetch(make_batches(cifar, sampler, arguments.seed))):
+        out, loss = model(
+            tensor.from_numpy(x, dev), tensor.from_numpy(y, dev), arguments.dist_option, arguments.spars
+        )
+        loss_sum += loss.item()
+        correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
+        sent += sgd.bytes_sent
+        if sgd.global_rank == 0:
+            show_progress(step + 1, len(sampler), loss.item())
+    return loss_sum, correct, sent
+
+
+def evaluate(model, dev, cifar, sgd):
+    """The number of this rank's share of the test images that are classified correctly."""
+    model.eval()
+    share = data.partition(len(cifar.test_labels), sgd.global_rank, sgd.world_size)
+    correct = 0
+    for start in range(share.start, share.stop, EVAL_BATCH):
+        batch = slice(start, min(start + EVAL_BATCH, share.stop))
+        x, y = data.make_batch(cifar.test_images, cifar.test_labels, batch, mean=MEAN, std=STD)
+        correct += np.count_nonzero(tensor.to_numpy(model(tensor.from_numpy(x, dev))).argmax(axis=1) == y)
+    return correct
+
+
+def sum_over_ranks(values, sgd):
+    total = np.array(values, np.float64)
+    sgd.all_reduce(total)
+    return total.tolist()
+
+
+def show_progress(step, steps, loss):
+    """A bar of at most 40 updates a pass: one line that overwrites itself, or nothing without a terminal."""
+    if step % math.ceil(steps / 40) == 0 or step == steps:
+        filled = 30 * step // steps
+        end = "\n" if step == steps else ""
+        bar = "#" * filled + "." * (30 - filled)
+        print(f"\r[{bar}] {step}/{steps} loss {loss:.4f}", end=end, file=sys.stderr, flush=True)
+
+
+def plot(history, arguments):
+    """Draw loss and accuracy by epoch; the picture's path, or why there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "none; pip install 'singa-lite[plot]' draws one"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    losses, train_accuracies, test_accuracies = zip(*history, strict=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
+    left.plot(losses, marker=".")
+    left.set(xlabel="epoch", ylabel="training loss (sum of batch means)", yscale="log")
+    right.plot(train_accuracies, marker=".", label="training")
+    right.plot(test_accuracies, marker=".", label="evaluation")
+    right.set(xlabel="epoch", ylabel="accuracy")
+    right.legend()
+    name = "CIFAR-10" if arguments.synthetic is None else "random images"
+    figure.suptitle(f"{name}, {arguments.model}, {arguments.dist_option}")
+    figure.tight_layout()
+    path = arguments.out / f"cifar_{arguments.model}.png"
+    figure.savefig(path, dpi=120)
+    return path.resolve()
+
+
+if __name__ == "__main__":
+    main()

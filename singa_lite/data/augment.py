@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random changes of training images that keep their class; whole batches at once, on stored pixels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError, ShapeError
+
+Array = np.ndarray[Any, Any]
+
+
+def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> Array:
+    """Shift each image by up to ``pad`` pixels in both directions, and mirror half of them.
+
+    The image is set into a border of ``pad`` zeros, a window of its own size is cut out at a random place, and
+    that is mirrored left to right with probability 1/2: (2 pad + 1)^2 windows, times 2, all equally likely.
+
+    Args:
+        images: shape (n, channels, h, w), any dtype; with pixels as stored the border is black.
+        rng: gives three numbers for each image; the same state gives the same result.
+        pad: pixels, >= 0.
+
+    Returns:
+        A new array of the same shape and dtype.
+
+    Raises:
+        ShapeError: ``images`` has not four axes.
+        OptionError: ``pad`` is negative.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2.
+
+    Example:
+        >>> pad_crop_flip(np.ones((2, 3, 32, 32), np.uint8), np.random.default_rng(0)).shape
+        (2, 3, 32, 32)
+    """
+    if images.ndim != 4:
+        raise ShapeError(
+            f"pad_crop_flip: images must be (n, channels, h, w), but their shape is {images.shape}"
+        )
+    if pad < 0:
+        raise OptionError(f"pad_crop_flip: pad = {pad} must be >= 0")
+    count, channels, height, width = images.shape
+    top, left = rng.integers(0, 2 * pad + 1, (2, count))
+    mirrored = rng.integers(0, 2, count, dtype=bool)
+    padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), images.dtype)
+    padded[:, :, pad : pad + height, pad : pad + width] = images
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    cropped: Array = windows[np.arange(count), :, top, left]  # a copy; one window an image
+    cropped[mirrored] = cropped[mirrored][..., ::-1]
+    return cropped

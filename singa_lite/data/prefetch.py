@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that makes the next batches ready while the current one trains."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable
+from typing import Generic, TypeVar
+
+from ..errors import OptionError
+
+Item = TypeVar("Item")
+
+
+def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, None]:
+    """Yield ``items`` in their order; a thread takes them up to ``depth`` ahead.
+
+    The thread starts with the first item asked for. It has ended when the iteration ends, by exhaustion, an error,
+    ``break`` or ``close()``: close waits for the item it is making, and closes ``items`` if that is a generator.
+    An exception in ``items`` is raised at its place in the order, with the traceback of the thread; not at all when
+    the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes.
+    A ``ShardedSampler`` in it is ahead of the consumer: take its state between epochs.
+
+    Args:
+        items: e.g. a generator of batches; what numpy copies there runs beside the training.
+        depth: items kept ready, >= 1; one more may be in the making.
+
+    Raises:
+        OptionError: ``depth`` is less than 1.
+
+    Example:
+        >>> list(prefetch(number * number for number in range(4)))
+        [0, 1, 4, 9]
+    """
+    if depth < 1:
+        raise OptionError(f"prefetch: depth = {depth} must be >= 1")
+    return _consume(items, _Shelf(depth))
+
+
+class _Shelf(Generic[Item]):
+    """What the two threads share, all under ``changed``."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.changed = threading.Condition()
+        self.items: deque[Item] = deque()
+        self.error: BaseException | None = None
+        self.is_finished = False  # nothing more will be put
+        self.is_closed = False  # nothing more will be taken
+
+    def put(self, item: Item) -> bool:
+        """Wait for room; False if nobody wants the item any more."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_closed or len(self.items) < self.depth)
+            if not self.is_closed:
+                self.items.append(item)
+                self.changed.notify_all()
+            return not self.is_closed
+
+    def finish(self, error: BaseException | None) -> None:
+        with self.changed:
+            self.error, self.is_finished = error, True
+            self.changed.notify_all()
+
+    def take(self) -> tuple[Item] | None:
+        """Wait for an item; None at the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.items or self.is_finished)
+            if not self.items:
+                return None
+            item = self.items.popleft()
+            self.changed.notify_all()
+            return (item,)
+
+    def close(self) -> None:
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
+
+
+def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
+    """The thread: it knows the shelf only, so a consumer that is dropped is collected and closes the shelf."""
+    error: BaseException | None = None
+    try:
+        try:
+            for item in items:
+                if not shelf.put(item):
+                    break
+        finally:
+            if isinstance(items, Generator):
+                items.close()
+    except BaseException as raised:  # handed to the consumer, whatever it is
+        error = raised
+    shelf.finish(error)
+    del error  # its traceback holds this frame: a circle that would keep the items
+
+
+def _consume(items: Iterable[Item], shelf: _Shelf[Item]) -> Generator[Item, None, None]:
+    # daemon: an interpreter that ends while a reference is still held somewhere must not wait for it
+    thread = threading.Thread(target=_fill, args=(items, shelf), name="singa_lite prefetch", daemon=True)
+    thread.start()
+    try:
+        while (taken := shelf.take()) is not None:
+            yield taken[0]
+    finally:
+        shelf.close()
+        if thread is not threading.current_thread():  # the collector may drop this generator there
+            thread.join()
+    if shelf.error is not None:
+        try:
+            raise shelf.error
+        finally:
+            shelf.error = None  # as above

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loader thread: order, look-ahead, errors at their place, and an end with its consumer."""
+
+import gc
+import itertools
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+
+import pytest
+
+from singa_lite.data import prefetch
+from singa_lite.errors import OptionError
+
+LIMIT_S = 20  # for what should take no time at all
+
+
+def loaders():
+    return [thread for thread in threading.enumerate() if thread.name == "singa_lite prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_afterwards():
+    yield
+    assert not loaders()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7, 1000])
+def test_items_come_in_order_and_all_of_them(depth):
+    assert list(prefetch((number * number for number in range(500)), depth)) == [n * n for n in range(500)]
+    assert not loaders()
+
+
+def test_empty_sources_and_none_as_an_item_are_no_special_case():
+    assert list(prefetch([])) == []
+    assert list(prefetch([None, 0, None])) == [None, 0, None]
+
+
+def test_items_are_made_in_one_other_thread():
+    threads = set(prefetch(threading.get_ident() for _ in range(20)))
+    assert len(threads) == 1 and threads != {threading.get_ident()}
+
+
+def test_the_thread_goes_exactly_depth_and_one_ahead():
+    made, limit = [], threading.Semaphore(0)
+
+    def source():
+        for number in itertools.count():
+            made.append(number)
+            limit.release()
+            yield number
+
+    batches = prefetch(source(), 3)
+    assert made == []  # nothing before the first is asked for
+    for taken in range(1, 6):
+        assert next(batches) == taken - 1
+        for _ in range(5 if taken == 1 else 1):  # taken + 3 ready + 1 in the making
+            assert limit.acquire(timeout=LIMIT_S)
+        assert len(made) == taken + 4
+        assert not limit.acquire(timeout=0.02) and len(made) == taken + 4
+    batches.close()
+
+
+def test_the_next_item_is_made_while_the_consumer_has_the_last():
+    second = threading.Event()
+
+    def source():
+        yield 1
+        second.set()
+        yield 2
+
+    for item in prefetch(source()):
+        assert item == 2 or second.wait(LIMIT_S)
+
+
+def faulty():
+    yield 1
+    yield 2
+    raise ValueError("the third image is damaged")
+
+
+def test_an_error_is_raised_at_its_place_with_the_traceback_of_the_source():
+    seen = []
+    with pytest.raises(ValueError, match="third image") as caught:
+        for item in prefetch(faulty(), 5):
+            seen.append(item)
+    assert seen == [1, 2]
+    assert "faulty" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not loaders()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration()])
+def test_no_error_of_the_source_is_lost(error):
+    def source():
+        yield 1
+        raise error
+
+    with pytest.raises((SystemExit, KeyboardInterrupt, RuntimeError)):
+        list(prefetch(source()))
+
+
+def leave_by_break(batches):
+    for _ in batches:
+        break
+
+
+def leave_by_error(batches):
+    with pytest.raises(ZeroDivisionError):
+        for _ in batches:
+            raise ZeroDivisionError
+
+
+def leave_by_close(batches):
+    next(batches)
+    batches.close()
+
+
+def leave_by_dropping(batches):
+    next(batches)
+    del batches
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_error, leave_by_close, leave_by_dropping])
+def test_an_early_exit_ends_the_thread_and_closes_the_source(leave):
+    made, closed = [], []
+
+    def source():
+        try:
+            for number in itertools.count():
+                made.append(number)
+                yield number
+        finally:
+            closed.append(threading.current_thread())
+
+    kept = source()  # so that it ends by being closed, not by being dropped
+    leave(prefetch(kept, 2))
+    assert not loaders() and kept.gi_frame is None
+    count = len(made)
+    assert count <= 4 and len(closed) == 1
+    assert len(made) == count
+
+
+def test_a_generator_dropped_by_the_collector_ends_its_thread():
+    batches = prefetch(itertools.count())
+    next(batches)
+    circle = [batches]
+    circle.append(circle)
+    del batches, circle
+    gc.collect()
+    assert not loaders()
+
+
+def test_the_collector_may_drop_the_generator_in_its_own_thread():
+    is_dropped, is_collected = threading.Event(), threading.Event()
+
+    def source():
+        yield 0
+        assert is_dropped.wait(LIMIT_S)
+        gc.collect()
+        is_collected.set()
+        yield 1
+
+    gc.disable()
+    try:
+        batches = prefetch(source())
+        next(batches)
+        circle = [batches]
+        circle.append(circle)
+        del batches, circle
+        is_dropped.set()
+        assert is_collected.wait(LIMIT_S)
+        for thread in loaders():
+            thread.join(LIMIT_S)
+    finally:
+        gc.enable()
+
+
+def test_an_error_after_the_consumer_left_troubles_nobody():
+    batches = prefetch(faulty(), 1)
+    assert next(batches) == 1
+    batches.close()
+
+
+class Box:
+    pass
+
+
+def test_items_and_errors_are_not_kept_alive():
+    known = []
+
+    def source():
+        for _ in range(3):
+            box = Box()
+            known.append(weakref.ref(box))
+            yield box
+            del box
+        raise ValueError
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError):
+            for item in prefetch(source(), 1):
+                del item
+        assert [ref() for ref in known] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_depth_below_one_is_refused_at_once():
+    with pytest.raises(OptionError, match="depth = 0"):
+        prefetch([1], 0)
+
+
+def test_an_interpreter_that_ends_with_a_loader_open_is_not_held_up():
+    script = (
+        "import itertools, singa_lite.data as data\n"
+        "batches = data.prefetch(itertools.count())\n"
+        "print(next(batches))\n"
+        "keep = [batches]; keep.append(keep)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

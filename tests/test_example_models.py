@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The networks of examples/model: their size, their gradients, and that a few steps lower the loss."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from singa_lite import device, layer, opt, tensor
+
+FOLDER = Path(__file__).parents[1] / "examples" / "model"
+
+
+def load(name):
+    """A class of a file of examples/model, "file.Class"."""
+    file, _, attribute = name.partition(".")
+    spec = importlib.util.spec_from_file_location(f"example_{file}", FOLDER / f"{file}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, attribute)
+
+
+# name -> (shape of a small batch, parameters, learning rate), the parameters by hand:
+# a convolution without bias has in * out * k * k, a batch norm 2 * channels, a linear layer (in + 1) * out
+MODELS = {
+    "cnn.CNN": ((8, 1, 28, 28), 26 * 20 + 501 * 50 + 801 * 500 + 501 * 10, 0.01),
+    "mlp.MLP": ((8, 784), 785 * 512 + 513 * 512 + 513 * 10, 0.02),
+    "resnet.ResNet20": (
+        (8, 3, 32, 32),
+        (27 * 16 + 32)
+        + (6 * (144 * 16 + 32))
+        + (144 * 32 + 288 * 32 * 5 + 6 * 64 + 16 * 32 + 64)
+        + (288 * 64 + 576 * 64 * 5 + 6 * 128 + 32 * 64 + 128)
+        + 65 * 10,
+        0.05,
+    ),
+    "resnet.ResNet18": (
+        (4, 3, 32, 32),
+        (27 * 64 + 128)
+        + 4 * (576 * 64 + 128)
+        + sum(9 * half * 2 * half + 3 * 36 * half * half + 16 * half + 2 * half * half + 4 * half
+              for half in (64, 128, 256))
+        + 513 * 10,
+        0.01,
+    ),
+}  # fmt: skip
+PUBLISHED = {
+    "resnet.ResNet20": 272_474,
+    "resnet.ResNet18": 11_173_962,
+    "mlp.MLP": 669_706,
+    "cnn.CNN": 431_080,
+}
+
+
+def build(name):
+    """(model, x, y) ready to train on random data, the same at every call."""
+    shape, _, lr = MODELS[name]
+    rng = np.random.default_rng(2)
+    device.get_default_device().SetRandSeed(3)
+    net = load(name)()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=lr, momentum=0.9)))
+    x = tensor.from_numpy(rng.normal(size=shape).astype(np.float32))
+    net.compile([x])
+    return net, x, tensor.from_numpy(rng.integers(0, 10, shape[0]).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_number_of_parameters_is_that_of_the_formula(name):
+    net, x, _ = build(name)
+    count = sum(param.size() for param in net.get_params().values())
+    assert count == MODELS[name][1] == PUBLISHED[name]
+    net.eval()
+    assert net(x).shape == (x.shape[0], 10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_changes_in_a_step_and_some_steps_lower_the_loss(name):
+    net, x, y = build(name)
+    before = {key: tensor.to_numpy(param) for key, param in net.get_params().items()}
+    losses = [net(x, y)[1].item()]
+    same = [key for key, value in before.items() if (tensor.to_numpy(net.get_params()[key]) == value).all()]
+    assert not same
+    losses += [net(x, y)[1].item() for _ in range(5)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_resnets_halve_the_image_at_each_stage_and_project_where_the_shape_changes():
+    for name, channels, blocks in (("ResNet20", (16, 32, 64), 3), ("ResNet18", (64, 128, 256, 512), 2)):
+        net = load(f"resnet.{name}")()
+        y = net.conv(tensor.zeros((1, 3, 32, 32)))
+        shapes = [(y := block(y)).shape for block in net.blocks]
+        expected = [(1, width, 32 >> stage, 32 >> stage) for stage, width in enumerate(channels)]
+        assert shapes == [shape for shape in expected for _ in range(blocks)]
+        projected = [number for number, block in enumerate(net.blocks) if block.is_projected]
+        assert projected == [blocks * stage for stage in range(1, len(channels))]
+
+
+def test_a_block_adds_its_input_before_the_last_relu():
+    block = load("resnet.BasicBlock")(4, 1, False)
+    x = tensor.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32))
+    block(x)
+    block.bn2.scale.set_value(0.0)
+    np.testing.assert_array_equal(tensor.to_numpy(block(x)), np.maximum(tensor.to_numpy(x), 0))
+
+
+def test_batch_norms_take_a_tenth_of_each_batch_into_their_statistics():
+    net = load("resnet.ResNet20")()
+    norms = [net.bn, *(norm for block in net.blocks for norm in vars(block).values())]
+    norms = [norm for norm in norms if isinstance(norm, layer.BatchNorm2d)]
+    assert len(norms) == 21 and {norm.momentum for norm in norms} == {0.1}
