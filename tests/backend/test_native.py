@@ -209,6 +209,26 @@ def test_convolutions_of_real_models(x, w, y):
     check_convolution(3, x, w, y, geometry)
 
 
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: convolutions are numpy's")
+@settings(max_examples=40, deadline=None)
+@given(
+    seeds,
+    st.tuples(st.integers(1, 5), st.integers(1, 7)),
+    st.tuples(st.integers(1, 7), st.sampled_from([3, 5, 7])),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 9), st.integers(8, 30)),
+)
+def test_weight_gradient_of_one_channel(seed, counts, kernel, padding, out):
+    batch, outputs = counts
+    size = tuple(o + k - 1 - 2 * p for o, k, p in zip(out, kernel, padding, strict=True))
+    assume(min(size) >= 1)
+    x, dy = floats(seed, batch, 1, *size), floats(seed + 1, batch, outputs, *out)
+    geometry = {"stride": (1, 1), "padding": padding, "dilation": (1, 1), "groups": 1}
+    dw = like(outputs, 1, *kernel)
+    check("conv2d_backward_weight", dy, x, out=(dw,), **geometry)
+    check("conv2d_backward_weight", dy, x, out=(dw.copy(), like(outputs)), **geometry)
+
+
 @quick
 @given(
     seeds,
