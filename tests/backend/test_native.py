@@ -552,6 +552,19 @@ def test_a_child_forked_after_threads_ran_computes_on_one():
     assert run_python(code, OMP_NUM_THREADS="4").split() == ["1", "4"]
 
 
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: products are numpy's")
+def test_a_child_forked_after_a_product_alone_computes_on_one():
+    code = STEP + (
+        "a = np.ones((500, 500), np.float32)\n"
+        "backend.run('matmul', a, a, out=np.empty_like(a))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    backend.run('matmul', a, a, out=np.empty_like(a)); print(kernels.num_threads(), flush=True); os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+    )
+    assert run_python(code, OMP_NUM_THREADS="4").split() == ["1"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
 def test_a_child_forked_before_any_threads_ran_may_use_them():
     code = STEP + (
