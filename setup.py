@@ -73,7 +73,8 @@ class CMakeBuild(build_ext):
                    f"-DPython_EXECUTABLE={sys.executable}",
                    f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
                    *onednn_options())  # fmt: skip
-        (target / BUNDLED).unlink(missing_ok=True)  # of an earlier build
+        for path in target.glob("libdnnl.*"):  # of an earlier build
+            path.unlink()
         self.cmake("--build", build)
         if (target / BUNDLED).exists():
             for path in files_of("onednn-cpu-gomp", *LICENCES):

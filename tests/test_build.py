@@ -88,7 +88,7 @@ def test_the_wheel_holds_every_module_and_nothing_of_earlier_builds(wheel, sourc
 def test_the_wheel_carries_types_and_licence(wheel):
     names = wheel.namelist()
     assert "singa_lite/py.typed" in names
-    (licence,) = (name for name in names if name.endswith("LICENSE"))
+    (licence,) = (name for name in names if name.endswith("licenses/LICENSE"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
 
 

@@ -2,6 +2,7 @@
 #include "kernels/matmul.h"
 
 #include "kernels/onednn.h"
+#include "kernels/threads.h"
 
 namespace singa_lite {
 
@@ -32,6 +33,7 @@ Call make(const Matmul& p) {
 
 bool matmul(const Matmul& p, const float* a, const float* b, float* y) {
   if (p.batch == 1) {  // sgemm: no primitive to look up
+    note_parallel_region(num_threads());  // and its threads are ours to tell of, see Note [fork]
     return dnnl_sgemm(p.transpose_a ? 'T' : 'N', p.transpose_b ? 'T' : 'N', p.m, p.n, p.k, 1.0f, a,
                       p.transpose_a ? p.m : p.k, b, p.transpose_b ? p.k : p.n, 0.0f, y, p.n) == dnnl_success;
   }

@@ -37,9 +37,7 @@ def check(kernel: str, *inputs: np.ndarray, out: tuple[np.ndarray, ...], **attri
     before = [array.copy() for array in inputs]
     single = out[0] if len(out) == 1 else out
     assert getattr(KERNELS, kernel)(*inputs, out=single, **attributes), f"{kernel} did not take the call"
-    REFERENCE.run(
-        kernel, *map(wide, inputs), out=expected[0] if len(out) == 1 else expected, **attributes
-    )
+    REFERENCE.run(kernel, *map(wide, inputs), out=expected[0] if len(out) == 1 else expected, **attributes)
     for array, reference in zip(out, expected, strict=True):
         scale = max(1.0, np.abs(reference).max(initial=0))
         np.testing.assert_allclose(array, reference, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=kernel)
@@ -81,7 +79,9 @@ def test_relu_passes_nan_on():
 
 
 @quick
-@given(seeds, st.sampled_from(["add", "sub", "mul", "div"]), st.lists(st.integers(1, 40), min_size=1, max_size=3))
+@given(
+    seeds, st.sampled_from(["add", "sub", "mul", "div"]), st.lists(st.integers(1, 40), min_size=1, max_size=3)
+)
 def test_arithmetic_of_arrays_rows_and_numbers(seed, kernel, shape):
     a = floats(seed, *shape)
     for other in ({*()}, shape, shape[-1:], [1], [1] * len(shape)):
@@ -209,13 +209,42 @@ def test_convolutions_of_real_models(x, w, y):
     check_convolution(3, x, w, y, geometry)
 
 
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: convolutions are numpy's")
+@settings(max_examples=40, deadline=None)
+@given(
+    seeds,
+    st.tuples(st.integers(1, 5), st.integers(1, 7)),
+    st.tuples(st.integers(1, 7), st.sampled_from([3, 5, 7])),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.tuples(st.integers(1, 9), st.integers(8, 30)),
+)
+def test_weight_gradient_of_one_channel(seed, counts, kernel, padding, out):
+    batch, outputs = counts
+    size = tuple(o + k - 1 - 2 * p for o, k, p in zip(out, kernel, padding, strict=True))
+    assume(min(size) >= 1)
+    x, dy = floats(seed, batch, 1, *size), floats(seed + 1, batch, outputs, *out)
+    geometry = {"stride": (1, 1), "padding": padding, "dilation": (1, 1), "groups": 1}
+    dw = like(outputs, 1, *kernel)
+    check("conv2d_backward_weight", dy, x, out=(dw,), **geometry)
+    check("conv2d_backward_weight", dy, x, out=(dw.copy(), like(outputs)), **geometry)
+
+
 @quick
-@given(seeds, st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 11)] * 2), pairs, pairs, st.booleans(), st.data())
+@given(
+    seeds,
+    st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 11)] * 2),
+    pairs,
+    pairs,
+    st.booleans(),
+    st.data(),
+)
 def test_pooling_and_its_gradients(seed, shape, kernel_size, stride, count_include_pad, data):
     padding = tuple(data.draw(st.integers(0, k - 1)) for k in kernel_size)
     pairs_of = zip(shape[2:], kernel_size, stride, padding, strict=True)
     out = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in pairs_of)
-    assume(min(out) >= 1 and all(n + 2 * p >= k for n, k, p in zip(shape[2:], kernel_size, padding, strict=True)))
+    assume(
+        min(out) >= 1 and all(n + 2 * p >= k for n, k, p in zip(shape[2:], kernel_size, padding, strict=True))
+    )
     check_pooling(seed, shape, (*shape[:2], *out), kernel_size, stride, padding, count_include_pad)
 
 
@@ -269,7 +298,9 @@ def test_batch_normalisation(seed, batch, channels, inner):
 
 
 @quick
-@given(seeds, st.integers(1, 70), st.integers(1, 300), st.sampled_from([0, 1, 30]), st.sampled_from(["i4", "i8"]))
+@given(
+    seeds, st.integers(1, 70), st.integers(1, 300), st.sampled_from([0, 1, 30]), st.sampled_from(["i4", "i8"])
+)
 def test_softmax_and_its_cross_entropy(seed, rows, columns, spread, ids):
     x = floats(seed, rows, columns) * np.float32(spread)
     labels = np.random.default_rng(seed).integers(0, columns, rows).astype(ids)
@@ -302,7 +333,12 @@ def test_sgd(seed, count, momentum, dampening, nesterov, first):
 @quick
 @given(seeds, counts, st.integers(1, 1000), st.sampled_from([0.0, 0.1]))
 def test_adam(seed, count, step, weight_decay):
-    grad, param, m, v = floats(seed, count), floats(seed + 1, count), floats(seed + 2, count), floats(seed + 3, count)
+    grad, param, m, v = (
+        floats(seed, count),
+        floats(seed + 1, count),
+        floats(seed + 2, count),
+        floats(seed + 3, count),
+    )
     options = {"lr": 0.01, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "weight_decay": weight_decay}
     check("adam_update", grad, out=(param, m, np.abs(v)), step=step, **options)
 
@@ -310,7 +346,9 @@ def test_adam(seed, count, step, weight_decay):
 # ---- selection -----------------------------------------------------------------------------------------
 
 
-def selected_by(backend: Any, kernel: str, values: np.ndarray, count: int, index: str, **attributes: Any) -> Any:
+def selected_by(
+    backend: Any, kernel: str, values: np.ndarray, count: int, index: str, **attributes: Any
+) -> Any:
     indices, selected = np.full(count, -1, index), np.empty(count, values.dtype)
     if backend is KERNELS:
         assert getattr(KERNELS, kernel)(values, out=(indices, selected), **attributes)
@@ -327,7 +365,14 @@ def check_top_k(values: np.ndarray, k: int, index: str = "i8") -> None:
 
 
 @quick
-@given(seeds, st.integers(1, 5000), st.floats(0, 1), st.integers(0, 5), st.booleans(), st.sampled_from(["i4", "i8"]))
+@given(
+    seeds,
+    st.integers(1, 5000),
+    st.floats(0, 1),
+    st.integers(0, 5),
+    st.booleans(),
+    st.sampled_from(["i4", "i8"]),
+)
 def test_top_k_is_numpys(seed, count, share, decimals, has_nan, index):
     values = floats(seed, count).round(decimals)
     if has_nan:
@@ -505,6 +550,19 @@ def test_a_child_forked_after_threads_ran_computes_on_one():
         "step(); print(kernels.num_threads())"
     )
     assert run_python(code, OMP_NUM_THREADS="4").split() == ["1", "4"]
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: products are numpy's")
+def test_a_child_forked_after_a_product_alone_computes_on_one():
+    code = STEP + (
+        "a = np.ones((500, 500), np.float32)\n"
+        "backend.run('matmul', a, a, out=np.empty_like(a))\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    backend.run('matmul', a, a, out=np.empty_like(a)); print(kernels.num_threads(), flush=True); os._exit(0)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+    )
+    assert run_python(code, OMP_NUM_THREADS="4").split() == ["1"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")

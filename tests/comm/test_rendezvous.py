@@ -246,9 +246,9 @@ os.sched_getaffinity = lambda pid: range(int(sys.argv[1]))
 import threadpoolctl
 from singa_lite.comm.rendezvous import share_cores
 threadpoolctl.threadpool_limits(4)
-before = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+before = sorted({pool["num_threads"] for pool in threadpoolctl.threadpool_info()})
 share_cores(int(sys.argv[2]))
-after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+after = sorted({pool["num_threads"] for pool in threadpoolctl.threadpool_info()})
 print(before, after)
 """
 

@@ -113,7 +113,8 @@ def test_ranks_of_multiprocessing_share_the_cores(tmp_path):
     text = MULTIPROCESSING.replace(
         "    sys.stdout.write(",
         "    import threadpoolctl\n"
-        "    sys.stdout.write(str([pool['num_threads'] for pool in threadpoolctl.threadpool_info()]) + '\\n')\n"
+        "    counts = sorted({pool['num_threads'] for pool in threadpoolctl.threadpool_info()})\n"
+        "    sys.stdout.write(str(counts) + '\\n')\n"
         "    sys.stdout.write(",
     )
     result = run_command([sys.executable, str(write_script(tmp_path, text)), "spawn", ""])
