@@ -66,6 +66,6 @@ def check_number(
     where: str, name: str, value: object, lowest: float = -math.inf, highest: float = math.inf
 ) -> float:
     """``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not lowest <= value <= highest:
+    if isinstance(value, bool) or not isinstance(value, Real) or not lowest <= value <= highest:  # type: ignore[operator]
         raise OptionError(f"{where}: {name} = {value!r} must be a number in {lowest} .. {highest}")
     return float(value)

@@ -177,6 +177,7 @@ class Tensor:
             ShapeError: another number of elements, or offset != 0.
             DTypeError: a value this dtype cannot hold exactly (0.5 as int32, a float64 0.1 as float32).
         """
+        self.check_leaf("copy_from_numpy")
         refuse("it copies host values into a Tensor, which a replay would not see change")
         values = np.asarray(np_array)
         if values.size != self.size() or offset:
@@ -186,6 +187,7 @@ class Tensor:
 
     def copy_data(self, t: Tensor) -> None:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
+        self.check_leaf("copy_data")
         if t.shape != self.shape or t.dtype != self.dtype:
             raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
         source = t._data if t.device is self.device else self.device.backend.asarray(to_numpy(t))
@@ -340,9 +342,7 @@ class Tensor:
         return self._with_vector("div", v, 1)
 
     def _with_vector(self, kernel: str, v: Tensor, axis: int) -> Tensor:
-        if self.ndim() != 2 or v.shape != (self.shape[1 - axis],):
-            what = "column" if axis else "row"
-            raise ShapeError(f"{kernel}_{what}: {v.shape} is no {what} of a matrix {self.shape}")
+        check_vector(kernel, self, v, axis)
         return self._in_place(kernel, v.reshape((-1, 1)) if axis else v)
 
     # ---- fillers, all returning self; see Note [in place]-----------------------------------------------
@@ -495,6 +495,16 @@ def to_numpy(t: Tensor) -> np.ndarray:
 def number_array(where: str, value: object, like: Tensor) -> Any:
     """A raw scalar of ``like``'s dtype and backend; DTypeError for what is no number or does not fit."""
     return like.device.backend.asarray(convert_number(where, value, like.dtype))
+
+
+def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:
+    """Raise unless ``v`` is a row (axis 0) or a column (axis 1) of ``matrix``, of its dtype and device."""
+    what = "column" if axis else "row"
+    if not isinstance(v, Tensor):
+        raise DTypeError(f"{where}_{what}: expected a Tensor, got {type(v).__name__}")
+    if matrix.ndim() != 2 or v.shape != (matrix.shape[1 - axis],):
+        raise ShapeError(f"{where}_{what}: {v.shape} is no {what} of a matrix {matrix.shape}")
+    _operand(matrix, v, f"{where}_{what}")
 
 
 def _as_device(where: str, device: object) -> Device:

@@ -22,7 +22,7 @@ import numpy as np
 from ..device import Device, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32
-from .core import Number, Tensor, number_array, to_numpy
+from .core import Number, Tensor, check_vector, number_array, to_numpy
 
 # ---- making and moving -----------------------------------------------------------------------------------
 
@@ -373,17 +373,23 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
 
 def add_column(alpha: float, v: Tensor, beta: float, M: Tensor) -> Tensor:
     """M (m, n) = alpha v + beta M with v (m,) added to every column."""
-    M *= beta
-    return M.add_column(eltwise_mult(v, alpha))
+    return _add_vector(alpha, v, beta, M, 1)
 
 
 def add_row(alpha: float, v: Tensor, beta: float, M: Tensor) -> Tensor:
     """M (m, n) = alpha v + beta M with v (n,) added to every row."""
-    M *= beta
-    return M.add_row(eltwise_mult(v, alpha))
+    return _add_vector(alpha, v, beta, M, 0)
 
 
 # ---- how ---------------------------------------------------------------------------------------------------
+
+
+def _add_vector(alpha: float, v: Tensor, beta: float, M: Tensor, axis: int) -> Tensor:
+    _check_matrix("add", M)
+    check_vector("add", M, v, axis)
+    scaled = eltwise_mult(v, alpha)
+    M *= beta
+    return M.add_column(scaled) if axis else M.add_row(scaled)
 
 
 def _check_tensor(where: str, t: object) -> None:
