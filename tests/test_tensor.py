@@ -261,6 +261,7 @@ def test_small_methods() -> None:
 
 def test_what_would_lose_a_gradient_raises(training: None) -> None:
     y = Tensor(data=A, stores_grad=True) * 2
+    assert wrap(A).is_dummy() and not y.is_dummy()
     attempts: list[Callable[[], object]] = [
         lambda: y[0],
         lambda: y // 2,

@@ -130,6 +130,10 @@ class Tensor:
         """Number of bytes."""
         return int(self._data.nbytes)
 
+    def is_dummy(self) -> bool:
+        """Whether it is a leaf: no recorded operator made it."""
+        return self.creator is None
+
     def is_transpose(self) -> bool:
         """False: ``transpose`` copies."""
         return False
