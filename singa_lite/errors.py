@@ -7,7 +7,9 @@ text of each ``CommError`` to its cure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from numbers import Integral, Real
 
 
 class SingaLiteError(Exception):
@@ -51,3 +53,19 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
     if value not in choices:
         known = ", ".join(repr(choice) for choice in choices)
         raise OptionError(f"{where}: {name} = {value!r} is not known; choose one of {known}")
+
+
+def check_int(where: str, name: str, value: object, smallest: int) -> int:
+    """``value`` as an int; ``OptionError`` unless it is a whole number (no bool, no float) >= ``smallest``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < smallest:
+        raise OptionError(f"{where}: {name} = {value!r} must be an int >= {smallest}")
+    return int(value)
+
+
+def check_number(
+    where: str, name: str, value: object, lowest: float = -math.inf, highest: float = math.inf
+) -> float:
+    """``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not lowest <= value <= highest:  # type: ignore[operator]
+        raise OptionError(f"{where}: {name} = {value!r} must be a number in {lowest} .. {highest}")
+    return float(value)

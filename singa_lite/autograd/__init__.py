@@ -31,6 +31,7 @@ from .ops import (
     mse_loss,
     mul,
     negative,
+    pad,
     pow,
     reduce_mean,
     reduce_sum,
@@ -60,12 +61,14 @@ class _Autograd(ModuleType):
         state.training = bool(value)
 
 
+Operation = Operator  # another name of SINGA's for it
 sys.modules[__name__].__class__ = _Autograd
 # what ``a + b``, ``a @ b`` and their kin on Tensors call
 OPERATORS.update(add=add, sub=sub, mul=mul, div=div, pow=pow, matmul=matmul, negative=negative)
 
 __all__ = [
     "Context",
+    "Operation",
     "Operator",
     "abs",
     "add",
@@ -90,6 +93,7 @@ __all__ = [
     "mul",
     "negative",
     "no_grad",
+    "pad",
     "pow",
     "reduce_mean",
     "reduce_sum",

@@ -43,6 +43,8 @@ KERNELS = {
     "abs": "(x) -> y",
     "negative": "(x) -> y",
     "sign": "(x) -> -1, 0 or 1",
+    "ceil": "(x) -> y",
+    "floor": "(x) -> y",
     "square": "(x) -> y",
     "add": "(a, b) -> a + b",
     "sub": "(a, b) -> a - b",
@@ -99,8 +101,7 @@ KERNELS = {
     "random_normal": "() -> out; mean, std, seed, counter",
     "random_bernoulli": "() -> 1 with probability p, else 0; p, seed, counter",
     # optimizer steps, in place
-    "sgd_update": "(grad) -> (param[, velocity]) in place; lr, momentum, dampening, weight_decay, "
-    "nesterov, first",
+    "sgd_update": "(grad) -> (param[, velocity]) in place; lr, momentum, dampening, weight_decay, nesterov",
     "adam_update": "(grad) -> (param, m, v) in place; lr, beta_1, beta_2, eps, weight_decay, step (from 1)",
     # selection for sparse exchange; indices: int32 or int64, ascending
     "top_k": "(values (n,)) -> (indices (k,), selected (k,)), largest |v|; ties: lowest index; NaN first; k",
@@ -128,7 +129,7 @@ class Backend(ABC):
         Args:
             kernel: a name of ``KERNELS``.
             inputs: arrays of this backend.
-            out: array or tuple of arrays that receive the result; never share memory with ``inputs``.
+            out: array or tuple of arrays that receive the result; which may be an input says Note [kernel form].
             attributes: plain values, read at the call.
 
         Raises:

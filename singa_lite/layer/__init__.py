@@ -8,11 +8,12 @@ from .dropout import Dropout
 from .linear import Linear
 from .loss import CrossEntropy, MeanSquareError, SoftMaxCrossEntropy
 from .norm import BatchNorm2d
-from .pool import AvgPool2d, MaxPool2d, Pooling2d
+from .pool import AvgPool1d, AvgPool2d, MaxPool1d, MaxPool2d, Pooling2d
 from .shape import Add, Cat, Flatten, Reshape
 
 __all__ = [
     "Add",
+    "AvgPool1d",
     "AvgPool2d",
     "BatchNorm2d",
     "Cat",
@@ -22,6 +23,7 @@ __all__ = [
     "Flatten",
     "Layer",
     "Linear",
+    "MaxPool1d",
     "MaxPool2d",
     "MeanSquareError",
     "Pooling2d",

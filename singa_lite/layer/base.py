@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, DTypeError, ShapeError
+from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..tensor import Tensor, to_numpy
 
 Values = Mapping[str, "Tensor | np.ndarray[Any, Any]"]
@@ -139,6 +139,18 @@ class Layer:
         if not isinstance(x, Tensor) or x.dtype.kind != "f":
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DTypeError(f"{self!r}: needs a float Tensor as input, got {came}")
+
+    def dtype_check(self, *inputs: Tensor) -> None:
+        """Raise a DTypeError unless all inputs have one dtype (SINGA's name)."""
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            found = ", ".join(str(tensor.dtype) for tensor in inputs)
+            raise DTypeError(f"{self!r}: inputs must share one dtype, got {found}; convert with as_type()")
+
+    def device_check(self, *inputs: Tensor) -> None:
+        """Raise a DeviceError unless all inputs are on one device; SINGA's moves them to the first one's."""
+        if len({id(tensor.device) for tensor in inputs}) > 1:
+            found = ", ".join(str(tensor.device) for tensor in inputs)
+            raise DeviceError(f"{self!r}: inputs must be on one device, got {found}; move with to_device()")
 
     def check_size(self, what: str, came: int, expected: int) -> None:
         """Raise a ShapeError that names this layer unless both sizes agree."""

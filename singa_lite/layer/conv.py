@@ -8,10 +8,10 @@ from typing import Any
 
 from .. import autograd, initializer
 from ..autograd.ops.window import pair
-from ..errors import OptionError, ShapeError, check_choice
+from ..errors import OptionError, ShapeError, check_choice, check_int
 from ..tensor import Tensor
 from .base import Layer
-from .padding import PAD_MODES, same_padding
+from .padding import PAD_MODES, same_pad
 
 ACTIVATIONS = ("NOTSET", "RELU")
 Size = int | Sequence[int]
@@ -33,7 +33,8 @@ class Conv2d(Layer):
         dilation: int or pair, >= 1.
         group: independent groups of channels.
         bias: whether there is b.
-        pad_mode: "NOTSET", or "SAME_UPPER" / "SAME_LOWER" for ceil(size / stride) outputs.
+        pad_mode: "NOTSET", or "SAME_UPPER" / "SAME_LOWER" for ceil(size / stride) outputs;
+            where an odd zero is left over it comes last, or first.
         activation: "NOTSET" or "RELU".
 
     Raises:
@@ -66,18 +67,18 @@ class Conv2d(Layer):
                 raise OptionError(f"Conv2d: {len(args)} arguments after (in, out), at most {names}")
             rest: tuple[Any, ...] = (kernel_size, stride, padding, dilation, group, bias)
             kernel_size, stride, padding, dilation, group, bias = args + rest[len(args) :]
-        if not isinstance(nb_kernels, int) or nb_kernels < 1:
-            raise OptionError(f"Conv2d: nb_kernels = {nb_kernels!r} must be an int >= 1")
+        if self.in_channels is not None:
+            check_int("Conv2d", "in_channels", self.in_channels, 1)
+        self.nb_kernels = check_int("Conv2d", "nb_kernels", nb_kernels, 1)
+        self.group = check_int("Conv2d", "group", group, 1)
         check_choice("Conv2d", "pad_mode", pad_mode, PAD_MODES)
         check_choice("Conv2d", "activation", activation or "NOTSET", ACTIVATIONS)
-        if nb_kernels % group:
+        if nb_kernels % self.group:
             raise OptionError(f"Conv2d: nb_kernels = {nb_kernels} must divide by group = {group}")
-        self.nb_kernels = nb_kernels
         self.kernel_size = pair("Conv2d", "kernel_size", kernel_size, 1)
         self.stride = pair("Conv2d", "stride", stride, 1)
         self.padding = pair("Conv2d", "padding", padding, 0)
         self.dilation = pair("Conv2d", "dilation", dilation, 1)
-        self.group = group
         self.bias = bool(bias)
         self.pad_mode = pad_mode
         self.activation = activation or "NOTSET"
@@ -102,7 +103,7 @@ class Conv2d(Layer):
         self._check(x)
         padding = self.padding
         if self.pad_mode != "NOTSET":
-            padding = same_padding(repr(self), x.shape[2:], self.kernel_size, self.stride, self.dilation)
+            x, padding = same_pad(x, self.pad_mode, self.kernel_size, self.stride, self.dilation)
         y = autograd.conv2d(
             x,
             self.W,

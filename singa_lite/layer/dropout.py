@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .. import autograd
-from ..errors import OptionError
+from ..autograd.ops.dropout import check_ratio
 from ..tensor import Tensor
 from .base import Layer
 
@@ -18,9 +18,7 @@ class Dropout(Layer):
 
     def __init__(self, ratio: float = 0.5) -> None:
         super().__init__()
-        if not 0 <= ratio < 1:
-            raise OptionError(f"Dropout: ratio = {ratio} must be in 0 <= ratio < 1")
-        self.ratio = ratio
+        self.ratio = check_ratio("Dropout", ratio)
 
     def forward(self, x: Tensor) -> Tensor:
         """Any shape -> same shape."""

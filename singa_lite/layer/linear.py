@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .. import autograd, initializer
-from ..errors import OptionError, ShapeError
+from ..errors import OptionError, ShapeError, check_int
 from ..tensor import Tensor
 from .base import Layer
 
@@ -21,6 +21,7 @@ class Linear(Layer):
         bias: whether there is b.
 
     Raises:
+        OptionError: a size is no int >= 1.
         ShapeError: at a call, if x is not (..., in_features).
     """
 
@@ -33,11 +34,10 @@ class Linear(Layer):
             raise OptionError(
                 f"Linear: expected (out), (in, out) or (in, out, bias), got {(out_features, *args)}"
             )
-        self.in_features = out_features if args else None
-        self.out_features = args[0] if args else out_features
-        self.bias = bool(args[1]) if len(args) == 2 else bias
-        if self.out_features < 1 or (self.in_features is not None and self.in_features < 1):
-            raise OptionError(f"Linear: sizes must be >= 1, got {(out_features, *args)}")
+        sizes = [check_int("Linear", "size", size, 1) for size in (out_features, *args[:1])]
+        self.in_features = sizes[0] if args else None
+        self.out_features = sizes[-1]
+        self.bias = bool(args[1]) if len(args) == 2 else bool(bias)
 
     def initialize(self, x: Tensor) -> None:
         self._check(x)

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from .. import autograd
-from ..errors import OptionError, ShapeError
+from ..autograd.ops.norm import check_rates
+from ..errors import OptionError, ShapeError, check_int
 from ..tensor import Tensor
 from .base import Layer
 
@@ -22,6 +23,7 @@ class BatchNorm2d(Layer):
         eps: added to the variance, > 0.
 
     Raises:
+        OptionError: an option is out of range.
         ShapeError: at a call, if x is not (N, channels, H, W) or (N, channels).
     """
 
@@ -35,9 +37,8 @@ class BatchNorm2d(Layer):
         super().__init__()
         if len(args) > 2:
             raise OptionError(f"BatchNorm2d: expected (channels) or (channels, momentum), got {args}")
-        self.channels = int(args[0]) if args else None
-        self.momentum = float(args[1]) if len(args) == 2 else momentum
-        self.eps = eps
+        self.channels = check_int("BatchNorm2d", "channels", args[0], 1) if args else None
+        self.momentum, self.eps = check_rates("BatchNorm2d", args[1] if len(args) == 2 else momentum, eps)
 
     def initialize(self, x: Tensor) -> None:
         self._check(x)

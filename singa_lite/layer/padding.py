@@ -3,32 +3,40 @@
 
 from __future__ import annotations
 
-from ..errors import OptionError
+from .. import autograd
+from ..tensor import Tensor
 
 PAD_MODES = ("NOTSET", "SAME_UPPER", "SAME_LOWER")
 
 
-def same_padding(
-    where: str,
-    size: tuple[int, ...],
+def same_pad(
+    x: Tensor,
+    pad_mode: str,
     kernel_size: tuple[int, int],
     stride: tuple[int, int],
     dilation: tuple[int, int] = (1, 1),
-) -> tuple[int, int]:
-    """Padding per side, height and width, that gives ceil(size / stride) outputs.
+    value: float = 0.0,
+) -> tuple[Tensor, tuple[int, int]]:
+    """Prepare a window that gives ceil(size / stride) outputs.
 
-    Where the two sides would be equal, SAME_UPPER and SAME_LOWER are the same; where not, we have no kernel.
+    The kernels pad both sides alike. Where an axis needs an odd number of elements, the one left over is added
+    here: after the image for SAME_UPPER, before it for SAME_LOWER.
 
-    Raises:
-        OptionError: the total padding of an axis is odd.
+    Args:
+        x: (N, C, H, W).
+        pad_mode: "SAME_UPPER" or "SAME_LOWER".
+        kernel_size, stride, dilation: of the window, (height, width).
+        value: what the element left over is.
+
+    Returns:
+        (x or a recorded, longer copy of it, padding per side: height and width).
     """
-    result = []
-    for n, k, s, d in zip(size, kernel_size, stride, dilation, strict=True):
-        total = max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
-        if total % 2:
-            raise OptionError(
-                f"{where}: pad_mode SAME_* needs {total} zeros on an axis of {n} (kernel {k}, stride {s}), which "
-                "do not split evenly; choose an odd kernel_size, or padding= by hand"
-            )
-        result.append(total // 2)
-    return result[0], result[1]
+    totals = [
+        max((-(-n // s) - 1) * s + d * (k - 1) + 1 - n, 0)
+        for n, k, s, d in zip(x.shape[2:], kernel_size, stride, dilation, strict=True)
+    ]
+    odd = [0, 0, totals[0] % 2, totals[1] % 2]
+    if any(odd):
+        pads = [0, 0, 0, 0, *odd] if pad_mode == "SAME_UPPER" else [*odd, 0, 0, 0, 0]
+        x = autograd.pad(x, "constant", pads, value)
+    return x, (totals[0] // 2, totals[1] // 2)

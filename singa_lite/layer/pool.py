@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from .. import autograd
-from ..autograd.ops.window import pair
+from ..autograd.ops.window import check_pool_padding, pair
 from ..errors import OptionError, check_choice
 from ..tensor import Tensor
 from .base import Layer
-from .padding import PAD_MODES, same_padding
+from .padding import PAD_MODES, same_pad
 
 Size = int | Sequence[int]
 
@@ -23,7 +24,8 @@ class Pooling2d(Layer):
         stride: int or pair; None is ``kernel_size``.
         padding: on both sides, int or pair, smaller than ``kernel_size``.
         is_max: maximum if True, else mean (padding counts as zeros).
-        pad_mode: "NOTSET", or "SAME_UPPER" / "SAME_LOWER" for ceil(size / stride) outputs.
+        pad_mode: "NOTSET", or "SAME_UPPER" / "SAME_LOWER" for ceil(size / stride) outputs;
+            where an odd piece of padding is left over it comes last, or first.
 
     Raises:
         OptionError: an option is unknown or out of range.
@@ -44,6 +46,7 @@ class Pooling2d(Layer):
         self.kernel_size = pair(where, "kernel_size", kernel_size, 1)
         self.stride = self.kernel_size if stride is None else pair(where, "stride", stride, 1)
         self.padding = pair(where, "padding", padding, 0)
+        check_pool_padding(where, self.kernel_size, self.padding)
         self.is_max = is_max
         self.pad_mode = pad_mode
         if pad_mode != "NOTSET" and self.padding != (0, 0):
@@ -54,7 +57,8 @@ class Pooling2d(Layer):
         self.check_float(x)
         padding = self.padding
         if self.pad_mode != "NOTSET" and x.ndim() == 4:
-            padding = same_padding(repr(self), x.shape[2:], self.kernel_size, self.stride)
+            value = -math.inf if self.is_max else 0.0  # so that padding never wins
+            x, padding = same_pad(x, self.pad_mode, self.kernel_size, self.stride, value=value)
         pool = autograd.max_pool_2d if self.is_max else autograd.avg_pool_2d
         return pool(x, self.kernel_size, self.stride, padding)
 
@@ -75,3 +79,39 @@ class AvgPool2d(Pooling2d):
         self, kernel_size: Size, stride: Size | None = None, padding: Size = 0, pad_mode: str = "NOTSET"
     ) -> None:
         super().__init__(kernel_size, stride, padding, False, pad_mode)
+
+
+def _along_last_axis(pool: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``pool`` of x (N, C, L) as (N, C, 1, L); other shapes as they are."""
+    if not isinstance(x, Tensor) or x.ndim() != 3:
+        return pool(x)
+    y = pool(autograd.reshape(x, (*x.shape[:2], 1, x.shape[2])))
+    return autograd.reshape(y, (*y.shape[:2], y.shape[3]))
+
+
+class MaxPool1d(Pooling2d):
+    """The largest element of each window along the last axis; ints where ``Pooling2d`` takes pairs."""
+
+    def __init__(
+        self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET"
+    ) -> None:
+        step = kernel_size if stride is None else stride
+        super().__init__((1, kernel_size), (1, step), (0, padding), True, pad_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C, L) -> (N, C, ol); SINGA's (N, C, 1, L) -> (N, C, 1, ol)."""
+        return _along_last_axis(super().forward, x)
+
+
+class AvgPool1d(Pooling2d):
+    """The mean of each window along the last axis; arguments as ``MaxPool1d``."""
+
+    def __init__(
+        self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET"
+    ) -> None:
+        step = kernel_size if stride is None else stride
+        super().__init__((1, kernel_size), (1, step), (0, padding), False, pad_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C, L) -> (N, C, ol); SINGA's (N, C, 1, L) -> (N, C, 1, ol)."""
+        return _along_last_axis(super().forward, x)

@@ -175,6 +175,12 @@ SAMPLES = [
         {"axis": -1},
         takes_list=True,
     ),
+    Sample(
+        "pad",
+        (normal(2, 3),),
+        lambda x: np.pad(x, ((1, 0), (2, 1)), constant_values=0.5),
+        {"mode": "constant", "pads": (1, 2, 0, 1), "constant": 0.5},
+    ),
     Sample("reduce_sum", (normal(2, 3, 4),), lambda x: x.sum(keepdims=True)),
     Sample("reduce_sum", (normal(2, 3, 4),), lambda x: x.sum((0, 2)), {"axes": (-1, 0), "keepdims": 0}),
     Sample("reduce_mean", (normal(2, 3, 4),), lambda x: x.mean(keepdims=False), {"keepdims": False}),

@@ -22,6 +22,17 @@ class PassThrough(Operator):
         return dy, dy
 
 
+class Average(Operator):
+    """(a + b) / 2, whose backward hands one new array to both inputs."""
+
+    def forward(self, context, a, b):
+        return (a + b) / a.dtype.type(2)
+
+    def backward(self, context, dy):
+        half = dy / dy.dtype.type(2)
+        return half, half
+
+
 class Times(Operator):
     """x * factor."""
 
@@ -76,6 +87,16 @@ def test_gradients_do_not_alias_when_both_inputs_get_dy_and_both_are_used_again(
     result = dict(autograd.backward(Total()(PassThrough()(inner, outer))))
     np.testing.assert_array_equal(to_numpy(result[p]), [4, 4])
     np.testing.assert_array_equal(to_numpy(result[q]), [6, 6])
+
+
+def test_gradients_do_not_alias_when_both_inputs_get_one_new_array_and_both_are_used_again():
+    # the average is visited first, then 3p and 5q add to what it gave: dp = 1/2 + 3, dq = 1/2 + 5
+    p, q = parameter([1.0, 2.0]), parameter([3.0, 4.0])
+    outer = PassThrough()(Times(3)(p), Times(5)(q))
+    inner = Average()(p, q)
+    result = dict(autograd.backward(Total()(PassThrough()(inner, outer))))
+    np.testing.assert_array_equal(to_numpy(result[p]), [3.5, 3.5])
+    np.testing.assert_array_equal(to_numpy(result[q]), [5.5, 5.5])
 
 
 def test_yielded_gradients_own_their_memory():

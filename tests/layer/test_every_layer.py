@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from singa_lite import autograd, layer
-from singa_lite.errors import DTypeError, OptionError, ShapeError
+from singa_lite.device import Device
+from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.layer import Layer
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -99,6 +100,8 @@ SAMPLES = [
         (IMAGE,),
         IMAGE.shape,
     ),
+    Sample([lambda: layer.MaxPool1d(2), lambda: layer.MaxPool1d(2, 2, 0)], (normal(2, 3, 8),), (2, 3, 4)),
+    Sample([lambda: layer.AvgPool1d(3, 1, 1)], (normal(2, 3, 8),), (2, 3, 8)),
     Sample([layer.ReLU], (ROWS,), (5, 3)),
     Sample([layer.Sigmoid], (ROWS,), (5, 3)),
     Sample([layer.Tanh], (ROWS,), (5, 3)),
@@ -245,7 +248,7 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: layer.Linear(0), OptionError, "sizes must be >= 1"),
+        (lambda: layer.Linear(0), OptionError, "size = 0 must be an int >= 1"),
         (lambda: layer.Linear(1, 2, 3, 4), OptionError, "in, out, bias"),
         (lambda: layer.Conv2d(4, 3, activation="SWISH"), OptionError, "choose one of 'NOTSET', 'RELU'"),
         (lambda: layer.Conv2d(4, 3, pad_mode="VALID"), OptionError, "pad_mode = 'VALID'"),
@@ -254,13 +257,38 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
         (lambda: layer.Conv2d(4, 0), OptionError, "kernel_size = 0"),
         (lambda: layer.Conv2d(4, 6, 3, 1, 0, 1, 1, True, "NOTSET"), OptionError, "at most"),
         (lambda: layer.MaxPool2d(2, pad_mode="SAME"), OptionError, "pad_mode = 'SAME'"),
-        (lambda: layer.Dropout(1), OptionError, "ratio = 1"),
+        (lambda: layer.Dropout(1), OptionError, "ratio = 1 must be in"),
         (lambda: layer.BatchNorm2d(1, 2, 3), OptionError, "channels, momentum"),
-        (
-            lambda: layer.Conv2d(4, 2, pad_mode="SAME_UPPER")(Tensor((1, 1, 4, 4))),
-            OptionError,
-            "odd kernel_size",
-        ),
+        (lambda: layer.Linear(2.5), OptionError, "size = 2.5"),
+        (lambda: layer.Linear("3"), OptionError, "size = '3'"),
+        (lambda: layer.Linear(True), OptionError, "size = True"),
+        (lambda: layer.Linear(3, 0), OptionError, "size = 0"),
+        (lambda: layer.Conv2d(4, 3, group=0), OptionError, "group = 0"),
+        (lambda: layer.Conv2d(4, 3, group=-1), OptionError, "group = -1"),
+        (lambda: layer.Conv2d(4, 3, group="a"), OptionError, "group = 'a'"),
+        (lambda: layer.Conv2d(0, 4, 3), OptionError, "in_channels = 0"),
+        (lambda: layer.Conv2d(4.0, 3), OptionError, "nb_kernels = 4.0"),
+        (lambda: layer.Conv2d(4, 2.5), OptionError, "kernel_size = 2.5"),
+        (lambda: layer.Conv2d(4, None), OptionError, "kernel_size = None"),
+        (lambda: layer.Conv2d(4, 3, stride=True), OptionError, "stride = True"),
+        (lambda: layer.BatchNorm2d("x"), OptionError, "channels = 'x'"),
+        (lambda: layer.BatchNorm2d(0), OptionError, "channels = 0"),
+        (lambda: layer.BatchNorm2d(momentum=3), OptionError, "momentum = 3"),
+        (lambda: layer.BatchNorm2d(4, -0.1), OptionError, "momentum = -0.1"),
+        (lambda: layer.BatchNorm2d(eps=0), OptionError, "eps = 0"),
+        (lambda: layer.BatchNorm2d(eps=float("nan")), OptionError, "eps = nan"),
+        (lambda: layer.MaxPool2d(2, 2, padding=2), OptionError, r"padding \(2, 2\) must be smaller"),
+        (lambda: layer.AvgPool1d(2, 2, padding=2), OptionError, r"padding \(0, 2\) must be smaller"),
+        (lambda: layer.MaxPool1d("a"), OptionError, "kernel_size"),
+        (lambda: layer.Dropout("x"), OptionError, "ratio = 'x'"),
+        (lambda: layer.Dropout(-0.1), OptionError, "ratio = -0.1"),
+        (lambda: layer.Cat(2)([Tensor((2, 3))] * 2), ShapeError, "axis 2 is out of range"),
+        (lambda: layer.Cat("x")([Tensor((2, 3))] * 2), ShapeError, "axis 'x' is no int"),
+        (lambda: layer.Cat()(Tensor((2, 3))), DTypeError, "list of Tensors"),
+        (lambda: layer.Flatten(-3)(Tensor((2, 3))), ShapeError, "axis -3 is out of range"),
+        (lambda: layer.Flatten(1.0)(Tensor((2, 3))), ShapeError, "axis 1.0 is no int"),
+        (lambda: layer.SoftMax(2)(Tensor((2, 3))), ShapeError, "axis 2 is out of range"),
+        (lambda: layer.Reshape()(Tensor((2, 3)), (2, "a")), ShapeError, "ints"),
         (lambda: layer.Conv2d(4, 2, group=2)(Tensor((1, 3, 4, 4))), ShapeError, "3 channels must divide"),
         (lambda: layer.Conv2d(4, 2)(Tensor((3, 4, 4))), ShapeError, r"x must be \(N, C, H, W\)"),
         (lambda: layer.Linear(4)(Tensor((3,))), ShapeError, "use Flatten"),
@@ -279,20 +307,86 @@ def test_bad_options_and_inputs_raise_typed_errors(
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 2))
-def test_same_padding_gives_size_over_stride_rounded_up(
-    height: int, width: int, kernel_size: int, stride: int, dilation: int
+@given(st.data())
+def test_same_padding_gives_size_over_stride_rounded_up(data: st.DataObject) -> None:
+    size, (stride, dilation) = (
+        data.draw(st.tuples(st.integers(1, top), st.integers(1, 12))) for top in (12, 3)
+    )
+    dilation, kernel_size = min(dilation, 2), data.draw(st.integers(1, 5))
+    mode = data.draw(st.sampled_from(["SAME_UPPER", "SAME_LOWER"]))
+    x = Tensor((1, 1, *size)).set_value(1.0)
+    expected = tuple(-(-n // stride) for n in size)
+    conv = layer.Conv2d(1, kernel_size, stride=stride, dilation=dilation, pad_mode=mode)
+    assert conv(x).shape[2:] == expected
+    y = layer.MaxPool2d(kernel_size, stride, pad_mode=mode)(x)
+    assert y.shape[2:] == expected
+    assert (to_numpy(y) == 1).all()  # padding never wins
+
+
+def same_padded(x: np.ndarray, reach: int, stride: int, mode: str, value: float) -> np.ndarray:
+    """x in the frame of SAME_*, the longer side last for SAME_UPPER."""
+    pads = [(0, 0), (0, 0)]
+    for n in x.shape[2:]:
+        total = max((-(-n // stride) - 1) * stride + reach - n, 0)
+        short, long = total // 2, total - total // 2
+        pads.append((short, long) if mode == "SAME_UPPER" else (long, short))
+    return np.pad(x, pads, constant_values=value)
+
+
+@pytest.mark.parametrize("mode", ["SAME_UPPER", "SAME_LOWER"])
+@pytest.mark.parametrize(("kernel_size", "stride", "size"), [(3, 2, (8, 7)), (2, 2, (7, 7)), (2, 1, (5, 4))])
+def test_uneven_same_padding_is_that_of_an_image_padded_by_hand(
+    kernel_size: int, stride: int, size: tuple[int, int], mode: str
 ) -> None:
-    x = Tensor((1, 1, height, width))
-    conv = layer.Conv2d(1, kernel_size, stride=stride, dilation=dilation, pad_mode="SAME_UPPER")
-    try:
-        y = conv(x)
-    except OptionError:  # the zeros of an axis do not split evenly
-        reach = dilation * (kernel_size - 1) + 1
-        totals = [(-(-n // stride) - 1) * stride + reach - n for n in (height, width)]
-        assert any(total > 0 and total % 2 for total in totals)
-    else:
-        assert y.shape[2:] == (-(-height // stride), -(-width // stride))
+    image = normal(2, 3, *size)
+    x = Tensor(data=image, dtype="float64", stores_grad=True)
+    conv = layer.Conv2d(4, kernel_size, stride=stride, pad_mode=mode)
+    made = [
+        (layer.MaxPool2d(kernel_size, stride, pad_mode=mode), layer.MaxPool2d(kernel_size, stride), -np.inf),
+        (layer.AvgPool2d(kernel_size, stride, pad_mode=mode), layer.AvgPool2d(kernel_size, stride), 0.0),
+        (conv, layer.Conv2d(4, kernel_size, stride=stride), 0.0),
+    ]
+    for automatic, by_hand, value in made:
+        padded = Tensor(data=same_padded(image, kernel_size, stride, mode, value), dtype="float64")
+        y = automatic(x)
+        expected = by_hand(padded)
+        if automatic is conv:
+            by_hand.set_params(conv.get_params())
+            expected = by_hand(padded)
+        np.testing.assert_array_equal(to_numpy(y), to_numpy(expected))
+        direction = normal(*y.shape)
+        slope = to_numpy(autograd.gradients(y, Tensor(data=direction, dtype="float64"))[x])
+        for cell in [(0, 0, 0, 0), (1, 2, size[0] - 1, size[1] - 1), (0, 1, size[0] - 1, 0), (1, 0, 2, 3)]:
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = image.copy()
+                moved[cell] += step
+                ends.append((to_numpy(automatic(Tensor(data=moved, dtype="float64"))) * direction).sum())
+            np.testing.assert_allclose(slope[cell], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+
+
+def test_one_dimensional_pooling_takes_three_axes_or_singas_four() -> None:
+    rows = normal(2, 3, 7)
+    x = Tensor(data=rows, dtype="float64")
+    windows = np.stack([rows[:, :, i : i + 3] for i in (0, 2, 4)], 2)
+    for made, expected in (
+        (layer.MaxPool1d(3, 2), windows.max(-1)),
+        (layer.AvgPool1d(3, 2), windows.mean(-1)),
+    ):
+        np.testing.assert_allclose(to_numpy(made(x)), expected, rtol=1e-12)
+        four = made(x.reshape((2, 3, 1, 7)))
+        np.testing.assert_allclose(to_numpy(four), expected[:, :, None], rtol=1e-12)
+
+
+def test_dtype_and_device_checks_name_the_layer() -> None:
+    made, narrow, wide = layer.Add(), Tensor((2,)), Tensor((2,), dtype="float64")
+    made.dtype_check(narrow, narrow)
+    made.device_check(narrow, wide)
+    with pytest.raises(DTypeError, match="Add: inputs must share one dtype, got float32, float64"):
+        made.dtype_check(narrow, wide)
+    wide.device = Device("cpu", 7, wide.device.backend)
+    with pytest.raises(DeviceError, match="Add: inputs must be on one device"):
+        made.device_check(narrow, wide)
 
 
 def test_weights_start_with_the_variance_of_their_fans() -> None:

@@ -10,7 +10,7 @@ from .loss import cross_entropy, mse_loss, softmax_cross_entropy
 from .norm import batchnorm_2d
 from .pool import avg_pool_2d, max_pool_2d
 from .reduction import reduce_mean, reduce_sum
-from .shape import cat, flatten, reshape, transpose
+from .shape import cat, flatten, pad, reshape, transpose
 
 __all__ = [
     "abs",
@@ -33,6 +33,7 @@ __all__ = [
     "mse_loss",
     "mul",
     "negative",
+    "pad",
     "pow",
     "reduce_mean",
     "reduce_sum",

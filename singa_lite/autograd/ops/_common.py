@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...errors import DTypeError, ShapeError
-from ...tensor import Number, Tensor
+from ...tensor import Number, Tensor, number_array
 from ..engine import Array, Context
 
 Shape = tuple[int, ...]
@@ -48,32 +46,6 @@ def check_ndim(where: str, name: str, tensor: Tensor, ndim: int, axes: str) -> N
         raise ShapeError(f"{where}: {name} must have {ndim} axes {axes}, but its shape is {tensor.shape}")
 
 
-def check_axis(where: str, axis: int, ndim: int) -> int:
-    """``axis`` counted from the front; ShapeError if there is none such."""
-    if not -ndim <= axis < ndim:
-        raise ShapeError(f"{where}: axis {axis} is out of range for {ndim} axes")
-    return axis % ndim
-
-
-def check_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
-    """Distinct axes counted from the front, ascending; None is all."""
-    if axes is None:
-        return tuple(range(ndim))
-    given = [axes] if isinstance(axes, int) else list(axes)
-    found = sorted(check_axis(where, axis, ndim) for axis in given)
-    if len(set(found)) != len(found):
-        raise ShapeError(f"{where}: axes {given} name one axis twice")
-    return tuple(found)
-
-
-def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
-    """The shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
-    try:
-        return np.broadcast_shapes(a, b)
-    except ValueError:
-        raise ShapeError(f"{where}: shapes {a} and {b} do not broadcast") from None
-
-
 def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor, Tensor]:
     """Both as Tensors, a number taking dtype and device of the other; DTypeError for anything else."""
     if isinstance(a, Tensor):
@@ -85,12 +57,7 @@ def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor
 
 def constant(where: str, value: object, like: Tensor) -> Tensor:
     """A scalar Tensor with the dtype and device of ``like``, rounded to it; never takes a gradient."""
-    if not isinstance(value, (int, float, np.number)):
-        raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
-    if like.dtype.kind != "f" and float(value) != int(value):
-        raise DTypeError(f"{where}: {value} is no {like.dtype}; convert the tensor with as_type(float32)")
-    array = like.device.backend.asarray(np.array(value, like.dtype))
-    tensor = Tensor.wrap(array, like.device)
+    tensor = Tensor.wrap(number_array(where, value, like), like.device)
     tensor.requires_grad = False
     return tensor
 
@@ -124,8 +91,3 @@ def sum_to(context: Context, dy: Array, shape: Shape) -> Array:
 def scaled(context: Context, x: Array, factor: float) -> Array:
     """x * factor."""
     return like(context, "mul", x, context.backend.asarray(np.array(factor, x.dtype)))
-
-
-def product(sizes: Sequence[int]) -> int:
-    """The number of elements of a shape."""
-    return math.prod(sizes)

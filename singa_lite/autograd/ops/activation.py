@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from ...tensor import Tensor
+from ...errors import check_number
+from ...tensor import Tensor, as_axis
 from ..engine import Array, Context, Operator
-from ._common import check_axis, check_floats, check_tensors, like, scaled
+from ._common import check_floats, check_tensors, like, scaled
 
 
 class ReLU(Operator):
@@ -89,7 +90,7 @@ class SoftMax(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("softmax", *inputs)
-        check_axis("softmax", self.axis, inputs[0].ndim())
+        as_axis("softmax", self.axis, inputs[0].ndim())
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         y = like(context, "softmax", inputs[0], axis=self.axis)
@@ -239,7 +240,11 @@ def negative(x: Tensor) -> Tensor:
 
 class Clip(Operator):
     def __init__(self, min: float | None = None, max: float | None = None) -> None:
-        self.limits = {"min": min, "max": max}
+        given = {"min": min, "max": max}
+        self.limits = {
+            name: None if limit is None else check_number("clip", name, limit)
+            for name, limit in given.items()
+        }
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("clip", *inputs)

@@ -8,18 +8,9 @@ hands dy on unchanged; the engine never adds into one that two inputs share (SIN
 from __future__ import annotations
 
 from ...errors import ShapeError
-from ...tensor import Number, Tensor
+from ...tensor import Number, Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
-from ._common import (
-    broadcast_shape,
-    broadcasting,
-    check_floats,
-    check_tensors,
-    like,
-    operands,
-    scaled,
-    sum_to,
-)
+from ._common import broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
 
 
 class Add(Operator):

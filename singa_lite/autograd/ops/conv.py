@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import OptionError, ShapeError
+from ...errors import ShapeError, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
@@ -22,12 +22,10 @@ class Conv2d(Operator):
         dilation: int | Sequence[int] = 1,
         group: int = 1,
     ) -> None:
-        if group < 1:
-            raise OptionError(f"conv2d: group = {group} must be >= 1")
         self.stride = pair("conv2d", "stride", stride, 1)
         self.padding = pair("conv2d", "padding", padding, 0)
         self.dilation = pair("conv2d", "dilation", dilation, 1)
-        self.groups = group
+        self.groups = check_int("conv2d", "group", group, 1)
 
     @property
     def geometry(self) -> dict[str, Any]:  # Any: kernel attributes, pairs and an int

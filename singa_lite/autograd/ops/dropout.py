@@ -4,17 +4,22 @@
 from __future__ import annotations
 
 from ...config import state
-from ...errors import OptionError
+from ...errors import OptionError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats
 
 
+def check_ratio(where: str, ratio: object) -> float:
+    """``ratio`` as a float; OptionError unless 0 <= ratio < 1."""
+    if check_number(where, "ratio", ratio, 0, 1) == 1:
+        raise OptionError(f"{where}: ratio = {ratio} must be in 0 <= ratio < 1")
+    return check_number(where, "ratio", ratio)
+
+
 class Dropout(Operator):
     def __init__(self, ratio: float = 0.5) -> None:
-        if not 0 <= ratio < 1:
-            raise OptionError(f"dropout: ratio = {ratio} must be in 0 <= ratio < 1")
-        self.ratio = float(ratio)
+        self.ratio = check_ratio("dropout", ratio)
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("dropout", *inputs)

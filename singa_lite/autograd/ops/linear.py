@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 
 from ...errors import OptionError, ShapeError
-from ...tensor import Tensor
+from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
-from ._common import broadcast_shape, broadcasting, check_floats, sum_to
+from ._common import broadcasting, check_floats, sum_to
 
 
 def product_of(

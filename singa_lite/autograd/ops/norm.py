@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
-from ...errors import DeviceError, DTypeError, OptionError, ShapeError
+from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats
+
+
+def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float]:
+    """Both as floats; OptionError unless 0 <= momentum <= 1 and eps > 0."""
+    if check_number(where, "eps", eps, 0) == 0:
+        raise OptionError(f"{where}: eps = {eps} must be > 0")
+    return check_number(where, "momentum", momentum, 0, 1), check_number(where, "eps", eps)
 
 
 class BatchNorm2d(Operator):
@@ -15,11 +22,8 @@ class BatchNorm2d(Operator):
     def __init__(
         self, running_mean: Tensor, running_var: Tensor, *, momentum: float = 0.9, eps: float = 1e-5
     ) -> None:
-        if not 0 <= momentum <= 1 or not eps > 0:
-            raise OptionError(f"batchnorm_2d: momentum = {momentum} must be in 0 .. 1 and eps = {eps} > 0")
         self.running = (running_mean, running_var)
-        self.momentum = momentum
-        self.eps = eps
+        self.momentum, self.eps = check_rates("batchnorm_2d", momentum, eps)
 
     def check(self, *inputs: Tensor) -> None:
         x = inputs[0]
@@ -30,6 +34,8 @@ class BatchNorm2d(Operator):
             ("scale", "bias", "running_mean", "running_var"), (*inputs[1:], *self.running), strict=True
         )
         for name, tensor in named:
+            if not isinstance(tensor, Tensor):
+                raise DTypeError(f"batchnorm_2d: {name} must be a Tensor, not {type(tensor).__name__}")
             if tensor.shape != (x.shape[1],):
                 raise ShapeError(
                     f"batchnorm_2d: {name} must have shape ({x.shape[1]},) for x {x.shape}, not {tensor.shape}"

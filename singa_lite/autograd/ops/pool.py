@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import OptionError
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
-from .window import output_size, pair
+from .window import check_pool_padding, output_size, pair
 
 
 class Pool2d(Operator):
@@ -27,11 +26,7 @@ class Pool2d(Operator):
         self.kernel_size = pair(self.where, "kernel_size", kernel_size, 1)
         self.stride = self.kernel_size if stride is None else pair(self.where, "stride", stride, 1)
         self.padding = pair(self.where, "padding", padding, 0)
-        if any(p >= k for p, k in zip(self.padding, self.kernel_size, strict=True)):
-            raise OptionError(
-                f"{self.where}: padding {self.padding} must be smaller than kernel_size {self.kernel_size}, "
-                "else a window would lie outside the image"
-            )
+        check_pool_padding(self.where, self.kernel_size, self.padding)
 
     @property
     def geometry(self) -> dict[str, Any]:  # Any: kernel attributes

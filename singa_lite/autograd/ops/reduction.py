@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...tensor import Tensor
+from ...tensor import Tensor, as_axes, product
 from ..engine import Array, Context, Operator
-from ._common import Shape, check_axes, check_floats, check_tensors, product, scaled
+from ._common import Shape, check_floats, check_tensors, scaled
 
 
 class ReduceSum(Operator):
@@ -19,16 +19,16 @@ class ReduceSum(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors(self.where, *inputs)
-        check_axes(self.where, self.axes, inputs[0].ndim())
+        as_axes(self.where, self.axes, inputs[0].ndim())
 
     def kept_shape(self, shape: Shape) -> Shape:
         """The result's shape with reduced axes as 1."""
-        axes = check_axes(self.where, self.axes, len(shape))
+        axes = as_axes(self.where, self.axes, len(shape))
         return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x = inputs[0]
-        axes = check_axes(self.where, self.axes, x.ndim)
+        axes = as_axes(self.where, self.axes, x.ndim)
         context.save(x.shape)
         shape = self.kept_shape(x.shape)
         if not self.keepdims:

@@ -1,36 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators that move elements without computing: reshape, flatten, transpose, cat."""
+"""Operators that move elements without computing: reshape, flatten, transpose, cat, pad."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import ShapeError
-from ...tensor import Tensor
+from ...errors import DTypeError, ShapeError, check_choice, check_int, check_number
+from ...tensor import Tensor, as_axis, as_permutation, product, resolve_shape
 from ..engine import Array, Context, Operator
-from ._common import Shape, check_axes, check_axis, check_tensors, product
+from ._common import Shape, check_tensors
 
 
 class Reshape(Operator):
     def __init__(self, shape: Sequence[int]) -> None:
-        self.shape = tuple(int(size) for size in shape)
+        self.shape = shape
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("reshape", *inputs)
-        self.resolve(inputs[0].shape)
-
-    def resolve(self, given: Shape) -> Shape:
-        """The target with its -1 worked out; ShapeError if it does not hold the same number of elements."""
-        known = product([size for size in self.shape if size != -1])
-        unknown = self.shape.count(-1)
-        fits = product(given) == known if unknown == 0 else known > 0 and product(given) % known == 0
-        if unknown > 1 or min(self.shape, default=0) < -1 or not fits:
-            raise ShapeError(f"reshape: {given} does not fit into {self.shape} (at most one -1)")
-        return tuple(product(given) // known if size == -1 else size for size in self.shape)
+        resolve_shape("reshape", inputs[0].shape, self.shape)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(inputs[0].shape)
-        return inputs[0].reshape(self.resolve(inputs[0].shape))
+        return inputs[0].reshape(resolve_shape("reshape", inputs[0].shape, self.shape))
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return dys[0].reshape(context.saved[0])
@@ -66,31 +57,23 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
         ShapeError: x has no such axis.
     """
     check_tensors("flatten", x)
-    first = axis if axis == x.ndim() else check_axis("flatten", axis, x.ndim())
+    first = axis if axis == x.ndim() else as_axis("flatten", axis, x.ndim())
     return reshape(x, (product(x.shape[:first]), product(x.shape[first:])))
 
 
 class Transpose(Operator):
     def __init__(self, axes: Sequence[int] | None) -> None:
-        self.axes = None if axes is None else tuple(axes)
+        self.axes = axes
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("transpose", *inputs)
-        self.resolve(inputs[0].ndim())
-
-    def resolve(self, ndim: int) -> Shape:
-        """The permutation counted from the front; ShapeError if it is none."""
-        if self.axes is None:
-            return tuple(reversed(range(ndim)))
-        if len(check_axes("transpose", self.axes, ndim)) != ndim:
-            raise ShapeError(f"transpose: {self.axes} is no permutation of {ndim} axes")
-        return tuple(axis % ndim for axis in self.axes)
+        as_permutation("transpose", self.axes, inputs[0].ndim())
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        return self.permute(context, inputs[0], self.resolve(inputs[0].ndim))
+        return self.permute(context, inputs[0], as_permutation("transpose", self.axes, inputs[0].ndim))
 
     def backward(self, context: Context, *dys: Array) -> Array:
-        axes = self.resolve(dys[0].ndim)
+        axes = as_permutation("transpose", self.axes, dys[0].ndim)
         inverse = sorted(range(len(axes)), key=lambda place: axes[place])
         return self.permute(context, dys[0], tuple(inverse))
 
@@ -123,7 +106,7 @@ class Concat(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("cat", *inputs)
-        axis = check_axis("cat", self.axis, inputs[0].ndim())
+        axis = as_axis("cat", self.axis, inputs[0].ndim())
         for tensor in inputs:
             others = [shape[:axis] + shape[axis + 1 :] for shape in (tensor.shape, inputs[0].shape)]
             if tensor.ndim() != inputs[0].ndim() or others[0] != others[1]:
@@ -167,6 +150,64 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
     Raises:
         ShapeError: no tensors, no such axis, or other sizes differ.
     """
+    if not isinstance(xs, (list, tuple)):
+        raise DTypeError(f"cat: expected a list of Tensors, got {type(xs).__name__}")
     if not xs:
         raise ShapeError("cat: expected at least one Tensor")
     return Concat(axis)(*xs)  # type: ignore[no-any-return]
+
+
+class Pad(Operator):
+    def __init__(self, pads: Sequence[int], constant: float = 0.0) -> None:
+        self.pads = [check_int("pad", "pads", size, 0) for size in pads]
+        self.constant = check_number("pad", "constant", constant)
+
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors("pad", *inputs)
+        if len(self.pads) != 2 * inputs[0].ndim():
+            raise ShapeError(
+                f"pad: {inputs[0].ndim()} axes need {2 * inputs[0].ndim()} pads (all before, then all after), "
+                f"got {len(self.pads)}"
+            )
+        if inputs[0].dtype.kind != "f" and not self.constant.is_integer():
+            raise DTypeError(f"pad: constant = {self.constant} is no {inputs[0].dtype}")
+
+    def inside(self, shape: Shape) -> tuple[slice, ...]:
+        """Where x of this shape lies in the result."""
+        return tuple(slice(before, before + size) for before, size in zip(self.pads, shape, strict=False))
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        x = inputs[0]
+        context.save(x.shape)
+        befores, afters = self.pads[: x.ndim], self.pads[x.ndim :]
+        shape = tuple(b + size + a for b, size, a in zip(befores, x.shape, afters, strict=True))
+        y = context.empty(shape, x.dtype)
+        context.run("fill", out=y, value=self.constant)
+        context.run("copy", x, out=y[self.inside(x.shape)])
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        (shape,) = context.saved
+        dx = context.empty(shape, dys[0].dtype)
+        context.run("copy", dys[0][self.inside(shape)], out=dx)
+        return dx
+
+
+def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Tensor:
+    """``x`` inside a frame of a constant (SINGA's name and order of arguments).
+
+    Args:
+        x: any tensor, n axes.
+        mode: "constant"; SINGA's "reflect" and "edge" are not there.
+        pads: 2 n ints >= 0: what is added before each axis, then what is added after each.
+        constant: value of the frame; -inf is one.
+
+    Returns:
+        Each axis longer by its two pads, the dtype of ``x``.
+
+    Raises:
+        OptionError: another mode, or a negative pad.
+        ShapeError: not two pads an axis.
+    """
+    check_choice("pad", "mode", mode, ("constant",))
+    return Pad(pads, constant)(x)  # type: ignore[no-any-return]

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from numbers import Integral
 
 from ...errors import OptionError, ShapeError
 
@@ -14,11 +13,20 @@ Pair = tuple[int, int]
 
 def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
     """``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
-    both = (value, value) if isinstance(value, (int, np.integer)) else tuple(value)
-    is_pair = len(both) == 2 and all(isinstance(item, (int, np.integer)) for item in both)
+    both = tuple(value) if isinstance(value, Sequence) else (value, value)
+    is_pair = len(both) == 2 and all(isinstance(n, Integral) and not isinstance(n, bool) for n in both)
     if not is_pair or min(both) < smallest:
         raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
     return int(both[0]), int(both[1])
+
+
+def check_pool_padding(where: str, kernel_size: Pair, padding: Pair) -> None:
+    """Raise OptionError unless every window meets the image."""
+    if any(p >= k for p, k in zip(padding, kernel_size, strict=True)):
+        raise OptionError(
+            f"{where}: padding {padding} must be smaller than kernel_size {kernel_size}, "
+            "else a window would lie outside the image"
+        )
 
 
 def output_size(

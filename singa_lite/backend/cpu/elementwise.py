@@ -64,6 +64,12 @@ class ElementwiseKernels:
     def sign(self, x: Array, *, out: Array) -> None:
         np.sign(x, out=out)
 
+    def ceil(self, x: Array, *, out: Array) -> None:
+        np.ceil(x, out=out)
+
+    def floor(self, x: Array, *, out: Array) -> None:
+        np.floor(x, out=out)
+
     def square(self, x: Array, *, out: Array) -> None:
         np.multiply(x, x, out=out)
 

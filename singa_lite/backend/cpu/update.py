@@ -22,21 +22,17 @@ class UpdateKernels:
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        first: bool = False,
     ) -> None:
         """v = momentum v + (1 - dampening) g with g = grad + weight_decay p, and p -= lr v.
 
-        With nesterov p -= lr (g + momentum v). ``first`` makes v = g whatever v holds.
+        With nesterov p -= lr (g + momentum v).
         """
         param, velocity = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
         param = param[0] if isinstance(param, tuple) else param
         slope = wide(grad) + weight_decay * wide(param) if weight_decay else wide(grad)
         if momentum and velocity is not None:
-            if first:
-                velocity[...] = slope
-            else:
-                velocity *= momentum
-                velocity += (1 - dampening) * slope if dampening else slope
+            velocity *= momentum
+            velocity += (1 - dampening) * slope if dampening else slope
             slope = slope + momentum * wide(velocity) if nesterov else wide(velocity)
         param -= (lr * slope).astype(param.dtype, copy=False)
 

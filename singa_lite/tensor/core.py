@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, and the raw functions on it: nothing here is recorded for backward.
+"""Tensor: a typed array on a device. Its checks are in checks.py, functions of several tensors in functions.py.
 
-``a + b``, ``a @ b`` and their kin call OPERATORS, a table that autograd fills, and are differentiable. In-place
-forms (``a += b``), fillers and comparisons work on the values alone. Names and defaults are SINGA's; where
-they differ the docstring says so.
+``a + b``, ``a @ b`` and their kin call OPERATORS, a table that autograd fills, and are differentiable. All else
+works on the values alone and is not recorded. Names and defaults are SINGA's; where they differ the docstring
+says so.
+
+Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
+forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
+``y = x * w; x *= 10`` the gradient of w is that of the new x. A tensor that an operator made refuses.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from .config import state
-from .device import Device, get_default_device
-from .errors import DeviceError, DTypeError, GraphError, ShapeError
-from .graph import refuse
+from ..config import state
+from ..device import Device, get_default_device
+from ..errors import DeviceError, DTypeError, GraphError, ShapeError
+from ..graph import refuse
+from .checks import (
+    as_axes,
+    as_dtype,
+    as_index,
+    as_permutation,
+    as_shape,
+    as_slice,
+    broadcast_shape,
+    convert,
+    convert_number,
+    float32,
+    natural_dtype,
+    product,
+    resolve_shape,
+)
 
-float16 = np.dtype("float16")
-float32 = np.dtype("float32")
-float64 = np.dtype("float64")
-int32 = np.dtype("int32")
-int64 = np.dtype("int64")
-DTYPES = (float16, float32, float64, int32, int64)
 Number = float | int
 OPERATORS: dict[str, Callable[..., Any]] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative"
 
@@ -58,17 +70,17 @@ class Tensor:
         creator: Any = None,  # Any: autograd.engine.Node, of a higher floor
         name: str | None = None,
     ) -> None:
-        self.device = device or get_default_device()
+        self.device = _as_device("Tensor", device)
         backend = self.device.backend
         if data is None:
-            self._data = backend.zeros(_as_shape(shape), as_dtype(dtype or float32))
+            self._data = backend.zeros(as_shape("Tensor", shape), as_dtype(dtype or float32))
             if state.recorder is not None:  # a replay finds what the last step left there
                 backend.run("fill", out=self._data, value=0.0)
         else:
             refuse("it makes a Tensor from host values, which a replay would not see change")
             values = np.asarray(data)
-            wanted = as_dtype(dtype) if dtype is not None else _natural_dtype(values.dtype)
-            self._data = backend.asarray(_convert(values, wanted, "Tensor", rounds=True))
+            wanted = as_dtype(dtype) if dtype is not None else natural_dtype(values.dtype)
+            self._data = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.creator = creator
@@ -118,6 +130,14 @@ class Tensor:
         """Number of bytes."""
         return int(self._data.nbytes)
 
+    def is_dummy(self) -> bool:
+        """Whether it is a leaf: no recorded operator made it."""
+        return self.creator is None
+
+    def is_transpose(self) -> bool:
+        """False: ``transpose`` copies."""
+        return False
+
     def is_empty(self) -> bool:
         return self.size() == 0
 
@@ -154,21 +174,24 @@ class Tensor:
     def copy_from_numpy(self, np_array: Any, offset: int = 0) -> None:
         """Overwrite the values with those of ``np_array`` (same number of elements, any shape).
 
-        Values are converted, never reinterpreted as SINGA does: 1.0 becomes the int32 1.
+        Values are converted, never reinterpreted as SINGA does: 1.0 becomes the int32 1. Not between a forward
+        pass that used this tensor and its backward, see Note [in place].
 
         Raises:
             ShapeError: another number of elements, or offset != 0.
             DTypeError: a value this dtype cannot hold exactly (0.5 as int32, a float64 0.1 as float32).
         """
+        self.check_leaf("copy_from_numpy")
         refuse("it copies host values into a Tensor, which a replay would not see change")
         values = np.asarray(np_array)
         if values.size != self.size() or offset:
             raise ShapeError(f"copy_from_numpy: {values.size} values do not fit into shape {self.shape}")
-        values = _convert(values, self.dtype, "copy_from_numpy").reshape(self.shape)
+        values = convert(values, self.dtype, "copy_from_numpy").reshape(self.shape)
         self.device.backend.run("copy", self.device.backend.asarray(values), out=self._data)
 
     def copy_data(self, t: Tensor) -> None:
-        """Overwrite the values with those of ``t``: same shape and dtype, any device."""
+        """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
+        self.check_leaf("copy_data")
         if t.shape != self.shape or t.dtype != self.dtype:
             raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
         source = t._data if t.device is self.device else self.device.backend.asarray(to_numpy(t))
@@ -191,6 +214,7 @@ class Tensor:
 
     def to_device(self, device: Device) -> None:
         """Move the values to ``device``, in place."""
+        _as_device("to_device", device)
         if device is not self.device:
             self._data, self.device = device.backend.asarray(to_numpy(self)), device
 
@@ -210,17 +234,122 @@ class Tensor:
         return self
 
     def reshape(self, shape: Sequence[int]) -> Tensor:
-        """A leaf of another shape that shares the memory; ``autograd.reshape`` is the recorded form."""
-        return Tensor.wrap(self._data.reshape(tuple(shape)), self.device)
+        """A leaf of another shape that shares the memory; ``autograd.reshape`` is the recorded form.
+
+        One size may be -1. ShapeError: another number of elements.
+        """
+        return Tensor.wrap(self._data.reshape(resolve_shape("reshape", self.shape, shape)), self.device)
 
     def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
-        """A leaf with permuted axes (None: reversed), copied to row-major order."""
-        order = tuple(axes) if axes is not None else tuple(reversed(range(self.ndim())))
+        """A leaf with permuted axes (None: reversed), copied to row-major order.
+
+        ShapeError: ``axes`` is no permutation.
+        """
+        order = as_permutation("transpose", axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
         self.device.backend.run("transpose", self._data, out=array, axes=order)
         return Tensor.wrap(array, self.device)
 
-    # ---- fillers, all in place, all returning self --------------------------------------------------
+    def T(self) -> Tensor:
+        """``transpose()``."""
+        return self.transpose()
+
+    def contiguous(self) -> Tensor:
+        """The tensor itself: all Tensors are row-major."""
+        return self
+
+    def reset_like(self, t: Tensor) -> None:
+        """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
+        self.check_leaf("reset_like")
+        self._data, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
+
+    def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
+        """A leaf with each element along ``axis`` repeated, so many times or each its own number of times.
+
+        (..., n, ...) -> (..., sum of repeats, ...); axis None repeats the elements of the flat tensor.
+        """
+        source = self.reshape((-1,)) if axis is None else self
+        (place,) = as_axes("repeat", 0 if axis is None else axis, source.ndim())
+        size, before, after = source.shape[place], source.shape[:place], source.shape[place + 1 :]
+        rows, columns = product(before), product(after)
+        backend, pieces = self.device.backend, source._data.reshape(rows, size, columns)
+        if isinstance(repeats, Iterable):
+            counts = [as_index("repeat", "repeats", count) for count in repeats]
+        else:
+            counts = [as_index("repeat", "repeats", repeats)] * size
+        if len(counts) != size or min(counts, default=0) < 0:
+            raise ShapeError(f"repeat: {size} places need an int >= 0 or {size} of them, got {repeats!r}")
+        array = backend.empty((*before, sum(counts), *after), self.dtype)
+        if len(set(counts)) == 1:
+            target = array.reshape(rows, size, counts[0], columns)
+            backend.run("broadcast_to", pieces.reshape(rows, size, 1, columns), out=target)
+            return Tensor.wrap(array, self.device)
+        target, start = array.reshape(rows, sum(counts), columns), 0
+        for place, count in enumerate(counts):
+            backend.run("broadcast_to", pieces[:, place : place + 1], out=target[:, start : start + count])
+            start += count
+        return Tensor.wrap(array, self.device)
+
+    def __getitem__(self, keys: Any) -> Tensor:  # Any: an int, a slice, or a tuple of them
+        """A leaf with a copy of a part: ``t[0]``, ``t[1:3, ::2]``.
+
+        As in SINGA an int keeps its axis, with length 1. Steps are honoured, which SINGA ignores.
+
+        Raises:
+            ShapeError: a key is out of range or of another kind.
+            GraphError: the tensor was computed by recorded operators, whose gradient would be lost.
+        """
+        if self.creator is not None:
+            raise GraphError("t[...] is not recorded and would lose the gradient; take a part of t.clone()")
+        given = keys if isinstance(keys, tuple) else (keys,)
+        if len(given) > self.ndim():
+            raise ShapeError(f"{len(given)} keys for a Tensor of shape {self.shape}")
+        part = self._data[tuple(as_slice(key, size) for key, size in zip(given, self.shape, strict=False))]
+        array = self.device.backend.empty(part.shape, self.dtype)
+        self.device.backend.run("copy", part, out=array)
+        return Tensor.wrap(array, self.device)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Its parts ``t[0]``, ``t[1]``, ..."""
+        return (self[number] for number in range(len(self)))
+
+    __array_ufunc__ = None  # numpy_array * tensor asks Tensor.__rmul__ instead of taking the tensor apart
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """What ``numpy.asarray(t)`` gives: a copy."""
+        return to_numpy(self).astype(dtype) if dtype is not None else to_numpy(self)
+
+    # ---- rows and columns of a matrix, in place, returning self ---------------------------------------
+
+    def add_row(self, v: Tensor) -> Tensor:
+        """Add v (n,) to every row of this (m, n)."""
+        return self._with_vector("add", v, 0)
+
+    def add_column(self, v: Tensor) -> Tensor:
+        """Add v (m,) to every column of this (m, n)."""
+        return self._with_vector("add", v, 1)
+
+    def mult_row(self, v: Tensor) -> Tensor:
+        """Multiply every row of this (m, n) by v (n,)."""
+        return self._with_vector("mul", v, 0)
+
+    def mult_column(self, v: Tensor) -> Tensor:
+        """Multiply every column of this (m, n) by v (m,)."""
+        return self._with_vector("mul", v, 1)
+
+    def div_row(self, v: Tensor) -> Tensor:
+        """Divide every row of this (m, n) by v (n,)."""
+        return self._with_vector("div", v, 0)
+
+    def div_column(self, v: Tensor) -> Tensor:
+        """Divide every column of this (m, n) by v (m,)."""
+        return self._with_vector("div", v, 1)
+
+    def _with_vector(self, kernel: str, v: Tensor, axis: int) -> Tensor:
+        check_vector(kernel, self, v, axis)
+        return self._in_place(kernel, v.reshape((-1, 1)) if axis else v)
+
+    # ---- fillers, all returning self; see Note [in place]-----------------------------------------------
 
     def set_value(self, x: Number) -> Tensor:
         """Set every element to ``x``."""
@@ -245,11 +374,12 @@ class Tensor:
         return self._fill(kernel, seed=seed, counter=counter, **attributes)
 
     def _fill(self, kernel: str, *inputs: Any, **attributes: Any) -> Tensor:
-        self._check_leaf(kernel)
+        self.check_leaf(kernel)
         self.device.backend.run(kernel, *inputs, out=self._data, **attributes)
         return self
 
-    def _check_leaf(self, what: str) -> None:
+    def check_leaf(self, what: str) -> None:
+        """Raise a GraphError if an operator made this tensor and recorded it."""
         if self.creator is not None:
             raise GraphError(
                 f"{what}: changing a recorded tensor in place would falsify its gradients; write a = a + b"
@@ -291,6 +421,20 @@ class Tensor:
     def __rtruediv__(self, other: Number) -> Tensor:
         return OPERATORS["div"](other, self)  # type: ignore[no-any-return]
 
+    def __floordiv__(self, other: Tensor | Number) -> Tensor:
+        """floor(self / other), floats only, a leaf (SINGA's is the true quotient); GraphError if recorded."""
+        if self.creator is not None or (isinstance(other, Tensor) and other.creator is not None):
+            raise GraphError("a // b is not recorded and would lose the gradient; use clone()")
+        if self.dtype.kind != "f":
+            raise DTypeError(f"//: needs float tensors, not {self.dtype}; convert with as_type(float32)")
+        operand = _operand(self, other, "//")
+        array = self.device.backend.empty(broadcast_shape("//", self.shape, operand.shape), self.dtype)
+        run = self.device.backend.run
+        run("div", self._data, operand, out=array)
+        quotient, array = array, self.device.backend.empty(array.shape, self.dtype)
+        run("floor", quotient, out=array)
+        return Tensor.wrap(array, self.device)
+
     def __pow__(self, other: Tensor | Number) -> Tensor:
         return OPERATORS["pow"](self, other)  # type: ignore[no-any-return]
 
@@ -300,7 +444,7 @@ class Tensor:
     def __neg__(self) -> Tensor:
         return OPERATORS["negative"](self)  # type: ignore[no-any-return]
 
-    # ---- in-place arithmetic: not recorded ------------------------------------------------------------
+    # ---- in-place arithmetic: not recorded, see Note [in place] ---------------------------------------
 
     def __iadd__(self, other: Tensor | Number) -> Tensor:
         return self._in_place("add", other)
@@ -318,7 +462,7 @@ class Tensor:
         operand = _operand(self, other, kernel)
         if kernel == "div" and self.dtype.kind != "f":
             raise DTypeError(f"in-place division of {self.dtype}: convert with as_type(float32) first")
-        if np.broadcast_shapes(self.shape, operand.shape) != self.shape:
+        if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
         return self._fill(kernel, self._data, operand)
 
@@ -342,82 +486,7 @@ class Tensor:
         return _compare(self, other, "equal")
 
 
-# ---- checks and conversions -----------------------------------------------------------------------------
-
-
-def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """``dtype`` as a numpy dtype a Tensor can have, else DTypeError."""
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise DTypeError(f"{dtype!r} is not a dtype") from error
-    if wanted not in DTYPES:
-        known = ", ".join(str(known) for known in DTYPES)
-        raise DTypeError(f"a Tensor cannot hold {wanted}; choose one of {known}")
-    return wanted
-
-
-def _as_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
-    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ShapeError(f"Tensor: shape {sizes} has a negative size")
-    return sizes
-
-
-def _natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype in (float16, int32):
-        return dtype
-    return float32 if dtype.kind == "f" else int32
-
-
-def _convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
-    """``values`` as ``wanted``, C-contiguous; DTypeError where a value would change (``rounds``: floats may round)."""
-    if values.dtype.kind not in "biuf":
-        raise DTypeError(f"{where}: values of dtype {values.dtype} are not numbers")
-    if values.dtype == wanted:
-        return np.ascontiguousarray(values).reshape(values.shape)
-    with np.errstate(invalid="ignore", over="ignore"):
-        converted = np.array(values, dtype=wanted, order="C")
-        both_float = values.dtype.kind == "f" and wanted.kind == "f"
-        changed = (converted.astype(values.dtype) != values) & ~(
-            (converted != converted) & (values != values)
-        )
-    if bool(changed.any()) and not (rounds and both_float):
-        example = values[changed].flat[0]
-        raise DTypeError(
-            f"{where}: {wanted} cannot hold {example!r} ({values.dtype}) exactly; "
-            f"convert on purpose with .astype('{wanted}')"
-        )
-    return converted
-
-
-def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
-    """The raw array of ``other``, a number becoming an array of ``tensor``'s dtype."""
-    if isinstance(other, Tensor):
-        if other.device is not tensor.device:
-            raise DeviceError(f"{where}: tensors on {tensor.device} and {other.device} meet; use to_device()")
-        if other.dtype != tensor.dtype:
-            raise DTypeError(f"{where}: {tensor.dtype} and {other.dtype} meet; convert one with as_type()")
-        return other.data
-    if not isinstance(other, (int, float, np.number)):
-        raise DTypeError(f"{where}: expected a Tensor or a number, got {type(other).__name__}")
-    value = _convert(np.asarray(other), tensor.dtype, where, rounds=True)
-    return tensor.device.backend.asarray(value)
-
-
-def _compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
-    operand = _operand(tensor, other, relation)
-    result = tensor.device.backend.empty(np.broadcast_shapes(tensor.shape, operand.shape), float32)
-    tensor.device.backend.run("compare", tensor.data, operand, out=result, relation=relation)
-    return Tensor.wrap(result, tensor.device)
-
-
-# ---- raw functions -------------------------------------------------------------------------------------
-
-
-def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
-    """A Tensor with a copy of the values; float64 becomes float32, int64 int32 (DTypeError if too large)."""
-    return Tensor(data=np_array, device=dev)
+PlaceHolder = Tensor  # SINGA's name for an input of Model.compile
 
 
 def to_numpy(t: Tensor) -> np.ndarray:
@@ -427,36 +496,44 @@ def to_numpy(t: Tensor) -> np.ndarray:
     return array
 
 
-def to_host(t: Tensor) -> Tensor:
-    """A leaf on the CPU with a copy of the values."""
-    return Tensor(data=to_numpy(t), dtype=t.dtype)
+def number_array(where: str, value: object, like: Tensor) -> Any:
+    """A raw scalar of ``like``'s dtype and backend; DTypeError for what is no number or does not fit."""
+    return like.device.backend.asarray(convert_number(where, value, like.dtype))
 
 
-def zeros(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor of zeros."""
-    return Tensor(shape, device)
+def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:
+    """Raise unless ``v`` is a row (axis 0) or a column (axis 1) of ``matrix``, of its dtype and device."""
+    what = "column" if axis else "row"
+    if not isinstance(v, Tensor):
+        raise DTypeError(f"{where}_{what}: expected a Tensor, got {type(v).__name__}")
+    if matrix.ndim() != 2 or v.shape != (matrix.shape[1 - axis],):
+        raise ShapeError(f"{where}_{what}: {v.shape} is no {what} of a matrix {matrix.shape}")
+    _operand(matrix, v, f"{where}_{what}")
 
 
-def ones(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor of ones."""
-    return Tensor(shape, device).set_value(1.0)
+def _as_device(where: str, device: object) -> Device:
+    """``device``, None being the CPU; DeviceError for anything else."""
+    if device is not None and not isinstance(device, Device):
+        raise DeviceError(
+            f"{where}: {device!r} is no Device; make one with device.create_device() or get_default_device()"
+        )
+    return device or get_default_device()
 
 
-def zeros_like(t: Tensor) -> Tensor:
-    """Zeros of t's shape, dtype and device."""
-    return Tensor(t.shape, t.device, t.dtype)
+def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
+    """The raw array of ``other``, a number becoming an array of ``tensor``'s dtype."""
+    if not isinstance(other, Tensor):
+        return number_array(where, other, tensor)
+    if other.device is not tensor.device:
+        raise DeviceError(f"{where}: tensors on {tensor.device} and {other.device} meet; use to_device()")
+    if other.dtype != tensor.dtype:
+        raise DTypeError(f"{where}: {tensor.dtype} and {other.dtype} meet; convert one with as_type()")
+    return other.data
 
 
-def ones_like(t: Tensor) -> Tensor:
-    """Ones of t's shape, dtype and device."""
-    return zeros_like(t).set_value(1.0)
-
-
-def random(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor drawn uniformly from [0, 1)."""
-    return Tensor(shape, device).uniform(0.0, 1.0)
-
-
-def product(shape: Sequence[int]) -> int:
-    """The product of the sizes; 1 for ()."""
-    return math.prod(shape)
+def _compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
+    operand = _operand(tensor, other, relation)
+    shape = broadcast_shape(relation, tensor.shape, operand.shape)
+    result = tensor.device.backend.empty(shape, float32)
+    tensor.device.backend.run("compare", tensor.data, operand, out=result, relation=relation)
+    return Tensor.wrap(result, tensor.device)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What shapes, axes, dtypes and values a Tensor takes: pure functions that return the plain form or raise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from ..errors import DTypeError, ShapeError
+
+Shape = tuple[int, ...]
+float16 = np.dtype("float16")
+float32 = np.dtype("float32")
+float64 = np.dtype("float64")
+int32 = np.dtype("int32")
+int64 = np.dtype("int64")
+DTYPES = (float16, float32, float64, int32, int64)
+
+
+# ---- dtypes and values -----------------------------------------------------------------------------------
+
+
+def as_dtype(dtype: Any) -> np.dtype[Any]:
+    """``dtype`` as a numpy dtype a Tensor can have, else DTypeError."""
+    try:
+        wanted = np.dtype(dtype)
+    except TypeError as error:
+        raise DTypeError(f"{dtype!r} is not a dtype") from error
+    if wanted not in DTYPES:
+        known = ", ".join(str(known) for known in DTYPES)
+        raise DTypeError(f"a Tensor cannot hold {wanted}; choose one of {known}")
+    return wanted
+
+
+def natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What values of ``dtype`` become in a Tensor: float64 float32, int64 int32, as in SINGA."""
+    if dtype in (float16, int32):
+        return dtype
+    return float32 if dtype.kind == "f" else int32
+
+
+def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
+    """``values`` as ``wanted``, C-contiguous; DTypeError where a value would change (``rounds``: floats may round)."""
+    if values.dtype.kind not in "biuf":
+        raise DTypeError(f"{where}: values of dtype {values.dtype} are not numbers")
+    if values.dtype == wanted:
+        return np.ascontiguousarray(values).reshape(values.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        converted = np.array(values, dtype=wanted, order="C")
+        both_float = values.dtype.kind == "f" and wanted.kind == "f"
+        changed = (converted.astype(values.dtype) != values) & ~(
+            (converted != converted) & (values != values)
+        )
+    if bool(changed.any()) and not (rounds and both_float):
+        example = values[changed].flat[0]
+        raise DTypeError(
+            f"{where}: {wanted} cannot hold {example!r} ({values.dtype}) exactly; "
+            f"convert on purpose with .astype('{wanted}')"
+        )
+    return converted
+
+
+def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
+    """A number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
+    if not isinstance(value, Real):
+        raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
+    try:
+        values = np.asarray(float(value) if dtype.kind == "f" else value)
+    except OverflowError:
+        raise DTypeError(f"{where}: {value} is too large for {dtype}") from None
+    return convert(values, dtype, where, rounds=True)
+
+
+# ---- shapes and axes -------------------------------------------------------------------------------------
+
+
+def product(shape: Sequence[int]) -> int:
+    """The product of the sizes; 1 for ()."""
+    return math.prod(shape)
+
+
+def as_index(where: str, name: str, value: object) -> int:
+    """``value`` as an int; ShapeError for anything but a whole number."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ShapeError(f"{where}: {name} {value!r} is no int")
+    return int(value)
+
+
+def as_sizes(where: str, shape: object) -> Shape:
+    """An int or a sequence of ints as a tuple; ShapeError for anything else."""
+    given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if any(isinstance(size, bool) or not isinstance(size, Integral) for size in given):
+        raise ShapeError(f"{where}: shape {shape!r} must be made of ints")
+    return tuple(int(size) for size in given)
+
+
+def as_shape(where: str, shape: object) -> Shape:
+    """As ``as_sizes``, and none negative."""
+    sizes = as_sizes(where, shape)
+    if any(size < 0 for size in sizes):
+        raise ShapeError(f"{where}: shape {sizes} has a negative size")
+    return sizes
+
+
+def resolve_shape(where: str, given: Shape, wanted: object) -> Shape:
+    """``wanted`` with its -1 worked out; ShapeError if it does not hold as many elements as ``given``."""
+    sizes = as_sizes(where, wanted)
+    known = product([size for size in sizes if size != -1])
+    unknown = sizes.count(-1)
+    fits = product(given) == known if unknown == 0 else known > 0 and product(given) % known == 0
+    if unknown > 1 or min(sizes, default=0) < -1 or not fits:
+        raise ShapeError(f"{where}: {given} does not fit into {sizes} (at most one -1)")
+    return tuple(product(given) // known if size == -1 else size for size in sizes)
+
+
+def as_axis(where: str, axis: object, ndim: int) -> int:
+    """``axis`` counted from the front; ShapeError if there is none such."""
+    number = as_index(where, "axis", axis)
+    if not -ndim <= number < ndim:
+        raise ShapeError(f"{where}: axis {axis} is out of range for {ndim} axes")
+    return number % ndim
+
+
+def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
+    """Distinct axes counted from the front, ascending; None is all."""
+    if axes is None:
+        return tuple(range(ndim))
+    given = list(axes) if isinstance(axes, Iterable) else [axes]
+    found = sorted(as_axis(where, axis, ndim) for axis in given)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"{where}: axes {given} name one axis twice")
+    return tuple(found)
+
+
+def as_permutation(where: str, axes: Sequence[int] | None, ndim: int) -> Shape:
+    """A permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
+    if axes is None:
+        return tuple(reversed(range(ndim)))
+    if len(as_axes(where, axes, ndim)) != ndim:
+        raise ShapeError(f"{where}: {axes} is no permutation of {ndim} axes")
+    return tuple(axis % ndim for axis in axes)
+
+
+def as_slice(key: object, size: int) -> slice:
+    """A key of ``t[...]`` as a slice: an int keeps its axis, with length 1; ShapeError if it does not fit."""
+    if isinstance(key, slice):
+        try:
+            places = key.indices(size)
+            return slice(*places) if places[2] > 0 else key  # downwards, "before the first" cannot be an int
+        except (TypeError, ValueError) as error:
+            raise ShapeError(f"t[...]: {key} is no slice of ints with a step: {error}") from None
+    number = as_index("t[...]", "key", key)
+    if not -size <= number < size:
+        raise ShapeError(f"t[...]: index {number} is out of range for a size of {size}")
+    return slice(number % size, number % size + 1)
+
+
+def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
+    """The shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
+    try:
+        return np.broadcast_shapes(a, b)
+    except ValueError:
+        raise ShapeError(f"{where}: shapes {a} and {b} do not broadcast") from None

@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SINGA's functions on Tensors: values alone, nothing is recorded for backward (autograd has those that are).
+
+A result is a new leaf; shapes broadcast as in numpy, dtypes must agree, a number takes the dtype of the tensor.
+``ret``, ``out`` and ``C`` name a tensor to write instead, which is then returned. Functions whose last tensor is
+filled or changed (``axpy``, ``gaussian``, ``add_row``, ...) do that in place and return it.
+Given a recorded tensor they compute from its values: the result has no gradient.
+
+Not here: the raw class CTensor and ``_call_singa_func`` (``t.data`` is an array of the backend). ``einsum`` runs on
+the host, all else in kernels.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..device import Device, get_default_device
+from ..errors import DeviceError, DTypeError, ShapeError
+from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32
+from .core import Number, Tensor, check_vector, number_array, to_numpy
+
+# ---- making and moving -----------------------------------------------------------------------------------
+
+
+def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
+    """A Tensor with a copy of the values; float64 becomes float32, int64 int32 (DTypeError if too large)."""
+    return Tensor(data=np_array, device=dev)
+
+
+def from_raw_tensor(t: Any) -> Tensor:
+    """A Tensor around the raw array ``t`` of the CPU backend, sharing its memory."""
+    as_dtype(t.dtype)
+    return Tensor.wrap(t, get_default_device())
+
+
+def from_raw_tensors(tt: Sequence[Any]) -> list[Tensor]:
+    """``from_raw_tensor`` of each."""
+    return [from_raw_tensor(t) for t in tt]
+
+
+def to_host(t: Tensor) -> Tensor:
+    """A leaf on the CPU with a copy of the values."""
+    return Tensor(data=to_numpy(t), dtype=t.dtype)
+
+
+def zeros(shape: Sequence[int], device: Device | None = None) -> Tensor:
+    """A float32 Tensor of zeros."""
+    return Tensor(shape, device)
+
+
+def ones(shape: Sequence[int], device: Device | None = None) -> Tensor:
+    """A float32 Tensor of ones."""
+    return Tensor(shape, device).set_value(1.0)
+
+
+def zeros_like(t: Tensor) -> Tensor:
+    """Zeros of t's shape, dtype and device."""
+    return Tensor(t.shape, t.device, t.dtype)
+
+
+def ones_like(t: Tensor) -> Tensor:
+    """Ones of t's shape, dtype and device."""
+    return zeros_like(t).set_value(1.0)
+
+
+def random(shape: Sequence[int], device: Device | None = None) -> Tensor:
+    """A float32 Tensor drawn uniformly from [0, 1)."""
+    return Tensor(shape, device).uniform(0.0, 1.0)
+
+
+def gaussian(mean: float, std: float, t: Tensor) -> Tensor:
+    """Fill the float ``t`` from the normal distribution."""
+    return t.gaussian(mean, std)
+
+
+def uniform(low: float, high: float, t: Tensor) -> Tensor:
+    """Fill the float ``t`` uniformly from [low, high)."""
+    return t.uniform(low, high)
+
+
+def bernoulli(p: float, t: Tensor) -> Tensor:
+    """Fill the float ``t`` with 1 at probability ``p``, else 0."""
+    return t.bernoulli(p)
+
+
+def sizeof(dtype: Any) -> int:
+    """Bytes of one element."""
+    return as_dtype(dtype).itemsize
+
+
+def copy_from_numpy(data: Any, np_array: Any) -> None:
+    """Overwrite a Tensor, or a raw array of the CPU backend, as ``Tensor.copy_from_numpy`` does."""
+    (data if isinstance(data, Tensor) else from_raw_tensor(data)).copy_from_numpy(np_array)
+
+
+def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, src_offset: int = 0) -> None:
+    """Copy ``size`` elements of the flat ``src`` (any shape) over those of ``dst``, from these offsets on."""
+    _check_pair("copy_data_to_from", dst, src)
+    ends = []
+    for tensor, offset in ((dst, dst_offset), (src, src_offset)):
+        start, count = (
+            as_index("copy_data_to_from", "offset", offset),
+            as_index("copy_data_to_from", "size", size),
+        )
+        if min(start, count) < 0 or start + count > tensor.size():
+            raise ShapeError(
+                f"copy_data_to_from: elements {start} .. {start + count} are not in {tensor.size()}"
+            )
+        ends.append(slice(start, start + count))
+    part = src.data.reshape(-1)[ends[1]]
+    if src is dst or dst.device.backend.may_share_memory(dst.data, src.data):
+        part = src.clone().data.reshape(-1)[ends[1]]
+    dst.device.backend.run("copy", part, out=dst.data.reshape(-1)[ends[0]])
+
+
+# ---- shape -----------------------------------------------------------------------------------------------
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor itself: all are row-major."""
+    return tensor.contiguous()
+
+
+def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Another shape of as many elements (one size may be -1), sharing the memory."""
+    return tensor.reshape(shape)
+
+
+def transpose(t: Tensor, axes: Sequence[int] | None = None) -> Tensor:
+    """Axes permuted; None reverses them."""
+    return t.transpose(axes)
+
+
+def repeat(t: Tensor, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
+    """Each element along ``axis`` repeated; None: of the flat tensor."""
+    return t.repeat(repeats, axis)
+
+
+def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
+    """(..., n_i, ...) of one dtype -> (..., sum of n_i, ...)."""
+    if isinstance(tensors, Tensor) or not tensors:
+        raise ShapeError("concatenate: expected a list of one Tensor or more")
+    first = tensors[0]
+    place = as_axis("concatenate", axis, first.ndim())
+    for tensor in tensors[1:]:
+        _check_pair("concatenate", first, tensor)
+        others = [t.shape[:place] + t.shape[place + 1 :] for t in (first, tensor)]
+        if tensor.ndim() != first.ndim() or others[0] != others[1]:
+            raise ShapeError(f"concatenate: {first.shape} and {tensor.shape} must agree but for axis {place}")
+    total = builtins.sum(tensor.shape[place] for tensor in tensors)
+    shape = (*first.shape[:place], total, *first.shape[place + 1 :])
+    return _run("concat", first, *(t.data for t in tensors), shape=shape, axis=place)
+
+
+# ---- element by element ----------------------------------------------------------------------------------
+
+
+def abs(t: Tensor) -> Tensor:
+    """|t|, element by element; any dtype, same shape."""
+    return _elementwise("abs", t)
+
+
+def exp(t: Tensor) -> Tensor:
+    """e ** t, element by element; float, same shape."""
+    return _elementwise("exp", t, floats=True)
+
+
+def ceil(t: Tensor) -> Tensor:
+    """The smallest whole number >= t, element by element; float, same shape."""
+    return _elementwise("ceil", t, floats=True)
+
+
+def log(t: Tensor) -> Tensor:
+    """The natural logarithm: -inf at 0, NaN below, element by element; float, same shape."""
+    return _elementwise("log", t, floats=True)
+
+
+def relu(t: Tensor) -> Tensor:
+    """max(t, 0), element by element; any dtype, same shape."""
+    return _elementwise("relu", t)
+
+
+def sigmoid(t: Tensor) -> Tensor:
+    """1 / (1 + exp(-t)), element by element; float, same shape."""
+    return _elementwise("sigmoid", t, floats=True)
+
+
+def sign(t: Tensor) -> Tensor:
+    """-1, 0 or 1, element by element; any dtype, same shape."""
+    return _elementwise("sign", t)
+
+
+def sqrt(t: Tensor) -> Tensor:
+    """The square root: NaN below 0, element by element; float, same shape."""
+    return _elementwise("sqrt", t, floats=True)
+
+
+def square(t: Tensor) -> Tensor:
+    """t * t, element by element; any dtype, same shape."""
+    return _elementwise("square", t)
+
+
+def tanh(t: Tensor) -> Tensor:
+    """The hyperbolic tangent, element by element; float, same shape."""
+    return _elementwise("tanh", t, floats=True)
+
+
+def add(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
+    """lhs + rhs; one may be a number; the broadcast shape."""
+    return _binary("add", lhs, rhs, ret)
+
+
+def sub(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
+    """lhs - rhs; one may be a number; the broadcast shape."""
+    return _binary("sub", lhs, rhs, ret)
+
+
+def eltwise_mult(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
+    """lhs * rhs; one may be a number; the broadcast shape."""
+    return _binary("mul", lhs, rhs, ret)
+
+
+def div(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
+    """lhs / rhs, floats only; one may be a number; the broadcast shape."""
+    return _binary("div", lhs, rhs, ret)
+
+
+def pow(t: Tensor, x: Tensor | Number, out: Tensor | None = None) -> Tensor:
+    """t ** x, floats only; the broadcast shape."""
+    return _binary("pow", t, x, out)
+
+
+def lt(t: Tensor, x: Tensor | Number) -> Tensor:
+    """t < x as float32 1 or 0; the broadcast shape."""
+    return t < x
+
+
+def le(t: Tensor, x: Tensor | Number) -> Tensor:
+    """t <= x as float32 1 or 0; the broadcast shape."""
+    return t <= x
+
+
+def gt(t: Tensor, x: Tensor | Number) -> Tensor:
+    """t > x as float32 1 or 0; the broadcast shape."""
+    return t > x
+
+
+def ge(t: Tensor, x: Tensor | Number) -> Tensor:
+    """t >= x as float32 1 or 0; the broadcast shape."""
+    return t >= x
+
+
+def eq(t: Tensor, x: Tensor | Number) -> Tensor:
+    """t == x as float32 1 or 0; the broadcast shape."""
+    return t == x  # type: ignore[no-any-return]
+
+
+def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
+    """y += alpha * x, in place; x broadcasts to y."""
+    y += eltwise_mult(x, alpha)
+    return y
+
+
+# ---- reductions ------------------------------------------------------------------------------------------
+
+
+def sum(t: Tensor, axis: int | None = None, out: Tensor | None = None) -> Tensor:
+    """The sum over one axis, which goes away; None: of all elements, shape (). float16 adds in float32."""
+    return _reduce("sum", t, axis, out)
+
+
+def average(t: Tensor, axis: int | None = None) -> Tensor:
+    """The mean over one axis, which goes away; None: of all elements, shape (). Floats only."""
+    _check_floats("average", t)
+    return _reduce("mean", t, axis, None)
+
+
+def softmax(t: Tensor, out: Tensor | None = None) -> Tensor:
+    """exp(t) / sum(exp(t)) over the last axis; float (..., n), same shape."""
+    _check_floats("softmax", t)
+    as_axis("softmax", -1, t.ndim())
+    return _run("softmax", t, t.data, shape=t.shape, ret=out, axis=t.ndim() - 1)
+
+
+def sum_columns(M: Tensor) -> Tensor:
+    """(m, n) -> (m,): all columns added up."""
+    _check_matrix("sum_columns", M)
+    return _reduce("sum", M, 1, None)
+
+
+def sum_rows(M: Tensor) -> Tensor:
+    """(m, n) -> (n,): all rows added up."""
+    _check_matrix("sum_rows", M)
+    return _reduce("sum", M, 0, None)
+
+
+# ---- products --------------------------------------------------------------------------------------------
+
+
+def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
+    """alpha A B + beta C, in C if there is one; A (..., m, k), B (..., k, n) or (k,) -> (..., m, n) or (..., m)."""
+    _check_floats("mult", A)
+    _check_pair("mult", A, B)
+    right = B.reshape((-1, 1)) if B.ndim() == 1 else B
+    if A.ndim() < 2 or right.ndim() < 2 or A.shape[-1] != right.shape[-2]:
+        raise ShapeError(
+            f"mult: A (..., m, k) and B (..., k, n) must agree in k, got {A.shape} and {B.shape}"
+        )
+    batch = broadcast_shape("mult", A.shape[:-2], right.shape[:-2])
+    y = _run("matmul", A, A.data, right.data, shape=(*batch, A.shape[-2], right.shape[-1]))
+    y = y.reshape(y.shape[:-1]) if B.ndim() == 1 else y
+    if alpha != 1:
+        y *= alpha
+    if C is None:
+        return y
+    _check_target("mult", A, y.shape, C)
+    if beta:  # C may hold NaN where it does not count
+        axpy(beta, C, y)
+    C.copy_data(y)
+    return C
+
+
+def tensordot(A: Tensor, B: Tensor, axes: int | Sequence[Any] = 2) -> Tensor:
+    """Products summed over axes: the last n of A with the first n of B, or two lists of axes; as in numpy."""
+    _check_floats("tensordot", A)
+    _check_pair("tensordot", A, B)
+    if isinstance(axes, Sequence):
+        if len(axes) != 2:
+            raise ShapeError(f"tensordot: axes {axes!r} must be an int or two lists of axes")
+        pairs = [list(part) if isinstance(part, Sequence) else [part] for part in axes]
+    else:
+        count = as_index("tensordot", "axes", axes)
+        if not 0 <= count <= builtins.min(A.ndim(), B.ndim()):
+            raise ShapeError(f"tensordot: {count} axes of shapes {A.shape} and {B.shape}")
+        pairs = [list(range(A.ndim() - count, A.ndim())), list(range(count))]
+    for part, tensor in zip(pairs, (A, B), strict=True):
+        as_axes("tensordot", part, tensor.ndim())
+        part[:] = [axis % tensor.ndim() for axis in part]
+    if [A.shape[axis] for axis in pairs[0]] != [B.shape[axis] for axis in pairs[1]]:
+        raise ShapeError(f"tensordot: axes {pairs} of shapes {A.shape} and {B.shape} differ in size")
+    rest = [
+        [axis for axis in range(t.ndim()) if axis not in part] for part, t in zip(pairs, (A, B), strict=True)
+    ]
+    inner = math.prod(A.shape[axis] for axis in pairs[0])
+    outer = [tuple(t.shape[axis] for axis in part) for part, t in zip(rest, (A, B), strict=True)]
+    a = A.transpose(rest[0] + pairs[0]).reshape((math.prod(outer[0]), inner))
+    b = B.transpose(pairs[1] + rest[1]).reshape((inner, math.prod(outer[1])))
+    return mult(a, b).reshape(outer[0] + outer[1])
+
+
+def einsum(ops: str, *args: Tensor) -> Tensor:
+    """Einstein's sum as numpy.einsum writes it: einsum("ij,jk->ik", A, B). Runs on the host."""
+    if not args:
+        raise ShapeError("einsum: expected at least one Tensor")
+    for other in args[1:]:
+        _check_pair("einsum", args[0], other)
+    dtype = args[0].dtype
+    wide = float32 if dtype == "float16" else dtype
+    try:
+        values = np.einsum(ops, *(to_numpy(t).astype(wide) for t in args))
+    except (ValueError, TypeError) as error:
+        raise ShapeError(f"einsum: {ops!r} of {[t.shape for t in args]}: {error}") from None
+    return Tensor(data=values.astype(dtype), device=args[0].device, dtype=dtype)
+
+
+# ---- a vector and a matrix, in place -----------------------------------------------------------------------
+
+
+def add_column(alpha: float, v: Tensor, beta: float, M: Tensor) -> Tensor:
+    """M (m, n) = alpha v + beta M with v (m,) added to every column."""
+    return _add_vector(alpha, v, beta, M, 1)
+
+
+def add_row(alpha: float, v: Tensor, beta: float, M: Tensor) -> Tensor:
+    """M (m, n) = alpha v + beta M with v (n,) added to every row."""
+    return _add_vector(alpha, v, beta, M, 0)
+
+
+# ---- how ---------------------------------------------------------------------------------------------------
+
+
+def _add_vector(alpha: float, v: Tensor, beta: float, M: Tensor, axis: int) -> Tensor:
+    _check_matrix("add", M)
+    check_vector("add", M, v, axis)
+    scaled = eltwise_mult(v, alpha)
+    M *= beta
+    return M.add_column(scaled) if axis else M.add_row(scaled)
+
+
+def _check_tensor(where: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise DTypeError(f"{where}: expected a Tensor, got {type(t).__name__}; wrap it with from_numpy")
+
+
+def _check_floats(where: str, t: Tensor) -> None:
+    _check_tensor(where, t)
+    if t.dtype.kind != "f":
+        raise DTypeError(f"{where}: needs a float tensor, not {t.dtype}; convert with as_type(float32)")
+
+
+def _check_matrix(where: str, t: Tensor) -> None:
+    _check_tensor(where, t)
+    if t.ndim() != 2:
+        raise ShapeError(f"{where}: needs a matrix, but the shape is {t.shape}")
+
+
+def _check_pair(where: str, a: Tensor, b: Tensor) -> None:
+    """Raise unless both are Tensors of one dtype and device."""
+    _check_tensor(where, a)
+    _check_tensor(where, b)
+    if a.device is not b.device:
+        raise DeviceError(f"{where}: tensors on {a.device} and {b.device} meet; use to_device()")
+    if a.dtype != b.dtype:
+        raise DTypeError(f"{where}: {a.dtype} and {b.dtype} meet; convert one with as_type()")
+
+
+def _check_target(where: str, like: Tensor, shape: Sequence[int], ret: Tensor) -> None:
+    """Raise unless ``ret`` can take a result of this shape and the dtype and device of ``like``."""
+    _check_pair(where, like, ret)
+    if ret.shape != tuple(shape):
+        raise ShapeError(f"{where}: the result has shape {tuple(shape)}, the tensor to write {ret.shape}")
+
+
+def _run(
+    kernel: str,
+    like: Tensor,
+    *inputs: Any,  # Any: raw arrays, and kernel attributes
+    shape: Sequence[int],
+    ret: Tensor | None = None,
+    **attributes: Any,
+) -> Tensor:
+    """One kernel into a new array of ``like``'s dtype, copied to ``ret`` in the end if there is one."""
+    if ret is not None:
+        _check_target(kernel, like, shape, ret)
+    array = like.device.backend.empty(tuple(shape), like.dtype)
+    like.device.backend.run(kernel, *inputs, out=array, **attributes)
+    result = Tensor.wrap(array, like.device)
+    if ret is None:
+        return result
+    ret.check_leaf(kernel)
+    ret.copy_data(result)  # ret may be one of the inputs, which a kernel must not write
+    return ret
+
+
+def _elementwise(kernel: str, t: Tensor, floats: bool = False) -> Tensor:
+    (_check_floats if floats else _check_tensor)(kernel, t)
+    return _run(kernel, t, t.data, shape=t.shape)
+
+
+def _binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None) -> Tensor:
+    like = lhs if isinstance(lhs, Tensor) else rhs
+    _check_tensor(kernel, like)
+    assert isinstance(like, Tensor)
+    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
+        _check_pair(kernel, lhs, rhs)
+    if kernel in ("div", "pow"):
+        _check_floats(kernel, like)
+    a, b = (x.data if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
+    return _run(kernel, like, a, b, shape=broadcast_shape(kernel, a.shape, b.shape), ret=ret)
+
+
+def _reduce(kernel: str, t: Tensor, axis: int | None, out: Tensor | None) -> Tensor:
+    _check_tensor(kernel, t)
+    axes = as_axes(kernel, axis, t.ndim())
+    shape = tuple(size for place, size in enumerate(t.shape) if place not in axes)
+    return _run(kernel, t, t.data, shape=shape, ret=out, axes=axes, keepdims=False)
