@@ -13,7 +13,7 @@ import pytest
 
 from singa_lite import autograd, tensor
 from singa_lite.device import Device, get_default_device
-from singa_lite.errors import DeviceError, DTypeError, GraphError, ShapeError, SingaLiteError
+from singa_lite.errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, from_numpy, functions, to_numpy
 
 RNG = np.random.default_rng(31)
@@ -356,6 +356,14 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: tensor.copy_data_to_from(t(2), t(3), 1, -1), ShapeError, "are not in 2"),
     (lambda: tensor.copy_from_numpy(t(2), [1.0]), ShapeError, "do not fit"),
     (lambda: tensor.uniform(0, 1, t(2, dtype="int32")), DTypeError, "needs a float"),
+    (lambda: t(2).gaussian("a", 1.0), OptionError, "mean = 'a'"),
+    (lambda: t(2).gaussian(0.0, -1.0), OptionError, "std = -1.0"),
+    (lambda: t(2).bernoulli(2), OptionError, "p = 2"),
+    (lambda: t(2).set_value("a"), DTypeError, "got str"),
+    (lambda: t(2, dtype="int32").set_value(0.5), DTypeError, "cannot hold"),
+    (lambda: t(2).reset_like(np.ones(2)), DTypeError, "got ndarray"),
+    (lambda: autograd.pad(t(2), "constant", None), OptionError, "pads = None"),
+    (lambda: autograd.softmax(t(2, 0)), ShapeError, "is empty"),
     (lambda: tensor.sizeof("int8"), DTypeError, "cannot hold int8"),
     (lambda: tensor.from_raw_tensor(np.zeros(2, "int8")), DTypeError, "cannot hold int8"),
 ]

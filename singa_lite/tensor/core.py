@@ -12,6 +12,7 @@ forward pass may have kept for its backward. Between the two, leave the tensors 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from ..config import state
 from ..device import Device, get_default_device
-from ..errors import DeviceError, DTypeError, GraphError, ShapeError
+from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph import refuse
 from .checks import (
     as_axes,
@@ -261,6 +262,8 @@ class Tensor:
     def reset_like(self, t: Tensor) -> None:
         """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
         self.check_leaf("reset_like")
+        if not isinstance(t, Tensor):
+            raise DTypeError(f"reset_like: expected a Tensor, got {type(t).__name__}")
         self._data, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
@@ -353,7 +356,7 @@ class Tensor:
 
     def set_value(self, x: Number) -> Tensor:
         """Set every element to ``x``."""
-        return self._fill("fill", value=x)
+        return self._fill("fill", value=convert_number("set_value", x, self.dtype).item())
 
     def gaussian(self, mean: float, std: float) -> Tensor:
         """Draw from the normal distribution of the device's random stream."""
@@ -370,6 +373,9 @@ class Tensor:
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
         if self.dtype.kind != "f":
             raise DTypeError(f"{kernel}: needs a float tensor, not {self.dtype}")
+        for name, value in attributes.items():
+            lowest, highest = (0.0, 1.0) if name == "p" else (0.0 if name == "std" else -math.inf, math.inf)
+            check_number(kernel, name, value, lowest, highest)
         seed, counter = self.device.next_random()
         return self._fill(kernel, seed=seed, counter=counter, **attributes)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ...errors import check_number
+from ...errors import ShapeError, check_number
 from ...tensor import Tensor, as_axis
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_tensors, like, scaled
@@ -90,7 +90,8 @@ class SoftMax(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("softmax", *inputs)
-        as_axis("softmax", self.axis, inputs[0].ndim())
+        if inputs[0].shape[as_axis("softmax", self.axis, inputs[0].ndim())] == 0:
+            raise ShapeError(f"softmax: axis {self.axis} of shape {inputs[0].shape} is empty")
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         y = like(context, "softmax", inputs[0], axis=self.axis)

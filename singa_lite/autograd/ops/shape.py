@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import DTypeError, ShapeError, check_choice, check_int, check_number
+from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_number
 from ...tensor import Tensor, as_axis, as_permutation, product, resolve_shape
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
@@ -159,6 +159,8 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 class Pad(Operator):
     def __init__(self, pads: Sequence[int], constant: float = 0.0) -> None:
+        if not isinstance(pads, (list, tuple)):
+            raise OptionError(f"pad: pads = {pads!r} must be a list of ints")
         self.pads = [check_int("pad", "pads", size, 0) for size in pads]
         self.constant = check_number("pad", "constant", constant)
 
