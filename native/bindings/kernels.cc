@@ -432,13 +432,13 @@ bool bind_softmax_cross_entropy_backward(const py::handle& dy, const py::handle&
 // ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 bool bind_sgd_update(const py::handle& grad_, const py::handle& out_, double lr, double momentum, double dampening,
-                     double weight_decay, bool nesterov, bool first) {
+                     double weight_decay, bool nesterov) {
   const In grad(grad_);
   const bool is_tuple = PyTuple_Check(out_.ptr()), has_velocity = length(out_) == 2;
   const Out param(is_tuple ? at(out_, 0) : out_), velocity(has_velocity ? at(out_, 1) : py::handle());
   if (!all(grad, param) || grad.size != param.size || (has_velocity && (!velocity || velocity.size != grad.size)))
     return false;
-  const SgdStep step{float(lr), float(momentum), float(dampening), float(weight_decay), nesterov, first};
+  const SgdStep step{float(lr), float(momentum), float(dampening), float(weight_decay), nesterov};
   return run([&] { sgd_update(grad.data(), param.data(), velocity.data(), grad.size, step); });
 }
 
@@ -570,7 +570,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("softmax_cross_entropy_backward", &bind_softmax_cross_entropy_backward, "dy"_a, "probabilities"_a,
         "labels"_a, kw, "out"_a);
   m.def("sgd_update", &bind_sgd_update, "grad"_a, kw, "out"_a, "lr"_a, "momentum"_a = 0.0, "dampening"_a = 0.0,
-        "weight_decay"_a = 0.0, "nesterov"_a = false, "first"_a = false);
+        "weight_decay"_a = 0.0, "nesterov"_a = false);
   m.def("adam_update", &bind_adam_update, "grad"_a, kw, "out"_a, "lr"_a, "beta_1"_a, "beta_2"_a, "eps"_a, "step"_a,
         "weight_decay"_a = 0.0);
   m.def("top_k", &bind_top_k, "values"_a, kw, "out"_a, "k"_a);

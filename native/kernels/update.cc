@@ -26,17 +26,6 @@ CLONES void sgd_momentum(const float* grad, float* param, float* velocity, std::
   }
 }
 
-// first: velocity is the slope, whatever it held, a NaN too
-CLONES void sgd_first(const float* grad, float* param, float* velocity, std::size_t count, float lr, float decay,
-                      float a, float b) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) {
-    const float slope = grad[i] + decay * param[i];
-    velocity[i] = slope;
-    param[i] -= lr * (a * slope + b * slope);
-  }
-}
-
 CLONES void adam(const float* grad, float* param, float* m, float* v, std::size_t count, AdamStep step) {
   const float take_1 = 1 - step.beta_1, take_2 = 1 - step.beta_2;
 #pragma GCC ivdep
@@ -58,8 +47,6 @@ void sgd_update(const float* grad, float* param, float* velocity, std::size_t co
     float* p = param + begin;
     if (!velocity || step.momentum == 0)
       update_loops::sgd_plain(g, p, size, step.lr, step.weight_decay);
-    else if (step.first)
-      update_loops::sgd_first(g, p, velocity + begin, size, step.lr, step.weight_decay, a, b);
     else
       update_loops::sgd_momentum(g, p, velocity + begin, size, step.lr, step.weight_decay, step.momentum,
                           1 - step.dampening, a, b);

@@ -8,7 +8,7 @@ namespace singa_lite {
 
 struct SgdStep {
   float lr, momentum, dampening, weight_decay;
-  bool nesterov, first;
+  bool nesterov;
 };
 
 // velocity may be null: no momentum.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,16 @@ from .. import autograd
 from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..device import get_default_device
-from ..errors import CheckpointError, CommError, DTypeError, OptionError, ShapeError, check_choice
+from ..errors import (
+    CheckpointError,
+    CommError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    check_choice,
+    check_int,
+    check_number,
+)
 from ..graph import host
 from ..sync import find_schemes
 from ..sync.base import StepOptions, SyncStrategy
@@ -94,12 +102,11 @@ class DistOpt(Optimizer):
         communicator: Communicator | None = None,
     ) -> None:
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
-        _check_count("bucket_bytes", self.bucket_bytes, 1)
-        _check_count("threshold", threshold, 0)
-        if not isinstance(spars, Real) or not float(spars) >= 0:
-            raise OptionError(f"DistOpt: spars = {spars!r} must be a number >= 0")
-        if timeout_s is not None and not timeout_s > 0:
-            raise OptionError(f"DistOpt: timeout_s = {timeout_s} must be > 0 seconds, or None")
+        check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
+        check_int("DistOpt", "threshold", threshold, 0)
+        check_number("DistOpt", "spars", spars, 0)
+        if timeout_s is not None:
+            check_number("DistOpt", "timeout_s", timeout_s, 1e-3)
         if opt is not None and not isinstance(opt, Optimizer):
             raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
         self.opt = opt if opt is not None else SGD()
@@ -203,7 +210,7 @@ class DistOpt(Optimizer):
         name = known[dist_option].names[0]
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
-            _check_count("threshold", limit, 0)
+            check_int("DistOpt", "threshold", limit, 0)
             self._schemes[name] = known[dist_option](self.communicator, limit, self.bucket_bytes)
             if name in self._loaded:
                 self._schemes[name].load_state_dict(self._loaded.pop(name), self._names)
@@ -412,11 +419,6 @@ class DistOpt(Optimizer):
         self._schemes.clear()  # made anew by the next step, whose call says with which threshold
         self._last = None
         self._loaded = own
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, Integral) or int(value) < least:
-        raise OptionError(f"DistOpt: {name} = {value!r} must be a whole number >= {least}")
 
 
 def _raw(tensor: RawOrTensor) -> Any:

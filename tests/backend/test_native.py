@@ -321,12 +321,12 @@ def test_softmax_of_infinite_logits_is_numpys():
 
 
 @quick
-@given(seeds, counts, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.1]), st.booleans(), st.booleans())
-def test_sgd(seed, count, momentum, dampening, nesterov, first):
+@given(seeds, counts, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.1]), st.booleans())
+def test_sgd(seed, count, momentum, dampening, nesterov):
     grad, param, velocity = floats(seed, count), floats(seed + 1, count), floats(seed + 2, count)
     options = {"lr": 0.3, "weight_decay": 0.01}
     check("sgd_update", grad, out=(param.copy(),), **options)
-    options.update(momentum=momentum, dampening=dampening, nesterov=nesterov, first=first)
+    options.update(momentum=momentum, dampening=dampening, nesterov=nesterov)
     check("sgd_update", grad, out=(param, velocity), **options)
 
 

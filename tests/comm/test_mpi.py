@@ -303,7 +303,9 @@ def test_an_mpi_that_knows_nothing_of_the_others_is_an_error(tmp_path, names):
 
 def test_the_ranks_of_a_job_share_the_cores(tmp_path):
     text = STEP + "import threadpoolctl\n"
-    text += "sys.stdout.write(str(sorted({p['num_threads'] for p in threadpoolctl.threadpool_info()})) + '\\n')"
+    text += (
+        "sys.stdout.write(str(sorted({p['num_threads'] for p in threadpoolctl.threadpool_info()})) + '\\n')"
+    )
     result = mpi_job(tmp_path, text, size=2)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert result.stdout.splitlines() == [f"[{share}]"] * 2, result.stderr
