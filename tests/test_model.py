@@ -160,6 +160,8 @@ def test_saving_replaces_a_file_whole(tmp_path):
     for _ in range(2):
         net.save_states(tmp_path / "net.zip")
     assert [path.name for path in tmp_path.iterdir()] == ["net.zip"]
+    (tmp_path / "plain").write_text("")
+    assert (tmp_path / "net.zip").stat().st_mode == (tmp_path / "plain").stat().st_mode  # as the umask says
 
 
 def test_checkpoints_that_do_not_fit_raise_and_change_nothing(tmp_path):

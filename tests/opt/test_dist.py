@@ -287,6 +287,15 @@ def test_a_learning_rate_can_be_set():
     assert dist.opt.lr(0) == 0.5
 
 
+def disagreeing_group(communicator):
+    communicator.new_group([0, 1] if communicator.rank == 0 else [0, 2])
+
+
+def test_ranks_that_name_other_members_of_a_group_all_get_an_error():
+    for error in run_ranks(disagreeing_group, 3, return_exceptions=True):
+        assert isinstance(error, CommError) and "disagree about the members" in str(error)
+
+
 def one_step_more(communicator):
     trained(communicator, steps=3 if communicator.rank == 1 else 2)
 
