@@ -4,8 +4,8 @@
 What lives here: the recorder that Backend.run tells of every kernel, and the plan made from it. What does not:
 which step a record belongs to (model.py), what a kernel computes (backend/).
 
-Note [recorded step]: while a step runs eagerly, every kernel call is kept with the arrays it read and wrote, so
-replaying the list on the same arrays repeats the step. What must happen in Python each time - handing a gradient
+Note [recorded step]: while a step runs eagerly, every kernel call is kept with a View of each array it read and wrote,
+so replaying the list on arrays laid out alike repeats the step. What must happen in Python each time - handing a gradient
 to its synchronisation scheme, waiting, updating parameters - is wrapped in ``host`` and kept as a call of its own;
 the kernels it runs are not recorded. Between two host calls no other Python of the step runs.
 A step that reads values back, or makes tensors from host values, would be frozen by this; it refuses to be
@@ -14,6 +14,7 @@ replayed and says why.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,13 +25,46 @@ from .config import state
 Result = TypeVar("Result")
 
 
+class Memory:
+    """A piece of memory that arrays of a step lie in; compared by identity.
+
+    Attributes:
+        num_bytes: its size.
+        owner: the array that owns it, if a replay must use this very piece: it holds what the step reads but does
+            not compute, or what outlives it. None for what only the step itself needs, which then gets other memory.
+    """
+
+    __slots__ = ("num_bytes", "owner")
+
+    def __init__(self, num_bytes: int, owner: Any = None) -> None:
+        self.num_bytes = num_bytes
+        self.owner = owner
+
+
+@dataclass(frozen=True)
+class View:
+    """An array of a step without its memory, so that recording keeps no activation alive.
+
+    Attributes:
+        memory: where it lies.
+        offset: its first byte in there.
+        shape, dtype, strides: as numpy's, strides in bytes.
+    """
+
+    memory: Memory
+    offset: int
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """One kernel of a recorded step.
 
     Attributes:
         backend: what runs it (backend.base.Backend, of a higher floor).
-        kernel, inputs, out, attributes: as given to ``Backend.run``.
+        kernel, inputs, out, attributes: as given to ``Backend.run``, but with a View for every array.
         random: the device whose stream the kernel draws from at every replay, or None.
         phase: "Forward" or "Backward".
     """
@@ -47,16 +81,18 @@ class KernelCall:
     def name(self) -> str:
         return self.kernel
 
-    def arrays(self) -> list[Any]:
-        """All arrays it reads and writes."""
-        return [*self.inputs, *(self.out if isinstance(self.out, tuple) else (self.out,))]
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """``out`` as a tuple."""
+        return self.out if isinstance(self.out, tuple) else (self.out,)
 
-    def with_arrays(self, rehome: Callable[[Any], Any]) -> KernelCall:
-        """The same call on other arrays."""
-        out = tuple(map(rehome, self.out)) if isinstance(self.out, tuple) else rehome(self.out)
-        return replace(self, inputs=tuple(map(rehome, self.inputs)), out=out)
+    def mapped(self, change: Callable[[Any], Any]) -> KernelCall:
+        """The same call on ``change(array)`` for every array it reads or writes."""
+        out = tuple(map(change, self.out)) if isinstance(self.out, tuple) else change(self.out)
+        return replace(self, inputs=tuple(map(change, self.inputs)), out=out)
 
     def __call__(self) -> None:
+        """Run it; only once it was mapped to arrays."""
         attributes = self.attributes
         if self.random is not None:
             seed, counter = self.random.next_random()
@@ -98,6 +134,8 @@ class Recorder:
         self.refusal: str | None = None
         self.phase = "Forward"
         self._random: Any = None  # the device that gave numbers to the kernel that comes next
+        self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
+        self._watches: list[Any] = []  # weak references to those arrays
 
     def add(
         self, backend: Any, kernel: str, inputs: tuple[Any, ...], out: Any, attributes: dict[str, Any]
@@ -106,7 +144,30 @@ class Recorder:
         random, self._random = self._random, None
         if "counter" in attributes and random is None:
             self.refuse(f"{kernel} draws random numbers that come from no device")
-        self.calls.append(KernelCall(backend, kernel, inputs, out, attributes, random, self.phase))
+        for array in inputs:
+            root = backend.root(array)
+            if id(root) not in self._memories:  # a constant, or what the step before left
+                self.keep(backend, array)
+        call = KernelCall(backend, kernel, inputs, out, attributes, random, self.phase)
+        self.calls.append(call.mapped(lambda array: self._view(backend, array)))
+
+    def keep(self, backend: Any, array: Any) -> None:
+        """Say that replays must read or write ``array`` where it is."""
+        root = backend.root(array)
+        self._memory(root).owner = root
+
+    def _view(self, backend: Any, array: Any) -> View:
+        root = backend.root(array)
+        offset = backend.offset(array)
+        return View(self._memory(root), offset, array.shape, array.dtype, array.strides)
+
+    def _memory(self, root: Any) -> Memory:
+        """The Memory of the array ``root``; another array that is made at its place later has another one."""
+        key = id(root)
+        if key not in self._memories:
+            self._memories[key] = Memory(root.nbytes)
+            self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
+        return self._memories[key]
 
     def draw(self, device: Any) -> None:
         """Tell that the next kernel draws from ``device``."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from .arena import Lifetime, plan_offsets
 from .config import state
 from .device import get_default_device
-from .graph import HostCall, KernelCall, Recorder
+from .graph import HostCall, KernelCall, Memory, Recorder, View
 from .profile import TimeProfile
 from .tensor import Tensor
 
@@ -73,10 +73,15 @@ class Record:
         self._device = states[0].device if states else get_default_device()
         self._num_bytes = 0
         self._calls: list[Call] = []
+        self._replay_calls: list[Callable[[], None]] = []
         if self.refusal is None:
-            kept = [array for _, array in self._states]
-            kept += [tensor.data for tensor in _tensors([self._inputs, self._result])]
-            self._calls, self._num_bytes = share_memory(recorder.calls, kept)
+            kept = [tensor for tensor, _ in self._states] + _tensors([self._inputs, self._result])
+            kept += [t for call in recorder.calls if isinstance(call, HostCall) for t in _tensors(call.arguments)]
+            for tensor in kept:
+                recorder.keep(tensor.device.backend, tensor.data)
+            backend = self._device.backend
+            self._calls, self._num_bytes = share_memory(backend.lower(recorder.calls), backend)
+            self._replay_calls = backend.bake(self._calls)
 
     def is_current(self) -> bool:
         """Whether parameters and statistics still live where the record reads and writes them."""
@@ -91,8 +96,8 @@ class Record:
         if profile.verbosity:
             self._replay_timed(profile)
         else:
-            for call in self._calls:
-                call()
+            for run in self._replay_calls:
+                run()
         return _copied(self._result)
 
     def _replay_timed(self, profile: TimeProfile) -> None:
@@ -149,45 +154,30 @@ class Records:
         self._records.clear()
 
 
-def share_memory(calls: list[Call], kept: list[Any]) -> tuple[list[Call], int]:
-    """Move the temporary arrays of a step into one arena, where those that are never alive together share it.
+def share_memory(calls: list[Call], backend: Any) -> tuple[list[Call], int]:
+    """Give the calls arrays: the recorded ones, and places in one arena for memory that only the step needs.
 
-    An array is temporary if a kernel of the step writes it before any reads it, and neither ``kept`` nor a host
-    call has it.
+    There, pieces that are never alive together share bytes.
 
     Returns:
-        (the same calls on the moved arrays, bytes of the arena).
+        (the same calls on arrays, bytes of the arena).
     """
-    kernels = [call for call in calls if isinstance(call, KernelCall)]
-    if not kernels:
-        return calls, 0
-    backend = kernels[0].backend
-    kept = kept + [t.data for call in calls if isinstance(call, HostCall) for t in _tensors(call.arguments)]
-    lifetimes = _lifetimes(calls, backend, {id(backend.root(array)) for array in kept})
+    lifetimes: dict[Memory, Lifetime] = {}
+    for number, call in enumerate(calls):
+        for view in (*call.inputs, *call.outputs) if isinstance(call, KernelCall) else ():
+            if view.memory.owner is None:
+                first = lifetimes[view.memory].first if view.memory in lifetimes else number
+                lifetimes[view.memory] = Lifetime(view.memory.num_bytes, first, number)
     offsets, total = plan_offsets(list(lifetimes.values()))
     place = dict(zip(lifetimes, offsets, strict=True))
     arena = backend.empty((total,), "uint8")
 
-    def rehome(array: Any) -> Any:
-        offset = place.get(id(backend.root(array)))
-        return array if offset is None else backend.move(array, arena, offset)
+    def array_of(view: View) -> Any:
+        if view.memory.owner is not None:
+            return backend.view(view.memory.owner, view)
+        return backend.view(arena, replace(view, offset=view.offset + place[view.memory]))
 
-    return [call.with_arrays(rehome) if isinstance(call, KernelCall) else call for call in calls], total
-
-
-def _lifetimes(calls: list[Call], backend: Any, kept: set[int]) -> dict[int, Lifetime]:
-    """The lifetime of every temporary array, by the id of its root; ``calls`` keep the roots alive."""
-    lifetimes: dict[int, Lifetime] = {}
-    for number, call in enumerate(calls):
-        if not isinstance(call, KernelCall):
-            continue
-        for root in map(backend.root, call.inputs):
-            if id(root) not in lifetimes:  # a constant, or what the step before left
-                kept.add(id(root))
-        for root in map(backend.root, call.arrays()):
-            first = lifetimes[id(root)].first if id(root) in lifetimes else number
-            lifetimes[id(root)] = Lifetime(root.nbytes, first, number)
-    return {key: lifetime for key, lifetime in lifetimes.items() if key not in kept}
+    return [call.mapped(array_of) if isinstance(call, KernelCall) else call for call in calls], total
 
 
 def _named(arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[int | str, Any]:

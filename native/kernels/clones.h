@@ -12,3 +12,5 @@
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
+// Behind a lambda's parameters: it is compiled for the processor of the cloned function that it is in.
+#define INLINE_LAMBDA __attribute__((always_inline))

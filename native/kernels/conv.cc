@@ -8,11 +8,9 @@ namespace singa_lite {
 #ifdef SINGA_LITE_ONEDNN
 namespace {
 
-using Dims = dnnl::memory::dims;
 using Tag = dnnl::memory::format_tag;
 using Desc = dnnl::memory::desc;
 constexpr auto kFloat = dnnl::memory::data_type::f32;
-constexpr std::int64_t kForward = 2, kBackwardData = 3, kBackwardWeight = 4;  // in the keys of calls; matmul.cc has 1
 
 // The arrays of one convolution as oneDNN's descriptions: the caller's, and with a format for the primitive to choose.
 struct Shapes {
@@ -30,15 +28,15 @@ struct Shapes {
         has_groups(c.groups > 1) {
     if (has_groups) w = {c.groups, c.outputs / c.groups, c.channels / c.groups, c.kernel[0], c.kernel[1]};
   }
-  Desc image(const Dims& dims, Tag tag = Tag::nchw) const { return {dims, kFloat, tag}; }
+  Desc image(const Dims& dims, Tag tag) const { return {dims, kFloat, tag}; }
   Desc weights(bool is_any) const { return {w, kFloat, is_any ? Tag::any : has_groups ? Tag::goihw : Tag::oihw}; }
   Desc bias() const { return {b, kFloat, Tag::x}; }
 };
 
-CallKey key_of(std::int64_t kind, const Conv& c, bool has_bias) {
-  return {kind,        c.batch,     c.channels,  c.height,     c.width,      c.outputs,     c.out_height,
+CallKey key_of(ConvKind kind, const Conv& c, bool has_bias) {
+  return {std::int64_t(kind), c.batch,     c.channels,  c.height,     c.width,      c.outputs,     c.out_height,
           c.out_width, c.kernel[0], c.kernel[1], c.stride[0],  c.stride[1],  c.padding[0],  c.padding[1],
-          c.dilation[0], c.dilation[1], c.groups, has_bias};
+          c.dilation[0], c.dilation[1], c.groups, has_bias, c.x_block, c.y_block, c.relu};
 }
 
 // Which format the primitive works in; the reorders from and to plain arrays are part of every time below (1 thread, EPYC
@@ -49,51 +47,77 @@ CallKey key_of(std::int64_t kind, const Conv& c, bool has_bias) {
 // - The gradient of few channels (3 -> 64, 7x7) is 33 / 22 in its choice, 25 / 19 channels last, 11 / 8 plain.
 // - Where blocks are full its choice is best or within 10 %: 64 -> 64 channels 3x3, 23 25 28 / 26 31 35 against
 //   27 26 34 / 30 34 47 channels last and 66 71 91 / 35 54 51 plain.
-Tag image_tag(const Conv& c, std::int64_t kind) {
+Tag image_tag(const Conv& c, ConvKind kind) {
   if (c.groups > 1) return Tag::any;
-  if (kind == kBackwardData && c.channels <= 4) return Tag::nchw;
+  if (kind == ConvKind::kBackwardData && c.channels <= 4) return Tag::nchw;
   const bool has_part_blocks = (c.channels > 4 && c.channels % 8 != 0) || c.outputs % 8 != 0;
   return has_part_blocks || c.channels == 1 ? Tag::nhwc : Tag::any;
 }
 
-dnnl::convolution_forward::primitive_desc forward_desc(const Conv& c, Tag tag, bool has_bias) {
+using ForwardDesc = dnnl::convolution_forward::primitive_desc;
+using DataDesc = dnnl::convolution_backward_data::primitive_desc;
+using WeightDesc = dnnl::convolution_backward_weights::primitive_desc;
+constexpr auto kDirect = dnnl::algorithm::convolution_direct;
+
+ForwardDesc forward_desc(const Conv& c, Tag tag, bool has_bias) {
   const Shapes s(c);
-  const auto kind = dnnl::prop_kind::forward_training;
-  const auto algorithm = dnnl::algorithm::convolution_direct;
-  return {onednn_engine(), kind, algorithm, s.image(s.x, tag), s.weights(true), has_bias ? s.bias() : Desc(),
-          s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding};
+  dnnl::post_ops after;
+  if (c.relu) after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
+  dnnl::primitive_attr attributes;
+  attributes.set_post_ops(after);
+  return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag), s.weights(true),
+          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
+}
+
+ForwardDesc forward_desc(const Conv& c, bool has_bias) {
+  return forward_desc(c, image_tag(c, ConvKind::kForward), has_bias);
+}
+
+DataDesc data_desc(const Conv& c) {
+  const Shapes s(c);
+  const Tag tag = image_tag(c, ConvKind::kBackwardData);
+  return {onednn_engine(), kDirect, s.image(s.x, tag), s.weights(true), s.image(s.y, tag), s.stride, s.dilation,
+          s.padding, s.padding, forward_desc(c, tag, false)};
+}
+
+WeightDesc weight_desc(const Conv& c, bool has_bias) {
+  const Shapes s(c);
+  const Tag tag = image_tag(c, ConvKind::kBackwardWeight);
+  return {onednn_engine(), kDirect, s.image(s.x, tag), s.weights(true), has_bias ? s.bias() : Desc(),
+          s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, has_bias)};
+}
+
+Call::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
+  return {argument, blocked_like(Shapes(c).x, c.x_block, chosen), chosen, is_output};
+}
+
+Call::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
+  return {argument, blocked_like(Shapes(c).y, c.y_block, chosen), chosen, is_output};
 }
 
 Call make_forward(const Conv& c, bool has_bias) {
   const Shapes s(c);
-  const auto pd = forward_desc(c, image_tag(c, kForward), has_bias);
-  std::vector<Call::Slot> slots{{DNNL_ARG_SRC, s.image(s.x), pd.src_desc(), false},
+  const auto pd = forward_desc(c, has_bias);
+  std::vector<Call::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_WEIGHTS, s.weights(false), pd.weights_desc(), false},
-                                {DNNL_ARG_DST, s.image(s.y), pd.dst_desc(), true}};
+                                y_slot(c, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return Call(dnnl::convolution_forward(pd), std::move(slots));
 }
 
 Call make_backward_data(const Conv& c) {
-  const Shapes s(c);
-  const Tag tag = image_tag(c, kBackwardData);
-  const dnnl::convolution_backward_data::primitive_desc pd(
-      onednn_engine(), dnnl::algorithm::convolution_direct, s.image(s.x, tag), s.weights(true), s.image(s.y, tag),
-      s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, false));
-  return Call(dnnl::convolution_backward_data(pd), {{DNNL_ARG_DIFF_DST, s.image(s.y), pd.diff_dst_desc(), false},
-                                                    {DNNL_ARG_WEIGHTS, s.weights(false), pd.weights_desc(), false},
-                                                    {DNNL_ARG_DIFF_SRC, s.image(s.x), pd.diff_src_desc(), true}});
+  const auto pd = data_desc(c);
+  return Call(dnnl::convolution_backward_data(pd),
+              {y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
+               {DNNL_ARG_WEIGHTS, Shapes(c).weights(false), pd.weights_desc(), false},
+               x_slot(c, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
 }
 
 Call make_backward_weight(const Conv& c, bool has_bias) {
   const Shapes s(c);
-  const Tag tag = image_tag(c, kBackwardWeight);
-  const dnnl::convolution_backward_weights::primitive_desc pd(
-      onednn_engine(), dnnl::algorithm::convolution_direct, s.image(s.x, tag), s.weights(true),
-      has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding,
-      forward_desc(c, tag, has_bias));
-  std::vector<Call::Slot> slots{{DNNL_ARG_DIFF_DST, s.image(s.y), pd.diff_dst_desc(), false},
-                                {DNNL_ARG_SRC, s.image(s.x), pd.src_desc(), false},
+  const auto pd = weight_desc(c, has_bias);
+  std::vector<Call::Slot> slots{y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
+                                x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_DIFF_WEIGHTS, s.weights(false), pd.diff_weights_desc(), true}};
   if (has_bias) slots.push_back({DNNL_ARG_DIFF_BIAS, s.bias(), s.bias(), true});
   return Call(dnnl::convolution_backward_weights(pd), std::move(slots));
@@ -101,22 +125,42 @@ Call make_backward_weight(const Conv& c, bool has_bias) {
 
 }  // namespace
 
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv& c, ConvKind kind, bool has_bias) try {
+  const Shapes s(c);
+  Desc x, y;
+  if (kind == ConvKind::kForward) {
+    const auto pd = forward_desc(c, has_bias);
+    x = pd.src_desc(), y = pd.dst_desc();
+  } else if (kind == ConvKind::kBackwardData) {
+    const auto pd = data_desc(c);
+    x = pd.diff_src_desc(), y = pd.diff_dst_desc();
+  } else {
+    const auto pd = weight_desc(c, has_bias);
+    x = pd.src_desc(), y = pd.diff_dst_desc();
+  }
+  const auto or_plain = [](std::int64_t block) { return block ? block : 1; };
+  return std::pair{or_plain(block_of(s.x, x)), or_plain(block_of(s.y, y))};
+} catch (const dnnl::error& error) {
+  if (error.status != dnnl_unimplemented) throw;
+  return {};
+}
+
 bool conv_forward(const Conv& c, const float* x, const float* w, const float* b, float* y) {
-  const auto call = cached_call(key_of(kForward, c, b), [&] { return make_forward(c, b); });
+  const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
   call->run({x, w, y, b});
   return true;
 }
 
 bool conv_backward_data(const Conv& c, const float* dy, const float* w, float* dx) {
-  const auto call = cached_call(key_of(kBackwardData, c, false), [&] { return make_backward_data(c); });
+  const auto call = cached_call(key_of(ConvKind::kBackwardData, c, false), [&] { return make_backward_data(c); });
   if (!call) return false;
   call->run({dy, w, dx});
   return true;
 }
 
 bool conv_backward_weight(const Conv& c, const float* dy, const float* x, float* dw, float* db) {
-  const auto call = cached_call(key_of(kBackwardWeight, c, db), [&] { return make_backward_weight(c, db); });
+  const auto call = cached_call(key_of(ConvKind::kBackwardWeight, c, db), [&] { return make_backward_weight(c, db); });
   if (!call) return false;
   call->run({dy, x, dw, db});
   return true;
@@ -124,6 +168,7 @@ bool conv_backward_weight(const Conv& c, const float* dy, const float* x, float*
 
 #else
 
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv&, ConvKind, bool) { return {}; }
 bool conv_forward(const Conv&, const float*, const float*, const float*, float*) { return false; }
 bool conv_backward_data(const Conv&, const float*, const float*, float*) { return false; }
 bool conv_backward_weight(const Conv&, const float*, const float*, float*, float*) { return false; }

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// 2-D convolution and its gradients on plain NCHW arrays.
+// 2-D convolution and its gradients on NCHW arrays, or on blocked ones, see Note [blocks] in layout.h.
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <utility>
 
 namespace singa_lite {
 
@@ -10,7 +12,15 @@ namespace singa_lite {
 struct Conv {
   std::int64_t batch, channels, height, width, outputs, out_height, out_width;
   std::int64_t kernel[2], stride[2], padding[2], dilation[2], groups;
+  std::int64_t x_block = 1, y_block = 1;  // of x and y and of their gradients
+  bool relu = false;                      // forward: y = max(y, 0)
 };
+
+enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardWeight = 4 };
+
+// The blocks of x and y, or of their gradients, with which no array needs to be reordered; nothing if this build has no
+// code for the convolution.
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv& conv, ConvKind kind, bool has_bias);
 
 // Each returns false, and does nothing, if this build has no code for such a convolution. b and db may be null.
 bool conv_forward(const Conv& conv, const float* x, const float* w, const float* b, float* y);

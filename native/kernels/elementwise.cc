@@ -88,6 +88,14 @@ CLONES float sum(const float* x, std::size_t count) {
   return total;
 }
 
+CLONES void add_row(const float* b, float low, float* y, std::size_t count) {
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < count; ++i) {
+    const float value = b ? y[i] + b[i] : y[i];
+    y[i] = value < low ? low : value;  // NaN is passed on
+  }
+}
+
 }  // namespace elementwise_loops
 
 namespace {
@@ -140,6 +148,13 @@ void arithmetic(Arithmetic op, const float* a, const float* b, float* out, std::
     });
   parallel_for(count / period, period, [&](std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; ++row) loop(a + row * period, b, out + row * period, period);
+  });
+}
+
+void add_row(const float* b, bool relu, float* y, std::size_t rows, std::size_t columns) {
+  parallel_for(rows, columns, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t row = begin; row < end; ++row)
+      elementwise_loops::add_row(b, relu ? 0.0f : -INFINITY, y + row * columns, columns);
   });
 }
 

@@ -15,6 +15,9 @@ void relu_backward(const float* dy, const float* y, float* dx, std::size_t count
 // out = a op b; out may be a. b has count elements, or repeats every period elements (1: a scalar).
 void arithmetic(Arithmetic op, const float* a, const float* b, float* out, std::size_t count, std::size_t period);
 
+// y += b in every row (b may be null), then max(y, 0) with relu.
+void add_row(const float* b, bool relu, float* y, std::size_t rows, std::size_t columns);
+
 // out[c] = sum over r of x[r][c].
 void sum_rows(const float* x, float* out, std::size_t rows, std::size_t columns);
 

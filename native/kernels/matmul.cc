@@ -9,9 +9,7 @@ namespace singa_lite {
 #ifdef SINGA_LITE_ONEDNN
 namespace {
 
-constexpr std::int64_t kKind = 1;  // in the keys of calls; conv.cc has 2 to 4
-
-using Dims = dnnl::memory::dims;
+constexpr std::int64_t kKind = 1;  // in the keys of calls; conv.h has 2 to 4, a reorder 5
 
 Call make(const Matmul& p) {
   const auto type = dnnl::memory::data_type::f32;

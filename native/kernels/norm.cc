@@ -3,131 +3,304 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "kernels/clones.h"
 #include "kernels/threads.h"
 
 namespace singa_lite {
-namespace norm_loops {
+namespace {
 
-// Sums of one plane are float, at most kRun elements at a time; sums of planes are double.
-constexpr std::size_t kRun = 1024;
+// A part of one sample: rows of `lanes` floats that lie next to each other, each row `stride` behind the one before.
+// Either every lane is a channel of its own, from `channel` on, or all are of that one channel.
+struct Tile {
+  std::size_t offset, rows, stride, lanes, channel;
+  bool is_one_channel;
 
-CLONES double sum(const float* x, std::size_t count) {
-  double total = 0;
-  for (std::size_t start = 0; start < count; start += kRun) {
-    const std::size_t end = std::min(start + kRun, count);
-    float part = 0;
-#pragma omp simd reduction(+ : part)
-    for (std::size_t i = start; i < end; ++i) part += x[i];
-    total += part;
-  }
-  return total;
+  std::size_t channel_of(std::size_t lane) const { return is_one_channel ? channel : channel + lane; }
+};
+
+constexpr std::size_t kLanes = 16;
+constexpr std::size_t kRun = 128;  // rows added up in float; the sums of runs are added in double
+
+template <std::size_t L>
+struct Lanes {
+  typedef float Vector __attribute__((vector_size(L * sizeof(float))));
+};
+
+template <std::size_t L>
+using Vector = typename Lanes<L>::Vector;
+
+template <std::size_t L>
+ALWAYS_INLINE Vector<L> load(const float* from) {
+  Vector<L> vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
 }
 
-// sum of (x - mean)^2
-CLONES double sum_squares(const float* x, float mean, std::size_t count) {
-  double total = 0;
-  for (std::size_t start = 0; start < count; start += kRun) {
-    const std::size_t end = std::min(start + kRun, count);
-    float part = 0;
-#pragma omp simd reduction(+ : part)
-    for (std::size_t i = start; i < end; ++i) part += (x[i] - mean) * (x[i] - mean);
-    total += part;
+// One number for each lane of a tile.
+using PerLane = float[kLanes];
+
+template <std::size_t L>
+ALWAYS_INLINE void add_lanes(const Vector<L>& values, double* to) {
+  for (std::size_t lane = 0; lane < L; ++lane) to[lane] += values[lane];
+}
+
+// (x - mean) * factor + shift: forward and backward must round alike, as the sign tells where a ReLU was at work.
+template <std::size_t L>
+ALWAYS_INLINE Vector<L> normal(Vector<L> x, Vector<L> mean, Vector<L> factor, Vector<L> shift) {
+  return (x - mean) * factor + shift;
+}
+
+// sums of x - centre and of its square
+template <std::size_t L>
+ALWAYS_INLINE void moments_of(const Tile& t, const float* x, const PerLane& centre_, double* sums, double* squares) {
+  const Vector<L> centre = load<L>(centre_);
+  for (std::size_t start = 0; start < t.rows; start += kRun) {
+    Vector<L> sum{}, square{};
+    for (std::size_t row = start; row < std::min(start + kRun, t.rows); ++row) {
+      const Vector<L> distance = load<L>(x + row * t.stride) - centre;
+      sum += distance;
+      square += distance * distance;
+    }
+    add_lanes<L>(sum, sums);
+    add_lanes<L>(square, squares);
   }
-  return total;
+}
+
+struct Apply {
+  PerLane mean, factor, shift;
+  bool relu;
+};
+
+template <std::size_t L>
+ALWAYS_INLINE void apply_to(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
+  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift), zero{};
+  for (std::size_t row = 0; row < t.rows; ++row) {
+    Vector<L> value = normal<L>(load<L>(x + row * t.stride), mean, factor, shift);
+    if (residual) value += load<L>(residual + row * t.stride);
+    if (a.relu) value = value < zero ? zero : value;  // NaN is passed on
+    std::memcpy(y + row * t.stride, &value, sizeof value);
+  }
+}
+
+// dy, or 0 where the forward pass gave 0
+template <std::size_t L, bool relu>
+ALWAYS_INLINE Vector<L> slope_of(const float* dy, Vector<L> x, Vector<L> mean, Vector<L> factor, Vector<L> shift) {
+  const Vector<L> slope = load<L>(dy), zero{};
+  if constexpr (!relu) return slope;
+  return normal<L>(x, mean, factor, shift) > zero ? slope : zero;
 }
 
 // sums of dy and of dy (x - mean)
-CLONES void sum_slopes(const float* dy, const float* x, float mean, std::size_t count, double* of_dy, double* of_dyx) {
-  for (std::size_t start = 0; start < count; start += kRun) {
-    const std::size_t end = std::min(start + kRun, count);
-    float a = 0, b = 0;
-#pragma omp simd reduction(+ : a, b)
-    for (std::size_t i = start; i < end; ++i) {
-      a += dy[i];
-      b += dy[i] * (x[i] - mean);
+template <std::size_t L, bool relu>
+ALWAYS_INLINE void slopes_of(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy,
+                             double* of_dyx) {
+  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift);
+  for (std::size_t start = 0; start < t.rows; start += kRun) {
+    Vector<L> sum{}, product{};
+    for (std::size_t row = start; row < std::min(start + kRun, t.rows); ++row) {
+      const Vector<L> here = load<L>(x + row * t.stride);
+      const Vector<L> slope = slope_of<L, relu>(dy + row * t.stride, here, mean, factor, shift);
+      sum += slope;
+      product += slope * (here - mean);
     }
-    *of_dy += a;
-    *of_dyx += b;
+    add_lanes<L>(sum, of_dy);
+    add_lanes<L>(product, of_dyx);
   }
 }
 
-CLONES void scale_shift(const float* x, float* y, float mean, float factor, float shift, std::size_t count) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) y[i] = (x[i] - mean) * factor + shift;
+// dx = factor * (dy - a - (x - mean) * b)
+template <std::size_t L, bool relu>
+ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const PerLane& of_dy_, const PerLane& of_dyx_,
+                             const float* dy, const float* x, float* dx) {
+  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift);
+  const Vector<L> of_dy = load<L>(of_dy_), of_dyx = load<L>(of_dyx_);
+  for (std::size_t row = 0; row < t.rows; ++row) {
+    const Vector<L> here = load<L>(x + row * t.stride);
+    const Vector<L> slope = slope_of<L, relu>(dy + row * t.stride, here, mean, factor, shift);
+    const Vector<L> value = factor * (slope - of_dy - (here - mean) * of_dyx);
+    std::memcpy(dx + row * t.stride, &value, sizeof value);
+  }
 }
 
-CLONES void spread(const float* dy, const float* x, float* dx, float mean, float factor, float a, float b,
-                   std::size_t count) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) dx[i] = factor * (dy[i] - a - (x[i] - mean) * b);
+}  // namespace
+
+namespace norm_loops {
+
+CLONES void moments(const Tile& t, const float* x, const PerLane& centre, double* sums, double* squares) {
+  if (t.lanes == 16) moments_of<16>(t, x, centre, sums, squares);
+  else if (t.lanes == 8) moments_of<8>(t, x, centre, sums, squares);
+  else moments_of<1>(t, x, centre, sums, squares);
+}
+
+CLONES void apply(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
+  if (t.lanes == 16) apply_to<16>(t, a, x, residual, y);
+  else if (t.lanes == 8) apply_to<8>(t, a, x, residual, y);
+  else apply_to<1>(t, a, x, residual, y);
+}
+
+CLONES void slopes(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy, double* of_dyx) {
+  if (t.lanes == 16) a.relu ? slopes_of<16, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<16, false>(t, a, dy, x, of_dy, of_dyx);
+  else if (t.lanes == 8) a.relu ? slopes_of<8, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<8, false>(t, a, dy, x, of_dy, of_dyx);
+  else a.relu ? slopes_of<1, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<1, false>(t, a, dy, x, of_dy, of_dyx);
+}
+
+CLONES void spread(const Tile& t, const Apply& a, const PerLane& of_dy, const PerLane& of_dyx, const float* dy,
+                   const float* x, float* dx) {
+  if (t.lanes == 16) a.relu ? spread_to<16, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<16, false>(t, a, of_dy, of_dyx, dy, x, dx);
+  else if (t.lanes == 8) a.relu ? spread_to<8, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<8, false>(t, a, of_dy, of_dyx, dy, x, dx);
+  else a.relu ? spread_to<1, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<1, false>(t, a, of_dy, of_dyx, dy, x, dx);
 }
 
 }  // namespace norm_loops
 
 namespace {
 
-// Call body(channel) for every channel, split among the threads.
+// Call body(tile) for every tile of one sample.
 template <class Body>
-void for_channels(const Norm& n, const Body& body) {
-  parallel_for(n.channels, n.batch * n.inner, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t channel = begin; channel < end; ++channel) body(channel);
+void for_tiles(const Norm& n, std::size_t sample, const Body& body) {
+  for (std::size_t first = 0; first < n.channels; first += n.block) {
+    const std::size_t offset = (sample * n.channels + first) * n.inner;
+    if (n.block == 1) {
+      const std::size_t rows = n.inner / kLanes, done = rows * kLanes;
+      if (rows) body(Tile{offset, rows, kLanes, kLanes, first, true});
+      if (done < n.inner) body(Tile{offset + done, n.inner - done, 1, 1, first, true});
+      continue;
+    }
+    for (std::size_t lane = 0; lane < n.block;) {
+      const std::size_t left = n.block - lane, lanes = left >= 16 ? 16 : left >= 8 ? 8 : 1;
+      body(Tile{offset + lane, n.inner, n.block, lanes, first + lane, false});
+      lane += lanes;
+    }
+  }
+}
+
+template <class Body>
+void for_samples(const Norm& n, std::size_t batch, const Body& body) {
+  parallel_for(batch, n.channels * n.inner, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t sample = begin; sample < end; ++sample) body(sample);
   });
 }
 
-// Call body(offset) for the plane of every sample of one channel.
-template <class Body>
-ALWAYS_INLINE void for_planes(const Norm& n, std::size_t channel, const Body& body) {
-  for (std::size_t sample = 0; sample < n.batch; ++sample) body((sample * n.channels + channel) * n.inner);
+void pick(const Tile& t, const float* of_channels, PerLane& to) {
+  for (std::size_t lane = 0; lane < t.lanes; ++lane) to[lane] = of_channels[t.channel_of(lane)];
+}
+
+Apply parameters(const Tile& t, const float* mean, const float* factor, const float* shift, bool relu) {
+  Apply a;
+  pick(t, mean, a.mean);
+  pick(t, factor, a.factor);
+  if (shift) pick(t, shift, a.shift);
+  else std::fill(a.shift, a.shift + kLanes, 0.0f);
+  a.relu = relu;
+  return a;
+}
+
+// Two sums over the first `batch` samples for each channel. They are added up sample by sample, so that the number of
+// threads does not show in the result. body(tile, first, second) adds those of a tile, lane by lane.
+struct Sums {
+  std::vector<double> first, second;
+
+  template <class Body>
+  Sums(const Norm& n, std::size_t batch, const Body& body) : first(n.channels), second(n.channels) {
+    std::vector<double> parts(2 * batch * n.channels);
+    for_samples(n, batch, [&](std::size_t sample) {
+      double* a = &parts[2 * sample * n.channels];
+      double* b = a + n.channels;
+      for_tiles(n, sample, [&](const Tile& t) {
+        double here[2][kLanes] = {};
+        body(t, here[0], here[1]);
+        for (std::size_t lane = 0; lane < t.lanes; ++lane) {
+          a[t.channel_of(lane)] += here[0][lane];
+          b[t.channel_of(lane)] += here[1][lane];
+        }
+      });
+    });
+    for (std::size_t sample = 0; sample < batch; ++sample)
+      for (std::size_t c = 0; c < n.channels; ++c) {
+        first[c] += parts[2 * sample * n.channels + c];
+        second[c] += parts[(2 * sample + 1) * n.channels + c];
+      }
+  }
+};
+
+Sums moments_about(const Norm& n, std::size_t batch, const float* x, const std::vector<float>& centre) {
+  return Sums(n, batch, [&](const Tile& t, double* sums, double* squares) {
+    PerLane of_lanes;
+    pick(t, centre.data(), of_lanes);
+    norm_loops::moments(t, x + t.offset, of_lanes, sums, squares);
+  });
 }
 
 }  // namespace
 
-void batchnorm_train(const Norm& n, const float* x, const float* scale, const float* bias, float* y, float* mean,
-                     float* inverse_std, float* running_mean, float* running_var, double momentum, double eps) {
+void batchnorm_train(const Norm& n, const float* x, const float* scale, const float* bias, const float* residual,
+                     bool relu, float* y, float* mean, float* inverse_std, float* running_mean, float* running_var,
+                     double momentum, double eps) {
+  // One pass over x: squares are taken about the mean of the first sample, which is near enough to lose no digits.
+  std::vector<float> centre(n.channels), factor(n.channels);
+  const Sums first(n, 1, [&](const Tile& t, double* sums, double* squares) {
+    const PerLane zero = {};
+    norm_loops::moments(t, x + t.offset, zero, sums, squares);
+  });
+  for (std::size_t c = 0; c < n.channels; ++c) centre[c] = float(first.first[c] / double(n.inner));
+  const Sums sums = moments_about(n, n.batch, x, centre);
   const double count = double(n.batch * n.inner);
-  for_channels(n, [&](std::size_t c) {
-    double total = 0, squares = 0;
-    for_planes(n, c, [&](std::size_t at) { total += norm_loops::sum(x + at, n.inner); });
-    const float centre = float(total / count);
-    for_planes(n, c, [&](std::size_t at) { squares += norm_loops::sum_squares(x + at, centre, n.inner); });
-    const double offset = total / count - centre;  // the rounding of the mean
-    const double exact = squares / count - offset * offset, var = exact < 0 ? 0 : exact;  // NaN stays NaN
-    const double inverse = 1 / std::sqrt(var + eps);
-    mean[c] = centre;
-    inverse_std[c] = float(inverse);
-    for_planes(n, c, [&](std::size_t at) {
-      norm_loops::scale_shift(x + at, y + at, centre, float(inverse * scale[c]), bias[c], n.inner);
-    });
+  for (std::size_t c = 0; c < n.channels; ++c) {
+    const double offset = sums.first[c] / count, exact = sums.second[c] / count - offset * offset;
+    const double var = exact < 0 ? 0 : exact;  // NaN stays NaN
+    mean[c] = float(centre[c] + offset);
+    inverse_std[c] = float(1 / std::sqrt(var + eps));
+    factor[c] = inverse_std[c] * scale[c];
     const double unbiased = var * (count / std::max(1.0, count - 1));
-    running_mean[c] = float((1 - momentum) * running_mean[c] + momentum * (total / count));
+    running_mean[c] = float((1 - momentum) * running_mean[c] + momentum * (centre[c] + offset));
     running_var[c] = float((1 - momentum) * running_var[c] + momentum * unbiased);
+  }
+  for_samples(n, n.batch, [&](std::size_t sample) {
+    for_tiles(n, sample, [&](const Tile& t) {
+      const Apply a = parameters(t, mean, factor.data(), bias, relu);
+      norm_loops::apply(t, a, x + t.offset, residual ? residual + t.offset : nullptr, y + t.offset);
+    });
   });
 }
 
 void batchnorm_infer(const Norm& n, const float* x, const float* scale, const float* bias, const float* mean,
                      const float* var, float* y, double eps) {
-  for_channels(n, [&](std::size_t c) {
-    const float factor = float(scale[c] / std::sqrt(var[c] + eps));
-    for_planes(n, c, [&](std::size_t at) { norm_loops::scale_shift(x + at, y + at, mean[c], factor, bias[c], n.inner); });
+  std::vector<float> factor(n.channels);
+  for (std::size_t c = 0; c < n.channels; ++c) factor[c] = float(scale[c] / std::sqrt(var[c] + eps));
+  for_samples(n, n.batch, [&](std::size_t sample) {
+    for_tiles(n, sample, [&](const Tile& t) {
+      const Apply a = parameters(t, mean, factor.data(), bias, false);
+      norm_loops::apply(t, a, x + t.offset, nullptr, y + t.offset);
+    });
   });
 }
 
-void batchnorm_backward(const Norm& n, const float* dy, const float* x, const float* scale, const float* mean,
-                        const float* inverse_std, float* dx, float* dscale, float* dbias) {
+void batchnorm_backward(const Norm& n, const float* dy, const float* x, const float* scale, const float* bias,
+                        const float* mean, const float* inverse_std, float* dx, float* dscale, float* dbias) {
+  std::vector<float> factor(n.channels), of_dy(n.channels), of_dyx(n.channels);
+  for (std::size_t c = 0; c < n.channels; ++c) factor[c] = inverse_std[c] * scale[c];
+  const Sums sums(n, n.batch, [&](const Tile& t, double* a, double* b) {
+    norm_loops::slopes(t, parameters(t, mean, factor.data(), bias, bias), dy + t.offset, x + t.offset, a, b);
+  });
   const double count = double(n.batch * n.inner);
-  for_channels(n, [&](std::size_t c) {
-    double of_dy = 0, of_dyx = 0;
-    for_planes(n, c,
-               [&](std::size_t at) { norm_loops::sum_slopes(dy + at, x + at, mean[c], n.inner, &of_dy, &of_dyx); });
+  for (std::size_t c = 0; c < n.channels; ++c) {
     const double inverse = inverse_std[c];
-    dbias[c] = float(of_dy);
-    dscale[c] = float(of_dyx * inverse);
+    dbias[c] = float(sums.first[c]);
+    dscale[c] = float(sums.second[c] * inverse);
     // dx = scale * inverse_std * (dy - mean(dy) - normal * mean(dy * normal))
-    const float a = float(of_dy / count), b = float(of_dyx * inverse * inverse / count);
-    for_planes(n, c, [&](std::size_t at) {
-      norm_loops::spread(dy + at, x + at, dx + at, mean[c], float(scale[c] * inverse), a, b, n.inner);
+    of_dy[c] = float(sums.first[c] / count);
+    of_dyx[c] = float(sums.second[c] * inverse * inverse / count);
+  }
+  for_samples(n, n.batch, [&](std::size_t sample) {
+    for_tiles(n, sample, [&](const Tile& t) {
+      PerLane a, b;
+      pick(t, of_dy.data(), a);
+      pick(t, of_dyx.data(), b);
+      norm_loops::spread(t, parameters(t, mean, factor.data(), bias, bias), a, b, dy + t.offset, x + t.offset,
+                         dx + t.offset);
     });
   });
 }

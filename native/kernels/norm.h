@@ -6,17 +6,21 @@
 
 namespace singa_lite {
 
-// x is (batch, channels, inner), row-major.
+// x is (batch, channels, inner), in blocks of so many channels, see Note [blocks] in layout.h.
 struct Norm {
-  std::size_t batch, channels, inner;
+  std::size_t batch, channels, inner, block = 1;
 };
 
+// y = normal(x), plus residual if there is one, and not less than 0 with relu; residual lies in memory as x does.
 // running = (1 - momentum) running + momentum batch, with the unbiased variance.
-void batchnorm_train(const Norm& norm, const float* x, const float* scale, const float* bias, float* y, float* mean,
-                     float* inverse_std, float* running_mean, float* running_var, double momentum, double eps);
+void batchnorm_train(const Norm& norm, const float* x, const float* scale, const float* bias, const float* residual,
+                     bool relu, float* y, float* mean, float* inverse_std, float* running_mean, float* running_var,
+                     double momentum, double eps);
 void batchnorm_infer(const Norm& norm, const float* x, const float* scale, const float* bias, const float* mean,
                      const float* var, float* y, double eps);
-void batchnorm_backward(const Norm& norm, const float* dy, const float* x, const float* scale, const float* mean,
-                        const float* inverse_std, float* dx, float* dscale, float* dbias);
+
+// bias: null, or that of a forward pass with relu and no residual, whose gradient dy then is.
+void batchnorm_backward(const Norm& norm, const float* dy, const float* x, const float* scale, const float* bias,
+                        const float* mean, const float* inverse_std, float* dx, float* dscale, float* dbias);
 
 }  // namespace singa_lite

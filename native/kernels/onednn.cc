@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/onednn.h"
 
-#ifdef SINGA_LITE_ONEDNN
-
 #include <map>
 #include <mutex>
 
+#include "kernels/layout.h"
 #include "kernels/threads.h"
 
 namespace singa_lite {
+
+#ifdef SINGA_LITE_ONEDNN
 namespace {
 
 constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
@@ -110,6 +111,51 @@ std::shared_ptr<const Call> cached_call(CallKey key, const std::function<Call()>
   return call;
 }
 
-}  // namespace singa_lite
+namespace {
+
+using Tag = dnnl::memory::format_tag;
+
+dnnl::memory::desc tagged(const Dims& dims, Tag tag) { return {dims, dnnl::memory::data_type::f32, tag}; }
+
+}  // namespace
+
+dnnl::memory::desc blocked(const Dims& dims, std::int64_t block) {
+  if (block == 1) return tagged(dims, Tag::nchw);
+  if (block == 8) return tagged(dims, Tag::nChw8c);
+  if (block == 16) return tagged(dims, Tag::nChw16c);
+  return tagged(dims, Tag::nhwc);
+}
+
+std::int64_t block_of(const Dims& dims, const dnnl::memory::desc& desc) {
+  const std::int64_t channels = dims[1];
+  if (desc == tagged(dims, Tag::nchw)) return 1;
+  for (const std::int64_t block : {8, 16})
+    if (channels % block == 0 && desc == blocked(dims, block)) return block;
+  return desc == tagged(dims, Tag::nhwc) ? channels : 0;
+}
+
+dnnl::memory::desc blocked_like(const Dims& dims, std::int64_t block, const dnnl::memory::desc& desc) {
+  return block_of(dims, desc) == block ? desc : blocked(dims, block);
+}
+
+bool reorder(const Image& image, const float* x, std::int64_t x_block, float* y, std::int64_t y_block) {
+  constexpr std::int64_t kKind = 5;
+  const Dims dims{image.batch, image.channels, image.height, image.width};
+  const auto call = cached_call({kKind, dims[0], dims[1], dims[2], dims[3], x_block, y_block}, [&] {
+    const auto from = blocked(dims, x_block), to = blocked(dims, y_block);
+    const dnnl::engine& engine = onednn_engine();
+    return Call(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
+                {{DNNL_ARG_FROM, from, from, false}, {DNNL_ARG_TO, to, to, true}});
+  });
+  if (!call) return false;
+  call->run({x, y});
+  return true;
+}
+
+#else
+
+bool reorder(const Image&, const float*, std::int64_t, float*, std::int64_t) { return false; }
 
 #endif
+
+}  // namespace singa_lite

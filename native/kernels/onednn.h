@@ -41,6 +41,17 @@ class Call {
   std::size_t scratch_bytes_ = 0;
 };
 
+using Dims = dnnl::memory::dims;
+
+// The description of (batch, channels, height, width) in blocks of b channels, see Note [blocks] in layout.h.
+dnnl::memory::desc blocked(const Dims& dims, std::int64_t block);
+
+// The block of such a description, or 0 if it has none.
+std::int64_t block_of(const Dims& dims, const dnnl::memory::desc& desc);
+
+// The arrays are in blocks; desc where that is the same memory, so that nothing is reordered.
+dnnl::memory::desc blocked_like(const Dims& dims, std::int64_t block, const dnnl::memory::desc& desc);
+
 // What a Call was made for: the kind of kernel and its numbers; the number of threads is added.
 using CallKey = std::vector<std::int64_t>;
 

@@ -80,17 +80,6 @@ bool is_2x2(const Pool& p) {
          p.padding[1] == 0;
 }
 
-// The part of a window that lies inside the image: [begin, end), and how much of it is cut off in front.
-struct Span {
-  std::int64_t begin, end, cut;
-};
-
-ALWAYS_INLINE Span span(const Pool& p, int axis, std::int64_t place, std::int64_t size) {
-  const std::int64_t start = place * p.stride[axis] - p.padding[axis];
-  const std::int64_t begin = std::max<std::int64_t>(start, 0);
-  return {begin, std::min(start + p.kernel[axis], size), begin - start};
-}
-
 template <class Index>
 void max_plane(const Pool& p, const float* x, float* y, Index* indices) {
   for (std::int64_t i = 0; i < p.out_height; ++i) {
@@ -162,7 +151,8 @@ void avg_plane_backward(const Pool& p, const float* dy, float* dx) {
 // Call body(plane) for every plane, split among the threads.
 template <class Body>
 void for_planes(const Pool& p, const Body& body) {
-  const std::size_t cost = std::size_t(p.height * p.width + p.out_height * p.out_width * p.kernel[0] * p.kernel[1]);
+  const std::int64_t cells = p.height * p.width + p.out_height * p.out_width * p.kernel[0] * p.kernel[1];
+  const std::size_t cost = std::size_t(cells * p.block);
   parallel_for(std::size_t(p.planes), cost, [&](std::size_t begin, std::size_t end) {
     for (std::size_t plane = begin; plane < end; ++plane) body(std::int64_t(plane));
   });
@@ -172,8 +162,9 @@ void for_planes(const Pool& p, const Body& body) {
 
 template <class Index>
 void max_pool(const Pool& p, const float* x, float* y, Index* indices) {
-  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
   for_planes(p, [&](std::int64_t plane) {
+    if (p.block > 1) return max_plane_blocked(p, x + plane * in, y + plane * out, indices + plane * out);
     if (!is_2x2(p)) return max_plane(p, x + plane * in, y + plane * out, indices + plane * out);
     for (std::int64_t i = 0; i < p.out_height; ++i) {
       const float* top = x + plane * in + 2 * i * p.width;
@@ -185,8 +176,9 @@ void max_pool(const Pool& p, const float* x, float* y, Index* indices) {
 
 template <class Index>
 void max_pool_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
-  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
+  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
   for_planes(p, [&](std::int64_t plane) {
+    if (p.block > 1) return max_plane_backward_blocked(p, dy + plane * out, indices + plane * out, dx + plane * in);
     if (!is_2x2(p)) return max_plane_backward(p, dy + plane * out, indices + plane * out, dx + plane * in);
     const bool covers = 2 * p.out_height == p.height && 2 * p.out_width == p.width;
     if (!covers) std::memset(dx + plane * in, 0, sizeof(float) * std::size_t(in));
@@ -199,13 +191,17 @@ void max_pool_backward(const Pool& p, const float* dy, const Index* indices, flo
 }
 
 void avg_pool(const Pool& p, const float* x, float* y) {
-  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
-  for_planes(p, [&](std::int64_t plane) { avg_plane(p, x + plane * in, y + plane * out); });
+  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
+  for_planes(p, [&](std::int64_t plane) {
+    return (p.block > 1 ? avg_plane_blocked : avg_plane)(p, x + plane * in, y + plane * out);
+  });
 }
 
 void avg_pool_backward(const Pool& p, const float* dy, float* dx) {
-  const std::int64_t in = p.height * p.width, out = p.out_height * p.out_width;
-  for_planes(p, [&](std::int64_t plane) { avg_plane_backward(p, dy + plane * out, dx + plane * in); });
+  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
+  for_planes(p, [&](std::int64_t plane) {
+    return (p.block > 1 ? avg_plane_backward_blocked : avg_plane_backward)(p, dy + plane * out, dx + plane * in);
+  });
 }
 
 template void max_pool(const Pool&, const float*, float*, std::uint8_t*);

@@ -2,17 +2,31 @@
 // 2-D pooling of planes: max with the number of the winner in its window, and average.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 namespace singa_lite {
 
-// planes = N * C images of height x width; windows as in backend/base.py, padding smaller than the window.
+// planes images of height x width, each of `block` channels side by side: N * C of one, or N * C / block, see Note [blocks]
+// in layout.h. Windows as in backend/base.py, padding smaller than the window.
 struct Pool {
   std::int64_t planes, height, width, out_height, out_width;
   std::int64_t kernel[2], stride[2], padding[2];
   bool count_include_pad;
+  std::int64_t block = 1;
 };
+
+// The part of a window that lies inside the image: [begin, end), and how much of it is cut off in front.
+struct Span {
+  std::int64_t begin, end, cut;
+};
+
+inline Span span(const Pool& p, int axis, std::int64_t place, std::int64_t size) {
+  const std::int64_t start = place * p.stride[axis] - p.padding[axis];
+  const std::int64_t begin = std::max<std::int64_t>(start, 0);
+  return {begin, std::min(start + p.kernel[axis], size), begin - start};
+}
 
 // Index: std::uint8_t or std::int32_t.
 template <class Index>
@@ -21,5 +35,13 @@ template <class Index>
 void max_pool_backward(const Pool& pool, const float* dy, const Index* indices, float* dx);
 void avg_pool(const Pool& pool, const float* x, float* y);
 void avg_pool_backward(const Pool& pool, const float* dy, float* dx);
+
+// One plane with a block of more than one channel (pool_blocked.cc).
+template <class Index>
+void max_plane_blocked(const Pool& pool, const float* x, float* y, Index* indices);
+template <class Index>
+void max_plane_backward_blocked(const Pool& pool, const float* dy, const Index* indices, float* dx);
+void avg_plane_blocked(const Pool& pool, const float* x, float* y);
+void avg_plane_backward_blocked(const Pool& pool, const float* dy, float* dx);
 
 }  // namespace singa_lite

@@ -25,8 +25,11 @@ import numpy as np
 
 from ..config import state
 from ..errors import OptionError
+from ..graph import HostCall, KernelCall, View
 
 Array = Any  # Any: numpy.ndarray on the CPU, cupy.ndarray on CUDA; see Note [kernel form]
+
+Call = KernelCall | HostCall
 
 # kernel -> (inputs) -> outputs; attributes. N batch, C channels, H and W height and width, O output channels.
 KERNELS = {
@@ -174,8 +177,20 @@ class Backend(ABC):
         """The array that owns the memory ``array`` is a part of; itself if it owns it."""
 
     @abstractmethod
-    def move(self, array: Array, arena: Array, offset: int) -> Array:
-        """An array like ``array`` whose root starts at byte ``offset`` of ``arena`` (uint8); values undefined."""
+    def offset(self, array: Array) -> int:
+        """How many bytes behind the start of its root ``array`` begins."""
+
+    @abstractmethod
+    def view(self, root: Array, view: View) -> Array:
+        """The array that ``view`` describes in the memory of ``root``."""
+
+    def lower(self, calls: list[Call]) -> list[Call]:
+        """The calls of a recorded step in a form that this backend runs faster; the default changes nothing."""
+        return calls
+
+    def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
+        """What a replay runs in this order, for calls on arrays that stay where they are; the default: one by one."""
+        return list(calls)
 
     @abstractmethod
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...graph import View
 from ..base import Array, Backend
 from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
@@ -66,9 +67,11 @@ class NumpyBackend(
             array = array.base
         return array
 
-    def move(self, array: Array, arena: Array, offset: int) -> Array:
-        inside = array.__array_interface__["data"][0] - self.root(array).__array_interface__["data"][0]
-        return np.ndarray(array.shape, array.dtype, arena, offset + inside, array.strides)
+    def offset(self, array: Array) -> int:
+        return int(array.ctypes.data - self.root(array).ctypes.data)
+
+    def view(self, root: Array, view: View) -> Array:
+        return np.ndarray(view.shape, view.dtype, root, view.offset, view.strides)
 
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
         return np.array(array, order="C")

@@ -13,7 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._native import load
-from ..base import KERNELS, Array, Backend
+from ...graph import KernelCall
+from ..base import KERNELS, Array, Backend, Call
+from .fuse import fuse
+from .layout import lay_out
+
+LOWERED = ("reorder",)  # kernels that only lowered steps have
 
 
 class NativeKernels(Backend):
@@ -22,8 +27,10 @@ class NativeKernels(Backend):
     def __init__(self) -> None:
         module, _ = load("_kernels")
         self._takes: dict[str, Callable[..., bool]] = {
-            kernel: getattr(module, kernel) for kernel in KERNELS if hasattr(module, kernel)
+            kernel: getattr(module, kernel) for kernel in (*KERNELS, *LOWERED) if hasattr(module, kernel)
         }
+        self._make_plan = getattr(module, "Plan", None)
+        self._conv_blocks = getattr(module, "conv_blocks", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
@@ -39,3 +46,45 @@ class NativeKernels(Backend):
         take = self._takes.get(kernel)
         if take is None or not take(*inputs, out=out, **attributes):  # see Note [taking a call]
             super().execute(kernel, inputs, out, attributes)
+
+    def lower(self, calls: list[Call]) -> list[Call]:
+        return calls if self._conv_blocks is None else lay_out(fuse(calls), self._conv_blocks)
+
+    def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
+        if self._make_plan is None:
+            return super().bake(calls)
+        baked: list[Callable[[], None]] = []
+        for call in calls:
+            segment = baked[-1] if baked and isinstance(baked[-1], Segment) else Segment(self._make_plan())
+            if not segment.take(call, self._takes):
+                baked.append(call)
+            elif segment.calls == [call]:
+                baked.append(segment)
+        return baked
+
+
+class Segment:
+    """Compiled kernels of a recorded step that follow each other: one call from Python runs them all.
+
+    Attributes:
+        calls: what the plan holds; a kernel that refuses the values it meets is run by the backend instead.
+    """
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+        self.calls: list[KernelCall] = []
+
+    def take(self, call: Call, takes: dict[str, Callable[..., bool]]) -> bool:
+        """Add ``call``, if it is a compiled kernel whose attributes never change."""
+        if not isinstance(call, KernelCall) or call.random is not None or call.kernel not in takes:
+            return False
+        taken = self._plan.record(takes[call.kernel], call.inputs, {"out": call.out, **call.attributes})
+        if taken:
+            self.calls.append(call)
+        return bool(taken)
+
+    def __call__(self) -> None:
+        done = self._plan.run()
+        while done < len(self.calls):
+            self.calls[done]()
+            done = self._plan.run(done + 1)

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products, convolution and pooling.
+#include <array>
+#include <optional>
+#include <string>
+
+#include "bindings/arrays.h"
+#include "bindings/families.h"
+#include "kernels/conv.h"
+#include "kernels/elementwise.h"
+#include "kernels/layout.h"
+#include "kernels/matmul.h"
+#include "kernels/pool.h"
+
+namespace singa_lite {
+namespace {
+
+using namespace pybind11::literals;
+
+bool bind_matmul(const py::handle& a_, const py::handle& b_, const py::handle& bias_, const py::handle& out_,
+                 bool transpose_a, bool transpose_b, bool relu) {
+  const In a(a_), b(b_), bias(bias_);
+  const Out out(out_);
+  if (!all(a, b, out) || out.size == 0 || a.ndim < 2 || a.ndim > 3 || b.ndim != a.ndim || out.ndim != a.ndim)
+    return false;
+  const int last = a.ndim - 1;
+  Matmul product{a.ndim == 3 ? a.shape(0) : 1, out.shape(last - 1), out.shape(last),
+                 a.shape(transpose_a ? last - 1 : last), transpose_a, transpose_b};
+  if (product.k == 0 || (a.ndim == 3 && b.shape(0) != a.shape(0))) return false;
+  if (!bias_.is_none() && (!bias || bias.size != std::size_t(product.n))) return false;
+  return run([=] {
+    if (!matmul(product, a.data(), b.data(), out.data())) return false;
+    if (bias || relu) add_row(bias.data(), relu, out.data(), out.size / std::size_t(product.n), std::size_t(product.n));
+    return true;
+  });
+}
+
+using Blocks = std::pair<std::int64_t, std::int64_t>;  // of x and y, see Note [blocks] in kernels/layout.h
+
+std::optional<Conv> conv_of(const std::int64_t* x, const std::int64_t* w, const std::int64_t* y,
+                            const py::handle& stride, const py::handle& padding, const py::handle& dilation,
+                            std::int64_t groups, const Blocks& blocks) {
+  Conv conv{x[0], x[1], x[2], x[3], w[0], y[2], y[3], {w[2], w[3]}, {}, {}, {}, groups};
+  read_pair(stride, conv.stride);
+  read_pair(padding, conv.padding);
+  read_pair(dilation, conv.dilation);
+  for (const std::int64_t size : {x[0], x[1], x[2], x[3], w[0], y[2], y[3], w[2], w[3]})
+    if (size == 0) return {};
+  conv.x_block = blocks.first;
+  conv.y_block = blocks.second;
+  return conv;
+}
+
+template <class A, class B, class C>
+std::optional<Conv> conv_of(const A& x, const B& w, const C& y, const py::handle& stride, const py::handle& padding,
+                            const py::handle& dilation, std::int64_t groups, const Blocks& blocks) {
+  if (!all(x, w, y) || x.ndim != 4 || w.ndim != 4 || y.ndim != 4) return {};
+  return conv_of(&x.shape_ref(), &w.shape_ref(), &y.shape_ref(), stride, padding, dilation, groups, blocks);
+}
+
+bool bind_conv2d(const py::handle& x_, const py::handle& w_, const py::handle& b_, const py::handle& out_,
+                 const py::handle& stride, const py::handle& padding, const py::handle& dilation,
+                 std::int64_t groups, const Blocks& blocks, bool relu) {
+  const In x(x_), w(w_), b(b_);
+  const Out out(out_);
+  if (!b && !b_.is_none()) return false;
+  auto conv = conv_of(x, w, out, stride, padding, dilation, groups, blocks);
+  if (!conv) return false;
+  conv->relu = relu;
+  return run([=] { return conv_forward(*conv, x.data(), w.data(), b.data(), out.data()); });
+}
+
+bool bind_conv2d_backward_data(const py::handle& dy_, const py::handle& w_, const py::handle& out_,
+                               const py::handle& stride, const py::handle& padding, const py::handle& dilation,
+                               std::int64_t groups, const Blocks& blocks) {
+  const In dy(dy_), w(w_);
+  const Out out(out_);
+  const auto conv = conv_of(out, w, dy, stride, padding, dilation, groups, blocks);
+  if (!conv) return false;
+  return run([=] { return conv_backward_data(*conv, dy.data(), w.data(), out.data()); });
+}
+
+bool bind_conv2d_backward_weight(const py::handle& dy_, const py::handle& x_, const py::handle& out_,
+                                 const py::handle& stride, const py::handle& padding, const py::handle& dilation,
+                                 std::int64_t groups, const Blocks& blocks) {
+  const In dy(dy_), x(x_);
+  const bool has_bias = PyTuple_Check(out_.ptr());
+  const Out dw(has_bias ? at(out_, 0) : out_), db(has_bias ? at(out_, 1) : py::handle());
+  if (has_bias && !db) return false;
+  const auto conv = conv_of(x, dw, dy, stride, padding, dilation, groups, blocks);
+  if (!conv) return false;
+  return run([=] { return conv_backward_weight(*conv, dy.data(), x.data(), dw.data(), db.data()); });
+}
+
+template <class X, class Y>
+std::optional<Pool> pool_of(const X& x, const Y& y, const py::handle& kernel_size, const py::handle& stride,
+                            const py::handle& padding, bool count_include_pad, std::int64_t block) {
+  if (!all(x, y) || x.ndim != 4 || y.ndim != 4 || x.size == 0 || y.size == 0) return {};
+  if (block < 1 || x.shape(1) % block) return {};
+  Pool pool{x.shape(0) * x.shape(1) / block, x.shape(2), x.shape(3), y.shape(2), y.shape(3), {}, {}, {}, count_include_pad,
+            block};
+  read_pair(kernel_size, pool.kernel);
+  read_pair(stride, pool.stride);
+  read_pair(padding, pool.padding);
+  return pool;
+}
+
+template <class Index>
+bool max_pool_as(const py::handle& x_, const py::handle& out_, const py::handle& kernel_size,
+                 const py::handle& stride, const py::handle& padding, std::int64_t block) {
+  const In x(x_);
+  const Out y(at(out_, 0));
+  const Array<Index> indices(at(out_, 1));
+  const auto pool = pool_of(x, y, kernel_size, stride, padding, true, block);
+  if (!pool || !indices || indices.size != y.size) return false;
+  return run([=] { max_pool(*pool, x.data(), y.data(), indices.data()); });
+}
+
+bool bind_max_pool(const py::handle& x, const py::handle& out, const py::handle& kernel_size,
+                   const py::handle& stride, const py::handle& padding, std::int64_t block) {
+  return max_pool_as<std::uint8_t>(x, out, kernel_size, stride, padding, block) ||
+         max_pool_as<std::int32_t>(x, out, kernel_size, stride, padding, block);
+}
+
+template <class Index>
+bool max_pool_backward_as(const py::handle& dy_, const py::handle& indices_, const py::handle& out_,
+                          const py::handle& kernel_size, const py::handle& stride, const py::handle& padding, std::int64_t block) {
+  const In dy(dy_);
+  const Array<const Index> indices(indices_);
+  const Out out(out_);
+  const auto pool = pool_of(out, dy, kernel_size, stride, padding, true, block);
+  if (!pool || !indices || indices.size != dy.size) return false;
+  return run([=] { max_pool_backward(*pool, dy.data(), indices.data(), out.data()); });
+}
+
+bool bind_max_pool_backward(const py::handle& dy, const py::handle& indices, const py::handle& out,
+                            const py::handle& kernel_size, const py::handle& stride, const py::handle& padding, std::int64_t block) {
+  return max_pool_backward_as<std::uint8_t>(dy, indices, out, kernel_size, stride, padding, block) ||
+         max_pool_backward_as<std::int32_t>(dy, indices, out, kernel_size, stride, padding, block);
+}
+
+bool bind_avg_pool(const py::handle& x_, const py::handle& out_, const py::handle& kernel_size,
+                   const py::handle& stride, const py::handle& padding, bool count_include_pad, std::int64_t block) {
+  const In x(x_);
+  const Out out(out_);
+  const auto pool = pool_of(x, out, kernel_size, stride, padding, count_include_pad, block);
+  if (!pool) return false;
+  return run([=] { avg_pool(*pool, x.data(), out.data()); });
+}
+
+bool bind_avg_pool_backward(const py::handle& dy_, const py::handle& out_, const py::handle& kernel_size,
+                            const py::handle& stride, const py::handle& padding, bool count_include_pad, std::int64_t block) {
+  const In dy(dy_);
+  const Out out(out_);
+  const auto pool = pool_of(out, dy, kernel_size, stride, padding, count_include_pad, block);
+  if (!pool) return false;
+  return run([=] { avg_pool_backward(*pool, dy.data(), out.data()); });
+}
+
+
+// The blocks of x and y with which a convolution ("conv2d" or one of its gradients) reorders no array, or None.
+std::optional<Blocks> bind_conv_blocks(const std::string& kernel, const std::array<std::int64_t, 4>& x,
+                                       const std::array<std::int64_t, 4>& w, const std::array<std::int64_t, 4>& y,
+                                       bool has_bias, const py::handle& stride, const py::handle& padding,
+                                       const py::handle& dilation, std::int64_t groups) {
+  const auto conv = conv_of(x.data(), w.data(), y.data(), stride, padding, dilation, groups, {1, 1});
+  if (!conv) return {};
+  const auto kind = kernel == "conv2d"                 ? ConvKind::kForward
+                    : kernel == "conv2d_backward_data" ? ConvKind::kBackwardData
+                                                       : ConvKind::kBackwardWeight;
+  return conv_blocks(*conv, kind, has_bias);
+}
+
+bool bind_reorder(const py::handle& x_, const py::handle& out_, const Blocks& blocks) {
+  const In x(x_);
+  const Out out(out_);
+  if (!all(x, out) || x.ndim != 4 || x.size == 0 || out.size != x.size) return false;
+  const Image image{x.shape(0), x.shape(1), x.shape(2), x.shape(3)};
+  return run([=] { return reorder(image, x.data(), blocks.first, out.data(), blocks.second); });
+}
+
+}  // namespace
+
+void bind_windows(py::module_& m) {
+  const py::kw_only kw;
+#ifdef SINGA_LITE_ONEDNN
+  m.def("matmul", &bind_matmul, "a"_a, "b"_a, "bias"_a = py::none(), kw, "out"_a, "transpose_a"_a = false,
+        "transpose_b"_a = false, "relu"_a = false);
+  m.def("conv_blocks", &bind_conv_blocks, "kernel"_a, "x"_a, "w"_a, "y"_a, "has_bias"_a, kw, "stride"_a, "padding"_a,
+        "dilation"_a, "groups"_a);
+  m.def("reorder", &bind_reorder, "x"_a, kw, "out"_a, "blocks"_a);
+#else
+  (void)&bind_matmul, (void)&bind_conv_blocks, (void)&bind_reorder;
+#endif
+  m.def("conv2d", &bind_conv2d, "x"_a, "w"_a, "b"_a = py::none(), kw, "out"_a, "stride"_a, "padding"_a, "dilation"_a,
+        "groups"_a, "blocks"_a = Blocks(1, 1), "relu"_a = false);
+  m.def("conv2d_backward_data", &bind_conv2d_backward_data, "dy"_a, "w"_a, kw, "out"_a, "stride"_a, "padding"_a,
+        "dilation"_a, "groups"_a, "blocks"_a = Blocks(1, 1));
+  m.def("conv2d_backward_weight", &bind_conv2d_backward_weight, "dy"_a, "x"_a, kw, "out"_a, "stride"_a, "padding"_a,
+        "dilation"_a, "groups"_a, "blocks"_a = Blocks(1, 1));
+  m.def("max_pool_2d", &bind_max_pool, "x"_a, kw, "out"_a, "kernel_size"_a, "stride"_a, "padding"_a, "block"_a = 1);
+  m.def("max_pool_2d_backward", &bind_max_pool_backward, "dy"_a, "indices"_a, kw, "out"_a, "kernel_size"_a,
+        "stride"_a, "padding"_a, "block"_a = 1);
+  m.def("avg_pool_2d", &bind_avg_pool, "x"_a, kw, "out"_a, "kernel_size"_a, "stride"_a, "padding"_a,
+        "count_include_pad"_a, "block"_a = 1);
+  m.def("avg_pool_2d_backward", &bind_avg_pool_backward, "dy"_a, kw, "out"_a, "kernel_size"_a, "stride"_a,
+        "padding"_a, "count_include_pad"_a, "block"_a = 1);
+}
+
+}  // namespace singa_lite

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fewer kernels for a recorded step: what follows a convolution, a product or a batch norm becomes part of it.
+
+The calls made here have attributes that only compiled kernels know: ``relu`` of conv2d, matmul and
+batchnorm_2d_train; one more input, ``bias`` of matmul, ``residual`` of batchnorm_2d_train, and ``bias`` of
+batchnorm_2d_backward, which then computes the gradient of the ReLU behind it as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from ...graph import HostCall, KernelCall, Memory, View
+
+Call = KernelCall | HostCall
+
+
+class Steps:
+    """The calls of a step, who reads and writes each piece of memory, and changing them.
+
+    Attributes:
+        calls: None where a call was taken away.
+    """
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.calls: list[Call | None] = list(calls)
+        self._readers: dict[Memory, list[int]] = defaultdict(list)
+        self._writers: dict[Memory, list[int]] = defaultdict(list)
+        for number, call in enumerate(calls):
+            self._note(number, call)
+
+    def _note(self, number: int, call: Call) -> None:
+        if isinstance(call, KernelCall):
+            for view in call.inputs:
+                self._readers[view.memory].append(number)
+            for view in call.outputs:
+                self._writers[view.memory].append(number)
+
+    def kernel(self, number: int, name: str) -> KernelCall | None:
+        """The call of that number if it is still there and a ``name``."""
+        call = self.calls[number]
+        return call if isinstance(call, KernelCall) and call.kernel == name else None
+
+    def maker(self, view: View, name: str) -> int | None:
+        """The number of the one call that makes ``view``, if it is a ``name`` of float32 arrays."""
+        writers = self._writers[view.memory]
+        call = self.kernel(writers[0], name) if len(writers) == 1 else None
+        return writers[0] if call is not None and is_float32(call.outputs[0]) else None
+
+    def is_private(self, view: View) -> bool:
+        """Whether one call alone reads ``view``, and nobody after the step."""
+        return view.memory.owner is None and len(self._readers[view.memory]) == 1
+
+    def can_move(self, first: int, last: int) -> bool:
+        """Whether call ``first`` may as well run at the place of ``last``: nothing in between changes what it reads."""
+        call = self.calls[first]
+        assert isinstance(call, KernelCall)
+        touched = {view.memory for view in (*call.inputs, *call.outputs)}
+        written = {view.memory for view in call.outputs}
+        for number in range(first + 1, last):
+            other = self.calls[number]
+            if isinstance(other, HostCall):
+                return False
+            if other is not None and (
+                touched & {view.memory for view in other.outputs}
+                or written & {view.memory for view in other.inputs}
+            ):
+                return False
+        return True
+
+    def merge(self, first: int, last: int, call: KernelCall) -> None:
+        """Take both calls away and put ``call`` at the place of ``last``."""
+        self._forget(first)
+        self.calls[first] = None
+        self.put(last, call)
+
+    def put(self, number: int, call: KernelCall) -> None:
+        """Put ``call`` in the place of another."""
+        self._forget(number)
+        self.calls[number] = call
+        self._note(number, call)
+
+    def _forget(self, number: int) -> None:
+        call = self.calls[number]
+        if isinstance(call, KernelCall):
+            for view in call.inputs:
+                self._readers[view.memory] = [n for n in self._readers[view.memory] if n != number]
+            for view in call.outputs:
+                self._writers[view.memory] = [n for n in self._writers[view.memory] if n != number]
+
+    def rest(self) -> list[Call]:
+        """The calls that are left."""
+        return [call for call in self.calls if call is not None]
+
+
+def is_float32(view: View) -> bool:
+    """Whether it is a float32 array in this machine's byte order."""
+    return bool(view.dtype == "float32" and view.dtype.isnative)
+
+
+def fuse(calls: list[Call]) -> list[Call]:
+    """The same step in fewer calls."""
+    steps = Steps(calls)
+    for rule in (_add_bias, _add_residual, _relu_after, _relu_before_pooling, _relu_in_norm_backward):
+        for number in range(len(calls)):
+            rule(steps, number)
+    return steps.rest()
+
+
+def _add_bias(steps: Steps, last: int) -> None:
+    """matmul, add(row) -> matmul with bias."""
+    add = steps.kernel(last, "add")
+    if add is None or len(add.inputs[1].shape) != 1:
+        return
+    product, bias = add.inputs
+    first = steps.maker(product, "matmul")
+    if first is None or not steps.is_private(product) or product.shape[-1:] != bias.shape:
+        return
+    call = steps.kernel(first, "matmul")
+    assert call is not None
+    if len(product.shape) == 2 and len(call.inputs) == 2 and not call.attributes.get("relu") and steps.can_move(first, last):
+        steps.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=add.out))
+
+
+def _add_residual(steps: Steps, last: int) -> None:
+    """batchnorm_2d_train, add(x), relu -> batchnorm_2d_train with residual and ReLU."""
+    add = steps.kernel(last, "add")
+    if add is None or add.inputs[0].shape != add.inputs[1].shape or add.out.memory is add.inputs[0].memory:
+        return
+    makers = [(steps.maker(view, "batchnorm_2d_train"), view) for view in add.inputs]
+    places = [(number, view) for number, view in makers if number is not None and steps.is_private(view)]
+    if not places:
+        return
+    first, normal = max(places, key=lambda place: place[0])
+    norm = steps.kernel(first, "batchnorm_2d_train")
+    assert norm is not None
+    residual = add.inputs[1] if add.inputs[0] is normal else add.inputs[0]
+    if len(norm.inputs) == 3 and not norm.attributes.get("relu") and steps.can_move(first, last):
+        out = (add.out, *norm.outputs[1:])
+        steps.merge(first, last, replace(norm, inputs=(*norm.inputs, residual), out=out))
+
+
+def _relu_after(steps: Steps, last: int) -> None:
+    """conv2d | matmul | batchnorm_2d_train, relu -> the same with ReLU."""
+    relu = steps.kernel(last, "relu")
+    if relu is None or not steps.is_private(relu.inputs[0]):
+        return
+    for name in ("conv2d", "matmul", "batchnorm_2d_train"):
+        first = steps.maker(relu.inputs[0], name)
+        if first is None:
+            continue
+        call = steps.kernel(first, name)
+        assert call is not None
+        if call.outputs[0].shape == relu.out.shape and steps.can_move(first, last):
+            out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
+            steps.merge(
+                first, last, replace(call, out=out, attributes={**call.attributes, "relu": True})
+            )
+
+
+def _relu_before_pooling(steps: Steps, last: int) -> None:
+    """max_pool_2d_backward, relu_backward -> relu_backward on the smaller side, max_pool_2d_backward.
+
+    A winner of the pooling is positive where the window's result is.
+    """
+    relu = steps.kernel(last, "relu_backward")
+    if relu is None or not steps.is_private(relu.inputs[0]):
+        return
+    first = steps.maker(relu.inputs[0], "max_pool_2d_backward")
+    pooling = None if first is None else steps.kernel(first, "max_pool_2d_backward")
+    if first is None or pooling is None or not steps.can_move(first, last):
+        return
+    slope, indices = pooling.inputs
+    forward_number = steps.maker(indices, "max_pool_2d")
+    if forward_number is None:
+        return
+    forward = steps.kernel(forward_number, "max_pool_2d")
+    assert forward is not None
+    if forward.inputs[0] != relu.inputs[1]:
+        return
+    masked = View(Memory(slope.memory.num_bytes), slope.offset, slope.shape, slope.dtype, slope.strides)
+    steps.put(first, replace(relu, inputs=(slope, forward.outputs[0]), out=masked))
+    steps.put(last, replace(pooling, inputs=(masked, indices), out=relu.out))
+
+
+def _relu_in_norm_backward(steps: Steps, last: int) -> None:
+    """relu_backward, batchnorm_2d_backward -> batchnorm_2d_backward that computes the ReLU's gradient from x."""
+    norm = steps.kernel(last, "batchnorm_2d_backward")
+    if norm is None or len(norm.inputs) != 5 or not steps.is_private(norm.inputs[0]):
+        return
+    first = steps.maker(norm.inputs[0], "relu_backward")
+    relu = None if first is None else steps.kernel(first, "relu_backward")
+    if first is None or relu is None or not steps.can_move(first, last):
+        return
+    forward_number = steps.maker(relu.inputs[1], "batchnorm_2d_train")
+    forward = None if forward_number is None else steps.kernel(forward_number, "batchnorm_2d_train")
+    if forward is None or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
+        return  # with a residual x alone does not tell the sign
+    if forward.inputs[0] == norm.inputs[1]:
+        steps.merge(
+            first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2]))
+        )
