@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include "kernels/clones.h"
@@ -24,121 +23,105 @@ struct Tile {
 constexpr std::size_t kLanes = 16;
 constexpr std::size_t kRun = 128;  // rows added up in float; the sums of runs are added in double
 
-template <std::size_t L>
-struct Lanes {
-  typedef float Vector __attribute__((vector_size(L * sizeof(float))));
-};
-
-template <std::size_t L>
-using Vector = typename Lanes<L>::Vector;
-
-template <std::size_t L>
-ALWAYS_INLINE Vector<L> load(const float* from) {
-  Vector<L> vector;
-  std::memcpy(&vector, from, sizeof vector);
-  return vector;
-}
-
 // One number for each lane of a tile.
-using PerLane = float[kLanes];
-
-template <std::size_t L>
-ALWAYS_INLINE void add_lanes(const Vector<L>& values, double* to) {
-  for (std::size_t lane = 0; lane < L; ++lane) to[lane] += values[lane];
-}
+template <class T>
+using PerLane = T[kLanes];
 
 // (x - mean) * factor + shift: forward and backward must round alike, as the sign tells where a ReLU was at work.
-template <std::size_t L>
-ALWAYS_INLINE Vector<L> normal(Vector<L> x, Vector<L> mean, Vector<L> factor, Vector<L> shift) {
-  return (x - mean) * factor + shift;
+ALWAYS_INLINE float normal(float x, float mean, float factor, float shift) { return (x - mean) * factor + shift; }
+
+// Call body(row, lane) for a whole tile; L lanes are one vector.
+template <std::size_t L, class Body>
+ALWAYS_INLINE void for_each(std::size_t first, std::size_t last, const Body& body) {
+  for (std::size_t row = first; row < last; ++row) {
+#pragma GCC ivdep
+    for (std::size_t lane = 0; lane < L; ++lane) body(row, lane);
+  }
+}
+
+// Add up two numbers of every element, lane by lane: in float within a run of rows, in double over the runs.
+template <std::size_t L, class Body>
+ALWAYS_INLINE void add_up(const Tile& t, double* first, double* second, const Body& body) {
+  for (std::size_t start = 0; start < t.rows; start += kRun) {
+    float a[L] = {}, b[L] = {};
+    for_each<L>(start, std::min(start + kRun, t.rows), [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
+      body(row * t.stride + lane, lane, &a[lane], &b[lane]);
+    });
+    for (std::size_t lane = 0; lane < L; ++lane) {
+      first[lane] += a[lane];
+      second[lane] += b[lane];
+    }
+  }
 }
 
 // sums of x - centre and of its square
 template <std::size_t L>
-ALWAYS_INLINE void moments_of(const Tile& t, const float* x, const PerLane& centre_, double* sums, double* squares) {
-  const Vector<L> centre = load<L>(centre_);
-  for (std::size_t start = 0; start < t.rows; start += kRun) {
-    Vector<L> sum{}, square{};
-    for (std::size_t row = start; row < std::min(start + kRun, t.rows); ++row) {
-      const Vector<L> distance = load<L>(x + row * t.stride) - centre;
-      sum += distance;
-      square += distance * distance;
-    }
-    add_lanes<L>(sum, sums);
-    add_lanes<L>(square, squares);
-  }
+ALWAYS_INLINE void moments_of(const Tile& t, const float* x, const float* centre, double* sums, double* squares) {
+  add_up<L>(t, sums, squares, [&](std::size_t at, std::size_t lane, float* sum, float* square) INLINE_LAMBDA {
+    const float distance = x[at] - centre[lane];
+    *sum += distance;
+    *square += distance * distance;
+  });
 }
 
 struct Apply {
-  PerLane mean, factor, shift;
+  PerLane<float> mean, factor, shift;
   bool relu;
 };
 
-template <std::size_t L>
+template <std::size_t L, bool has_residual>
 ALWAYS_INLINE void apply_to(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
-  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift), zero{};
-  for (std::size_t row = 0; row < t.rows; ++row) {
-    Vector<L> value = normal<L>(load<L>(x + row * t.stride), mean, factor, shift);
-    if (residual) value += load<L>(residual + row * t.stride);
-    if (a.relu) value = value < zero ? zero : value;  // NaN is passed on
-    std::memcpy(y + row * t.stride, &value, sizeof value);
-  }
+  const float low = a.relu ? 0 : -INFINITY;
+  for_each<L>(0, t.rows, [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
+    const std::size_t at = row * t.stride + lane;
+    float value = normal(x[at], a.mean[lane], a.factor[lane], a.shift[lane]);
+    if (has_residual) value += residual[at];
+    y[at] = value < low ? low : value;  // NaN is passed on
+  });
 }
 
-// dy, or 0 where the forward pass gave 0
-template <std::size_t L, bool relu>
-ALWAYS_INLINE Vector<L> slope_of(const float* dy, Vector<L> x, Vector<L> mean, Vector<L> factor, Vector<L> shift) {
-  const Vector<L> slope = load<L>(dy), zero{};
-  if constexpr (!relu) return slope;
-  return normal<L>(x, mean, factor, shift) > zero ? slope : zero;
+// dy, or with relu 0 where the forward pass gave 0
+template <bool relu>
+ALWAYS_INLINE float slope_of(float dy, float x, const Apply& a, std::size_t lane) {
+  return !relu || normal(x, a.mean[lane], a.factor[lane], a.shift[lane]) > 0 ? dy : 0.0f;
 }
 
 // sums of dy and of dy (x - mean)
 template <std::size_t L, bool relu>
 ALWAYS_INLINE void slopes_of(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy,
                              double* of_dyx) {
-  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift);
-  for (std::size_t start = 0; start < t.rows; start += kRun) {
-    Vector<L> sum{}, product{};
-    for (std::size_t row = start; row < std::min(start + kRun, t.rows); ++row) {
-      const Vector<L> here = load<L>(x + row * t.stride);
-      const Vector<L> slope = slope_of<L, relu>(dy + row * t.stride, here, mean, factor, shift);
-      sum += slope;
-      product += slope * (here - mean);
-    }
-    add_lanes<L>(sum, of_dy);
-    add_lanes<L>(product, of_dyx);
-  }
+  add_up<L>(t, of_dy, of_dyx, [&](std::size_t at, std::size_t lane, float* sum, float* product) INLINE_LAMBDA {
+    const float slope = slope_of<relu>(dy[at], x[at], a, lane);
+    *sum += slope;
+    *product += slope * (x[at] - a.mean[lane]);
+  });
 }
 
-// dx = factor * (dy - a - (x - mean) * b)
+// dx = factor * (dy - of_dy - (x - mean) * of_dyx)
 template <std::size_t L, bool relu>
-ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const PerLane& of_dy_, const PerLane& of_dyx_,
-                             const float* dy, const float* x, float* dx) {
-  const Vector<L> mean = load<L>(a.mean), factor = load<L>(a.factor), shift = load<L>(a.shift);
-  const Vector<L> of_dy = load<L>(of_dy_), of_dyx = load<L>(of_dyx_);
-  for (std::size_t row = 0; row < t.rows; ++row) {
-    const Vector<L> here = load<L>(x + row * t.stride);
-    const Vector<L> slope = slope_of<L, relu>(dy + row * t.stride, here, mean, factor, shift);
-    const Vector<L> value = factor * (slope - of_dy - (here - mean) * of_dyx);
-    std::memcpy(dx + row * t.stride, &value, sizeof value);
-  }
+ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const float* dy,
+                             const float* x, float* dx) {
+  for_each<L>(0, t.rows, [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
+    const std::size_t at = row * t.stride + lane;
+    const float slope = slope_of<relu>(dy[at], x[at], a, lane);
+    dx[at] = a.factor[lane] * (slope - of_dy[lane] - (x[at] - a.mean[lane]) * of_dyx[lane]);
+  });
 }
 
 }  // namespace
 
 namespace norm_loops {
 
-CLONES void moments(const Tile& t, const float* x, const PerLane& centre, double* sums, double* squares) {
+CLONES void moments(const Tile& t, const float* x, const float* centre, double* sums, double* squares) {
   if (t.lanes == 16) moments_of<16>(t, x, centre, sums, squares);
   else if (t.lanes == 8) moments_of<8>(t, x, centre, sums, squares);
   else moments_of<1>(t, x, centre, sums, squares);
 }
 
 CLONES void apply(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
-  if (t.lanes == 16) apply_to<16>(t, a, x, residual, y);
-  else if (t.lanes == 8) apply_to<8>(t, a, x, residual, y);
-  else apply_to<1>(t, a, x, residual, y);
+  if (t.lanes == 16) residual ? apply_to<16, true>(t, a, x, residual, y) : apply_to<16, false>(t, a, x, residual, y);
+  else if (t.lanes == 8) residual ? apply_to<8, true>(t, a, x, residual, y) : apply_to<8, false>(t, a, x, residual, y);
+  else residual ? apply_to<1, true>(t, a, x, residual, y) : apply_to<1, false>(t, a, x, residual, y);
 }
 
 CLONES void slopes(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy, double* of_dyx) {
@@ -147,7 +130,7 @@ CLONES void slopes(const Tile& t, const Apply& a, const float* dy, const float* 
   else a.relu ? slopes_of<1, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<1, false>(t, a, dy, x, of_dy, of_dyx);
 }
 
-CLONES void spread(const Tile& t, const Apply& a, const PerLane& of_dy, const PerLane& of_dyx, const float* dy,
+CLONES void spread(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const float* dy,
                    const float* x, float* dx) {
   if (t.lanes == 16) a.relu ? spread_to<16, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<16, false>(t, a, of_dy, of_dyx, dy, x, dx);
   else if (t.lanes == 8) a.relu ? spread_to<8, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<8, false>(t, a, of_dy, of_dyx, dy, x, dx);
@@ -184,7 +167,7 @@ void for_samples(const Norm& n, std::size_t batch, const Body& body) {
   });
 }
 
-void pick(const Tile& t, const float* of_channels, PerLane& to) {
+void pick(const Tile& t, const float* of_channels, PerLane<float>& to) {
   for (std::size_t lane = 0; lane < t.lanes; ++lane) to[lane] = of_channels[t.channel_of(lane)];
 }
 
@@ -228,7 +211,7 @@ struct Sums {
 
 Sums moments_about(const Norm& n, std::size_t batch, const float* x, const std::vector<float>& centre) {
   return Sums(n, batch, [&](const Tile& t, double* sums, double* squares) {
-    PerLane of_lanes;
+    PerLane<float> of_lanes;
     pick(t, centre.data(), of_lanes);
     norm_loops::moments(t, x + t.offset, of_lanes, sums, squares);
   });
@@ -242,7 +225,7 @@ void batchnorm_train(const Norm& n, const float* x, const float* scale, const fl
   // One pass over x: squares are taken about the mean of the first sample, which is near enough to lose no digits.
   std::vector<float> centre(n.channels), factor(n.channels);
   const Sums first(n, 1, [&](const Tile& t, double* sums, double* squares) {
-    const PerLane zero = {};
+    const PerLane<float> zero = {};
     norm_loops::moments(t, x + t.offset, zero, sums, squares);
   });
   for (std::size_t c = 0; c < n.channels; ++c) centre[c] = float(first.first[c] / double(n.inner));
@@ -296,7 +279,7 @@ void batchnorm_backward(const Norm& n, const float* dy, const float* x, const fl
   }
   for_samples(n, n.batch, [&](std::size_t sample) {
     for_tiles(n, sample, [&](const Tile& t) {
-      PerLane a, b;
+      PerLane<float> a, b;
       pick(t, of_dy.data(), a);
       pick(t, of_dyx.data(), b);
       norm_loops::spread(t, parameters(t, mean, factor.data(), bias, bias), a, b, dy + t.offset, x + t.offset,

@@ -22,6 +22,12 @@ ALWAYS_INLINE typename Lanes<L>::Floats load(const float* from) {
   return vector;
 }
 
+// a where mask is set, else b. GCC compiles `mask ? a : b` lane by lane in a function for several processors.
+template <class Ints>
+ALWAYS_INLINE Ints pick(Ints mask, Ints a, Ints b) {
+  return (mask & a) | (~mask & b);
+}
+
 // Call body(number, cell) for the cells of a window, row by row; cell counts cells of the image.
 template <class Body>
 ALWAYS_INLINE void for_cells(const Pool& p, const Span& rows, const Span& columns, const Body& body) {
@@ -42,13 +48,14 @@ template <int L, class Index>
 ALWAYS_INLINE void max_lanes(const Pool& p, const Span& rows, const Span& columns, const float* x, float* y,
                              Index* indices) {
   using Ints = typename Lanes<L>::Ints;
-  typename Lanes<L>::Floats best = typename Lanes<L>::Floats{} - INFINITY;
+  using Floats = typename Lanes<L>::Floats;
+  Floats best = Floats{} - INFINITY;
   Ints winner{};
   for_cells(p, rows, columns, [&](std::int64_t number, std::int64_t cell) INLINE_LAMBDA {
     const auto value = load<L>(x + cell * p.block);
     const Ints is_larger = value > best;  // strictly: the first of equals wins
-    winner = is_larger ? Ints{} + std::int32_t(number) : winner;
-    best = (is_larger | (value != value)) ? value : best;  // NaN is passed on
+    winner = pick(is_larger, Ints{} + std::int32_t(number), winner);
+    best = (Floats)pick(is_larger | (value != value), (Ints)value, (Ints)best);  // NaN is passed on
   });
   std::memcpy(y, &best, sizeof best);
   typedef Index Numbers __attribute__((vector_size(L * sizeof(Index))));
@@ -67,7 +74,8 @@ ALWAYS_INLINE void max_lanes_backward(const Pool& p, const Span& rows, const Spa
   const Ints winner = __builtin_convertvector(numbers, Ints);
   for_cells(p, rows, columns, [&](std::int64_t number, std::int64_t cell) INLINE_LAMBDA {
     const auto before = load<L>(dx + cell * p.block);
-    const auto after = winner == Ints{} + std::int32_t(number) ? before + slope : before;
+    const Ints is_winner = winner == Ints{} + std::int32_t(number);
+    const auto after = before + (typename Lanes<L>::Floats)(is_winner & (Ints)slope);
     std::memcpy(dx + cell * p.block, &after, sizeof after);
   });
 }
@@ -81,10 +89,9 @@ ALWAYS_INLINE float share(const Pool& p, const Span& rows, const Span& columns) 
 
 namespace pool_loops {
 
-// From lane to lane of one cell: vectors of 16 channels, then 4, then 1.
+// From lane to lane of one cell: vectors of 4 channels, which every processor has, then 1.
 #define FOR_LANES(call)                                                 \
   std::int64_t lane = 0;                                                \
-  for (; lane + 16 <= p.block; lane += 16) call(16);                    \
   for (; lane + 4 <= p.block; lane += 4) call(4);                       \
   for (; lane < p.block; ++lane) call(1);
 
