@@ -40,6 +40,11 @@ def processor() -> str:
     )
 
 
+def environment(threads: int) -> dict[str, str]:
+    """This process's, with so many threads for kernels and numpy."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+
+
 def serve(step: Callable[[], object]) -> None:
     """Do as many steps as asked and answer with their times in ms, until nobody asks any more."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -67,12 +72,7 @@ class Group:
     def __init__(self, commands: Iterable[Sequence[str]], threads: int, processes: int = 1) -> None:
         self._folder = tempfile.TemporaryDirectory()
         address = str(Path(self._folder.name) / "socket")
-        variables = {
-            **os.environ,
-            SOCKET: address,
-            "OMP_NUM_THREADS": str(threads),
-            "OPENBLAS_NUM_THREADS": str(threads),
-        }
+        variables = {**environment(threads), SOCKET: address}
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(address)
             server.listen(processes)
