@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from .. import autograd
+from ..device import Device
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..graph import host
 from ..tensor import Tensor
@@ -55,6 +57,19 @@ class Optimizer(ABC):
     @abstractmethod
     def update_all(self, pairs: Pairs) -> None:
         """Update each parameter by its gradient, in place; the one method an optimizer writes."""
+
+    def run_update(self, kernel: str, pairs: Pairs, **attributes: Any) -> None:
+        """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype."""
+        groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
+        for param, grad in pairs:
+            check_pair(type(self).__name__, param, grad)
+            params, grads = groups.setdefault((param.device, param.dtype.char), ([], []))
+            params.append(param)
+            grads.append(grad.data)
+        for (device, _), (params, grads) in groups.items():
+            kept = [self.slots(param) for param in params]
+            states = [slots[name].data for name in self.slot_names for slots in kept]
+            device.backend.run(kernel, *grads, out=(*(param.data for param in params), *states), **attributes)
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
         """Update one parameter (SINGA's door); the name is not used as a key."""
