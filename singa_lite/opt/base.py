@@ -63,11 +63,13 @@ class Optimizer(ABC):
         groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
         for param, grad in pairs:
             check_pair(type(self).__name__, param, grad)
-            params, grads = groups.setdefault((param.device, param.dtype.char), ([], []))
-            params.append(param)
-            grads.append(grad.data)
+            key = param.device, param.dtype.char
+            if key not in groups:
+                groups[key] = [], []
+            groups[key][0].append(param)
+            groups[key][1].append(grad.data)
         for (device, _), (params, grads) in groups.items():
-            kept = [self.slots(param) for param in params]
+            kept = [self.slots(param) for param in params] if self.slot_names else []
             states = [slots[name].data for name in self.slot_names for slots in kept]
             device.backend.run(kernel, *grads, out=(*(param.data for param in params), *states), **attributes)
 
@@ -148,9 +150,9 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
 
 def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
     """Raise a typed error unless ``grad`` can update ``param``."""
-    if grad.shape != param.shape:
+    if grad.data.shape != param.data.shape:
         raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
-    if grad.dtype != param.dtype:
+    if grad.data.dtype != param.data.dtype:
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
     if grad.device is not param.device:
         raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")
