@@ -126,13 +126,18 @@ def test_one_call_a_dtype_updates_all_as_one_call_each(
     ]
     together, single = cls(lr=DECAY, **arguments), cls(lr=DECAY, **arguments)
     calls = []
-    backend = sets[0][0].device.backend
+    kind = type(sets[0][0].device.backend)
+    run = kind.run
+
+    def counted(*arrays, **options):
+        calls.append(arrays[1])
+        run(*arrays, **options)
+
     for step in range(STEPS):
         rng = np.random.default_rng(step)
         grads = [Tensor(data=rng.standard_normal(p.shape), dtype=p.dtype) for p in sets[0]]
         with monkeypatch.context() as patch:
-            run = type(backend).run
-            patch.setattr(type(backend), "run", lambda *a, **k: (calls.append(a[1]), run(*a, **k))[1])
+            patch.setattr(kind, "run", counted)
             together.update_all(iter(zip(sets[0], grads, strict=True)))
         together.step()
         for param, grad in zip(sets[1], grads, strict=True):
