@@ -9,7 +9,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state
 from singa_lite.device import get_default_device
-from singa_lite.errors import ShapeError
+from singa_lite.errors import OptionError, ShapeError
 from singa_lite.graph import Recorder
 from singa_lite.record import MAX_RECORDS
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
@@ -108,6 +108,56 @@ def test_shapes_and_options_have_records_of_their_own():
     eager, graph = trained(False, calls), trained(True, calls)
     assert graph[:2] == eager[:2]
     assert len(graph[2].graph_info()) == 4
+
+
+def with_changing_spars(use_graph, option, way, shares):
+    """Payload bytes of each step, final states and the model; ``way`` is how ``shares`` reach DistOpt."""
+
+    class Shares(opt.DecayScheduler):
+        def call(self, step):
+            return shares[step]
+
+    net, schedule, payloads = compiled(use_graph), Shares(0.0), []
+    get_default_device().SetRandSeed(7)
+    for step, share in enumerate(shares):
+        if way == "attribute":
+            net.optimizer.spars = share
+        net(*batch(step), option, {"schedule": schedule, "attribute": None, "number": share}[way])
+        payloads.append(net.optimizer.bytes_payload)
+    return payloads, values(net), net
+
+
+@pytest.mark.parametrize("option", ["sparseTopK", "sparseThreshold"])
+@pytest.mark.parametrize("way", ["schedule", "attribute"])
+def test_twenty_values_of_spars_are_read_by_one_record(option, way):
+    shares = [0.9 * 0.8**step for step in range(20)]
+    plain = with_changing_spars(False, option, "number", shares)
+    eager, graph = (with_changing_spars(use_graph, option, way, shares) for use_graph in (False, True))
+    assert plain[:2] == eager[:2] == graph[:2]
+    assert len(graph[2].graph_info()) == 1 and graph[2].num_runs == 1
+    assert len(set(graph[0])) > 10
+
+
+def test_numbers_for_spars_make_records_of_their_own_with_the_values_of_eager_steps():
+    shares = [0.5, 0.1, 0.5, 0.2]
+    eager, graph = (with_changing_spars(use, "sparseTopK", "number", shares) for use in (False, True))
+    assert graph[:2] == eager[:2]
+    assert len(graph[2].graph_info()) == 3
+
+
+def test_a_schedule_that_leaves_its_range_raises_in_a_replay_and_changes_no_parameter():
+    net = compiled(True)
+    net.optimizer.spars = 0.5
+    net(*batch(0), "sparseTopK", None)
+    before = {name: to_numpy(value).tobytes() for name, value in net.get_params().items()}
+    for wrong in (1.5, 0.0, float("nan"), "half"):
+        net.optimizer.spars = wrong
+        with pytest.raises(OptionError, match="spars = "):
+            net(*batch(1), "sparseTopK", None)
+    assert {name: to_numpy(value).tobytes() for name, value in net.get_params().items()} == before
+    net.optimizer.spars = 0.5
+    net(*batch(1), "sparseTopK", None)
+    assert net.optimizer.step_counter == 2
 
 
 def test_only_the_latest_records_are_kept():

@@ -9,6 +9,7 @@
 #include "bindings/families.h"
 #include "kernels/elementwise.h"
 #include "kernels/memory.h"
+#include "kernels/pack.h"
 #include "kernels/select.h"
 #include "kernels/threads.h"
 #include "kernels/update.h"
@@ -107,29 +108,81 @@ bool bind_max_abs(const py::handle& x_, const py::handle& out_) {
 
 // ---- optimizer steps -------------------------------------------------------------------------------------------------
 
-bool bind_sgd_update(const py::handle& grad_, const py::handle& out_, double lr, double momentum, double dampening,
-                     double weight_decay, bool nesterov) {
-  const In grad(grad_);
-  const bool is_tuple = PyTuple_Check(out_.ptr()), has_velocity = length(out_) == 2;
-  const Out param(is_tuple ? at(out_, 0) : out_), velocity(has_velocity ? at(out_, 1) : py::handle());
-  if (!all(grad, param) || grad.size != param.size || (has_velocity && (!velocity || velocity.size != grad.size)))
-    return false;
-  const SgdStep step{float(lr), float(momentum), float(dampening), float(weight_decay), nesterov};
-  return run([=] { sgd_update(grad.data(), param.data(), velocity.data(), grad.size, step); });
+// The tensors of a step from (grad, ...) and (param, ..., each state of all ...); nothing if one is not for us, or if
+// two outputs share memory, which threads must not write at once.
+std::optional<std::vector<UpdatePart>> update_parts(const py::args& grads, const py::handle& out, std::size_t most) {
+  const std::size_t count = grads.size(), arrays = PyTuple_Check(out.ptr()) ? length(out) : 1;
+  if (count == 0 || arrays % count != 0 || arrays / count > most + 1) return {};
+  std::vector<UpdatePart> parts(count);
+  std::vector<std::pair<const float*, const float*>> written;
+  for (std::size_t i = 0; i < arrays; ++i) {
+    const Out array(PyTuple_Check(out.ptr()) ? at(out, i) : out);
+    UpdatePart& part = parts[i % count];
+    if (i < count) {
+      const In grad(grads[i]);
+      if (!grad) return {};
+      part = {grad.data(), array.data(), {nullptr, nullptr}, grad.size};
+    } else {
+      part.state[i / count - 1] = array.data();
+    }
+    if (!array || array.size != part.count) return {};
+    if (array.size) written.emplace_back(array.data(), array.data() + array.size);
+  }
+  std::sort(written.begin(), written.end());
+  for (std::size_t i = 1; i < written.size(); ++i)
+    if (written[i].first < written[i - 1].second) return {};
+  return parts;
 }
 
-bool bind_adam_update(const py::handle& grad_, const py::handle& out_, double lr, double beta_1, double beta_2,
-                      double eps, std::int64_t step, double weight_decay) {
-  const In grad(grad_);
-  const Out param(at(out_, 0)), m(at(out_, 1)), v(at(out_, 2));
-  if (!all(grad, param, m, v) || grad.size != param.size || m.size != grad.size || v.size != grad.size) return false;
+bool bind_sgd_update(const py::args& grads, const py::handle& out, double lr, double momentum, double dampening,
+                     double weight_decay, bool nesterov) {
+  const auto parts = update_parts(grads, out, 1);
+  if (!parts) return false;
+  const SgdStep step{float(lr), float(momentum), float(dampening), float(weight_decay), nesterov};
+  return run([=] { sgd_update(*parts, step); });
+}
+
+bool bind_adam_update(const py::args& grads, const py::handle& out, double lr, double beta_1, double beta_2, double eps,
+                      std::int64_t step, double weight_decay) {
+  const auto parts = update_parts(grads, out, 2);
+  if (!parts || length(out) != 3 * parts->size()) return false;
   const AdamStep now{float(beta_1),
                      float(beta_2),
                      float(eps),
                      float(weight_decay),
                      float(lr / (1 - std::pow(beta_1, double(step)))),
                      float(1 / (1 - std::pow(beta_2, double(step))))};
-  return run([=] { adam_update(grad.data(), param.data(), m.data(), v.data(), grad.size, now); });
+  return run([=] { adam_update(*parts, now); });
+}
+
+// ---- one flat array and many -----------------------------------------------------------------------------------------
+
+bool bind_pack(const py::args& xs, const py::handle& out_) {
+  const Out out(out_);
+  if (!out) return false;
+  std::vector<CopyPart> parts;
+  std::size_t start = 0;
+  for (const py::handle& x_ : xs) {
+    const In x(x_);
+    if (!x || x.size > out.size - start) return false;
+    parts.push_back({x.data(), out.data() + start, x.size});
+    start += x.size;
+  }
+  return start == out.size && run([=] { copy_parts(parts); });
+}
+
+bool bind_unpack(const py::handle& flat_, const py::handle& out) {
+  const In flat(flat_);
+  if (!flat || !PyTuple_Check(out.ptr())) return false;
+  std::vector<CopyPart> parts;
+  std::size_t start = 0;
+  for (std::size_t i = 0; i < length(out); ++i) {
+    const Out x(at(out, i));
+    if (!x || x.size > flat.size - start) return false;
+    parts.push_back({flat.data() + start, x.data(), x.size});
+    start += x.size;
+  }
+  return run([=] { copy_parts(parts); });
 }
 
 // ---- selection -------------------------------------------------------------------------------------------------------
@@ -228,10 +281,12 @@ PYBIND11_MODULE(_kernels, m) {
   bind_windows(m);
   bind_norms(m);
   bind_plan(m);
-  m.def("sgd_update", &bind_sgd_update, "grad"_a, kw, "out"_a, "lr"_a, "momentum"_a = 0.0, "dampening"_a = 0.0,
+  m.def("sgd_update", &bind_sgd_update, "out"_a, "lr"_a, "momentum"_a = 0.0, "dampening"_a = 0.0,
         "weight_decay"_a = 0.0, "nesterov"_a = false);
-  m.def("adam_update", &bind_adam_update, "grad"_a, kw, "out"_a, "lr"_a, "beta_1"_a, "beta_2"_a, "eps"_a, "step"_a,
+  m.def("adam_update", &bind_adam_update, "out"_a, "lr"_a, "beta_1"_a, "beta_2"_a, "eps"_a, "step"_a,
         "weight_decay"_a = 0.0);
+  m.def("pack", &bind_pack, "out"_a);
+  m.def("unpack", &bind_unpack, "flat"_a, kw, "out"_a);
   m.def("top_k", &bind_top_k, "values"_a, kw, "out"_a, "k"_a);
   m.def("threshold_count", &bind_threshold_count, "values"_a, kw, "out"_a, "threshold"_a);
   m.def("threshold_select", &bind_threshold_select, "values"_a, kw, "out"_a, "threshold"_a);

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "kernels/clones.h"
-#include "kernels/threads.h"
+#include "kernels/parts.h"
 
 namespace singa_lite {
 namespace update_loops {
@@ -39,23 +39,24 @@ CLONES void adam(const float* grad, float* param, float* m, float* v, std::size_
 
 }  // namespace update_loops
 
-void sgd_update(const float* grad, float* param, float* velocity, std::size_t count, const SgdStep& step) {
+void sgd_update(const std::vector<UpdatePart>& parts, const SgdStep& step) {
   const float a = step.nesterov ? 1.0f : 0.0f, b = step.nesterov ? step.momentum : 1.0f;
-  parallel_for(count, 1, [&](std::size_t begin, std::size_t end) {
+  parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
     const std::size_t size = end - begin;
-    const float* g = grad + begin;
-    float* p = param + begin;
-    if (!velocity || step.momentum == 0)
+    const float* g = part.grad + begin;
+    float* p = part.param + begin;
+    if (!part.state[0] || step.momentum == 0)
       update_loops::sgd_plain(g, p, size, step.lr, step.weight_decay);
     else
-      update_loops::sgd_momentum(g, p, velocity + begin, size, step.lr, step.weight_decay, step.momentum,
-                          1 - step.dampening, a, b);
+      update_loops::sgd_momentum(g, p, part.state[0] + begin, size, step.lr, step.weight_decay, step.momentum,
+                                 1 - step.dampening, a, b);
   });
 }
 
-void adam_update(const float* grad, float* param, float* m, float* v, std::size_t count, const AdamStep& step) {
-  parallel_for(count, 1, [&](std::size_t begin, std::size_t end) {
-    update_loops::adam(grad + begin, param + begin, m + begin, v + begin, end - begin, step);
+void adam_update(const std::vector<UpdatePart>& parts, const AdamStep& step) {
+  parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
+    update_loops::adam(part.grad + begin, part.param + begin, part.state[0] + begin, part.state[1] + begin,
+                       end - begin, step);
   });
 }
 

@@ -103,9 +103,11 @@ KERNELS = {
     "random_uniform": "() -> out in [low, high); low, high, seed, counter",
     "random_normal": "() -> out; mean, std, seed, counter",
     "random_bernoulli": "() -> 1 with probability p, else 0; p, seed, counter",
-    # optimizer steps, in place
-    "sgd_update": "(grad) -> (param[, velocity]) in place; lr, momentum, dampening, weight_decay, nesterov",
-    "adam_update": "(grad) -> (param, m, v) in place; lr, beta_1, beta_2, eps, weight_decay, step (from 1)",
+    # optimizer steps of many tensors, one after the other; out holds all params, then all of each state
+    "sgd_update": "(grad, ...) -> (param, ...[, velocity, ...]) in place; lr, momentum, dampening, "
+    "weight_decay, nesterov",
+    "adam_update": "(grad, ...) -> (param, ..., m, ..., v, ...) in place; lr, beta_1, beta_2, eps, "
+    "weight_decay, step (from 1)",
     # selection for sparse exchange; indices: int32 or int64, ascending
     "top_k": "(values (n,)) -> (indices (k,), selected (k,)), largest |v|; ties: lowest index; NaN first; k",
     "threshold_count": "(values (n,)) -> count (1,), how many |v| >= threshold or are NaN; threshold",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..errors import OptionError
-from .base import Optimizer, Pairs, check_pair
+from .base import Optimizer, Pairs
 from .schedule import DecayScheduler, as_schedule
 
 
@@ -44,16 +44,13 @@ class Adam(Optimizer):
 
     def update_all(self, pairs: Pairs) -> None:
         step = self.step_counter
-        for param, grad in pairs:
-            check_pair("Adam", param, grad)
-            param.device.backend.run(
-                "adam_update",
-                grad.data,
-                out=(param.data, *(slot.data for slot in self.slots(param).values())),
-                lr=self.lr(step),
-                beta_1=self.beta_1(step),
-                beta_2=self.beta_2(step),
-                eps=self.epsilon(step),
-                weight_decay=self.weight_decay(step),
-                step=step + 1,
-            )
+        self.run_update(
+            "adam_update",
+            pairs,
+            lr=self.lr(step),
+            beta_1=self.beta_1(step),
+            beta_2=self.beta_2(step),
+            eps=self.epsilon(step),
+            weight_decay=self.weight_decay(step),
+            step=step + 1,
+        )

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from .. import autograd
+from ..device import Device
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..graph import host
 from ..tensor import Tensor
@@ -55,6 +57,21 @@ class Optimizer(ABC):
     @abstractmethod
     def update_all(self, pairs: Pairs) -> None:
         """Update each parameter by its gradient, in place; the one method an optimizer writes."""
+
+    def run_update(self, kernel: str, pairs: Pairs, **attributes: Any) -> None:
+        """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype."""
+        groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
+        for param, grad in pairs:
+            check_pair(type(self).__name__, param, grad)
+            key = param.device, param.dtype.char
+            if key not in groups:
+                groups[key] = [], []
+            groups[key][0].append(param)
+            groups[key][1].append(grad.data)
+        for (device, _), (params, grads) in groups.items():
+            kept = [self.slots(param) for param in params] if self.slot_names else []
+            states = [slots[name].data for name in self.slot_names for slots in kept]
+            device.backend.run(kernel, *grads, out=(*(param.data for param in params), *states), **attributes)
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
         """Update one parameter (SINGA's door); the name is not used as a key."""
@@ -133,9 +150,9 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
 
 def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
     """Raise a typed error unless ``grad`` can update ``param``."""
-    if grad.shape != param.shape:
+    if grad.data.shape != param.data.shape:
         raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
-    if grad.dtype != param.dtype:
+    if grad.data.dtype != param.data.dtype:
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
     if grad.device is not param.device:
         raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")

@@ -73,7 +73,8 @@ class DistOpt(Optimizer):
         buffSize: elements a bucket holds (SINGA's name); sets ``bucket_bytes`` when that is None.
         threshold: elements; how the sparse schemes and partialUpdate cut groups: a parameter above it alone,
             smaller ones joined until they exceed it.
-        spars: what ``spars`` is when a call does not say.
+        spars: what ``spars`` is when a call does not say: a number, or a DecayScheduler of the step. The attribute
+            of this name can be set between steps; recorded steps see it.
         bucket_bytes: fp32 and fp16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
@@ -96,7 +97,7 @@ class DistOpt(Optimizer):
         buffSize: int = BUFFER_SIZE,
         *,
         threshold: int = THRESHOLD,
-        spars: float = 0.05,
+        spars: float | DecayScheduler = 0.05,
         bucket_bytes: int | None = None,
         timeout_s: float | None = None,
         communicator: Communicator | None = None,
@@ -104,7 +105,8 @@ class DistOpt(Optimizer):
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
-        check_number("DistOpt", "spars", spars, 0)
+        if not isinstance(spars, DecayScheduler):
+            check_number("DistOpt", "spars", spars, 0)
         if timeout_s is not None:
             check_number("DistOpt", "timeout_s", timeout_s, 1e-3)
         if opt is not None and not isinstance(opt, Optimizer):
@@ -129,7 +131,7 @@ class DistOpt(Optimizer):
         self,
         loss: Tensor,
         dist_option: str = "fp32",
-        spars: float | None = None,
+        spars: float | DecayScheduler | None = None,
         *,
         threshold: int | None = None,
         corr: bool = True,
@@ -142,7 +144,7 @@ class DistOpt(Optimizer):
             dist_option: "fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold", an alias, or
                 another scheme of sync/.
             spars: sparseTopK: share of elements, (0, 1]; sparseThreshold: least magnitude, >= 0.
-                None is the constructor's.
+                A DecayScheduler is asked at every step, a recorded one included. None is the attribute ``spars``.
             threshold: elements; None is the constructor's. Must not change once a scheme has run.
             corr: sparse schemes: False drops what is not sent.
             clip_value: fp16: limit each local gradient element to +-clip_value first.
@@ -151,9 +153,7 @@ class DistOpt(Optimizer):
             OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
         """
         scheme = self._scheme(dist_option, threshold)
-        options = StepOptions(self.spars if spars is None else spars, corr, clip_value)
-        scheme.check(options)
-        host(scheme.begin, options)
+        host(self._begin, scheme, spars, corr, clip_value)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
@@ -162,6 +162,20 @@ class DistOpt(Optimizer):
                 break
             host(scheme.push, param, grad)
         host(self._finish, scheme)
+
+    def _begin(
+        self,
+        scheme: SyncStrategy,
+        spars: float | DecayScheduler | None,
+        corr: bool,
+        clip_value: float | None,
+    ) -> None:
+        """Start a step with what ``spars`` is now."""
+        now = self.spars if spars is None else spars
+        now = now(self.step_counter) if isinstance(now, DecayScheduler) else now
+        options = StepOptions(check_number("DistOpt", "spars", now), corr, clip_value)
+        scheme.check(options)
+        scheme.begin(options)
 
     def _meet(self, pairs: list[tuple[Tensor, Tensor]], scheme: SyncStrategy) -> None:
         """Push gradients of parameters that may be new."""
@@ -197,7 +211,7 @@ class DistOpt(Optimizer):
         self,
         loss: Tensor,
         threshold: int | None = None,
-        spars: float | None = None,
+        spars: float | DecayScheduler | None = None,
         topK: bool = False,
         corr: bool = True,
     ) -> None:

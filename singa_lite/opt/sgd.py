@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..errors import OptionError
-from .base import Optimizer, Pairs, check_pair
+from .base import Optimizer, Pairs
 from .schedule import DecayScheduler, as_schedule
 
 
@@ -48,15 +48,12 @@ class SGD(Optimizer):
 
     def update_all(self, pairs: Pairs) -> None:
         step = self.step_counter
-        for param, grad in pairs:
-            check_pair("SGD", param, grad)
-            param.device.backend.run(
-                "sgd_update",
-                grad.data,
-                out=(param.data, *(slot.data for slot in self.slots(param).values())),
-                lr=self.lr(step),
-                momentum=self.momentum(step),
-                dampening=self.dampening(step),
-                weight_decay=self.weight_decay(step),
-                nesterov=self.nesterov,
-            )
+        self.run_update(
+            "sgd_update",
+            pairs,
+            lr=self.lr(step),
+            momentum=self.momentum(step),
+            dampening=self.dampening(step),
+            weight_decay=self.weight_decay(step),
+            nesterov=self.nesterov,
+        )

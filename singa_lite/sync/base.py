@@ -128,6 +128,7 @@ class Bucket:
     Attributes:
         params: the parameters, in yield order.
         flat: all gradients end to end, shape (sum of sizes,).
+        means: each parameter with its part of ``flat``, which the update reads in place.
     """
 
     def __init__(self, params: list[Tensor], communicator: Communicator) -> None:
@@ -140,6 +141,7 @@ class Bucket:
             slice(int(end) - param.size(), int(end)) for param, end in zip(params, ends, strict=True)
         ]
         self.flat = communicator.buffer(int(ends[-1]), str(self.dtype))
+        self.means = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
 
     def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:
         """Each parameter with its part of ``flat``, in the parameter's shape."""
@@ -192,8 +194,7 @@ class BucketedSync(SyncStrategy):
             self.wait(work)
             for _ in exchange:  # run to its end
                 raise AssertionError(f"{type(self).__name__}.exchange yields more than once")
-            for param, mean in bucket.views(bucket.flat):
-                yield param, Tensor.wrap(mean, param.device)
+            yield from bucket.means
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
         params = tuple(param for param, _ in group)

@@ -5,14 +5,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..comm.base import Work
-from .base import Bucket, BucketedSync
+from ..comm.base import Communicator, Work
+from ..tensor import Tensor
+from .base import Bucket, BucketedSync, StepOptions
 
 
 class Fp32(BucketedSync):
     """Plain averaging: N ranks of batch B take the step of one rank of batch N*B."""
 
     names = ("fp32", "plain")
+
+    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
+        super().__init__(communicator, threshold, bucket_bytes)
+        self._alone: list[tuple[Tensor, Tensor]] = []  # of one rank, whose gradients are the means
+
+    def begin(self, options: StepOptions) -> None:
+        super().begin(options)
+        self._alone = []
+
+    def push(self, param: Tensor, grad: Tensor) -> None:
+        if self.communicator.size > 1:
+            super().push(param, grad)
+        else:
+            self.bytes_payload += grad.memsize()
+            self._alone.append((param, grad))
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from self._alone
+        yield from super().finish()
 
     def exchange(self, bucket: Bucket) -> Iterator[Work]:
         yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))

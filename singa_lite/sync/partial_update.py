@@ -56,8 +56,7 @@ class PartialUpdate(SyncStrategy):
         self._turns[key] = (self._turns[key] + 1) % len(chunks)
         chunk.backend.run("pack", *(param.data for param in chunk.params), out=chunk.flat)
         self.wait(self.send(self.communicator.all_reduce(chunk.flat, "mean", name=chunk.name)))
-        for param, mean in chunk.views(chunk.flat):
-            chunk.backend.run("copy", mean, out=param.data)
+        chunk.backend.run("unpack", chunk.flat, out=tuple(param.data for param in chunk.params))
 
     def _cut(self, params: list[Tensor]) -> list[Bucket]:
         groups = []

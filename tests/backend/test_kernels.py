@@ -214,6 +214,14 @@ def update_samples() -> list[Sample]:
             {**options, "nesterov": True},
             before=(p, v),
         ),
+        Sample("sgd_update", (g, p), (p - 0.1 * g, g - 0.1 * p), {"lr": 0.1}, before=(p, g)),
+        Sample(
+            "sgd_update",
+            (g, g),
+            (p - 0.1 * moved, p - m - 0.1 * (moved - 0.8 * 0.01 * m), moved, moved - 0.8 * 0.01 * m),
+            options,
+            before=(p, p - m, v, v),
+        ),
         Sample(
             "adam_update",
             (g,),

@@ -343,6 +343,67 @@ def test_adam(seed, count, step, weight_decay):
     check("adam_update", grad, out=(param, m, np.abs(v)), step=step, **options)
 
 
+# sizes whose sum is split among threads inside a tensor, empty ones included
+sizes = st.lists(st.integers(0, 50) | st.integers(20_000, 40_000), min_size=1, max_size=6)
+
+
+@quick
+@given(seeds, sizes, st.sampled_from(["sgd_update", "adam_update", "plain"]))
+def test_an_update_of_many_tensors_updates_each(seed, sizes, kernel):
+    grads, params, first, second = (
+        [floats(seed + 10 * kind + i, size) for i, size in enumerate(sizes)] for kind in range(4)
+    )
+    if kernel == "plain":
+        check("sgd_update", *grads, out=tuple(params), lr=0.3, weight_decay=0.01, momentum=0.9)
+    elif kernel == "sgd_update":
+        check("sgd_update", *grads, out=(*params, *first), lr=0.3, momentum=0.9, nesterov=True)
+    else:
+        second = [np.abs(array) for array in second]
+        options = {"lr": 0.01, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "step": 3}
+        check("adam_update", *grads, out=(*params, *first, *second), **options)
+
+
+def test_updates_that_overlap_or_do_not_fit_are_left_to_numpy():
+    memory, grad = floats(1, 12), floats(2, 8)
+    whole, tail = memory[:8], memory[4:]
+    before = memory.copy()
+    assert not KERNELS.sgd_update(grad, grad, out=(whole, tail), lr=0.1)
+    assert not KERNELS.sgd_update(grad, out=(whole, tail), lr=0.1, momentum=0.9)  # velocity over param
+    assert not KERNELS.sgd_update(grad, grad, out=(whole, whole), lr=0.1)
+    assert not KERNELS.sgd_update(grad, grad, out=(whole,), lr=0.1)
+    assert not KERNELS.sgd_update(grad, out=(memory,), lr=0.1)
+    assert not KERNELS.sgd_update(grad.astype(np.float64), out=(whole,), lr=0.1)
+    options = {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "step": 1}
+    assert not KERNELS.adam_update(grad, out=(whole, floats(3, 8)), **options)
+    np.testing.assert_array_equal(memory, before)
+    BACKEND.run("sgd_update", grad, grad, out=(whole, whole), lr=0.1)  # one after the other
+    np.testing.assert_allclose(whole, before[:8] - 0.2 * grad, rtol=1e-5, atol=1e-6)
+
+
+@quick
+@given(seeds, sizes)
+def test_pack_and_unpack(seed, sizes):
+    parts = [floats(seed + i, size) for i, size in enumerate(sizes)]
+    packed = like(sum(sizes))
+    check("pack", *parts, out=(packed,))
+    back = tuple(like(size) for size in sizes)
+    assert KERNELS.unpack(packed, out=back)
+    for part, other in zip(parts, back, strict=True):
+        np.testing.assert_array_equal(part, other)
+
+
+def test_pack_leaves_other_dtypes_sizes_and_strides_to_numpy():
+    x = floats(1, 4, 6)
+    assert not KERNELS.pack(x, out=like(23))
+    assert not KERNELS.pack(x, out=like(25))
+    assert not KERNELS.pack(x.T, out=like(24))
+    assert not KERNELS.pack(x, out=like(24, dtype=np.float64))
+    assert not KERNELS.unpack(x.ravel(), out=(like(25),))
+    flat = like(24)
+    BACKEND.run("pack", x.T, out=flat)
+    np.testing.assert_array_equal(flat, x.T.ravel())
+
+
 # ---- selection -----------------------------------------------------------------------------------------
 
 

@@ -114,6 +114,53 @@ def test_two_parameters_of_one_name_keep_their_own_momentum():
     assert set(optimizer.get_states()) == {"step_counter", "W:momentum", "W#1:momentum"}
 
 
+@pytest.mark.parametrize(("cls", "arguments", "expected_arguments", "reference"), SAMPLES, ids=IDS)
+def test_one_call_a_dtype_updates_all_as_one_call_each(
+    cls, arguments, expected_arguments, reference, monkeypatch
+):
+    shapes = [(3, 4), (5,), (1,), (2, 2)]
+    dtypes = [np.float32, np.float64, np.float32, np.float64]
+    sets = [
+        [Tensor(data=np.full(shape, 0.5), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        for _ in range(2)
+    ]
+    together, single = cls(lr=DECAY, **arguments), cls(lr=DECAY, **arguments)
+    calls = []
+    kind = type(sets[0][0].device.backend)
+    run = kind.run
+
+    def counted(*arrays, **options):
+        calls.append(arrays[1])
+        run(*arrays, **options)
+
+    for step in range(STEPS):
+        rng = np.random.default_rng(step)
+        grads = [Tensor(data=rng.standard_normal(p.shape), dtype=p.dtype) for p in sets[0]]
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "run", counted)
+            together.update_all(iter(zip(sets[0], grads, strict=True)))
+        together.step()
+        for param, grad in zip(sets[1], grads, strict=True):
+            single.update_all([(param, grad)])
+        single.step()
+    assert len(calls) == 2 * STEPS
+    for a, b in zip(*sets, strict=True):
+        np.testing.assert_array_equal(to_numpy(a), to_numpy(b))
+
+
+def test_a_parameter_given_twice_is_updated_twice():
+    param, grad = Tensor(data=np.ones(3)), Tensor(data=np.full(3, 2.0))
+    opt.SGD(lr=0.1).update_all([(param, grad), (param, grad)])
+    np.testing.assert_allclose(to_numpy(param), 0.6, rtol=1e-6)
+
+
+def test_a_pair_that_does_not_fit_leaves_the_pairs_before_it_alone():
+    param, grad = Tensor(data=np.ones(3)), Tensor(data=np.ones(3))
+    with pytest.raises(ShapeError):
+        opt.SGD(lr=0.1).update_all([(param, grad), (Tensor((2,)), grad)])
+    np.testing.assert_array_equal(to_numpy(param), 1)
+
+
 def test_call_runs_backward_updates_and_counts():
     optimizer = opt.SGD(lr=0.5)
     w = Tensor(data=np.array([2.0, 3.0]), stores_grad=True, name="w")

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from ...errors import ShapeError
 from ..base import Array
 from ._wide import wide
 
@@ -14,8 +17,7 @@ class UpdateKernels:
 
     def sgd_update(
         self,
-        grad: Array,
-        *,
+        *grads: Array,
         out: Array | tuple[Array, ...],
         lr: float,
         momentum: float = 0.0,
@@ -27,20 +29,19 @@ class UpdateKernels:
 
         With nesterov p -= lr (g + momentum v).
         """
-        param, velocity = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-        param = param[0] if isinstance(param, tuple) else param
-        slope = wide(grad) + weight_decay * wide(param) if weight_decay else wide(grad)
-        if momentum and velocity is not None:
-            velocity *= momentum
-            velocity += (1 - dampening) * slope if dampening else slope
-            slope = slope + momentum * wide(velocity) if nesterov else wide(velocity)
-        param -= (lr * slope).astype(param.dtype, copy=False)
+        for grad, param, *velocities in _by_tensor(grads, out):
+            slope = wide(grad) + weight_decay * wide(param) if weight_decay else wide(grad)
+            if momentum and velocities:
+                velocity = velocities[0]
+                velocity *= momentum
+                velocity += (1 - dampening) * slope if dampening else slope
+                slope = slope + momentum * wide(velocity) if nesterov else wide(velocity)
+            param -= (lr * slope).astype(param.dtype, copy=False)
 
     def adam_update(
         self,
-        grad: Array,
-        *,
-        out: tuple[Array, Array, Array],
+        *grads: Array,
+        out: tuple[Array, ...],
         lr: float,
         beta_1: float,
         beta_2: float,
@@ -52,14 +53,23 @@ class UpdateKernels:
 
         Source: Kingma, Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
         """
-        param, m, v = out
-        slope = wide(grad) + weight_decay * wide(param) if weight_decay else wide(grad)
-        m *= beta_1
-        m += (1 - beta_1) * slope
-        v *= beta_2
-        v += (1 - beta_2) * (slope * slope)
-        scale = np.sqrt(wide(v) * (1 / (1 - beta_2**step)))
-        scale += eps
-        np.divide(m, scale, out=scale)
-        scale *= lr / (1 - beta_1**step)
-        param -= scale.astype(param.dtype, copy=False)
+        for grad, param, m, v in _by_tensor(grads, out):
+            slope = wide(grad) + weight_decay * wide(param) if weight_decay else wide(grad)
+            m *= beta_1
+            m += (1 - beta_1) * slope
+            v *= beta_2
+            v += (1 - beta_2) * (slope * slope)
+            scale = np.sqrt(wide(v) * (1 / (1 - beta_2**step)))
+            scale += eps
+            np.divide(m, scale, out=scale)
+            scale *= lr / (1 - beta_1**step)
+            param -= scale.astype(param.dtype, copy=False)
+
+
+def _by_tensor(grads: tuple[Array, ...], out: Array | tuple[Array, ...]) -> Iterator[tuple[Array, ...]]:
+    """(grad, param, state, ...) of each tensor; ``out`` holds all params, then all of each state."""
+    out = out if isinstance(out, tuple) else (out,)
+    count = len(grads)
+    if count == 0 or len(out) % count:
+        raise ShapeError(f"an update of {count} gradients cannot write {len(out)} arrays")
+    return zip(grads, *(out[start : start + count] for start in range(0, len(out), count)), strict=True)
