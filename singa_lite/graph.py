@@ -4,10 +4,10 @@
 What lives here: the recorder that Backend.run tells of every kernel, and the plan made from it. What does not:
 which step a record belongs to (model.py), what a kernel computes (backend/).
 
-Note [recorded step]: while a step runs eagerly, every kernel call is kept with a View of each array it read and wrote,
-so replaying the list on arrays laid out alike repeats the step. What must happen in Python each time - handing a gradient
-to its synchronisation scheme, waiting, updating parameters - is wrapped in ``host`` and kept as a call of its own;
-the kernels it runs are not recorded. Between two host calls no other Python of the step runs.
+Note [recorded step]: while a step runs eagerly, every kernel call is kept with a View of each array it read and
+wrote, so running the list on arrays laid out alike repeats the step. What must happen in Python each time - handing
+a gradient to its synchronisation scheme, waiting, updating parameters - is wrapped in ``host`` and kept as a call of
+its own; the kernels it runs are not recorded. Between two host calls no other Python of the step runs.
 A step that reads values back, or makes tensors from host values, would be frozen by this; it refuses to be
 replayed and says why.
 """

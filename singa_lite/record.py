@@ -76,7 +76,9 @@ class Record:
         self._replay_calls: list[Callable[[], None]] = []
         if self.refusal is None:
             kept = [tensor for tensor, _ in self._states] + _tensors([self._inputs, self._result])
-            kept += [t for call in recorder.calls if isinstance(call, HostCall) for t in _tensors(call.arguments)]
+            kept += [
+                t for call in recorder.calls if isinstance(call, HostCall) for t in _tensors(call.arguments)
+            ]
             for tensor in kept:
                 recorder.keep(tensor.device.backend, tensor.data)
             backend = self._device.backend

@@ -119,7 +119,12 @@ def _add_bias(steps: Steps, last: int) -> None:
         return
     call = steps.kernel(first, "matmul")
     assert call is not None
-    if len(product.shape) == 2 and len(call.inputs) == 2 and not call.attributes.get("relu") and steps.can_move(first, last):
+    if (
+        len(product.shape) == 2
+        and len(call.inputs) == 2
+        and not call.attributes.get("relu")
+        and steps.can_move(first, last)
+    ):
         steps.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=add.out))
 
 
@@ -154,9 +159,7 @@ def _relu_after(steps: Steps, last: int) -> None:
         assert call is not None
         if call.outputs[0].shape == relu.out.shape and steps.can_move(first, last):
             out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
-            steps.merge(
-                first, last, replace(call, out=out, attributes={**call.attributes, "relu": True})
-            )
+            steps.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
 
 
 def _relu_before_pooling(steps: Steps, last: int) -> None:
@@ -198,6 +201,4 @@ def _relu_in_norm_backward(steps: Steps, last: int) -> None:
     if forward is None or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
         return  # with a residual x alone does not tell the sign
     if forward.inputs[0] == norm.inputs[1]:
-        steps.merge(
-            first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2]))
-        )
+        steps.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))

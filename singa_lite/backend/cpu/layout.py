@@ -56,12 +56,13 @@ def _is_image(view: View) -> bool:
     size = 1
     for length in view.shape:
         size *= length
-    strides, expected = [], view.dtype.itemsize
+    strides: tuple[int, ...] = ()
+    expected = view.dtype.itemsize
     for length in reversed(view.shape):
-        strides.insert(0, expected)
+        strides = (expected, *strides)
         expected *= length
     is_whole = view.offset == 0 and view.memory.num_bytes == size * view.dtype.itemsize
-    return len(view.shape) == 4 and size > 0 and is_whole and tuple(strides) == view.strides
+    return len(view.shape) == 4 and size > 0 and is_whole and strides == view.strides
 
 
 class _Layout:
@@ -69,7 +70,9 @@ class _Layout:
         self._conv_blocks = conv_blocks
         self._free = _changeable(calls)
         self._blocks: dict[Memory, int] = {}  # of what is not plain
-        self._copies: dict[tuple[Memory, int], Memory] = {}  # reordered, as long as nobody writes the original
+        self._copies: dict[
+            tuple[Memory, int], Memory
+        ] = {}  # reordered, as long as nobody writes the original
         self._usual: dict[tuple[int, ...], int] = {}  # shape -> the block it had last
         self.calls: list[Call] = []
         for call in calls:
@@ -87,9 +90,7 @@ class _Layout:
         views = [call.inputs[place] for place in inputs if place < len(call.inputs)]
         views += [call.outputs[place] for place in outputs]
         is_alike = call.kernel != "add" or call.inputs[0].shape == call.inputs[1].shape
-        return is_alike and all(map(_is_image, views)) and is_float32(call.inputs[inputs[0]]) or (
-            call.kernel == "max_pool_2d_backward" and all(map(_is_image, views)) and is_float32(call.out)
-        )
+        return is_alike and all(map(_is_image, views)) and is_float32(call.outputs[0])
 
     def _convolution(self, call: KernelCall) -> None:
         x, w, y, geometry = _of_convolution(call)
@@ -100,7 +101,9 @@ class _Layout:
         if wanted is None:
             self._emit(replace(call, inputs=tuple(self._as(view, PLAIN, call) for view in call.inputs)))
             return
-        of_written = {call.outputs[0].memory: wanted[0] if call.kernel == "conv2d_backward_data" else wanted[1]}
+        of_written = {
+            call.outputs[0].memory: wanted[0] if call.kernel == "conv2d_backward_data" else wanted[1]
+        }
         blocks = []
         for view, block in ((x, wanted[0]), (y, wanted[1])):
             if view.memory in of_written and call.kernel != "conv2d_backward_weight":
@@ -149,7 +152,12 @@ class _Layout:
             memory = Memory(view.memory.num_bytes)
             to = replace(image, memory=memory)
             reorder = replace(
-                call, kernel="reorder", inputs=(image,), out=to, attributes={"blocks": (has, block)}, random=None
+                call,
+                kernel="reorder",
+                inputs=(image,),
+                out=to,
+                attributes={"blocks": (has, block)},
+                random=None,
             )
             self.calls.append(reorder)
             self._copies[key] = memory

@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowered steps: fewer kernels on images in the convolutions' own order compute what the recorded ones do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite._native import load
+from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import get_default_device
+from singa_lite.graph import KernelCall
+from singa_lite.tensor import from_numpy, to_numpy
+from tests.ranks import run_ranks
+
+MODULE, _ = load("_kernels")
+HAS_ONEDNN = bool(getattr(MODULE, "onednn", ""))
+needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: steps are not lowered")
+NUMPY = NumpyBackend()
+
+
+@pytest.fixture(autouse=True)
+def evaluation_afterwards():
+    yield
+    autograd.training = False
+
+
+class Block(layer.Layer):
+    """relu(bn(conv(relu(bn(conv(x))))) + shortcut)."""
+
+    def __init__(self, outputs, stride, is_projected):
+        super().__init__()
+        self.conv1 = layer.Conv2d(outputs, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = layer.BatchNorm2d()
+        self.conv2 = layer.Conv2d(outputs, 3, padding=1)
+        self.bn2 = layer.BatchNorm2d()
+        self.relu = layer.ReLU()
+        self.is_projected = is_projected
+        if is_projected:
+            self.conv3 = layer.Conv2d(outputs, 1, stride=stride, bias=False)
+            self.bn3 = layer.BatchNorm2d()
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        return self.relu(y + (self.bn3(self.conv3(x)) if self.is_projected else x))
+
+
+class Trained(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.flatten, self.linear1, self.linear2 = layer.Flatten(), layer.Linear(24), layer.Linear(5)
+        self.relu, self.loss = layer.ReLU(), layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.linear2(self.relu(self.linear1(self.flatten(self.features(x)))))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+
+class Residual(Trained):
+    """Blocks of 16 channels, a projection, average pooling of a whole image."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.bn = layer.Conv2d(16, 3, padding=1, bias=False), layer.BatchNorm2d()
+        self.blocks = [Block(16, 1, False), Block(32, 2, True), Block(32, 1, False)]
+
+    def features(self, x):
+        y = self.relu(self.bn(self.stem(x)))
+        for block in self.blocks:
+            y = block(y)
+        return autograd.avg_pool_2d(y, y.shape[2:])
+
+
+class Pooled(Trained):
+    """Channels that fill no block, pooling behind ReLU, overlapping windows, groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = layer.Conv2d(20, 3, activation="RELU")
+        self.conv2 = layer.Conv2d(10, 3, padding=1, group=2)
+        self.pool1, self.pool2 = layer.MaxPool2d(2), layer.MaxPool2d(3, stride=2, padding=1)
+        self.average = layer.AvgPool2d(2, padding=1)
+
+    def features(self, x):
+        y = self.pool1(self.conv1(x))
+        return self.average(self.relu(self.pool2(self.relu(self.conv2(y)))))
+
+
+class Branches(Trained):
+    """Images that kernels without blocks read as well, and two readers of one activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = layer.Conv2d(16, 3, padding=1), layer.Conv2d(16, 3, padding=1)
+        self.bn = layer.BatchNorm2d()
+
+    def features(self, x):
+        y = self.relu(self.conv1(x))
+        z = autograd.sigmoid(y) * self.bn(self.conv2(y))
+        return autograd.cat((z, y), 1)
+
+
+MODELS = [Residual, Pooled, Branches]
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    return from_numpy(rng.standard_normal((6, 3, 12, 12)).astype(np.float32)), from_numpy(
+        rng.integers(0, 5, 6)
+    )
+
+
+def train(make, use_graph, steps, communicator=None):
+    get_default_device().SetRandSeed(3)
+    net = make()
+    sgd = opt.SGD(lr=0.01, momentum=0.9, weight_decay=1e-4)
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator or LocalCommunicator(World())))
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    rank = 0 if communicator is None else communicator.rank
+    results = [net(*batch(10 * step + rank)) for step in range(steps)]
+    outs, losses = zip(*[(to_numpy(out), to_numpy(loss).item()) for out, loss in results], strict=True)
+    return outs, losses, {name: to_numpy(value) for name, value in net.get_states().items()}, net
+
+
+@needs_onednn
+@pytest.mark.parametrize("make", MODELS)
+def test_a_lowered_step_agrees_with_an_eager_one(make):
+    eager, graph = (train(make, use_graph, 2) for use_graph in (False, True))
+    for one, other in zip(eager[0], graph[0], strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(graph[1], eager[1], rtol=1e-5)
+    for name, value in eager[2].items():
+        np.testing.assert_allclose(
+            graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
+@needs_onednn
+@pytest.mark.parametrize("make", MODELS)
+def test_fifty_lowered_steps_end_at_the_loss_of_fifty_eager_ones(make):
+    eager, graph = (train(make, use_graph, 50) for use_graph in (False, True))
+    np.testing.assert_allclose(graph[1], eager[1], rtol=1e-3)
+
+
+def ranks_train(communicator, make, use_graph):
+    states = train(make, use_graph, 4, communicator)[2]
+    return {name: value for name, value in states.items() if "running" not in name}
+
+
+@needs_onednn
+def test_lowered_ranks_stay_bit_equal():
+    eager, graph = (run_ranks(ranks_train, 3, Residual, use_graph) for use_graph in (False, True))
+    for name, value in graph[0].items():
+        assert value.tobytes() == graph[1][name].tobytes() == graph[2][name].tobytes(), name
+        np.testing.assert_allclose(value, eager[0][name], rtol=1e-4, atol=1e-5)
+
+
+def lowered_calls(monkeypatch, make):
+    seen = []
+    lower = CpuBackend.lower
+
+    def listen(self, calls):
+        seen.append(lower(self, calls))
+        return seen[-1]
+
+    monkeypatch.setattr(CpuBackend, "lower", listen)
+    train(make, True, 1)
+    return [call for call in seen[0] if isinstance(call, KernelCall)]
+
+
+@needs_onednn
+def test_a_residual_network_is_fused_and_never_reordered_between_its_blocks(monkeypatch):
+    calls = lowered_calls(monkeypatch, Residual)
+    norms = [call for call in calls if call.kernel == "batchnorm_2d_train"]
+    assert sum(bool(call.attributes.get("relu")) for call in norms) == 7  # stem, and two a block
+    assert sum(len(call.inputs) == 4 for call in norms) == 3  # one addition a block
+    assert not any(call.kernel == "relu" for call in calls)
+    backward = [call for call in calls if call.kernel == "batchnorm_2d_backward"]
+    assert sum(len(call.inputs) == 6 for call in backward) == 4
+    orders = {call.attributes["blocks"] for call in calls if call.kernel == "conv2d"}
+    assert all(block > 1 for _, block in orders)
+    images = [call for call in calls if call.kernel == "reorder" and call.out.shape[2:] != (1, 1)]
+    assert len(images) <= 2
+
+
+@needs_onednn
+def test_the_gradient_of_a_relu_before_pooling_is_taken_on_the_smaller_side(monkeypatch):
+    calls = lowered_calls(monkeypatch, Pooled)
+    for call in calls:
+        if call.kernel == "relu_backward" and len(call.out.shape) == 4:
+            assert call.out.shape[2:] in ((5, 5), (3, 3))
+    assert sum(call.kernel == "conv2d" and call.attributes.get("relu", False) for call in calls) == 2
+
+
+# ---- the kernels that only lowered steps have, against numpy's in float64 ----------------------------
+
+
+def blocked(array, block):
+    """A row-major NCHW array as the same memory in blocks."""
+    n, c, h, w = array.shape
+    return np.ascontiguousarray(array.reshape(n, c // block, block, h, w).transpose(0, 1, 3, 4, 2)).reshape(
+        array.shape
+    )
+
+
+def plain(array, block):
+    n, c, h, w = array.shape
+    return array.reshape(n, c // block, h, w, block).transpose(0, 1, 4, 2, 3).reshape(array.shape)
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+needs_module = pytest.mark.skipif(MODULE is None, reason="nothing was compiled")
+BLOCKS = [(16, 1), (16, 8), (16, 16), (32, 16), (20, 20), (3, 3), (7, 1), (24, 8)]
+
+
+@needs_module
+@pytest.mark.parametrize(("channels", "block"), BLOCKS)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (12, 12)])
+def test_batch_norm_of_blocks_with_residual_and_relu(channels, block, has_residual, size):
+    x = normal((3, channels, *size)) + 2
+    residual = normal(x.shape, 1)
+    scale, bias = normal(channels, 2), normal(channels, 3)
+    y, mean, inverse_std = np.empty_like(x), np.empty(channels, "f4"), np.empty(channels, "f4")
+    running = np.zeros(channels, "f4"), np.ones(channels, "f4")
+    extra = (blocked(residual, block),) if has_residual else ()
+    rates = {"momentum": 0.1, "eps": 1e-5}
+    assert MODULE.batchnorm_2d_train(
+        blocked(x, block),
+        scale,
+        bias,
+        *extra,
+        out=(y, mean, inverse_std, *running),
+        relu=True,
+        block=block,
+        **rates,
+    )
+    x64, scale64, bias64 = (array.astype(np.float64) for array in (x, scale, bias))
+    wanted = np.empty_like(x64), np.empty(channels), np.empty(channels), np.zeros(channels), np.ones(channels)
+    NUMPY.run("batchnorm_2d_train", x64, scale64, bias64, out=wanted, **rates)
+    total = np.maximum(wanted[0] + residual * has_residual, 0)
+    np.testing.assert_allclose(plain(y, block), total, rtol=1e-4, atol=1e-5)
+    for got, want in zip((mean, inverse_std, *running), wanted[1:], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+    dy, dx = normal(x.shape, 4), np.empty_like(x)
+    dscale, dbias = np.empty(channels, "f4"), np.empty(channels, "f4")
+    has_relu = not has_residual
+    assert MODULE.batchnorm_2d_backward(
+        blocked(dy, block), blocked(x, block), scale, mean, inverse_std, *((bias,) if has_relu else ()),
+        out=(dx, dscale, dbias), block=block,
+    )  # fmt: skip
+    slope = np.where(plain(y, block) > 0, dy, 0).astype(np.float64) if has_relu else dy.astype(np.float64)
+    wants = np.empty_like(x64), np.empty(channels), np.empty(channels)
+    NUMPY.run("batchnorm_2d_backward", slope, x64, scale64, wanted[1], wanted[2], out=wants)
+    np.testing.assert_allclose(plain(dx, block), wants[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(dscale, wants[1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dbias, wants[2], rtol=1e-4, atol=1e-4)
+
+
+@needs_module
+def test_the_mean_of_batch_norm_may_lie_far_from_zero():
+    x = normal((8, 16, 6, 6)) * 0.01 + 50
+    out = (np.empty_like(x), *(np.zeros(16, "f4") for _ in range(4)))
+    assert MODULE.batchnorm_2d_train(
+        x, np.ones(16, "f4"), np.zeros(16, "f4"), out=out, momentum=0.1, eps=1e-12
+    )
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(out[2], 1 / exact.std((0, 2, 3)), rtol=1e-3)
+
+
+@needs_module
+@pytest.mark.parametrize(("channels", "block"), BLOCKS)
+@pytest.mark.parametrize("index", ["u1", "i4"])
+@pytest.mark.parametrize("window", [(2, 2, 0), (3, 2, 1), (3, 1, 0), (2, 3, 0)])
+def test_pooling_of_blocks(channels, block, index, window):
+    kernel, stride, padding = window
+    geometry = {"kernel_size": (kernel, kernel), "stride": (stride, stride), "padding": (padding, padding)}
+    x = np.round(normal((2, channels, 9, 8)), 1)  # with equal elements
+    size = tuple((length + 2 * padding - kernel) // stride + 1 for length in x.shape[2:])
+    y, indices = np.empty((2, channels, *size), "f4"), np.empty((2, channels, *size), index)
+    wanted = np.empty_like(y), np.empty_like(indices)
+    assert MODULE.max_pool_2d(blocked(x, block), out=(y, indices), block=block, **geometry)
+    NUMPY.run("max_pool_2d", x, out=wanted, **geometry)
+    np.testing.assert_array_equal(plain(y, block), wanted[0])
+    np.testing.assert_array_equal(plain(indices, block), wanted[1])
+    dy, dx, want = normal(y.shape, 5), np.empty_like(x), np.empty_like(x)
+    assert MODULE.max_pool_2d_backward(blocked(dy, block), indices, out=dx, block=block, **geometry)
+    NUMPY.run("max_pool_2d_backward", dy, wanted[1], out=want, **geometry)
+    np.testing.assert_allclose(plain(dx, block), want, rtol=1e-6, atol=1e-6)
+    for count_include_pad in (False, True):
+        geometry["count_include_pad"] = count_include_pad
+        assert MODULE.avg_pool_2d(blocked(x, block), out=y, block=block, **geometry)
+        NUMPY.run("avg_pool_2d", x, out=wanted[0], **geometry)
+        np.testing.assert_allclose(plain(y, block), wanted[0], rtol=1e-5, atol=1e-6)
+        assert MODULE.avg_pool_2d_backward(blocked(dy, block), out=dx, block=block, **geometry)
+        NUMPY.run("avg_pool_2d_backward", dy, out=want, **geometry)
+        np.testing.assert_allclose(plain(dx, block), want, rtol=1e-5, atol=1e-6)
+
+
+@needs_onednn
+@pytest.mark.parametrize("blocks", [(1, 16), (16, 1), (8, 16), (32, 8), (1, 32)])
+def test_reorder_moves_elements_and_changes_none(blocks):
+    x, y = normal((2, 32, 5, 3)), np.empty((2, 32, 5, 3), "f4")
+    assert MODULE.reorder(blocked(x, blocks[0]), out=y, blocks=blocks)
+    np.testing.assert_array_equal(plain(y, blocks[1]), x)
+
+
+@needs_onednn
+@pytest.mark.parametrize("x_block", [1, 16])
+@pytest.mark.parametrize("y_block", [1, 8, 32])
+def test_convolution_of_blocks(x_block, y_block):
+    geometry = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x, w, b = normal((3, 16, 9, 7)), normal((32, 16, 3, 3), 1), normal(32, 2)
+    y = np.empty((3, 32, 5, 7), "f4")
+    blocks = {"blocks": (x_block, y_block), **geometry}
+    assert MODULE.conv2d(blocked(x, x_block), w, b, out=y, relu=True, **blocks)
+    exact = [array.astype(np.float64) for array in (x, w, b)]
+    wanted = np.empty(y.shape)
+    NUMPY.run("conv2d", *exact, out=wanted, **geometry)
+    np.testing.assert_allclose(plain(y, y_block), np.maximum(wanted, 0), rtol=1e-4, atol=1e-4)
+    dy, dx, dw, db = normal(y.shape, 3), np.empty_like(x), np.empty_like(w), np.empty_like(b)
+    assert MODULE.conv2d_backward_data(blocked(dy, y_block), w, out=dx, **blocks)
+    assert MODULE.conv2d_backward_weight(blocked(dy, y_block), blocked(x, x_block), out=(dw, db), **blocks)
+    wants = np.empty(x.shape), np.empty(w.shape), np.empty(b.shape)
+    slope = dy.astype(np.float64)
+    NUMPY.run("conv2d_backward_data", slope, exact[1], out=wants[0], **geometry)
+    NUMPY.run("conv2d_backward_weight", slope, exact[0], out=wants[1:], **geometry)
+    for got, want in zip((plain(dx, x_block), dw, db), wants, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+@needs_onednn
+@pytest.mark.parametrize("relu", [False, True])
+def test_a_product_adds_its_bias_and_clips(relu):
+    a, b, bias, y = normal((7, 5)), normal((5, 9), 1), normal(9, 2), np.empty((7, 9), "f4")
+    assert MODULE.matmul(a, b, bias, out=y, relu=relu)
+    wanted = a.astype(np.float64) @ b + bias
+    np.testing.assert_allclose(y, np.maximum(wanted, 0) if relu else wanted, rtol=1e-5, atol=1e-6)
+    assert not MODULE.matmul(a, b, normal(7), out=y)
+
+
+@needs_module
+def test_a_plan_stops_where_a_kernel_refuses_the_values():
+    x, labels = normal((4, 3)), np.array([0, 1, 2, 0])
+    loss, probabilities, y = np.empty(1, "f4"), np.empty_like(x), np.empty_like(x)
+    plan = MODULE.Plan()
+    assert plan.record(MODULE.relu, (x,), {"out": y})
+    assert plan.record(MODULE.softmax_cross_entropy, (x, labels), {"out": (loss, probabilities)})
+    assert plan.record(MODULE.relu, (y,), {"out": x})
+    assert not plan.record(MODULE.relu, (x.astype("f8"),), {"out": y})
+    y[:], before = -1, x.copy()
+    assert len(plan) == 3 and (y == -1).all()  # recorded, not run
+    assert plan.run() == 3
+    np.testing.assert_array_equal(x, np.maximum(before, 0))
+    labels[2] = 7
+    assert plan.run() == 1 and plan.run(2) == 3
