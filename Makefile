@@ -9,13 +9,13 @@ TESTS ?= tests
 export MNIST_DIR
 
 PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
-BUILD_FILES = setup.py pyproject.toml CMakeLists.txt $(shell find native -type f)
+BUILD_FILES = setup.py pyproject.toml CMakeLists.txt $(shell find native -type f -not -path "native/tests/*")
 PYTHON_FILES = $(shell find singa_lite -name '*.py')
 # Open MPI refuses root and more ranks than cores unless told otherwise
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: help train test test-openmpi lint format clean
+.PHONY: help train test test-openmpi sanitize lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: .venv-test/installed ## run all tests (or TESTS=tests/data)
 
 test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH
 	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/test_mpi.py
+
+sanitize: .venv-test/installed ## run the test programs of native/ under AddressSanitizer and UBSan
+	.venv-test/bin/python setup.py --quiet native_tests --sanitize
 
 lint: .venv-test/installed ## ruff, and mypy on the public signatures
 	.venv-test/bin/ruff check .

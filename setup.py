@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
@@ -57,6 +58,16 @@ def onednn_options() -> list[str]:
     return [f"-Ddnnl_DIR={config[0].parent}"]
 
 
+def run_tool(tool: str, *arguments: object) -> None:
+    """Run cmake or ctest of the build requirements."""
+    path = tools_path()
+    command = [shutil.which(tool, path=path) or tool, *map(str, arguments)]
+    try:
+        subprocess.run(command, check=True, env={**os.environ, "PATH": path})
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"{error}\n{CURE}") from None
+
+
 class CMakeBuild(build_ext):
     """Run CMake once for all extensions, straight into the folder where setuptools expects them."""
 
@@ -68,25 +79,46 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
         build = Path(self.build_temp).resolve()
         # --fresh: a cache left by an earlier isolated build names tools that are gone
-        self.cmake("--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
-                   f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
-                   f"-DPython_EXECUTABLE={sys.executable}",
-                   f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                   *onednn_options())  # fmt: skip
+        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
+                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+                 f"-DPython_EXECUTABLE={sys.executable}",
+                 f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                 *onednn_options())  # fmt: skip
         for path in target.glob("libdnnl.*"):  # of an earlier build
             path.unlink()
-        self.cmake("--build", build)
+        run_tool("cmake", "--build", build)
         if (target / BUNDLED).exists():
             for path in files_of("onednn-cpu-gomp", *LICENCES):
                 shutil.copy(path, target / f"libdnnl.{path.name}")
 
-    def cmake(self, *arguments: object) -> None:
-        path = tools_path()
-        command = [shutil.which("cmake", path=path) or "cmake", *map(str, arguments)]
+
+class NativeTests(Command):
+    """Build and run the programs of native/tests: python setup.py native_tests [--sanitize]."""
+
+    description = "build and run the test programs of native/tests"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = [
+        ("sanitize", None, "with AddressSanitizer and UndefinedBehaviorSanitizer")
+    ]
+    boolean_options: ClassVar[list[str]] = ["sanitize"]
+
+    def initialize_options(self) -> None:
+        self.sanitize = False
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        build = ROOT / "build" / ("sanitize" if self.sanitize else "native_tests")
+        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
+                 "-DSINGA_LITE_TESTS=ON", f"-DSINGA_LITE_SANITIZE={'ON' if self.sanitize else 'OFF'}",
+                 *onednn_options())  # fmt: skip
+        run_tool("cmake", "--build", build)
         try:
-            subprocess.run(command, check=True, env={**os.environ, "PATH": path})
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise CompileError(f"{error}\n{CURE}") from None
+            run_tool(
+                "ctest", "--test-dir", build, "--parallel", "2", "--output-on-failure", "--no-tests=error"
+            )
+        except CompileError:
+            raise CompileError("programs of native/tests failed, see above") from None
 
 
 class CleanBuildPy(build_py):
@@ -102,5 +134,5 @@ setup(
     packages=find_packages(include=["singa_lite", "singa_lite.*"]),
     package_data={"singa_lite": ["py.typed"]},
     ext_modules=[Extension(name, sources=[]) for name in EXTENSIONS],
-    cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy},
+    cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy, "native_tests": NativeTests},
 )

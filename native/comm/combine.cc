@@ -105,7 +105,7 @@ void combine_typed(ReduceOp op, const void* const* sources, std::size_t num_sour
   const T divisor = T(num_sources);
   const Step<T> middle = step_of<T>(op, false), last = step_of<T>(op, true);
   if (num_sources == 1) {
-    if (to != source(0)) std::memcpy(to, source(0), count * sizeof(T));
+    if (to != source(0) && count) std::memcpy(to, source(0), count * sizeof(T));
     return;
   }
   if (num_sources == 2) return last(source(0), source(1), to, divisor, count);

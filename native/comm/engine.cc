@@ -57,13 +57,13 @@ void Engine::check_usable() const {
   if (is_forked())
     throw CommError(who + "a shm communicator made before fork() is not usable in the child (process " +
                     std::to_string(getpid()) + "); make the world after the fork");
-  if (is_closed_) throw CommError(who + "this communicator is closed");
+  if (is_stopping_.load()) throw CommError(who + "this communicator is closed");
   if (is_broken_.load(std::memory_order_acquire))
     throw CommError(who + "this communicator is broken by an earlier failure: " + failure_);
 }
 
 std::shared_ptr<Op> Engine::start(Request request) {
-  check_usable();
+  if (is_forked()) check_usable();
   auto op = std::make_shared<Op>();
   op->wire = request.narrow ? DType::kFloat16 : request.dtype;
   Descriptor& d = op->descriptor;
@@ -75,10 +75,11 @@ std::shared_ptr<Op> Engine::start(Request request) {
   d.root = request.root;
   std::strncpy(d.name, request.name.c_str(), sizeof d.name - 1);
   op->request = std::move(request);
-  cut(*op);
   op->is_large = op->request.count * bytes_of(op->wire) > kLargeBytes;
 
   std::unique_lock<std::mutex> lock(mutex_);
+  check_usable();  // under the lock: another thread may be closing
+  cut(*op);
   d.sequence = issued_.load(std::memory_order_relaxed);
   op->first_round = next_round_;
   next_round_ += op->num_rounds;
@@ -112,7 +113,7 @@ bool Engine::wait(Op& op, double slice_s, double limit_s, double since_s) {
   since_s_.store(since_s);
   while (op.state.load(std::memory_order_acquire) == 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (driver_ == Driver::kNone) {
+    if (driver_ == Driver::kNone && !is_stopping_.load()) {
       driver_ = Driver::kCaller;
       lock.unlock();
       drive_guarded(&op, deadline_s);
@@ -121,7 +122,7 @@ bool Engine::wait(Op& op, double slice_s, double limit_s, double since_s) {
     } else {
       waiters_.fetch_add(1);
       idle_.wait_for(lock, std::chrono::duration<double>(slice_s),
-                     [&] { return op.state.load() != 0 || driver_ == Driver::kNone; });
+                     [&] { return op.state.load() != 0 || (driver_ == Driver::kNone && !is_stopping_.load()); });
       waiters_.fetch_sub(1);
     }
     if (op.state.load() == 0 && monotonic_s() > deadline_s) return false;
@@ -148,31 +149,37 @@ bool Engine::is_done(Op& op) {
 }
 
 void Engine::abort(const std::string& text) {
-  if (is_forked() || is_closed_) return;
+  if (is_forked()) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_stopping_.load()) return;
   segment_->post_abort(text);
   ring_everyone();
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (driver_ != Driver::kNone) return;  // it reads the record as soon as it waits
+  await_driver(lock);  // it reads the record when it waits, unless its collective ends before that
+  if (is_stopping_.load() || is_broken_.load()) return;
+  driver_ = Driver::kCaller;
   lock.unlock();
   fail("rank " + std::to_string(rank_) + ": this rank gave up: " + text);
+  lock.lock();
+  release(lock);
 }
 
 void Engine::close() {
-  if (is_forked() || is_closed_) return;
+  if (is_forked()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_stopping_.store(true);
+    if (is_stopping_.exchange(true)) return;
     has_work_.notify_all();
   }
   segment_->block(rank_).bell.fetch_add(1);
   futex_wake(segment_->block(rank_).bell);
   if (thread_.joinable()) thread_.join();
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    is_closed_ = true;
+    std::unique_lock<std::mutex> lock(mutex_);
+    await_driver(lock);  // another thread may be moving data
     if (!is_broken_.load()) failure_ = "rank " + std::to_string(rank_) + ": this communicator was closed while a collective was in flight";
     for (const auto& op : in_flight_) op->state.store(2);
     in_flight_.clear();
+    idle_.notify_all();
   }
   segment_->leave();
   ring_everyone();
@@ -219,6 +226,13 @@ void Engine::finish(Op& op, int state) {
   if (waiters_.load() == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   idle_.notify_all();
+}
+
+// Return when nobody drives.
+void Engine::await_driver(std::unique_lock<std::mutex>& lock) {
+  waiters_.fetch_add(1);
+  idle_.wait(lock, [&] { return driver_ == Driver::kNone; });
+  waiters_.fetch_sub(1);
 }
 
 // Give up the driver's role; whoever needs it next hears of it.

@@ -128,6 +128,7 @@ class Engine {
   // engine.cc: roles and failure
   void run_thread();
   void release(std::unique_lock<std::mutex>& lock);
+  void await_driver(std::unique_lock<std::mutex>& lock);
   void step_all_guarded();
   void drive_guarded(const Op* until, double deadline_s);
   void fail(const std::string& text);
@@ -154,7 +155,6 @@ class Engine {
   std::uint64_t first_sequence_ = 0;  // of in_flight_.front()
   std::uint64_t next_round_ = 0;
   std::thread thread_;
-  bool is_closed_ = false;
   std::string failure_;
 
   std::atomic<std::uint64_t> issued_{0};  // collectives started so far

@@ -24,6 +24,11 @@ std::string describe(const Descriptor& d) {
   return text;
 }
 
+// memcpy forbids null even for no bytes, and an empty array may have no memory.
+void copy(void* to, const void* from, std::size_t bytes) {
+  if (bytes) std::memcpy(to, from, bytes);
+}
+
 }  // namespace
 
 void Engine::cut(Op& op) const {
@@ -137,13 +142,13 @@ void Engine::post(const Op& op, std::uint64_t round) {
   } else if (request.kind == Kind::kReduceScatter) {
     for (int r = 0; r < size_; ++r)
       if (r != rank_)
-        std::memcpy(slot + std::size_t(r) * op.round_elements * element,
+        copy(slot + std::size_t(r) * op.round_elements * element,
                     in + (std::size_t(r) * request.count + at) * element, count * element);
   } else {
     const Piece mine = op.is_piecewise ? piece_of(count, op.wire, rank_) : Piece{count, 0};  // nobody else reads it
     const std::size_t after = mine.begin + mine.count;
-    std::memcpy(slot, in + at * element, mine.begin * element);
-    std::memcpy(slot + after * element, in + (at + after) * element, (count - after) * element);
+    copy(slot, in + at * element, mine.begin * element);
+    copy(slot + after * element, in + (at + after) * element, (count - after) * element);
   }
 }
 
@@ -164,7 +169,7 @@ void Engine::reduce_piece(const Op& op, std::uint64_t round) {
     }
     combine(op.wire, request.op, sources_.data(), sources_.size(), out, n);
     for (int r = 0; r < size_; ++r)
-      if (r != rank_) std::memcpy(segment_->data(r, round) + offset, out, n * element);
+      if (r != rank_) copy(segment_->data(r, round) + offset, out, n * element);
   }
 }
 
@@ -183,11 +188,11 @@ void Engine::consume(const Op& op, std::uint64_t round) {
       return;
     case Kind::kBroadcast:
       if (rank_ != request.root)
-        std::memcpy(out + at * element, segment_->data(request.root, round), count * element);
+        copy(out + at * element, segment_->data(request.root, round), count * element);
       return;
     case Kind::kAllGather:
       for (int r = 0; r < size_; ++r)
-        std::memcpy(out + (std::size_t(r) * request.count + at) * element,
+        copy(out + (std::size_t(r) * request.count + at) * element,
                     r == rank_ ? in + at * element : segment_->data(r, round), count * element);
       return;
   }
@@ -214,8 +219,8 @@ void Engine::consume_answers(const Op& op, std::uint64_t round, std::size_t at, 
   const Piece mine = piece_of(count, op.wire, rank_);  // already in the caller's array
   const std::size_t after = mine.begin + mine.count;
   char* out = static_cast<char*>(op.request.out);
-  std::memcpy(out + at * element, slot, mine.begin * element);
-  std::memcpy(out + (at + after) * element, slot + after * element, (count - after) * element);
+  copy(out + at * element, slot, mine.begin * element);
+  copy(out + (at + after) * element, slot + after * element, (count - after) * element);
 }
 
 // Every rank sees a disagreement by itself: it compares its own descriptor with each of the others'.

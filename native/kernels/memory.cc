@@ -7,8 +7,11 @@
 namespace singa_lite {
 namespace {
 
+constexpr std::size_t kMostBytes = std::size_t(1) << 60;  // more than any machine has
+
 // Sizes have three significant bits, so that blocks fit again; at most 1/8 is lost (and pages never touched cost nothing).
 std::size_t rounded(std::size_t bytes) {
+  if (bytes > kMostBytes) throw std::bad_alloc();  // or the steps below would overflow
   std::size_t step = MemoryPool::kAlignment;
   while (step * 16 < bytes) step *= 2;
   return (bytes + step - 1) / step * step;

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/memory.h"
+
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+using namespace singa_lite;
+
+namespace {
+
+void test_a_freed_block_comes_again() {
+  MemoryPool pool;
+  for (std::size_t bytes : {0, 1, 63, 64, 65, 1023, 1025, 100001, 1 << 20}) {
+    void* first = pool.acquire(bytes);
+    CHECK(std::uintptr_t(first) % MemoryPool::kAlignment == 0);
+    std::memset(first, 1, bytes);  // all of it is ours
+    pool.release(first, bytes);
+    void* second = pool.acquire(bytes);
+    CHECK(first == second);
+    pool.release(second, bytes);
+  }
+}
+
+void test_a_block_fits_sizes_near_its_own() {
+  MemoryPool pool;
+  Random random(71);
+  for (int i = 0; i < 2000; ++i) {
+    const std::size_t bytes = random.below(std::size_t(1) << random.below(22));
+    auto* block = static_cast<char*>(pool.acquire(bytes));
+    std::memset(block, i, bytes);
+    pool.release(block, bytes);
+  }
+}
+
+void test_what_is_kept_stays_below_the_limit() {
+  MemoryPool pool;
+  constexpr std::size_t kMega = 1 << 20;
+  std::size_t most_used = 0;
+  for (std::size_t mega = 1; mega <= 64; ++mega) {  // every size once: nothing fits again
+    void* block = pool.acquire(mega * kMega);
+    most_used = std::max(most_used, mega * kMega * 9 / 8);
+    CHECK(pool.bytes_held() <= most_used + std::max(MemoryPool::kSlack, most_used / 4) + most_used / 8);
+    pool.release(block, mega * kMega);
+  }
+}
+
+void test_too_much_is_bad_alloc_and_changes_nothing() {
+  MemoryPool pool;
+  void* block = pool.acquire(1000);
+  const std::size_t held = pool.bytes_held();
+  for (std::size_t bytes : {~std::size_t(0), ~std::size_t(0) - 100, ~std::size_t(0) / 2 + 1, std::size_t(1) << 61}) {
+    bool has_thrown = false;
+    try {
+      pool.acquire(bytes);
+    } catch (const std::bad_alloc&) {
+      has_thrown = true;
+    }
+    CHECK(has_thrown);
+    CHECK_EQUAL(pool.bytes_held(), held);
+  }
+  pool.release(block, 1000);
+}
+
+void test_threads_share_one_pool() {
+  MemoryPool pool;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&pool, t] {
+      Random random(72 + std::uint64_t(t));
+      for (int i = 0; i < 3000; ++i) {
+        const std::size_t bytes = 1 + random.below(5000);
+        auto* block = static_cast<unsigned char*>(pool.acquire(bytes));
+        std::memset(block, t, bytes);
+        if (i % 16 == 0) std::this_thread::yield();
+        CHECK_EQUAL(block[0], t);
+        CHECK_EQUAL(block[bytes - 1], t);
+        pool.release(block, bytes);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  test_a_freed_block_comes_again();
+  test_a_block_fits_sizes_near_its_own();
+  test_what_is_kept_stays_below_the_limit();
+  test_too_much_is_bad_alloc_and_changes_nothing();
+  test_threads_share_one_pool();
+  CHECK(&memory_pool() == &memory_pool());
+}
