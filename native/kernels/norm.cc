@@ -224,7 +224,7 @@ void batchnorm_train(const Norm& n, const float* x, const float* scale, const fl
                      double momentum, double eps) {
   // One pass over x: squares are taken about the mean of the first sample, which is near enough to lose no digits.
   std::vector<float> centre(n.channels), factor(n.channels);
-  const Sums first(n, 1, [&](const Tile& t, double* sums, double* squares) {
+  const Sums first(n, std::min<std::size_t>(n.batch, 1), [&](const Tile& t, double* sums, double* squares) {
     const PerLane<float> zero = {};
     norm_loops::moments(t, x + t.offset, zero, sums, squares);
   });

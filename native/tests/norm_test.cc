@@ -13,7 +13,10 @@ constexpr double kEps = 1e-5, kMomentum = 0.1;
 template <class Body>
 void for_channel(const Norm& n, std::size_t c, const Body& body) {
   for (std::size_t b = 0; b < n.batch; ++b)
-    for (std::size_t i = 0; i < n.inner; ++i) body((b * n.channels + c) * n.inner + i);
+    for (std::size_t i = 0; i < n.inner; ++i) {
+      const std::size_t blocks = n.channels / n.block;
+      body(((b * blocks + c / n.block) * n.inner + i) * n.block + c % n.block);
+    }
 }
 
 void test_norm(const Norm& n, std::size_t offset, float shift) {
@@ -25,10 +28,10 @@ void test_norm(const Norm& n, std::size_t offset, float shift) {
   Floats y(size, offset, kNanF), inferred(size, offset, kNanF), dx(size, offset, kNanF);
   Floats mean(n.channels, offset, kNanF), inverse(n.channels, offset, kNanF), running_mean(n.channels, offset, 0.5f),
       running_var(n.channels, offset, 2.0f), dscale(n.channels, offset, kNanF), dbias(n.channels, offset, kNanF);
-  batchnorm_train(n, x.data(), scale.data(), bias.data(), y.data(), mean.data(), inverse.data(), running_mean.data(),
-                  running_var.data(), kMomentum, kEps);
+  batchnorm_train(n, x.data(), scale.data(), bias.data(), nullptr, false, y.data(), mean.data(), inverse.data(),
+                  running_mean.data(), running_var.data(), kMomentum, kEps);
   batchnorm_infer(n, x.data(), scale.data(), bias.data(), running_mean.data(), running_var.data(), inferred.data(), kEps);
-  batchnorm_backward(n, dy.data(), x.data(), scale.data(), mean.data(), inverse.data(), dx.data(), dscale.data(),
+  batchnorm_backward(n, dy.data(), x.data(), scale.data(), nullptr, mean.data(), inverse.data(), dx.data(), dscale.data(),
                      dbias.data());
   const double count = double(n.batch * n.inner);
   for (std::size_t c = 0; c < n.channels; ++c) {
@@ -63,11 +66,13 @@ void test_norm(const Norm& n, std::size_t offset, float shift) {
 int main() {
   for_threads([] {
     for (std::size_t batch : {1, 2, 5})
-      for (std::size_t channels : {1, 3, 16})
-        for (std::size_t inner : {1, 7, 16, 121, 1025}) {
-          test_norm({batch, channels, inner}, 0, 0);
-          test_norm({batch, channels, inner}, 1, 10);
-        }
+      for (std::size_t channels : {1, 3, 16, 40})
+        for (std::size_t inner : {1, 7, 16, 121, 1025})
+          for (const std::size_t block : {std::size_t(1), std::size_t(8), channels}) {
+            if (channels % block != 0) continue;
+            test_norm({batch, channels, inner, block}, 0, 0);
+            test_norm({batch, channels, inner, block}, 1, 10);
+          }
     test_norm({3, 2, 40009}, 1, 0);
     test_norm({0, 0, 0}, 0, 0);
     test_norm({4, 0, 9}, 0, 0);

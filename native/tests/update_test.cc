@@ -11,7 +11,7 @@ void test_sgd(std::size_t n, std::size_t offset, const SgdStep& s, bool has_velo
   const Floats grad = random_floats(n, 31, offset), before = random_floats(n, 32, offset);
   Floats param = random_floats(n, 32, offset), velocity = random_floats(n, 33, offset);
   const Floats old = random_floats(n, 33, offset);
-  sgd_update(grad.data(), param.data(), has_velocity ? velocity.data() : nullptr, n, s);
+  sgd_update({{grad.data(), param.data(), {has_velocity ? velocity.data() : nullptr, nullptr}, n}}, s);
   for (std::size_t i = 0; i < n; ++i) {
     double slope = double(grad[i]) + double(s.weight_decay) * before[i], v = old[i];
     if (has_velocity && s.momentum != 0) {
@@ -27,7 +27,7 @@ void test_adam(std::size_t n, std::size_t offset, float weight_decay) {
   const AdamStep s{0.9f, 0.99f, 1e-8f, weight_decay, 0.01f / (1 - 0.9f), 1 / (1 - 0.99f)};
   const Floats grad = random_floats(n, 34, offset), before = random_floats(n, 35, offset);
   Floats param = random_floats(n, 35, offset), m(n, offset, 0.5f), v(n, offset, 0.25f);
-  adam_update(grad.data(), param.data(), m.data(), v.data(), n, s);
+  adam_update({{grad.data(), param.data(), {m.data(), v.data()}, n}}, s);
   for (std::size_t i = 0; i < n; ++i) {
     const double slope = double(grad[i]) + double(weight_decay) * before[i];
     const double m_after = double(s.beta_1) * 0.5 + (1 - double(s.beta_1)) * slope;
