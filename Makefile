@@ -2,7 +2,7 @@
 # The doors for people. Each target sets up what it needs; `make` alone lists them.
 
 PYTHON ?= python3
-EPOCHS ?= 2
+EPOCHS ?= 10
 NPROC ?= 2
 DIST_OPTION ?= fp32
 TESTS ?= tests

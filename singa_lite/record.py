@@ -34,6 +34,8 @@ class RecordInfo:
         num_kernels: kernel calls of a replay.
         num_host_calls: places where Python runs: a gradient handed to its scheme, the update.
         num_bytes: memory that activations and their gradients share.
+        nodes: the calls of a replay in their order, with what they make: its dtype and shape, and the blocks of
+            channels it lies in where it is not row-major (native/kernels/layout.h).
         refusal: why such steps run eagerly instead; None if they are replayed.
     """
 
@@ -42,6 +44,7 @@ class RecordInfo:
     num_host_calls: int
     num_bytes: int
     refusal: str | None
+    nodes: tuple[str, ...] = ()
 
 
 class Record:
@@ -116,7 +119,12 @@ class Record:
         """For people."""
         num_kernels = sum(isinstance(call, KernelCall) for call in self._calls)
         return RecordInfo(
-            self._label, num_kernels, len(self._calls) - num_kernels, self._num_bytes, self.refusal
+            self._label,
+            num_kernels,
+            len(self._calls) - num_kernels,
+            self._num_bytes,
+            self.refusal,
+            tuple(map(_described, self._calls)),
         )
 
 
@@ -154,6 +162,16 @@ class Records:
     def clear(self) -> None:
         """Forget all records."""
         self._records.clear()
+
+
+def _described(call: Call) -> str:
+    """A call for people."""
+    if isinstance(call, HostCall):
+        return call.name
+    made = ", ".join(f"{array.dtype}{list(array.shape)}" for array in call.outputs)
+    shown = ("relu", "block", "blocks")
+    extras = "".join(f" {key}={call.attributes[key]}" for key in shown if key in call.attributes)
+    return f"{call.name} -> {made}{extras}"
 
 
 def share_memory(calls: list[Call], backend: Any) -> tuple[list[Call], int]:

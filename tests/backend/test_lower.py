@@ -192,6 +192,14 @@ def test_a_residual_network_is_fused_and_never_reordered_between_its_blocks(monk
 
 
 @needs_onednn
+def test_graph_info_names_every_call_with_its_shape_and_order():
+    [info] = train(Residual, True, 2)[3].graph_info()
+    assert len(info.nodes) == info.num_kernels + info.num_host_calls
+    assert "batchnorm_2d_train -> float32[6, 16, 12, 12]" in info.nodes[1] and " block=" in info.nodes[1]
+    assert sum(node.startswith("Dist.") for node in info.nodes) == info.num_host_calls
+
+
+@needs_onednn
 def test_the_gradient_of_a_relu_before_pooling_is_taken_on_the_smaller_side(monkeypatch):
     calls = lowered_calls(monkeypatch, Pooled)
     for call in calls:
