@@ -138,9 +138,7 @@ def test_a_lowered_step_agrees_with_an_eager_one(make):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(graph[1], eager[1], rtol=1e-5)
     for name, value in eager[2].items():
-        np.testing.assert_allclose(
-            graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name
-        )
+        np.testing.assert_allclose(graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @needs_onednn
