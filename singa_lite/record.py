@@ -190,6 +190,7 @@ def share_memory(calls: list[Call], backend: Any) -> tuple[list[Call], int]:
                 lifetimes[view.memory] = Lifetime(view.memory.num_bytes, first, number)
     offsets, total = plan_offsets(list(lifetimes.values()))
     place = dict(zip(lifetimes, offsets, strict=True))
+    backend.give_back()  # what the recorded step used, or both would be held at once
     arena = backend.empty((total,), "uint8")
 
     def array_of(view: View) -> Any:

@@ -265,6 +265,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("num_threads", &num_threads, "Threads the next kernel may use.");
 
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
+  m.def("give_back", [] { memory_pool().give_back(); }, "Hand memory that is kept for reuse to the system.");
   m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");
 
   const py::kw_only kw;

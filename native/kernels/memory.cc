@@ -4,6 +4,10 @@
 #include <algorithm>
 #include <new>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 namespace singa_lite {
 namespace {
 
@@ -57,6 +61,14 @@ void MemoryPool::release(void* block, std::size_t bytes) {
   used_bytes_ -= size;
   kept_bytes_ += size;
   kept_.push_back({size, block});
+}
+
+void MemoryPool::give_back() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  while (!kept_.empty()) drop_oldest();
+#ifdef __GLIBC__
+  malloc_trim(0);  // freed memory below what is still in use goes back as well
+#endif
 }
 
 std::size_t MemoryPool::bytes_held() const {

@@ -20,6 +20,7 @@ class MemoryPool {
   ~MemoryPool();
   void* acquire(std::size_t bytes);  // throws std::bad_alloc
   void release(void* block, std::size_t bytes);
+  void give_back();  // all that is kept, to the system
 
   std::size_t bytes_held() const;  // in use and kept
 

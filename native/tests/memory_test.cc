@@ -47,6 +47,17 @@ void test_what_is_kept_stays_below_the_limit() {
   }
 }
 
+void test_what_is_given_back_is_no_longer_held() {
+  MemoryPool pool;
+  void* used = pool.acquire(kMega);
+  pool.release(pool.acquire(2 * kMega), 2 * kMega);
+  pool.give_back();
+  CHECK_EQUAL(pool.bytes_held(), kMega);
+  pool.release(used, kMega);
+  pool.give_back();
+  CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
+}
+
 void test_too_much_is_bad_alloc_and_changes_nothing() {
   MemoryPool pool;
   void* block = pool.acquire(1000);
@@ -89,6 +100,7 @@ int main() {
   test_a_freed_block_comes_again();
   test_a_block_fits_sizes_near_its_own();
   test_what_is_kept_stays_below_the_limit();
+  test_what_is_given_back_is_no_longer_held();
   test_too_much_is_bad_alloc_and_changes_nothing();
   test_threads_share_one_pool();
   CHECK(&memory_pool() == &memory_pool());

@@ -186,6 +186,10 @@ class Backend(ABC):
     def view(self, root: Array, view: View) -> Array:
         """The array that ``view`` describes in the memory of ``root``."""
 
+    def give_back(self) -> None:
+        """Hand memory that is kept for reuse to the system; the default keeps none."""
+        return None
+
     def lower(self, calls: list[Call]) -> list[Call]:
         """The calls of a recorded step in a form that this backend runs faster; the default changes nothing."""
         return calls

@@ -29,6 +29,7 @@ class NativeKernels(Backend):
         self._takes: dict[str, Callable[..., bool]] = {
             kernel: getattr(module, kernel) for kernel in (*KERNELS, *LOWERED) if hasattr(module, kernel)
         }
+        self._give_back = getattr(module, "give_back", None)
         self._make_plan = getattr(module, "Plan", None)
         self._conv_blocks = getattr(module, "conv_blocks", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
@@ -46,6 +47,10 @@ class NativeKernels(Backend):
         take = self._takes.get(kernel)
         if take is None or not take(*inputs, out=out, **attributes):  # see Note [taking a call]
             super().execute(kernel, inputs, out, attributes)
+
+    def give_back(self) -> None:
+        if self._give_back is not None:
+            self._give_back()
 
     def lower(self, calls: list[Call]) -> list[Call]:
         return calls if self._conv_blocks is None else lay_out(fuse(calls), self._conv_blocks)
