@@ -49,11 +49,12 @@ void test_what_is_kept_stays_below_the_limit() {
 
 void test_what_is_given_back_is_no_longer_held() {
   MemoryPool pool;
-  void* used = pool.acquire(kMega);
-  pool.release(pool.acquire(2 * kMega), 2 * kMega);
+  constexpr std::size_t kBytes = 1 << 20;
+  void* used = pool.acquire(kBytes);
+  pool.release(pool.acquire(2 * kBytes), 2 * kBytes);
   pool.give_back();
-  CHECK_EQUAL(pool.bytes_held(), kMega);
-  pool.release(used, kMega);
+  CHECK_EQUAL(pool.bytes_held(), kBytes);
+  pool.release(used, kBytes);
   pool.give_back();
   CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
 }
