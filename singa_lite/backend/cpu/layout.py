@@ -76,7 +76,8 @@ class _Layout:
         self._usual: dict[tuple[int, ...], int] = {}  # shape -> the block it had last
         self.calls: list[Call] = []
         for call in calls:
-            if isinstance(call, HostCall):
+            if isinstance(call, HostCall):  # it may write what outlives the step
+                self._copies = {key: copy for key, copy in self._copies.items() if key[0].owner is None}
                 self.calls.append(call)
             elif call.kernel in CONVOLUTIONS:
                 self._convolution(call)
