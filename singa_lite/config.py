@@ -30,6 +30,7 @@ class State:
         num_nodes: calls recorded so far; numbers them in the order of their creation.
         recording: False inside ``autograd.no_grad()``.
         recorder: what listens to every kernel while a step is recorded (graph.Recorder), else None.
+        hosting: that recorder while it runs a host call, when it does not listen.
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
@@ -38,6 +39,7 @@ class State:
     training: bool = False
     recording: bool = True
     recorder: Any = None  # Any: a type of a higher floor; graph.py owns it
+    hosting: Any = None
     num_nodes: int = 0
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0

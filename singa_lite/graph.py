@@ -123,19 +123,24 @@ class HostCall:
 class Recorder:
     """Collects the calls of one step, see Note [recorded step].
 
+    Args:
+        tensors_in: finds the Tensors (of a higher floor) in nested lists, tuples and dicts.
+
     Attributes:
         calls: kernels and host calls, in their order.
         refusal: why the step must not be replayed; None if it may be.
         phase: "Forward", and "Backward" once autograd.backward was called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors_in: Callable[[Any], list[Any]]) -> None:
         self.calls: list[KernelCall | HostCall] = []
         self.refusal: str | None = None
         self.phase = "Forward"
         self._random: Any = None  # the device that gave numbers to the kernel that comes next
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
+        self._tensors_in = tensors_in
+        self._handed: list[tuple[Any, Memory]] = []  # tensors given to host calls, and where they lay
 
     def add(
         self, backend: Any, kernel: str, inputs: tuple[Any, ...], out: Any, attributes: dict[str, Any]
@@ -155,6 +160,17 @@ class Recorder:
         """Say that replays must read or write ``array`` where it is."""
         root = backend.root(array)
         self._memory(root).owner = root
+
+    def settle(self) -> None:
+        """Say, at the end of the step, that replays must leave what host calls read where these look for it."""
+        for tensor, memory in self._handed:
+            root = tensor.device.backend.root(tensor.data)
+            if self._memories.get(id(root)) is memory:
+                memory.owner = root
+            elif tensor.data.nbytes == memory.num_bytes and tensor.data.flags.c_contiguous:
+                memory.owner = tensor.data
+            else:
+                self.refuse("a host call moved a part of an array")
 
     def _view(self, backend: Any, array: Any) -> View:
         root = backend.root(array)
@@ -189,11 +205,15 @@ class Recorder:
     def host(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
         self.calls.append(HostCall(function, arguments))
-        state.recorder = None
+        self._handed += [
+            (tensor, self._memory(tensor.device.backend.root(tensor.data)))
+            for tensor in self._tensors_in(arguments)
+        ]
+        state.recorder, state.hosting = None, self
         try:
             return function(*arguments)
         finally:
-            state.recorder = self
+            state.recorder, state.hosting = self, None
 
 
 def host(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -203,6 +223,15 @@ def host(function: Callable[..., Result], *arguments: Any) -> Result:
     """
     recorder: Recorder | None = state.recorder
     return function(*arguments) if recorder is None else recorder.host(function, *arguments)
+
+
+def move_to(tensor: Any, array: Any) -> None:
+    """Have replays of the step being recorded, if any, compute ``tensor`` right into ``array``.
+
+    For the host call that takes the tensor and has copied it there: a replay finds it in its place.
+    """
+    if state.hosting is not None:
+        tensor.data = array
 
 
 def refuse(reason: str) -> None:

@@ -57,7 +57,7 @@ class Record:
         self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], states: list[Tensor]
     ) -> None:
         """Run ``step`` once, eagerly, on copies of the tensors in its arguments, and keep its calls."""
-        recorder = Recorder()
+        recorder = Recorder(_tensors)
         copies = {key: _own(value) for key, value in _named(arguments, options).items()}
         self._inputs = {key: value for key, value in copies.items() if isinstance(value, Tensor)}
         self._label = ", ".join(
@@ -70,6 +70,7 @@ class Record:
                 *(copies[place] for place in range(len(arguments))),
                 **{name: copies[name] for name in options},
             )
+        recorder.settle()
         self.refusal = recorder.refusal
         self.result = _copied(self._result)  # of the step just run, for its caller
         self._states = [(tensor, tensor.data) for tensor in states]
@@ -78,11 +79,7 @@ class Record:
         self._calls: list[Call] = []
         self._replay_calls: list[Callable[[], None]] = []
         if self.refusal is None:
-            kept = [tensor for tensor, _ in self._states] + _tensors([self._inputs, self._result])
-            kept += [
-                t for call in recorder.calls if isinstance(call, HostCall) for t in _tensors(call.arguments)
-            ]
-            for tensor in kept:
+            for tensor in [tensor for tensor, _ in self._states] + _tensors([self._inputs, self._result]):
                 recorder.keep(tensor.device.backend, tensor.data)
             backend = self._device.backend
             self._calls, self._num_bytes = share_memory(backend.lower(recorder.calls), backend)

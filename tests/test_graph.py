@@ -253,6 +253,25 @@ def test_loaded_states_are_what_the_next_replay_uses(tmp_path):
     assert values(net) == values(other)
 
 
+@pytest.mark.usefixtures("as_recorded")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_replay_goes_on_from_optimizer_states_that_were_set(option):
+    nets = compiled(True), compiled(False)
+    for net in nets:
+        get_default_device().SetRandSeed(7)
+        for step in range(3):
+            net(*batch(step), option)
+        kept, states = values(net), net.optimizer.get_states()
+        net(*batch(8), option)  # what the scheme keeps now belongs to no state that was saved
+        for name, value in net.get_states().items():
+            value.copy_from_numpy(np.frombuffer(kept[name], np.float32).reshape(value.shape))
+        net.optimizer.set_states(states)
+        for step in range(3, 6):
+            net(*batch(step), option)
+    assert nets[0].graph_info()[0].refusal is None
+    assert values(nets[0]) == values(nets[1])
+
+
 def test_a_parameter_that_moved_makes_a_new_record():
     net, other = compiled(True), compiled(False)
     for each in (net, other):
@@ -290,7 +309,7 @@ def test_evaluation_is_never_recorded():
 
 
 def test_kernels_of_host_calls_are_not_recorded():
-    recorder, tensor = Recorder(), Tensor((2,))
+    recorder, tensor = Recorder(lambda arguments: []), Tensor((2,))
     with recorder.recording():
         recorder.host(tensor.set_value, 1.0)
         tensor.set_value(2.0)
@@ -315,6 +334,32 @@ def test_ranks_replay_to_the_same_bits_as_eagerly(option):
     assert graph == eager
     if option != "partialUpdate":
         assert graph[0] == graph[1] == graph[2]
+
+
+def ranks_count_packs(communicator, option):
+    rank = communicator.rank
+    net = compiled(True, communicator=communicator)
+    net(*batch(rank), option)
+    kernels = []
+
+    class Watching(CpuBackend):
+        def execute(self, kernel, *arguments):
+            kernels.append(kernel)
+            super().execute(kernel, *arguments)
+
+    get_default_device().backend.__class__ = Watching
+    net(*batch(3 + rank), option)
+    return kernels.count("pack"), kernels.count("copy")
+
+
+@pytest.mark.parametrize("option", ["fp32", "fp16", "sparseTopK", "sparseThreshold"])
+def test_a_replay_computes_gradients_right_where_they_are_sent_from(option):
+    assert run_ranks(ranks_count_packs, 3, option) == [(0, ranks_copies(option))] * 3
+
+
+def ranks_copies(option):
+    """Two inputs and two results; a sparse scheme copies what it keeps, a group each."""
+    return 4 + {"sparseTopK": 3, "sparseThreshold": 3}.get(option, 0)
 
 
 def test_activations_that_never_meet_share_memory():

@@ -152,41 +152,49 @@ class DistOpt(Optimizer):
         Raises:
             OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
         """
-        scheme = self._scheme(dist_option, threshold)
-        host(self._begin, scheme, spars, corr, clip_value)
+        name = self._scheme(dist_option, threshold).names[0]
+        host(self._begin, name, threshold, spars, corr, clip_value)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
-                rest = [(param, grad), *gradients]
-                host(self._meet, rest, scheme)
+                host(self._meet, name, [(param, grad), *gradients])
                 break
-            host(scheme.push, param, grad)
-        host(self._finish, scheme)
+            host(self._push, name, param, grad)
+        host(self._finish, name)
+
+    # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.
 
     def _begin(
         self,
-        scheme: SyncStrategy,
+        name: str,
+        threshold: int | None,
         spars: float | DecayScheduler | None,
         corr: bool,
         clip_value: float | None,
     ) -> None:
         """Start a step with what ``spars`` is now."""
+        scheme = self._scheme(name, threshold)
         now = self.spars if spars is None else spars
         now = now(self.step_counter) if isinstance(now, DecayScheduler) else now
         options = StepOptions(check_number("DistOpt", "spars", now), corr, clip_value)
         scheme.check(options)
         scheme.begin(options)
 
-    def _meet(self, pairs: list[tuple[Tensor, Tensor]], scheme: SyncStrategy) -> None:
+    def _push(self, name: str, param: Tensor, grad: Tensor) -> None:
+        """Hand one gradient over."""
+        self._schemes[name].push(param, grad)
+
+    def _meet(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Push gradients of parameters that may be new."""
         unknown = [param for param, _ in pairs if param not in self._names]
         if unknown:
             self._learn(unknown)
         for param, grad in pairs:
-            scheme.push(param, grad)
+            self._push(name, param, grad)
 
-    def _finish(self, scheme: SyncStrategy) -> None:
+    def _finish(self, name: str) -> None:
         """Wait for the means, update by them, and count the step."""
+        scheme = self._schemes[name]
         pairs = list(scheme.finish())
         self.opt.update_all(pairs)
         scheme.after_update([param for param, _ in pairs])

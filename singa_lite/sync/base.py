@@ -18,6 +18,7 @@ import numpy as np
 
 from ..comm.base import Communicator, Work
 from ..errors import CheckpointError
+from ..graph import move_to
 from ..tensor import Tensor
 from .bucket import Grouping
 
@@ -201,6 +202,15 @@ class BucketedSync(SyncStrategy):
         bucket = self._buckets.get(params)
         if bucket is None:
             bucket = self._buckets[params] = Bucket(list(params), self.communicator)
-        bucket.backend.run("pack", *(grad.data for _, grad in group), out=bucket.flat)
+        self._gather([grad for _, grad in group], bucket)
         exchange = self.exchange(bucket)
         self._in_flight.append((bucket, exchange, next(exchange)))
+
+    def _gather(self, grads: list[Tensor], bucket: Bucket) -> None:
+        """Bring ``grads`` into the bucket; those of a recorded step are computed there."""
+        places = [mean.data for _, mean in bucket.means]
+        if all(grad.data is place for grad, place in zip(grads, places, strict=True)):
+            return
+        bucket.backend.run("pack", *(grad.data for grad in grads), out=bucket.flat)
+        for grad, place in zip(grads, places, strict=True):
+            move_to(grad, place)
