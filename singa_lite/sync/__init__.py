@@ -6,16 +6,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
 from .base import SyncStrategy
 
 
-def find_schemes() -> dict[str, type[SyncStrategy]]:
-    """Every word of ``dist_option`` and the scheme it chooses."""
+@cache
+def find_schemes() -> Mapping[str, type[SyncStrategy]]:
+    """Every word of ``dist_option`` and the scheme it chooses; the folder is read once."""
     schemes: dict[str, type[SyncStrategy]] = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
             if inspect.isclass(value) and issubclass(value, SyncStrategy) and not inspect.isabstract(value):
                 schemes.update(dict.fromkeys(value.names, value))
-    return schemes
+    return MappingProxyType(schemes)
