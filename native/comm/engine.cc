@@ -16,7 +16,9 @@
 namespace singa_lite {
 namespace {
 
-constexpr std::size_t kLargeBytes = 1 << 20;  // above, a background thread pays: waking it costs 10 to 50 us
+// Above, a background thread pays. Waking it costs 10 to 50 us, and where every core computes it takes a rank's core
+// away: with 1 MB a training step that exchanges 1.7 MB took 1.5 % longer.
+constexpr std::size_t kLargeBytes = 4 << 20;
 
 std::atomic<std::uint64_t> fork_count{0};
 

@@ -116,7 +116,7 @@ void test_all(Engine& engine, int rank, int ranks, std::size_t count) {
 
 // The background thread moves what nobody awaits.
 void test_unawaited_large(Engine& engine, int rank, int ranks) {
-  Case<float> large(Kind::kAllReduce, ReduceOp::kSum, DType::kFloat32, kLargeSize, rank, ranks, 0, true);
+  Case<float> large(Kind::kAllReduce, ReduceOp::kSum, DType::kFloat32, 2 * kLargeSize, rank, ranks, 0, true);
   Case<float> small(Kind::kAllReduce, ReduceOp::kSum, DType::kFloat32, 33, rank, ranks, 0, false);
   const auto large_op = engine.start(large.request), small_op = engine.start(small.request);
   while (!engine.is_done(*large_op)) usleep(1000);
@@ -141,7 +141,7 @@ int main() {
   for (int ranks : {1, 2, 3})
     run_world(ranks, [&](Engine& engine, int rank) {
       test_nothing(engine);
-      // around vectors and lines; from 32 KB on in pieces; beyond a slot of 256 KB; the last beyond 1 MB: the thread
+      // around vectors and lines; from 32 KB on in pieces; beyond a slot of 256 KB; the last beyond 4 MB: the thread
       for (std::size_t count : {1, 2, 7, 64, 1001, 8193, 16411, 70001}) test_all(engine, rank, ranks, count);
       test_dtype<float>(engine, DType::kFloat32, rank, ranks, 300007, 0);
       test_narrow(engine, rank, ranks, 600011);

@@ -374,8 +374,8 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "dtype": (lambda c: c.all_reduce(np.ones(500, np.int32 if c.rank == 1 else np.float32), "sum"), "int32"),
     "count": (lambda c: c.all_reduce(np.ones(500 + c.rank // 1 % 2, np.float32), "sum"), "501"),
     "large count": (
-        lambda c: c.all_reduce(np.ones(10 if c.rank == 1 else 900_000, np.float32), "sum"),
-        "900000",
+        lambda c: c.all_reduce(np.ones(10 if c.rank == 1 else 1_200_000, np.float32), "sum"),
+        "1200000",
     ),
     "name": (lambda c: c.all_reduce(np.ones(5), "sum", name="w1" if c.rank == 1 else "w0"), "w1"),
     "wire": (
