@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -18,6 +21,7 @@ from tests.ranks import run_ranks
 
 MODULE, _ = load("_kernels")
 HAS_ONEDNN = bool(getattr(MODULE, "onednn", ""))
+HAS_AVX2 = "avx2" in Path("/proc/cpuinfo").read_text() and os.environ.get("ONEDNN_MAX_CPU_ISA") != "SSE41"
 needs_onednn = pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: steps are not lowered")
 NUMPY = NumpyBackend()
 
@@ -186,7 +190,7 @@ def test_a_residual_network_is_fused_and_never_reordered_between_its_blocks(monk
     orders = {call.attributes["blocks"] for call in calls if call.kernel == "conv2d"}
     assert all(block > 1 for _, block in orders)
     images = [call for call in calls if call.kernel == "reorder" and call.out.shape[2:] != (1, 1)]
-    assert len(images) <= 2
+    assert len(images) <= (2 if HAS_AVX2 else 6)  # before AVX2 oneDNN has no blocked convolution backward
 
 
 @needs_onednn
