@@ -12,11 +12,11 @@ KERNEL cast(const T* from, U* to, Int n) {
   EACH(i, n) to[i] = Convert<U, T>::of(from[i]);
 }
 
-// out[i] is the element of x at i's place: a transposition or a repetition.
+// Copies n elements between any strides: a transposition, a repetition, a part of an array.
 KERNEL gather(const T* from, U* to, Int n, Broadcast axes) {
   EACH(i, n) {
-    PLACES(axes, i, n, place, unused);
-    to[i] = Convert<U, T>::of(from[place]);
+    PLACES(axes, i, n, place, target);
+    to[target] = Convert<U, T>::of(from[place]);
   }
 }
 

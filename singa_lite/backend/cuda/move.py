@@ -13,7 +13,7 @@ from cupy.cuda.device import get_cublas_handle
 from ...config import state
 from ...errors import DTypeError
 from ..base import Array
-from .axes import broadcast, reduction, strided, strides_of
+from .axes import reduction, strided
 from .launch import THREADS, Launcher, by_value
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
@@ -29,23 +29,29 @@ class MoveKernels(Launcher):
     def copy(self, x: Array, *, out: Array) -> None:
         if x.dtype != out.dtype:
             raise DTypeError(f"copy: {x.dtype} is no {out.dtype}")
-        if x.shape != out.shape:
-            self.broadcast_to(x, out=out)
-        elif out.size:
-            out.data.copy_from_device_async(x.data, out.nbytes, self.stream)
+        if x.flags.c_contiguous and out.flags.c_contiguous:
+            if out.size:
+                out.data.copy_from_device_async(x.data, out.nbytes, self.stream)
+        else:
+            self._gather(x, out, x.strides)
 
     def cast(self, x: Array, *, out: Array) -> None:
         self.each("move.cast", x.dtype.char + out.dtype.char, out.size, x, out, out.size)
 
     def transpose(self, x: Array, *, out: Array, axes: tuple[int, ...]) -> None:
-        steps = strides_of(x.shape)
-        places = tuple(steps[axis] for axis in axes)
-        self._gather(x, out, strided(out.shape, places, places))
+        self._gather(x, out, tuple(x.strides[axis] for axis in axes))
 
     def broadcast_to(self, x: Array, *, out: Array) -> None:
-        self._gather(x, out, broadcast(out.shape, x.shape, x.shape))
+        repeated = (0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
+        self._gather(x, out, (*(0,) * (out.ndim - x.ndim), *repeated))
 
-    def _gather(self, x: Array, out: Array, axes: np.ndarray) -> None:
+    def _gather(self, x: Array, out: Array, strides: tuple[int, ...]) -> None:
+        """Fill ``out`` with elements of ``x`` that lie ``strides`` bytes apart; both may be parts of larger arrays."""
+        axes = strided(
+            out.shape,
+            tuple(stride // x.itemsize for stride in strides),
+            tuple(stride // out.itemsize for stride in out.strides),
+        )
         self.each("move.gather", x.dtype.char + out.dtype.char, out.size, x, out, out.size, axes)
 
     # ---- arrays side by side in another ------------------------------------------------------------------
