@@ -17,7 +17,9 @@ from singa_lite.config import state
 from singa_lite.device import Device, create_cuda_gpu
 
 CUDNN_KERNELS = {
-    kernel for kernel in KERNELS if kernel.startswith(("conv2d", "max_pool_2d", "avg_pool_2d", "batchnorm_2d"))
+    kernel
+    for kernel in KERNELS
+    if kernel.startswith(("conv2d", "max_pool_2d", "avg_pool_2d", "batchnorm_2d"))
 }
 STANDIN = Path(__file__).parent / "standin"
 
