@@ -71,15 +71,12 @@ struct AboveBorder {
   }
 };
 struct AtLeast {
-  A threshold;
+  Magnitude threshold;
   Bits need = 0;  // none is equal
-  __device__ Bits of(T v) const {
-    const A x = widen(v);
-    return (x < 0 ? -x : x) < threshold ? 0 : kLarger;  // so NaN is kept
-  }
+  __device__ Bits of(T v) const { return magnitude(v) < threshold ? 0 : kLarger; }  // so NaN is kept
 };
 __device__ inline AtLeast at_least(const Number<double>& threshold) {
-  return AtLeast{static_cast<A>(widen(narrow<T>(static_cast<A>(threshold.get()))))};
+  return AtLeast{magnitude(narrow<T>(static_cast<A>(threshold.get())))};
 }
 
 // How many a block keeps of its span, then what all before it keep; total[0] what all keep.
