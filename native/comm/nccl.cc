@@ -287,7 +287,7 @@ void NcclCommunicator::leave(NcclLibrary::Status (*how)(NcclHandle)) {
     }
     promise->set_value();
   }).detach();
-  has_left.wait_for(std::chrono::duration<double>(kLeaveS));
+  has_left.wait_for(std::chrono::duration<double>(std::min(timeout_s_, kLeaveS)));
 }
 
 }  // namespace singa_lite

@@ -198,7 +198,7 @@ const char* ncclGetLastError(void*) { return "stand-in"; }
 #ifndef STANDIN_WITHOUT_ID
 int ncclGetUniqueId(Id* id) {
   std::memset(id->bytes, 0, sizeof id->bytes);
-  const std::string name = "/standin-nccl-" + std::to_string(std::random_device()()) + "-" + std::to_string(getpid());
+  const std::string name = "/singa_lite-standin-" + std::to_string(std::random_device()()) + "-" + std::to_string(getpid());
   std::memcpy(id->bytes, name.c_str(), name.size());
   return kSuccess;
 }

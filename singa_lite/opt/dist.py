@@ -304,18 +304,18 @@ class DistOpt(Optimizer):
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
-        self.communicator.all_reduce(_raw(tensor)[0], "sum").wait()
+        self.communicator.all_reduce(_raw(tensor), "sum").wait()
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
         flat, arrays, backend = self._fuse("sum", tensor, send)
         if flat is not None:
-            self.all_reduce(flat)
+            self.communicator.all_reduce(flat, "sum").wait()
             backend.run("unpack", flat, out=tuple(arrays))
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Like ``all_reduce``, through float16 (sync/fp16.py, Note [half scale])."""
-        self._all_reduce_half(*_raw(tensor))
+        self._all_reduce_half(_raw(tensor), _backend(tensor))
 
     def _all_reduce_half(self, array: Any, backend: Backend) -> None:
         message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
@@ -341,17 +341,16 @@ class DistOpt(Optimizer):
             spars: share of elements with ``topK``, else least magnitude.
             topK: select by share.
         """
-        array, backend = _raw(tensor)
-        residual = None if accumulation is None else _raw(accumulation)[0]
-        self._sparsify(array, residual, backend, spars, topK)
+        residual = None if accumulation is None else _raw(accumulation)
+        self._sparsify(_raw(tensor), residual, _backend(tensor), spars, topK)
 
     def fused_sparsification(
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays, backend = _pack(self.communicator, list(map(_raw, tensor)))
+        flat, arrays, backend = _pack(self.communicator, [(_raw(part), _backend(part)) for part in tensor])
         if flat is not None:
-            residual = None if accumulation is None else _raw(accumulation)[0]
+            residual = None if accumulation is None else _raw(accumulation)
             self._sparsify(flat, residual, backend, spars, topK)
             backend.run("unpack", flat, out=tuple(arrays))
 
@@ -381,9 +380,10 @@ class DistOpt(Optimizer):
     def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any], Any]:
         """The arrays put aside and given, each once, as ``_pack`` gives them; (None, [], None) while not sending."""
         kept = self._fused[kind]
-        for array, backend in map(_raw, tensors):
+        for tensor in tensors:
+            array = _raw(tensor)
             if not any(array is known for known, _ in kept):
-                kept.append((array, backend))
+                kept.append((array, _backend(tensor)))
         if not send:
             return None, [], None
         self._fused[kind] = []
@@ -446,7 +446,7 @@ class DistOpt(Optimizer):
         self._loaded = own
 
 
-def _raw(tensor: RawOrTensor) -> tuple[Any, Backend]:
+def _raw(tensor: RawOrTensor) -> Any:
     """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
     array = tensor.data if isinstance(tensor, Tensor) else tensor
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
@@ -455,7 +455,7 @@ def _raw(tensor: RawOrTensor) -> tuple[Any, Backend]:
         raise ShapeError(
             f"DistOpt: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
         )
-    return array, _backend(tensor)
+    return array
 
 
 def _backend(tensor: RawOrTensor) -> Backend:
