@@ -64,6 +64,7 @@ void rest() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
 
 // False if this rank aborted meanwhile.
 bool meet(Comm& comm) {
+  if (comm.is_aborted) return false;
   Shared& shared = *comm.shared;
   const int turn = shared.turn;
   if (++shared.arrived == comm.size) {
@@ -105,6 +106,7 @@ void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) 
 void run(const Call& call) {
   Comm& comm = *call.comm;
   while (call.hangs && !comm.is_aborted) rest();
+  if (call.hangs) return;
   const std::size_t width = bytes_of(call.dtype), step = kChunk / width;
   const std::size_t total = call.kind == kReduceScatter ? call.count * comm.size : call.count;
   const std::size_t first = call.kind == kReduceScatter ? call.count * comm.rank : 0, last = first + call.count;
