@@ -338,7 +338,9 @@ class Communicator(ABC):
     def _check_kind(self, array: object) -> None:
         """Raise DTypeError for an array that this transport does not move."""
         if is_cuda_array(array):
-            raise DTypeError(f"{self!r}: a {type(array).__name__} lives on a GPU; only numpy arrays travel here")
+            raise DTypeError(
+                f"{self!r}: a {type(array).__name__} lives on a GPU; only numpy arrays travel here"
+            )
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
 

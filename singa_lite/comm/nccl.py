@@ -134,7 +134,7 @@ class NcclCommunicator(Communicator):
             if rank != self.rank and other["host"] == mine["host"]
         ]
         identity = bytes.fromhex(everyone[0]["id"])
-        self._native = native.Communicator(
+        self._native: Any = native.Communicator(
             library,
             driver,
             identity,
@@ -199,7 +199,15 @@ class NcclCommunicator(Communicator):
         return self._start(_REDUCE_SCATTER, _OPS[op], array, result, name, result=result)
 
     def _start(
-        self, kind: int, op: int, array: Array, out: Array, name: str, *, root: int = 0, result: Array | None = None
+        self,
+        kind: int,
+        op: int,
+        array: Array,
+        out: Array,
+        name: str,
+        *,
+        root: int = 0,
+        result: Array | None = None,
     ) -> NcclWork:
         in_flight = self._in_flight
         while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
@@ -207,7 +215,9 @@ class NcclCommunicator(Communicator):
         count = array.size if kind != _REDUCE_SCATTER else out.size
         code, interface = _DTYPES[np.dtype(array.dtype)], _interface(array)
         source, target = interface["data"][0], _interface(out)["data"][0]
-        native = self._native.start(kind, op, code, root, source, target, count, name, interface.get("stream") or 1)
+        native = self._native.start(
+            kind, op, code, root, source, target, count, name, interface.get("stream") or 1
+        )
         work = NcclWork(self, native, array, result)
         if not native.is_captured:
             in_flight.append(work)

@@ -33,7 +33,17 @@ def build(folder: Path) -> dict[str, str]:
     builds["nccl_without_id"] = ("standin_nccl.cc", "-DSTANDIN_WITHOUT_ID")
     compilers = []
     for name, arguments in builds.items():
-        command = ["g++", "-O1", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", folder / f"{name}.so"]
+        command = [
+            "g++",
+            "-O1",
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-shared",
+            "-fPIC",
+            "-o",
+            folder / f"{name}.so",
+        ]
         compilers.append(subprocess.Popen([*command, *arguments, "-lpthread", "-ldl", "-lrt"], cwd=SOURCES))
     assert [compiler.wait(120) for compiler in compilers] == [0] * len(compilers)
     return {"SINGA_LITE_CUDA_LIB": str(folder / "cuda.so"), "SINGA_LITE_NCCL_LIB": str(folder / "nccl.so")}
