@@ -16,6 +16,8 @@ SWITCHES = {
     "SINGA_LITE_WORLD_SIZE": "number of processes, set by `singa-lite run`",
     "SINGA_LITE_TICKET": "name shared by the ranks of one world, set by `singa-lite run`",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
+    "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
+    "SINGA_LITE_CUDA_LIB": "libcuda.so.1 to open, instead of the loader's",
     "SINGA_LITE_CACHE": "folder for fetched data (default ~/.cache/singa_lite)",
     "MNIST_DIR": "folder with the four MNIST IDX files, instead of fetching them",
 }
@@ -31,7 +33,7 @@ class State:
         recording: False inside ``autograd.no_grad()``.
         recorder: what listens to every kernel while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
-        communicator: the process's host communicator (comm.base.Communicator), made at first use.
+        communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .comm.base import Array, Work
+from .comm.base import Array, Work, is_cuda_array
 from .comm.rendezvous import NcclIdHolder, process_communicator
 from .errors import DTypeError, OptionError
 from .tensor import Tensor
@@ -83,6 +83,8 @@ class Communicator:
 
 def _raw(tensor: Tensor | Array) -> Array:
     array = tensor.data if isinstance(tensor, Tensor) else tensor
-    if not isinstance(array, np.ndarray):
-        raise DTypeError(f"Communicator: expected a Tensor or a numpy array, got {type(tensor).__name__}")
+    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
+        raise DTypeError(
+            f"Communicator: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}"
+        )
     return array

@@ -2,7 +2,7 @@
 """The contract of a communicator: worlds, collectives on raw arrays, and work in flight.
 
 What lives here: argument checks, sequence numbers, byte counts. What does not: moving data (local.py,
-shm.py, mpi.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
+shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
 Note [bytes]: a collective reports the bytes one rank puts on a ring, whatever the transport does:
 all-reduce 2(N-1)/N*B, reduce-scatter (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce (N-1)/N*B,
 rounded up to a whole byte, where B is the payload in bytes as it travels (wire dtype).
@@ -14,7 +14,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -24,7 +24,18 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
+
+
+def is_cuda_array(array: object) -> bool:
+    """Whether ``array`` lives on a GPU, by CUDA's array interface."""
+    return hasattr(array, "__cuda_array_interface__")
+
+
+class MakesArrays(Protocol):
+    """A backend, as far as a communicator needs one."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,8 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
 
+    Arrays are numpy's, unless a transport says otherwise; one of another kind is a ``DTypeError``.
+
     Every rank must call the same collectives in the same order with equal sizes, dtypes and names; a rank
     that does not is a ``CommError`` on all. ``all_reduce``, ``reduce`` and ``broadcast`` change the arrays in
     place; an array must not be touched before its ``Work`` has ended. Sums run in rank order (float16 in
@@ -144,6 +157,11 @@ class Communicator(ABC):
     @property
     def local_rank(self) -> int:
         return self.world.local_rank
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no peer and so nothing to move."""
+        return self.size == 1
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -251,9 +269,15 @@ class Communicator(ABC):
             )
         return self._new_group(members, name)
 
-    def buffer(self, num_elements: int, dtype: str = "float32") -> Array:
-        """Memory this transport moves fastest, zero-filled, shape (num_elements,)."""
-        return np.zeros(num_elements, dtype)
+    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
+        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's."""
+        if backend is None:
+            return np.zeros(num_elements, dtype)
+        zeros: Array = backend.zeros((num_elements,), dtype)
+        return zeros
+
+    def check(self) -> None:
+        """Raise the CommError of a collective that failed after its Work's wait(), as on a GPU, if there is one."""
 
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""
@@ -299,18 +323,26 @@ class Communicator(ABC):
         work.bytes_sent = ring_bytes(collective, payload, self.size)
         return work
 
-    def _check_array(self, array: object, writes: bool = True) -> None:
+    def _check_array(self, array: Any, writes: bool = True) -> None:
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
-        if not isinstance(array, np.ndarray):
-            raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
+        self._check_kind(array)
         if array.dtype not in DTYPES:
             known = ", ".join(str(dtype) for dtype in DTYPES)
             raise DTypeError(f"{self!r}: dtype {array.dtype} does not travel; use one of {known}")
         if not array.flags.c_contiguous:
             raise ShapeError(f"{self!r}: array of shape {array.shape} is not contiguous; pass a copy")
-        if writes and not array.flags.writeable:
+        if writes and not getattr(array.flags, "writeable", True):  # cupy's always are
             raise ShapeError(f"{self!r}: array of shape {array.shape} is read-only; pass a copy")
+
+    def _check_kind(self, array: object) -> None:
+        """Raise DTypeError for an array that this transport does not move."""
+        if is_cuda_array(array):
+            raise DTypeError(
+                f"{self!r}: a {type(array).__name__} lives on a GPU; only numpy arrays travel here"
+            )
+        if not isinstance(array, np.ndarray):
+            raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
 
     def _check_op(self, array: Array, op: ReduceOp) -> None:
         if op == "mean" and array.dtype.kind != "f":

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Array, Communicator, FinishedWork, ReduceOp, Work
+from .base import Array, Communicator, FinishedWork, ReduceOp, Work, is_cuda_array
 
 
 class LocalCommunicator(Communicator):
-    """Collectives among one rank. ``wire_dtype`` rounds here too, as it would on the way to a peer."""
+    """Collectives among one rank, on numpy and CUDA arrays.
+
+    ``wire_dtype`` rounds here too, as it would on the way to a peer.
+    """
+
+    def _check_kind(self, array: object) -> None:
+        if not is_cuda_array(array):
+            super()._check_kind(array)
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
         if wire_dtype is not None:

@@ -3,7 +3,7 @@
 
 What lives here: reading what launched the process (explicit arguments, our launcher, MPI, Slurm), the choice
 of a transport, sharing the cores, leaving the world at exit. What does not: starting processes (launch.py),
-moving data (local.py, shm.py, mpi.py).
+moving data (local.py, shm.py, mpi.py, nccl.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import TracebackType
 from .. import _native, config
 from ..errors import CommError, OptionError
 from .base import TIMEOUT_S, Communicator, World
+from .dispatch import DispatchCommunicator
 from .local import LocalCommunicator
 from .mpi import MpiCommunicator, leave_job
 from .mpi_job import end_job, mpi_world
@@ -89,7 +90,7 @@ def find_world(
 
 
 def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
-    """Make the host communicator of ``world``; returns once every rank has come.
+    """Make the communicator of ``world``; returns once every rank has come.
 
     Raises:
         CommError: a rank has not come within ``timeout_s`` seconds, or the transport does not work here.
@@ -97,11 +98,12 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     if world.transport == "local":
         return LocalCommunicator(world, timeout_s)
     if world.transport == "mpi":
-        communicator: Communicator = MpiCommunicator(world, timeout_s)
+        host: Communicator = MpiCommunicator(world, timeout_s)
     elif sys.platform != "linux":
         raise CommError(f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there")
     else:
-        communicator = ShmCommunicator(world, timeout_s)
+        host = ShmCommunicator(world, timeout_s)
+    communicator = DispatchCommunicator(host)
     share_cores(world.local_size)
     fail_together(communicator)
     return communicator
@@ -156,7 +158,7 @@ def share_cores(local_size: int) -> None:
         threadpoolctl.threadpool_limits(limits=threads_per_rank(local_size))
 
 
-def fail_together(communicator: Communicator) -> None:
+def fail_together(communicator: DispatchCommunicator) -> None:
     """Leave the world when this process ends, and say why when it ends by an uncaught exception.
 
     The peers then raise CommError at once instead of waiting. Under MPI, which would wait for ever for a rank
@@ -165,7 +167,7 @@ def fail_together(communicator: Communicator) -> None:
     pid, before = os.getpid(), sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        is_mpi = isinstance(communicator, MpiCommunicator) and pid == os.getpid()
+        is_mpi = isinstance(communicator.host, MpiCommunicator) and pid == os.getpid()
         if is_mpi:  # mpiexec says not whose line it is, and mixes lines: all in one write
             lines = [f"singa_lite: rank {communicator.rank} of {communicator.size} failed:\n"]
             sys.stderr.write("".join(lines + format_exception(kind, error, traceback)))
@@ -182,8 +184,9 @@ def fail_together(communicator: Communicator) -> None:
         if pid != os.getpid():
             return
         _flush()
-        if isinstance(communicator, MpiCommunicator):
-            leave_job(communicator)
+        communicator.close_gpu()
+        if isinstance(communicator.host, MpiCommunicator):
+            leave_job(communicator.host)
         communicator.close()
 
     sys.excepthook = report

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import autograd
-from ..comm.base import Communicator
+from ..backend.base import Backend
+from ..comm.base import Communicator, is_cuda_array
 from ..comm.rendezvous import process_communicator
-from ..device import get_default_device
+from ..device import create_cuda_gpu_on, get_default_device
 from ..errors import (
     CheckpointError,
     CommError,
+    DeviceError,
     DTypeError,
     OptionError,
     ShapeError,
@@ -314,24 +316,27 @@ class DistOpt(Optimizer):
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
-        flat, arrays = self._fuse("sum", tensor, send)
+        flat, arrays, backend = self._fuse("sum", tensor, send)
         if flat is not None:
-            self.all_reduce(flat)
-            _backend().run("unpack", flat, out=tuple(arrays))
+            self.communicator.all_reduce(flat, "sum").wait()
+            backend.run("unpack", flat, out=tuple(arrays))
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Like ``all_reduce``, through float16 (sync/fp16.py, Note [half scale])."""
-        message = HalfMessage(self.communicator, _backend(), _raw(tensor), "all_reduce_half")
+        self._all_reduce_half(_raw(tensor), _backend(tensor))
+
+    def _all_reduce_half(self, array: Any, backend: Backend) -> None:
+        message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
         message.measure().wait()
         message.start("sum").wait()
         message.unscale()
 
     def fused_all_reduce_half(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Like ``fused_all_reduce``, through float16."""
-        flat, arrays = self._fuse("half", tensor, send)
+        flat, arrays, backend = self._fuse("half", tensor, send)
         if flat is not None:
-            self.all_reduce_half(flat)
-            _backend().run("unpack", flat, out=tuple(arrays))
+            self._all_reduce_half(flat, backend)
+            backend.run("unpack", flat, out=tuple(arrays))
 
     def sparsification(
         self, tensor: RawOrTensor, accumulation: RawOrTensor | None, spars: float, topK: bool
@@ -344,45 +349,51 @@ class DistOpt(Optimizer):
             spars: share of elements with ``topK``, else least magnitude.
             topK: select by share.
         """
+        residual = None if accumulation is None else _raw(accumulation)
+        self._sparsify(_raw(tensor), residual, _backend(tensor), spars, topK)
+
+    def fused_sparsification(
+        self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
+    ) -> None:
+        """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
+        flat, arrays, backend = _pack(self.communicator, [(_raw(part), _backend(part)) for part in tensor])
+        if flat is not None:
+            residual = None if accumulation is None else _raw(accumulation)
+            self._sparsify(flat, residual, backend, spars, topK)
+            backend.run("unpack", flat, out=tuple(arrays))
+
+    def _sparsify(self, array: Any, residual: Any, backend: Backend, spars: float, topK: bool) -> None:
         (check_share if topK else check_magnitude)(spars)
-        array = _raw(tensor)
         flat = array.reshape(-1)
-        residual = None if accumulation is None else _raw(accumulation).reshape(-1)
+        residual = None if residual is None else residual.reshape(-1)
         if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
             raise ShapeError(
                 f"sparsification: accumulation is {residual.dtype}[{residual.size}], "
                 f"the values {flat.dtype}[{flat.size}]"
             )
         if residual is not None:
-            _backend().run("add", flat, residual, out=flat)
-        message = SparseMessage(self.communicator, _backend(), flat, residual, "sparsification")
+            backend.run("add", flat, residual, out=flat)
+        message = SparseMessage(self.communicator, backend, flat, residual, "sparsification")
         if topK:
             work = select_top_k(message, spars)
         else:
-            counts = count_threshold(message, spars).wait()
-            assert counts is not None
+            counts = backend.to_numpy(count_threshold(message, spars).wait())
             work = select_threshold(message, spars, counts.ravel().tolist())
         work.wait()
         message.merge(1.0)
 
-    def fused_sparsification(
-        self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
-    ) -> None:
-        """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays = _pack(self.communicator, list(map(_raw, tensor)))
-        if flat is not None:
-            self.sparsification(flat, accumulation, spars, topK)
-            _backend().run("unpack", flat, out=tuple(arrays))
-
     def wait(self) -> None:
         """Kept for SINGA scripts: the calls above have ended when they return."""
 
-    def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any]]:
-        """The arrays put aside and given, each once, as one flat array; (None, []) while not sending."""
+    def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any], Any]:
+        """The arrays put aside and given, each once, as ``_pack`` gives them; (None, [], None) while not sending."""
         kept = self._fused[kind]
-        kept += [array for array in map(_raw, tensors) if not any(array is known for known in kept)]
+        for tensor in tensors:
+            array = _raw(tensor)
+            if not any(array is known for known, _ in kept):
+                kept.append((array, _backend(tensor)))
         if not send:
-            return None, []
+            return None, [], None
         self._fused[kind] = []
         return _pack(self.communicator, kept)
 
@@ -446,28 +457,34 @@ class DistOpt(Optimizer):
 def _raw(tensor: RawOrTensor) -> Any:
     """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
     array = tensor.data if isinstance(tensor, Tensor) else tensor
-    if not isinstance(array, np.ndarray):
-        raise DTypeError(f"DistOpt: expected a Tensor or a numpy array, got {type(tensor).__name__}")
-    if not array.flags.c_contiguous or not array.flags.writeable:
+    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
+        raise DTypeError(f"DistOpt: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
+    if not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
         raise ShapeError(
             f"DistOpt: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
         )
     return array
 
 
-def _pack(communicator: Communicator, arrays: list[Any]) -> tuple[Any, list[Any]]:
-    """``arrays``, all of one dtype, end to end as one flat array; (None, []) if there are none."""
-    if not arrays:
-        return None, []
+def _backend(tensor: RawOrTensor) -> Backend:
+    """The backend of the device that a Tensor or raw array lives on."""
+    if isinstance(tensor, Tensor):
+        return tensor.device.backend
+    return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend
+
+
+def _pack(communicator: Communicator, kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
+    """Arrays of one dtype end to end as one flat array, they, and their backend; (None, [], None) of none."""
+    if not kept:
+        return None, [], None
+    arrays, backend = [array for array, _ in kept], kept[0][1]
     if len({array.dtype for array in arrays}) > 1:
         raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
-    flat = communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype))
-    _backend().run("pack", *arrays, out=flat)
-    return flat, arrays
-
-
-def _backend() -> Any:
-    return get_default_device().backend  # raw arrays are numpy's
+    if any(other is not backend for _, other in kept):
+        raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
+    flat = communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype), backend)
+    backend.run("pack", *arrays, out=flat)
+    return flat, arrays, backend
 
 
 def _difference(first: list[Any], other: list[Any], rank: int) -> str:

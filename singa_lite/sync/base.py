@@ -141,7 +141,7 @@ class Bucket:
         self.spans = [
             slice(int(end) - param.size(), int(end)) for param, end in zip(params, ends, strict=True)
         ]
-        self.flat = communicator.buffer(int(ends[-1]), str(self.dtype))
+        self.flat = communicator.buffer(int(ends[-1]), str(self.dtype), self.backend)
         self.means = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
 
     def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:

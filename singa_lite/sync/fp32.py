@@ -24,7 +24,7 @@ class Fp32(BucketedSync):
         self._alone = []
 
     def push(self, param: Tensor, grad: Tensor) -> None:
-        if self.communicator.size > 1:
+        if not self.communicator.is_alone:
             super().push(param, grad)
         else:
             self.bytes_payload += grad.memsize()

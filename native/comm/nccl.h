@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Collectives on GPU memory over NCCL: pointers, counts and streams; neither Python nor cupy.
+//
+// Note [NCCL order]: a collective runs on this communicator's own stream. An event on the caller's stream holds it
+// back until its input is written; an event behind it holds back the stream that calls wait(). The host waits for
+// neither. It only waits (microseconds) until NCCL has put the collective on the stream, since NCCL's calls do not
+// block and nothing may be recorded behind them before.
+//
+// Note [NCCL failure]: a thread looks every 5 ms, while something is in flight, whether NCCL reports an error, a
+// peer of this host has ended, or the oldest collective has been running for longer than its time-out; it then
+// aborts NCCL, which frees the streams, and every later call throws the reason. A time-out counts from when the
+// input was written and all earlier collectives had ended.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/nccl_library.h"
+#include "comm/peers.h"
+#include "comm/types.h"
+#include "cuda/driver.h"
+
+namespace singa_lite {
+
+struct NcclRequest {
+  Kind kind;
+  ReduceOp op;
+  DType dtype;
+  int root;
+  const void* in;
+  void* out;
+  std::size_t count;  // elements of `in`; of `out` for reduce_scatter
+  std::string name;
+};
+
+// A collective that was started.
+struct NcclOp {
+  explicit NcclOp(const std::shared_ptr<const Driver>& driver) : ready(driver), ended(driver) {}
+  std::string label;
+  Event ready;  // its input is written
+  Event ended;
+  double running_since_s = 0;
+  bool is_captured = false;  // part of a CUDA graph: it runs when that is launched, and is not watched
+  std::atomic<bool> has_ended{false};
+};
+
+class NcclCommunicator {
+ public:
+  // Returns once every rank has come. `peers`: (rank, process id) of the other ranks of this host. `parent`: a
+  // communicator of more ranks, whose stream is used, so that the two never run at once. `interrupt` is called now
+  // and then and may throw. Throws CommError.
+  NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, const NcclId& id,
+                   int rank, int size, int device, double timeout_s, const std::vector<std::pair<int, int>>& peers,
+                   const NcclCommunicator* parent, const std::function<void()>& interrupt);
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  // Throws CommError: broken or closed, memory of another GPU, or NCCL refuses.
+  std::shared_ptr<NcclOp> start(const NcclRequest& request, CudaStream stream);
+  // Holds `stream` back until `op` has ended. Throws CommError if this communicator is broken.
+  void wait(const NcclOp& op, CudaStream stream);
+  bool is_done(NcclOp& op);
+  // Lets the time-out count for what `stream` was given so far, such as a graph with collectives.
+  void watch(CudaStream stream, const std::string& name);
+  // Throws CommError if this communicator is broken.
+  void check();
+  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed.
+  void close();
+  void abort(const std::string& reason);
+  bool is_forked() const { return process_ != getpid(); }
+
+ private:
+  std::string where(const std::string& label) const { return "rank " + std::to_string(rank_) + ": " + label; }
+  std::shared_ptr<NcclOp> next_op(std::string label);
+  void keep(std::shared_ptr<NcclOp> op);
+  void call_nccl(const NcclRequest& request);
+  void settle(const std::string& label, double limit_s, const std::function<void()>& interrupt = {});
+  NcclLibrary::Status state();
+  void watch_all();
+  std::string trouble();
+  void fail(const std::string& text);
+  void leave(NcclLibrary::Status (*how)(NcclHandle));
+
+  const std::shared_ptr<const NcclLibrary> library_;
+  const std::shared_ptr<const Driver> driver_;
+  const int rank_, size_, device_;
+  const double timeout_s_;
+  const int process_ = getpid();
+  CudaContext context_;
+  std::shared_ptr<Stream> stream_;
+  std::uint64_t sequence_ = 0;
+  std::vector<std::shared_ptr<NcclOp>> ring_;  // those no one else holds are used again, for their events
+  std::size_t next_ = 0;
+
+  std::mutex nccl_;  // around every call of NCCL; none of them blocks. Taken after mutex_ where both are.
+  NcclHandle comm_ = nullptr;  // nullptr once destroyed or aborted
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable wake_;
+  std::deque<std::shared_ptr<NcclOp>> in_flight_;
+  std::string error_;
+  bool is_closed_ = false, is_stopping_ = false;
+  Peers peers_;  // the watching thread's alone, while there is one
+  double dead_since_s_ = 0;
+  std::thread watcher_;
+};
+
+}  // namespace singa_lite

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communicator that scripts get: numpy arrays travel by the host's transport, CUDA arrays by NCCL.
+
+What lives here: the choice by an array's kind. What does not: moving data (local.py, shm.py, mpi.py, nccl.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Array, Communicator, ReduceOp, Work, is_cuda_array
+from .nccl import GpuArrays, NcclCommunicator, device_of
+
+
+class DispatchCommunicator(Communicator):
+    """Both sides of one world; NCCL's is made, by all ranks together, at the first collective on a CUDA array.
+
+    A world of one needs no NCCL.
+
+    Args:
+        host: for numpy arrays, objects and barriers; closed with this one.
+        arrays: how arrays on a GPU are made; None is cupy.
+        parent: the communicator this one is a group of.
+    """
+
+    def __init__(
+        self,
+        host: Communicator,
+        arrays: GpuArrays | None = None,
+        parent: DispatchCommunicator | None = None,
+    ) -> None:
+        super().__init__(host.world, host.timeout_s)
+        self.host = host
+        self._gpu_arrays, self._parent = arrays, parent
+        self._nccl: NcclCommunicator | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.host)
+
+    def side(self, array: object) -> Communicator:
+        """The communicator that moves ``array``."""
+        if not is_cuda_array(array) or self.size == 1:
+            return self.host
+        if self._nccl is None:
+            above = self._parent._nccl if self._parent is not None else None
+            device = device_of(array)  # type: ignore[arg-type]
+            self._nccl = NcclCommunicator(self.host, device, arrays=self._gpu_arrays, parent=above)
+        return self._nccl
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        self.host.barrier(name=name)
+
+    def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
+        return self.host.all_gather_object(value, name=name)
+
+    def check(self) -> None:
+        if self._nccl is not None:
+            self._nccl.check()
+
+    def abort(self, reason: str) -> None:
+        if self._nccl is not None:
+            self._nccl.abort(reason)
+        self.host.abort(reason)
+
+    def close(self) -> None:
+        self.close_gpu()
+        self.host.close()
+
+    def close_gpu(self) -> None:
+        """Leave NCCL, while the peers can still be reached."""
+        if self._nccl is not None:
+            self._nccl.close()
+
+    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
+        return self.side(array)._all_reduce(array, op, wire_dtype, name)
+
+    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
+        return self.side(array)._reduce(array, op, root, name)
+
+    def _broadcast(self, array: Array, root: int, name: str) -> Work:
+        return self.side(array)._broadcast(array, root, name)
+
+    def _all_gather(self, array: Array, name: str) -> Work:
+        return self.side(array)._all_gather(array, name)
+
+    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
+        return self.side(array)._reduce_scatter(array, op, name)
+
+    def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
+        host = self.host.new_group(ranks, name=name)
+        return None if host is None else DispatchCommunicator(host, self._gpu_arrays, self)
+
+    def _check_kind(self, array: object) -> None:
+        if not is_cuda_array(array):
+            self.host._check_kind(array)

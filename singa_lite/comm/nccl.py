@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on GPU memory over NCCL: arrays of CUDA's array interface (cupy's), one GPU a rank.
+
+What lives here: arrays, who takes part on which GPU, the lifetime of arrays in flight. What does not: order on
+the GPU, noticing failures and everything that waits, which is native (native/comm/nccl.h tells how); numpy
+arrays, which go to the host communicator (dispatch.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import _native
+from ..errors import CommError, DTypeError
+from .base import DTYPES, Array, Communicator, ReduceOp, Work, is_cuda_array
+
+# The numbers of native/comm/types.h.
+_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
+_OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
+_NO_OP = 4
+_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
+
+
+class GpuArrays(Protocol):
+    """What happens to arrays on the way: on the current stream, without waiting for it."""
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """A new array of undefined content."""
+
+    def narrow(self, array: Any) -> Any:
+        """A float16 copy of a float32 array."""
+
+    def widen(self, half: Any, divisor: float, out: Any) -> None:
+        """Write float16 ``half`` / ``divisor`` into float32 ``out``."""
+
+
+class CupyArrays:
+    """cupy's arrays."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy = cupy
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        return self._cupy.empty(tuple(shape), dtype)
+
+    def narrow(self, array: Any) -> Any:
+        return array.astype(np.float16)
+
+    def widen(self, half: Any, divisor: float, out: Any) -> None:
+        out[...] = half
+        if divisor != 1.0:
+            out /= np.float32(divisor)
+
+
+class NcclWork(Work):
+    """A collective of an NcclCommunicator in flight."""
+
+    def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, result: Array | None) -> None:
+        self._communicator, self._op = communicator, op  # op: native
+        self._array, self._result = array, result
+        self._half: tuple[Array, float, Array] | None = None  # what the float16 on the wire must become
+        self.is_ordered = False
+
+    def wait(self, timeout_s: float | None = None) -> Array | None:
+        """Hold the current stream back until the collective has ended; the host does not wait.
+
+        ``timeout_s`` is not used: the communicator's own runs on the GPU, see ``NcclCommunicator``.
+        """
+        self._communicator._native.wait(self._op, _stream(self._array))
+        if self._half is not None:
+            half, divisor, out = self._half
+            self._communicator._arrays.widen(half, divisor, out)
+            self._half = None
+        self.is_ordered = True
+        return self._result
+
+    def done(self) -> bool:
+        return bool(self._communicator._native.is_done(self._op))
+
+
+class NcclCommunicator(Communicator):
+    """Ranks with a GPU each, on one host or many; made by all ranks of ``host`` together.
+
+    A collective starts once the stream that was current at the call has written the array, and runs on a stream
+    of its own. ``wait()`` holds back the stream that is current then; no call blocks the host. What fails later -
+    a peer that died, an error of the network, a collective that runs for longer than ``timeout_s`` after its
+    input was ready - aborts NCCL and is raised by the next call or by ``check()``; the communicator stays broken.
+
+    Where the contract of ``Communicator`` cannot be NCCL's: sums come in an order NCCL chooses, though all ranks
+    get the same bits; float16 is added in float16; max and min may drop NaN; the ranks' calls are not compared,
+    so a rank that makes another one is noticed by the time-out. With ``wire_dtype`` the result is in the array
+    only after ``wait()``; its mean is the sum of halves, divided in float32. Groups run on their parent's stream.
+
+    Args:
+        host: the communicator of the same ranks for numpy arrays and objects.
+        device: number of this rank's GPU.
+        timeout_s: None is that of ``host``.
+        arrays: how arrays are made and cast; None is cupy.
+        parent: the communicator this one is a group of.
+
+    Raises:
+        CommError: on every rank, where one has no NCCL 2.14 or later, no GPU or another version, or two ranks
+            share a GPU; or a rank has not come in time.
+    """
+
+    def __init__(
+        self,
+        host: Communicator,
+        device: int,
+        *,
+        timeout_s: float | None = None,
+        arrays: GpuArrays | None = None,
+        parent: NcclCommunicator | None = None,
+    ) -> None:
+        super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
+        self.host, self.device = host, device
+        self._arrays = arrays if arrays is not None else CupyArrays()
+        mine, native, library, driver = _introduce(self.rank, device)
+        everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
+        _check_ranks(everyone)
+        peers = [
+            (rank, other["process"])
+            for rank, other in enumerate(everyone)
+            if rank != self.rank and other["host"] == mine["host"]
+        ]
+        identity = bytes.fromhex(everyone[0]["id"])
+        self._native: Any = native.Communicator(
+            library,
+            driver,
+            identity,
+            self.rank,
+            self.size,
+            device,
+            self.timeout_s,
+            peers,
+            parent._native if parent is not None else None,
+        )
+        # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
+        self._finalizer = weakref.finalize(self, self._native.close)
+        self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
+
+    @property
+    def is_alone(self) -> bool:
+        """False: a world of one that wants NCCL gets it."""
+        return False
+
+    def barrier(self, *, name: str = "barrier") -> None:
+        self.host.barrier(name=name)
+
+    def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
+        return self.host.all_gather_object(value, name=name)
+
+    def check(self) -> None:
+        self._native.check()
+
+    def watch(self, array: Array, name: str) -> None:
+        """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""
+        self._native.watch(_stream(array), name)
+
+    def abort(self, reason: str) -> None:
+        self._native.abort(reason)
+        self.close()
+
+    def close(self) -> None:
+        self._native.close()
+        self._in_flight.clear()
+
+    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
+        if wire_dtype is None:
+            return self._start(_ALL_REDUCE, _OPS[op], array, array, name)
+        half = self._arrays.narrow(array)
+        # NCCL would multiply by 1/N before it adds: in float16 that loses small values
+        work = self._start(_ALL_REDUCE, _OPS["sum" if op == "mean" else op], half, half, name)
+        work._half = (half, self.size if op == "mean" else 1.0, array)
+        return work
+
+    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
+        return self._start(_REDUCE, _OPS[op], array, array, name, root=root)
+
+    def _broadcast(self, array: Array, root: int, name: str) -> Work:
+        return self._start(_BROADCAST, _NO_OP, array, array, name, root=root)
+
+    def _all_gather(self, array: Array, name: str) -> Work:
+        result = self._arrays.empty((self.size, *array.shape), array.dtype)
+        return self._start(_ALL_GATHER, _NO_OP, array, result, name, result=result)
+
+    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
+        result = self._arrays.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
+        return self._start(_REDUCE_SCATTER, _OPS[op], array, result, name, result=result)
+
+    def _start(
+        self,
+        kind: int,
+        op: int,
+        array: Array,
+        out: Array,
+        name: str,
+        *,
+        root: int = 0,
+        result: Array | None = None,
+    ) -> NcclWork:
+        in_flight = self._in_flight
+        while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
+            in_flight.popleft()
+        count = array.size if kind != _REDUCE_SCATTER else out.size
+        code, interface = _DTYPES[np.dtype(array.dtype)], _interface(array)
+        source, target = interface["data"][0], _interface(out)["data"][0]
+        native = self._native.start(
+            kind, op, code, root, source, target, count, name, interface.get("stream") or 1
+        )
+        work = NcclWork(self, native, array, result)
+        if not native.is_captured:
+            in_flight.append(work)
+        return work
+
+    def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
+        host = self.host.new_group(ranks, name=name)
+        if host is None:
+            return None
+        return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self)
+
+    def _check_kind(self, array: object) -> None:
+        if isinstance(array, np.ndarray) and not is_cuda_array(array):
+            raise DTypeError(f"{self!r}: numpy arrays travel by the host communicator, not by NCCL")
+        if not is_cuda_array(array):
+            raise DTypeError(f"{self!r}: expected a CUDA array, got {type(array).__name__}")
+
+
+def device_of(array: Array) -> int:
+    """Number of the GPU that a CUDA array lives on."""
+    driver = _load().Driver(_driver_names())
+    return int(driver.device_of(_interface(array)["data"][0]))
+
+
+def _load() -> Any:
+    native, reason = _native.load("_nccl")
+    if native is None:
+        raise CommError(f"NCCL: the native module is missing ({reason})")
+    return native
+
+
+def _driver_names() -> list[str]:
+    return _native.library_names("SINGA_LITE_CUDA_LIB", "nvidia.cuda_driver", "libcuda.so.1")
+
+
+def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
+    """What the others must know of this rank, and what it has opened; a failure is told, not raised."""
+    mine: dict[str, Any] = {"host": _host_identity(), "name": socket.gethostname(), "process": os.getpid()}
+    native = library = driver = None
+    try:
+        native = _load()
+        library = native.Library(_native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2"))
+        driver = native.Driver(_driver_names())
+        mine |= {"version": library.version, "device": device, "gpu": driver.uuid(device)}
+        mine["id"] = library.unique_id().hex() if rank == 0 else ""
+    except CommError as error:
+        mine["failure"] = str(error)
+    return mine, native, library, driver
+
+
+def _check_ranks(everyone: list[dict[str, Any]]) -> None:
+    """Raise one CommError on all ranks where these cannot work together."""
+    for rank, other in enumerate(everyone):
+        if "failure" in other:
+            raise CommError(f"NCCL: rank {rank} on {other['name']} cannot take part: {other['failure']}")
+        if other["version"] != everyone[0]["version"]:
+            raise CommError(
+                f"NCCL: rank 0 has version {everyone[0]['version']}, rank {rank} {other['version']}; "
+                "install the same on every host"
+            )
+    may_share = everyone[0]["version"] >= SHARES_GPU and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    ranks_on: dict[str, int] = {}
+    for rank, other in enumerate(everyone):
+        first = ranks_on.setdefault(other["gpu"], rank)
+        if first != rank and not may_share:
+            raise CommError(
+                f"NCCL: ranks {first} and {rank} both use GPU {other['device']} of {other['name']}; give each rank its "
+                "own, as device.create_device(local_rank) does, or start no more ranks than there are GPUs"
+            )
+
+
+def _host_identity() -> str:
+    """Equal for processes that can name each other by process id."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _interface(array: Any) -> dict[str, Any]:
+    interface: dict[str, Any] = array.__cuda_array_interface__
+    return interface
+
+
+def _stream(array: Any) -> int:
+    """Handle of the stream that is current; without one, CUDA's default stream."""
+    return _interface(array).get("stream") or 1

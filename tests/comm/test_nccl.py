@@ -1,0 +1,582 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NCCL communicator on 1 to 4 ranks without a GPU: its real code over stand-in libraries (gpu_standin.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import RankDied, run_ranks
+
+from singa_lite import autograd, opt, singa_wrap
+from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.dispatch import DispatchCommunicator
+from singa_lite.comm.nccl import NcclCommunicator
+from singa_lite.comm.rendezvous import process_communicator
+from singa_lite.device import Device
+from singa_lite.errors import CommError, DTypeError
+from singa_lite.tensor import Tensor
+from tests.comm.gpu_standin import Gpu, GpuBackend, HostArrays, ThroughNccl, build, host_of, on_gpu
+from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, run_facts
+
+# where NCCL's own way differs from the contract, as NcclCommunicator says; checked below in its own way
+OWN_WAY = {
+    "max_and_min_hand_on_nan_from_any_rank",
+    "half_precision_wire_rounds_both_ways_and_sums_in_float32",
+}
+CONTRACT = [check.__name__ for check in FACTS if check.__name__ not in OWN_WAY]
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("standins"))
+
+
+@pytest.fixture(autouse=True)
+def use_libraries(libraries, monkeypatch):
+    for name, value in libraries.items():
+        monkeypatch.setenv(name, value)
+
+
+def run(function, size, *args, **options):
+    return run_ranks(function, size, *args, transport="none", timeout_s=LIMIT_S, **options)
+
+
+def make(world: World, timeout_s: float = 30, host_timeout_s: float = 30) -> NcclCommunicator:
+    return NcclCommunicator(host_of(world, host_timeout_s), 0, timeout_s=timeout_s, arrays=HostArrays())
+
+
+def num_live() -> int:
+    """NCCL communicators that were neither destroyed nor aborted."""
+    return ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"]).standin_live()
+
+
+def caught(call: Any) -> str:
+    """The text of the CommError that ``call()`` raises, "" if it raises none."""
+    try:
+        call()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def broken(c: NcclCommunicator, limit_s: float = 20) -> str:
+    """The error that the communicator gets, without a call from us."""
+    deadline = time.monotonic() + limit_s
+    while not (text := caught(c.check)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return text
+
+
+# ---- the contract --------------------------------------------------------------------------------------
+
+
+def facts(world: World) -> dict[str, str]:
+    c = ThroughNccl(make(world))
+    outcome = run_facts(c, skip=OWN_WAY)
+    c.close()
+    outcome["all are closed"] = "" if num_live() == 0 else f"{num_live()} communicators live"
+    return outcome
+
+
+@functools.cache
+def outcomes(size: int) -> list[dict[str, str]]:
+    return run(facts, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+class TestContract:
+    @pytest.mark.parametrize("name", [*CONTRACT, "all are closed"])
+    def test_that(self, size: int, name: str) -> None:
+        texts = [outcome.get(name, "not reached") for outcome in outcomes(size)]
+        assert not any(texts), "\n".join(f"-- rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+def sends_halves(world: World) -> bool:
+    c = ThroughNccl(make(world))
+    for op in REDUCE_OPS:
+        array = data(c.rank, 4099, seed=3)
+        work = c.all_reduce(array, op, wire_dtype="float16")
+        work.wait()
+        halves = [values.astype(np.float16) for values in everyone(c, 4099, seed=3)]
+        if op == "mean":
+            expected = folded(halves, "sum").astype(np.float32) / np.float32(c.size)
+        else:
+            expected = folded(halves, op).astype(np.float32)
+        assert array.tobytes() == expected.tobytes() and work.bytes_payload == 2 * 4099, op
+    c.close()
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_half_precision_mean_is_the_sum_of_halves_divided_in_float32(size):
+    assert run(sends_halves, size) == [True] * size
+
+
+# ---- order on the GPU ----------------------------------------------------------------------------------
+
+
+def overlaps(world: World) -> tuple[list[float], float, bool]:
+    """All-reduce what a slow kernel writes, then read it by a kernel; the host never waits in between."""
+    c, gpu = make(world), Gpu.get()
+    array, seen = on_gpu(np.zeros(1000, np.float32)), np.zeros(1000, np.float32)
+    started = time.monotonic()
+    gpu.run(lambda: time.sleep(0.5))
+    gpu.run(lambda: array.fill(c.rank + 1.0))
+    work = c.all_reduce(array, "sum", name="late")
+    was_done = work.done()
+    work.wait()
+    gpu.run(lambda: np.copyto(seen, array))
+    host_s = time.monotonic() - started
+    gpu.synchronize()
+    c.close()
+    return sorted(set(seen.tolist())), host_s, was_done
+
+
+@pytest.mark.parametrize("slow_ms", ["0", "20"])
+def test_a_collective_waits_for_its_input_and_a_reader_for_the_result(slow_ms, monkeypatch):
+    monkeypatch.setenv("STANDIN_SLOW_MS", slow_ms)
+    for values, _, was_done in run(overlaps, 3):
+        assert values == [6.0] and not was_done
+
+
+def test_no_call_waits_for_the_gpu_on_the_host():
+    assert all(host_s < 0.5 for _, host_s, _ in run(overlaps, 2))  # the kernel alone takes so long
+
+
+def drops_works(world: World) -> bool:
+    """The arrays of works nobody keeps live until the collective has ended."""
+    c, gpu = make(world), Gpu.get()
+    gpu.run(lambda: time.sleep(0.2))
+    for _ in range(100):
+        c.all_reduce(on_gpu(np.ones(50_000, np.float32)), "sum")
+    kept = len(c._in_flight)
+    last = on_gpu(np.ones(10, np.float32))
+    c.all_reduce(last, "sum").wait()
+    gpu.synchronize()
+    c.check()
+    c.close()
+    return kept == 100 and last.tolist() == [c.size] * 10
+
+
+def test_arrays_of_dropped_works_are_kept_alive():
+    assert run(drops_works, 2) == [True, True]
+
+
+def captures(world: World) -> tuple[bool, int]:
+    """What becomes part of a graph is neither watched nor kept here: the graph's owner does that."""
+    c, gpu = make(world), Gpu.get()
+    array = on_gpu(np.ones(10, np.float32))
+    gpu.cuda.standin_capture(gpu.stream, 1)
+    work = c.all_reduce(array, "sum")
+    kept, was_done = len(c._in_flight), work.done()
+    work.wait()
+    gpu.cuda.standin_capture(gpu.stream, 0)
+    c.watch(array, "graph")
+    gpu.synchronize()
+    c.close()
+    return was_done, kept
+
+
+def test_a_captured_collective_is_not_watched():
+    assert run(captures, 2) == [(True, 0)] * 2
+
+
+# ---- who takes part ------------------------------------------------------------------------------------
+
+
+def start_error(world: World) -> tuple[str, int]:
+    """The error of making a communicator, and how many of NCCL's were left."""
+    text = caught(lambda: make(world, 3).close())
+    return text, num_live() if "without_id" not in os.environ["SINGA_LITE_NCCL_LIB"] else 0
+
+
+def test_two_ranks_on_one_gpu_are_an_error_on_both(monkeypatch):
+    monkeypatch.setenv("STANDIN_UUID", "7")
+    for text, live in run(start_error, 2):
+        assert "ranks 0 and 1 both use GPU 0" in text and live == 0
+
+
+@pytest.mark.parametrize(("version", "works"), [("22907", False), ("23003", True)])
+def test_ranks_may_share_a_gpu_where_nccl_can(version, works, monkeypatch):
+    monkeypatch.setenv("STANDIN_UUID", "7")
+    monkeypatch.setenv("STANDIN_VERSION", version)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [text == "" for text, _ in run(start_error, 2)] == [works, works]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"STANDIN_VERSION": "20905"}, "2.14 or later is needed"),
+        ({"SINGA_LITE_NCCL_LIB": "libnone.so.2"}, "libnone.so.2"),
+        ({"SINGA_LITE_CUDA_LIB": "libnone.so.1"}, "libnone.so.1"),
+    ],
+)
+def test_a_library_that_cannot_be_used_is_an_error_on_every_rank(changes, words, monkeypatch):
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    texts = run(text_of_start, 3)
+    assert all("rank 0" in text and words in text for text in texts), texts
+
+
+def text_of_start(world: World) -> str:
+    return caught(lambda: make(world, 3).close())
+
+
+def test_a_missing_function_is_named(libraries, monkeypatch):
+    monkeypatch.setenv(
+        "SINGA_LITE_NCCL_LIB", libraries["SINGA_LITE_NCCL_LIB"].replace("nccl.so", "nccl_without_id.so")
+    )
+    assert all("has no function ncclGetUniqueId" in text for text in run(text_of_start, 2))
+
+
+def another_version(world: World) -> str:
+    os.environ["STANDIN_VERSION"] = str(22809 + world.rank)
+    return text_of_start(world)
+
+
+def test_unequal_versions_are_an_error_on_every_rank():
+    assert all("rank 0 has version 22809, rank 1 22810" in text for text in run(another_version, 2))
+
+
+def test_a_start_that_never_completes_is_an_error_in_time(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "init_hangs")
+    results = run(start_error, 3)
+    for rank, (text, live) in enumerate(results):  # the last may notice that the first has given up and ended
+        assert text.startswith(f"rank {rank}: NCCL's start: ") and live == 0
+    assert any("waited 3 s in NCCL for the other ranks" in text for text, _ in results)
+
+
+def test_a_start_that_fails_says_why(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "init_fails")
+    monkeypatch.setenv("STANDIN_RANK", "1")
+    (_, live_0), (text, live_1) = run(start_error, 2)
+    assert "NCCL failed: unhandled system error (stand-in)" in text and live_0 == live_1 == 0
+
+
+# ---- failures of a collective --------------------------------------------------------------------------
+
+
+def third_fails(world: World, timeout_s: float) -> tuple[str, str, int]:
+    """What becomes of the third collective, what the next call says, and NCCL communicators left."""
+    c, gpu = make(world, timeout_s), Gpu.get()
+    array = on_gpu(np.ones(1000, np.float32))
+    text = ""
+    for turn in range(3):
+        text = text or caught(lambda turn=turn: c.all_reduce(array, "mean", name=f"w{turn}").wait())
+    text = text or broken(c)
+    gpu.synchronize()  # the stream is free again
+    after = caught(lambda: c.all_reduce(array, "sum"))
+    c.close()
+    return text, after, num_live()
+
+
+LABEL = "rank {}: all_reduce #2 'w2' (float32[1000], mean): "
+
+
+def test_an_error_of_the_network_is_noticed_while_nobody_calls(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "async_error")
+    for rank, (text, after, live) in enumerate(run(third_fails, 3, 30.0)):
+        assert text.startswith(LABEL.format(rank)) and "remote process exited" in text
+        assert after == text and live == 0
+
+
+def test_a_collective_that_does_not_end_is_an_error_in_time(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "op_hangs")
+    monkeypatch.setenv("STANDIN_RANK", "1")
+    results = run(third_fails, 3, 1.0)
+    for rank, (text, after, live) in enumerate(results):
+        assert text.startswith(LABEL.format(rank)) and after == text and live == 0
+    assert any("waited 1 s in NCCL for the other ranks" in text for text, _, _ in results)
+
+
+def test_a_refused_collective_is_an_error_of_its_call(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "op_fails")
+    for rank, (text, _, live) in enumerate(run(third_fails, 2, 30.0)):
+        assert (
+            f"rank {rank}: all_reduce #2 'w2'" in text and "invalid argument (stand-in)" in text and live == 0
+        )
+
+
+def test_a_rank_that_dies_is_noticed_at_once(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "dies")
+    monkeypatch.setenv("STANDIN_RANK", "1")
+    results = run(third_fails, 3, 300.0, return_exceptions=True)
+    assert isinstance(results[1], RankDied)
+    for rank in (0, 2):
+        text, after, live = results[rank]
+        assert text.startswith(f"rank {rank}: all_reduce #") and "rank 1 (process" in text and "died" in text
+        assert after == text and live == 0
+
+
+def test_an_abort_that_hangs_does_not_hold_up_the_rank(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "abort_hangs")
+    assert run(leaves, 2, "abort") == [""] * 2
+
+
+def test_an_end_that_hangs_does_not_hold_up_the_rank(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "end_hangs")
+    monkeypatch.setenv("STANDIN_RANK", "1")
+    assert run(leaves, 2, "close") == [""] * 2
+
+
+def leaves(world: World, how: str) -> str:
+    c = make(world, 1.0)
+    c.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    if how == "abort":
+        c.abort("the loss is NaN")
+    else:
+        c.close()
+    text = caught(lambda: c.all_reduce(on_gpu(np.ones(3)), "sum"))
+    return "" if ("the loss is NaN" if how == "abort" else "is closed") in text else text
+
+
+def long_queue(world: World) -> str:
+    """A kernel that takes longer than the time-out is not the collective's fault."""
+    c, gpu = make(world, 0.5), Gpu.get()
+    array = on_gpu(np.ones(10, np.float32))
+    gpu.run(lambda: time.sleep(1.5))
+    c.all_reduce(array, "sum").wait()
+    gpu.synchronize()
+    text = caught(c.check)
+    c.close()
+    return text
+
+
+def test_the_time_out_counts_from_when_the_input_is_ready():
+    assert run(long_queue, 2) == ["", ""]
+
+
+def killed_while_waiting(world: World) -> str:
+    """Rank 1 is killed before it makes the call; rank 0 waits on the host for its stream."""
+    c, gpu = make(world, 300.0), Gpu.get()
+    array = on_gpu(np.ones(10, np.float32))
+    c.all_reduce(array, "sum").wait()
+    gpu.synchronize()
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    c.all_reduce(array, "sum", name="grad").wait()
+    gpu.checks = [c.check]
+    return caught(gpu.synchronize)
+
+
+def test_a_killed_peer_ends_a_host_synchronisation_with_its_error():
+    text, died = run(killed_while_waiting, 2, return_exceptions=True)
+    assert isinstance(died, RankDied) and "'grad'" in text and "rank 1 (process" in text and "died" in text
+
+
+def forked(world: World) -> list[str]:
+    c = make(world)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(writer, caught(lambda: c.all_reduce(on_gpu(np.ones(3)), "sum")).encode())
+        c._finalizer()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(reader, 1000).decode()
+    array = on_gpu(np.ones(3))
+    c.all_reduce(array, "sum").wait()
+    Gpu.get().synchronize()
+    c.close()
+    return [text, str(array.tolist())]
+
+
+def test_a_forked_child_cannot_use_its_parents():
+    for text, values in run(forked, 2):
+        assert "fork()" in text and values == "[2.0, 2.0, 2.0]"
+
+
+# ---- which arrays go where -----------------------------------------------------------------------------
+
+
+def dispatches(world: World) -> dict[str, Any]:
+    host = host_of(world)
+    c = DispatchCommunicator(host, HostArrays())
+    mine, theirs = np.full(3, c.rank + 1.0), on_gpu(np.full(3, c.rank + 1.0))
+    c.all_reduce(mine, "sum").wait()
+    was_made = c._nccl is not None
+    c.all_reduce([theirs, mine], "sum").wait()
+    Gpu.get().synchronize()
+    group = c.new_group([0])
+    if group is not None:
+        group.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    nccl = c._nccl
+    errors = []
+    for communicator, array in ((host, theirs), (nccl, mine), (nccl, [1.0])):
+        with pytest.raises(DTypeError) as raised:
+            communicator.all_reduce(array, "sum")
+        errors.append(str(raised.value))
+    gathered = c.all_gather_object(c.rank)
+    c.close()
+    return {"early": was_made, "sums": [mine.tolist(), theirs.tolist()], "errors": errors, "ranks": gathered,
+            "live": num_live()}  # fmt: skip
+
+
+def test_arrays_go_to_the_side_they_live_on():
+    for result in run(dispatches, 3):
+        assert not result["early"], "NCCL is started by the first CUDA array"
+        assert (
+            result["sums"] == [[18.0] * 3, [6.0] * 3] and result["ranks"] == [0, 1, 2] and result["live"] == 0
+        )
+        assert "lives on a GPU" in result["errors"][0]
+        assert "host communicator" in result["errors"][1] and "CUDA array" in result["errors"][2]
+
+
+def on_another_gpu(world: World) -> str:
+    c = make(world)
+    os.environ["STANDIN_MEMORY_DEVICE"] = "1"
+    text = caught(lambda: c.all_reduce(on_gpu(np.ones(3)), "sum", name="w"))
+    os.environ["STANDIN_MEMORY_DEVICE"] = "0"
+    c.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    c.close()
+    return text
+
+
+def test_memory_of_another_gpu_is_refused_and_the_communicator_lives():
+    assert all("lives on GPU 1" in text and "'w'" in text for text in run(on_another_gpu, 2))
+
+
+def test_a_world_of_one_needs_no_nccl(monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", "libnone.so")
+    c = DispatchCommunicator(host_of(World()))
+    array = on_gpu(np.array([1.0, 70000.0], np.float32))
+    c.all_reduce(array, "mean", wire_dtype="float16").wait()
+    assert array.tolist() == [1.0, np.inf] and c.all_gather(array).wait().shape == (1, 2)
+
+
+def joins_by_ticket(world: World) -> tuple[list[float], list[float], str]:
+    """SINGA's constructor for Python's multiprocessing, then arrays of both kinds."""
+    holder = singa_wrap.NcclIdHolder()
+    holder.ticket = world.ticket
+    c = singa_wrap.Communicator(world.rank, world.size, holder, 1000)
+    return sums_both_kinds(c)
+
+
+def joins_by_launcher(world: World) -> tuple[list[float], list[float], str]:
+    """SINGA's constructor for a started job; here `singa-lite run` is who started it."""
+    names = {"RANK": world.rank, "WORLD_SIZE": world.size, "TICKET": world.ticket}
+    os.environ.update({f"SINGA_LITE_{name}": str(value) for name, value in names.items()})
+    return sums_both_kinds(singa_wrap.Communicator(1000))
+
+
+def sums_both_kinds(c: singa_wrap.Communicator) -> tuple[list[float], list[float], str]:
+    process_communicator()._gpu_arrays = HostArrays()  # there is no cupy
+    device = Device("cuda", 0, GpuBackend())
+    theirs, mine = (
+        Tensor(data=np.full(3, c.global_rank + 1.0), device=device),
+        np.full(3, c.global_rank + 1.0),
+    )
+    c.synch(mine)
+    c.fusedSynch([theirs.data], send=False)
+    c.fusedSynch([theirs.data])
+    values = device.backend.to_numpy(theirs.data).tolist()
+    process_communicator().close()
+    return mine.tolist(), values, f"{num_live()} live"
+
+
+@pytest.mark.parametrize("joins", [joins_by_ticket, joins_by_launcher], ids=lambda joins: joins.__name__)
+def test_both_constructors_of_singa_reach_nccl(joins):
+    assert run(joins, 3) == [([6.0] * 3, [6.0] * 3, "0 live")] * 3
+
+
+# ---- DistOpt -------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {"dist_option": "fp32"},
+    {"dist_option": "fp16"},
+    {"dist_option": "partialUpdate"},
+    {"dist_option": "sparseTopK", "spars": 0.3},
+    {"dist_option": "sparseThreshold", "spars": 0.02},
+]
+
+
+def train(communicator: Communicator, device: Device | None, options: dict[str, Any]) -> tuple[Any, Any, int]:
+    """(parameters, saved states, host synchronisations of the last step) of five steps."""
+    rng = np.random.default_rng(3 + communicator.rank)  # rank 0's values must win
+    shapes = {"w1": (6, 5), "b1": (5,), "w2": (5, 1)}
+    params = {
+        name: Tensor(data=0.5 * rng.standard_normal(shape), device=device, stores_grad=True, name=name)
+        for name, shape in shapes.items()
+    }
+    autograd.training = True
+    dist = opt.DistOpt(
+        opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, threshold=10, bucket_bytes=64
+    )
+    dist.prepare(params, {})
+    waits = 0
+    for step in range(5):
+        batch = np.random.default_rng([step, communicator.rank])
+        x = Tensor(data=batch.standard_normal((4, 6)), device=device)
+        y = Tensor(data=batch.standard_normal((4, 1)), device=device)
+        hidden = autograd.tanh(autograd.add_bias(autograd.matmul(x, params["w1"]), params["b1"]))
+        waits = getattr(params["w1"].device.backend, "num_waits", 0)
+        dist(autograd.mse_loss(autograd.matmul(hidden, params["w2"]), y), **options)
+        waits = getattr(params["w1"].device.backend, "num_waits", 0) - waits
+    backend = params["w1"].device.backend
+    values = {name: backend.to_numpy(param.data) for name, param in params.items()}
+    return values, dist.get_states(), waits
+
+
+def trains_both_ways(world: World, options: dict[str, Any]) -> tuple[Any, Any, int]:
+    """On the stand-in GPU over NCCL, and on the CPU over shared memory."""
+    host = host_of(world)
+    c = NcclCommunicator(host, 0, arrays=HostArrays())
+    Gpu.get().checks = [c.check]
+    values, states, waits = train(c, Device("cuda", 0, GpuBackend()), options)
+    expected, expected_states, _ = train(host, None, options)
+    c.close()
+    assert sorted(states) == sorted(expected_states)
+    assert all(type(state) is np.ndarray for state in states.values())
+    return values, expected, waits
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options["dist_option"])
+def test_every_dist_option_trains_as_on_the_cpu_and_only_the_count_waits(options, size, monkeypatch):
+    monkeypatch.setenv("STANDIN_SLOW_MS", "1")
+    results = run(trains_both_ways, size, options)
+    num_groups = 3  # of the sparse schemes, by the threshold of 10 elements
+    for values, expected, waits in results:
+        for name in expected:
+            tolerance = 1e-2 if options["dist_option"] == "fp16" else 1e-5
+            np.testing.assert_allclose(values[name], expected[name], rtol=tolerance, atol=tolerance / 10)
+        assert waits <= (num_groups if options["dist_option"] == "sparseThreshold" else 0)
+    if options["dist_option"] != "partialUpdate":
+        assert len({str({name: v.tobytes() for name, v in values.items()}) for values, _, _ in results}) == 1
+
+
+def singa_calls(world: World) -> dict[str, Any]:
+    """SINGA's collectives on Tensors of the GPU leave the sum, ordered before the stream's next kernel."""
+    device, host = Device("cuda", 0, GpuBackend()), host_of(world)
+    c = NcclCommunicator(host, 0, arrays=HostArrays())
+    dist = opt.DistOpt(communicator=c)
+    plain, half, *fused = (Tensor(data=np.full(4, c.rank + 1.0), device=device) for _ in range(4))
+    sparse, residual = (Tensor(data=np.array([0.1, -3.0, 2.0, 0.0]) * k, device=device) for k in (1, 0))
+    dist.all_reduce(plain)
+    dist.all_reduce_half(half)
+    dist.fused_all_reduce(fused[:1], send=False)
+    dist.fused_all_reduce(fused)
+    dist.sparsification(sparse, residual, 1.0, topK=False)
+    found = {
+        name: device.backend.to_numpy(tensor.data).tolist()
+        for name, tensor in {
+            "plain": plain, "half": half, "fused": fused[1], "sparse": sparse, "residual": residual
+        }.items()
+    }  # fmt: skip
+    c.close()
+    return found
+
+
+def test_singas_calls_leave_the_sum_of_gpu_tensors():
+    for found in run(singa_calls, 3):
+        assert found["plain"] == found["half"] == found["fused"] == [6.0] * 4
+        assert found["sparse"] == [0.0, -9.0, 6.0, 0.0]
+        np.testing.assert_allclose(found["residual"], [0.1, 0, 0, 0], rtol=1e-6)
