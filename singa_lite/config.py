@@ -33,6 +33,8 @@ class State:
         recording: False inside ``autograd.no_grad()``.
         recorder: what listens to every kernel while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
+        rehearsal: what is asked instead of the device while a CUDA graph is captured, or its host calls are repeated
+            (backend.cuda.capture.CapturedCalls), else None.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
@@ -44,6 +46,7 @@ class State:
     recording: bool = True
     recorder: Any = None  # Any: a type of a higher floor; graph.py owns it
     hosting: Any = None
+    rehearsal: Any = None
     num_nodes: int = 0
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0

@@ -15,7 +15,7 @@ replayed and says why.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -106,10 +106,13 @@ class HostCall:
 
     Attributes:
         function, arguments: called as function(*arguments); the arguments name all tensors it reads.
+        variant: tells before a replay what kind of step the call will make, where kinds run different kernels; None
+            if the call must see values, so that it cannot be part of a CUDA graph.
     """
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
+    variant: Callable[[], Hashable] = lambda: 0
     phase = "Dist"
 
     @property
@@ -202,9 +205,11 @@ class Recorder:
         finally:
             state.recorder = before
 
-    def host(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def host(
+        self, function: Callable[..., Result], *arguments: Any, variant: Callable[[], Hashable]
+    ) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function, arguments))
+        self.calls.append(HostCall(function, arguments, variant))
         self._handed += [
             (tensor, self._memory(tensor.device.backend.root(tensor.data)))
             for tensor in self._tensors_in(arguments)
@@ -216,13 +221,26 @@ class Recorder:
             state.recorder, state.hosting = self, None
 
 
-def host(function: Callable[..., Result], *arguments: Any) -> Result:
+def host(
+    function: Callable[..., Result], *arguments: Any, variant: Callable[[], Hashable] = lambda: 0
+) -> Result:
     """Run ``function(*arguments)`` now, and at this place of every replay if the step is being recorded.
 
     Every tensor that the function reads and the step computes must be among the arguments, or in lists of them.
+    What ``variant`` is says HostCall.
     """
     recorder: Recorder | None = state.recorder
-    return function(*arguments) if recorder is None else recorder.host(function, *arguments)
+    return function(*arguments) if recorder is None else recorder.host(function, *arguments, variant=variant)
+
+
+def made(make: Callable[[], Result]) -> Result:
+    """``make()``; what it gave when the step was captured, while the host calls of a CUDA graph are repeated."""
+    return make() if state.rehearsal is None else state.rehearsal.made(make)
+
+
+def is_repeating() -> bool:
+    """Whether host calls of a CUDA graph are being repeated: nothing must be given to the device."""
+    return state.rehearsal is not None and bool(state.rehearsal.is_repeating)
 
 
 def move_to(tensor: Any, array: Any) -> None:

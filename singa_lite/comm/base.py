@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
+from ..graph import made
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
@@ -84,6 +85,9 @@ class Work:
     def done(self) -> bool:
         """Whether wait() would return at once. Never blocks."""
         raise NotImplementedError
+
+    def relaunched(self) -> None:
+        """Called when a CUDA graph that holds this collective was started again; the last one's of a graph only."""
 
 
 class FinishedWork(Work):
@@ -195,7 +199,7 @@ class Communicator(ABC):
             self._check_op(array, op)
             if wire_dtype is not None and array.dtype != np.float32:
                 raise DTypeError(f"all_reduce {name}: wire_dtype needs float32 arrays, not {array.dtype}")
-            work = self._all_reduce(array, op, wire_dtype, name)
+            work = made(lambda: self._all_reduce(array, op, wire_dtype, name))
             return self._count(work, "all_reduce", array.size * (2 if wire_dtype else array.itemsize), name)
 
         return self._each(arrays, start, name)
@@ -209,7 +213,9 @@ class Communicator(ABC):
 
         def start(array: Array) -> Work:
             self._check_op(array, op)
-            return self._count(self._reduce(array, op, root, name), "reduce", array.nbytes, name)
+            return self._count(
+                made(lambda: self._reduce(array, op, root, name)), "reduce", array.nbytes, name
+            )
 
         return self._each(arrays, start, name)
 
@@ -218,14 +224,16 @@ class Communicator(ABC):
         self._check_root("broadcast", root)
 
         def start(array: Array) -> Work:
-            return self._count(self._broadcast(array, root, name), "broadcast", array.nbytes, name)
+            return self._count(
+                made(lambda: self._broadcast(array, root, name)), "broadcast", array.nbytes, name
+            )
 
         return self._each(arrays, start, name)
 
     def all_gather(self, array: Array, *, name: str = "all_gather") -> Work:
         """Collect every rank's ``array``; wait() returns a new array (size, *array.shape), in rank order."""
         self._check_array(array, writes=False)
-        return self._count(self._all_gather(array, name), "all_gather", array.nbytes, name)
+        return self._count(made(lambda: self._all_gather(array, name)), "all_gather", array.nbytes, name)
 
     def reduce_scatter(self, array: Array, op: ReduceOp, *, name: str = "reduce_scatter") -> Work:
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
@@ -236,7 +244,9 @@ class Communicator(ABC):
             raise ShapeError(
                 f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
             )
-        return self._count(self._reduce_scatter(array, op, name), "reduce_scatter", array.nbytes, name)
+        return self._count(
+            made(lambda: self._reduce_scatter(array, op, name)), "reduce_scatter", array.nbytes, name
+        )
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""

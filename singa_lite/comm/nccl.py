@@ -19,6 +19,7 @@ import numpy as np
 
 from .. import _native
 from ..errors import CommError, DTypeError
+from ..graph import is_repeating
 from .base import DTYPES, Array, Communicator, ReduceOp, Work, is_cuda_array
 
 # The numbers of native/comm/types.h.
@@ -76,6 +77,8 @@ class NcclWork(Work):
 
         ``timeout_s`` is not used: the communicator's own runs on the GPU, see ``NcclCommunicator``.
         """
+        if is_repeating():
+            return self._result
         self._communicator._native.wait(self._op, _stream(self._array))
         if self._half is not None:
             half, divisor, out = self._half
@@ -86,6 +89,9 @@ class NcclWork(Work):
 
     def done(self) -> bool:
         return bool(self._communicator._native.is_done(self._op))
+
+    def relaunched(self) -> None:
+        self._communicator.watch(self._array, self.name)
 
 
 class NcclCommunicator(Communicator):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -155,7 +155,8 @@ class DistOpt(Optimizer):
             OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
         """
         name = self._scheme(dist_option, threshold).names[0]
-        host(self._begin, name, threshold, spars, corr, clip_value)
+        asked = name, threshold, spars, corr, clip_value
+        host(self._begin, *asked, variant=lambda: self._variant(*asked))
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
@@ -175,12 +176,30 @@ class DistOpt(Optimizer):
         clip_value: float | None,
     ) -> None:
         """Start a step with what ``spars`` is now."""
-        scheme = self._scheme(name, threshold)
-        now = self.spars if spars is None else spars
-        now = now(self.step_counter) if isinstance(now, DecayScheduler) else now
-        options = StepOptions(check_number("DistOpt", "spars", now), corr, clip_value)
+        scheme, options = self._scheme(name, threshold), self._options(spars, corr, clip_value)
         scheme.check(options)
         scheme.begin(options)
+
+    def _variant(
+        self,
+        name: str,
+        threshold: int | None,
+        spars: float | DecayScheduler | None,
+        corr: bool,
+        clip_value: float | None,
+    ) -> Hashable:
+        """Of the step that comes, see HostCall."""
+        scheme = self._scheme(name, threshold)
+        if scheme.capture != "whole":
+            return None
+        return scheme, scheme.record_key(self._options(spars, corr, clip_value))
+
+    def _options(
+        self, spars: float | DecayScheduler | None, corr: bool, clip_value: float | None
+    ) -> StepOptions:
+        now = self.spars if spars is None else spars
+        now = now(self.step_counter) if isinstance(now, DecayScheduler) else now
+        return StepOptions(check_number("DistOpt", "spars", now), corr, clip_value)
 
     def _push(self, name: str, param: Tensor, grad: Tensor) -> None:
         """Hand one gradient over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -49,7 +49,8 @@ class SyncStrategy(ABC):
 
     Attributes:
         names: the words of ``dist_option`` that choose this scheme, the usual one first.
-        capture: whether a step can be recorded: "whole", "split" where the host must look at a value, "never".
+        capture: what of a step can be part of a CUDA graph: "whole", or "split" where the host must look at a value,
+            so that only what comes before and after this scheme's calls can.
         bytes_sent: bytes this rank put on a ring in the last step (comm/base.py, Note [bytes]).
         bytes_payload: bytes of what travelled in the last step.
         wait_s: seconds the last step waited for communication.
@@ -61,7 +62,7 @@ class SyncStrategy(ABC):
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    capture: ClassVar[Literal["whole", "split", "never"]] = "whole"
+    capture: ClassVar[Literal["whole", "split"]] = "whole"
 
     def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
         self.communicator = communicator
@@ -92,9 +93,9 @@ class SyncStrategy(ABC):
     def after_update(self, params: list[Tensor]) -> None:
         """Called when the optimizer has changed ``params``; schemes that average parameters do it here."""
 
-    def record_key(self) -> int:
-        """Joins the key of a recorded step, for schemes whose steps differ in kind."""
-        return 0
+    def record_key(self, options: StepOptions) -> Hashable:
+        """Equal for steps that run the same kernels on the same arrays, as a captured graph does."""
+        return options.corr, options.clip_value
 
     def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
         """What this rank must save to go on bit-exactly; parameters under their ``names``."""

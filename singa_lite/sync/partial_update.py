@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
@@ -41,8 +41,8 @@ class PartialUpdate(SyncStrategy):
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         yield from self._pairs
 
-    def record_key(self) -> int:
-        return sum(self._turns.values())
+    def record_key(self, options: StepOptions) -> Hashable:
+        return tuple(self._turns.values())
 
     def after_update(self, params: list[Tensor]) -> None:
         if not params:

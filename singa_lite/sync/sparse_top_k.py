@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from fractions import Fraction
 
 from ..comm.base import Work
@@ -39,6 +40,9 @@ class SparseTopK(SparseSync):
 
     def check(self, options: StepOptions) -> None:
         check_share(options.spars)
+
+    def record_key(self, options: StepOptions) -> Hashable:
+        return options.corr, options.spars  # which says how many elements are sent
 
     def select(self, message: SparseMessage) -> Work:
         return select_top_k(message, self.options.spars)

@@ -7,14 +7,16 @@ our own, a ``.cu`` file beside it; launch.py starts those. cupy gives memory, st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 
-from ...graph import View
-from ..base import Array
+from ...errors import GraphError
+from ...graph import View, made
+from ..base import Array, Call
+from .capture import CapturedStep
 from .elementwise import ElementwiseKernels
 from .loss import LossKernels
 from .move import MoveKernels
@@ -50,17 +52,23 @@ class CudaBackend(
         attributes: dict[str, Any],
     ) -> None:
         self.activate()
-        self.find(kernel)(*inputs, out=out, **attributes)
+        method = self.find(kernel)
+        if self.rehearsal is None:
+            method(*inputs, out=out, **attributes)
+        else:
+            arrays = (*inputs, *(out if isinstance(out, tuple) else (out,)))
+            self.rehearsal.execute(lambda: method(*inputs, out=out, **attributes), kernel, arrays, attributes)
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         self.activate()
-        return cupy.empty(tuple(shape), dtype)
+        return made(lambda: cupy.empty(tuple(shape), dtype))
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         self.activate()
-        return cupy.zeros(tuple(shape), dtype)
+        return made(lambda: cupy.zeros(tuple(shape), dtype))
 
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
+        self._refuse_in_capture("brings values of the host to the device")
         self.activate()
         return cupy.array(values, order="C")  # by way of pinned memory, so the host goes on at once
 
@@ -79,7 +87,11 @@ class CudaBackend(
         self.activate()
         cupy.get_default_memory_pool().free_all_blocks()
 
+    def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
+        return [CapturedStep(self, calls)]
+
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
+        self._refuse_in_capture("reads values of the device")
         self.activate()
         values: np.ndarray[Any, Any] = array.get(order="C")
         self.check_faults()
@@ -90,8 +102,16 @@ class CudaBackend(
         return bool(a_start < b_end and b_start < a_end)
 
     def synchronize(self) -> None:
+        self._refuse_in_capture("waits for the device")
         self.stream.synchronize()
         self.check_faults()
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.rehearsal is not None:
+            raise GraphError(
+                f"Python in a captured step {what}, which a CUDA graph cannot repeat; compile the model with "
+                'use_graph=False, or let a scheme that must do so say capture = "split"'
+            )
 
 
 __all__ = ["CudaBackend"]

@@ -39,11 +39,12 @@ def empty(shape: Any, dtype: Any = float) -> ndarray:
 
 def zeros(shape: Any, dtype: Any = float) -> ndarray:
     made = ndarray(shape, dtype)
-    made.host[...] = 0
+    cuda.do(lambda: made.host.fill(0))
     return made
 
 
 def array(values: np.ndarray, order: str = "K") -> ndarray:
+    assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
     made = ndarray(values.shape, values.dtype)
     made.host[...] = values
     return made

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from .cuda import do, get_current_stream, is_capturing
+
 GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
 
@@ -22,6 +24,9 @@ class Memory:
         self.bytes[...] = 0xFF
         self.ptr = self.whole.ctypes.data + start
         self.sides = self.whole[:start], self.whole[start + num_bytes :]
+
+        if is_capturing():
+            do(lambda: self and None)  # it lives as long as the graph, as memory of the graph's own pool does
 
     def check(self) -> None:
         """Fail if something wrote beside the memory."""
@@ -44,7 +49,11 @@ class MemoryPointer:
     def copy_from_device_async(self, source: MemoryPointer, num_bytes: int, stream: Any = None) -> None:
         to, start = self.mem.bytes, source.offset
         assert len(to) >= self.offset + num_bytes and len(source.mem.bytes) >= start + num_bytes
-        to[self.offset : self.offset + num_bytes] = source.mem.bytes[start : start + num_bytes]
+
+        def copy() -> None:
+            to[self.offset : self.offset + num_bytes] = source.mem.bytes[start : start + num_bytes]
+
+        do(copy)
 
 
 class ndarray:
@@ -87,10 +96,24 @@ class ndarray:
         places = place if isinstance(place, tuple) else (place,)
         return self._view(self.host[places if Ellipsis in places else (*places, ...)])
 
+    def __setitem__(self, place: Any, values: ndarray) -> None:
+        target = self[place]
+        do(lambda: np.copyto(target.host, values.host, casting="same_kind"))
+
+    def astype(self, dtype: Any) -> ndarray:
+        made = ndarray(self.shape, dtype)
+        do(lambda: np.copyto(made.host, self.host, casting="unsafe"))
+        return made
+
+    def copy(self) -> ndarray:
+        return self.astype(self.dtype)
+
     def __len__(self) -> int:
         return len(self.host)
 
     def get(self, stream: Any = None, order: str = "C") -> np.ndarray:
+
+        assert not is_capturing(), "a captured stream cannot be waited for"
         return np.array(self.host, order="C")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
@@ -98,7 +121,6 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        from .cuda import get_current_stream
 
         return {
             "shape": self.shape,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ._array import ndarray
-from .cuda import get_current_stream
+from .cuda import do, get_current_stream
 
 HERE = Path(__file__).parent
 EMULATION = HERE.parent / "emulation.h"
@@ -76,14 +76,18 @@ class Function:
         assert len(args) == len(self.form), f"{self.name} takes {len(self.form)} arguments, not {len(args)}"
         given = [self.argument(value, wanted) for value, wanted in zip(args, self.form, strict=True)]
         addresses = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
-        Function.calls += 1
-        status = self.launch(*grid, *block, addresses)
-        assert status == 0, (
-            f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
-        )
-        for value in args:
-            if isinstance(value, ndarray):
-                value.data.mem.check()
+        memories = [value.data.mem for value in args if isinstance(value, ndarray)]
+
+        def run(given: Any = given) -> None:  # given: what the addresses point to
+            Function.calls += 1
+            status = self.launch(*grid, *block, addresses)
+            assert status == 0, (
+                f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
+            )
+            for memory in memories:
+                memory.check()
+
+        do(run)
 
     def argument(self, value: Any, wanted: str) -> np.ndarray:
         """The bytes of an argument, as cupy would pass them."""

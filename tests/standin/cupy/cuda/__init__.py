@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from . import runtime
@@ -30,20 +32,45 @@ class Device:
         _current()[-1] = self.id
 
 
+class CudaGraph:
+    """What was captured, to be done at each launch."""
+
+    def __init__(self, tape: list[Callable[[], None]]) -> None:
+        self.tape, self.launches = tape, 0
+
+    def launch(self, stream: Stream) -> None:
+        assert stream.tape is None, "a graph was launched into a capture"
+        self.launches += 1
+        for do in self.tape:
+            do()
+
+
 class Stream:
+    """``tape`` is what a capture has collected, None outside of one."""
+
     number = 0x5000
 
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         Stream.number += 0x10
         self.ptr = 0 if null else Stream.number
         self.device_id = _current()[-1]
+        self.tape: list[Callable[[], None]] | None = None
+
+    def begin_capture(self) -> None:
+        assert self.ptr and self.tape is None
+        self.tape = []
+
+    def end_capture(self) -> CudaGraph:
+        tape, self.tape = self.tape, None
+        assert tape is not None
+        return CudaGraph(tape)
 
     def use(self) -> Stream:
         _current()[self.device_id] = self
         return self
 
     def synchronize(self) -> None:
-        pass
+        assert self.tape is None, "a captured stream cannot be waited for"
 
 
 NULL = Stream(null=True)
@@ -52,6 +79,29 @@ NULL = Stream(null=True)
 def get_current_stream() -> Stream:
     streams = _current()
     return streams.get(streams[-1], NULL)
+
+
+def do(what: Callable[[], None]) -> None:
+    """Work for the current stream: done at once, or captured."""
+    tape = get_current_stream().tape
+    if tape is None:
+        what()
+    else:
+        tape.append(what)
+
+
+def is_capturing() -> bool:
+    return get_current_stream().tape is not None
+
+
+class MemoryPool:
+    def malloc(self, num_bytes: int) -> None:
+        raise NotImplementedError("the stand-in makes arrays without it")
+
+
+@contextmanager
+def using_allocator(malloc: Callable[[int], None]) -> Iterator[None]:
+    yield
 
 
 class _Pinned(bytearray):
@@ -64,4 +114,14 @@ def alloc_pinned_memory(num_bytes: int) -> Any:
     return _Pinned(num_bytes)
 
 
-__all__ = ["Device", "Stream", "alloc_pinned_memory", "get_current_stream", "runtime"]
+__all__ = [
+    "Device",
+    "MemoryPool",
+    "Stream",
+    "alloc_pinned_memory",
+    "do",
+    "get_current_stream",
+    "is_capturing",
+    "runtime",
+    "using_allocator",
+]

@@ -7,6 +7,8 @@ import ctypes
 
 import numpy as np
 
+from . import do
+
 DTYPES = {2: np.float16, 0: np.float32, 1: np.float64}  # CUDA_R_16F, CUDA_R_32F, CUDA_R_64F
 SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
 computes: list[int] = []  # how each product was asked to be computed
@@ -34,6 +36,14 @@ def gemmStridedBatchedEx(
     size = np.dtype(wide).itemsize
     factor, kept = (np.frombuffer((ctypes.c_char * size).from_address(x), wide)[0] for x in (alpha, beta))
     assert (factor, kept) == (1, 0)
+    do(lambda: _product(
+        transa, transb, m, n, k, wide, (A, Atype, lda, strideA), (B, Btype, ldb, strideB),
+        (C, Ctype, ldc, strideC), batchCount,
+    ))  # fmt: skip
+
+
+def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
+    (A, Atype, lda, strideA), (B, Btype, ldb, strideB), (C, Ctype, ldc, strideC) = left, right, result
     c = _matrix(C, Ctype, m, n, ldc, batchCount, strideC)
     if k == 0:
         c[...] = 0

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded step as CUDA graphs: the host starts one graph where it would start hundreds of kernels.
+
+What lives here: capturing the calls of a step, and what the host still does at every replay. What does not: which
+calls a step has (../../graph.py), kernels.
+
+Note [repeated host calls]: what Python does in a step - counting it, asking the schedule for a learning rate, handing
+gradients on - must happen at every replay. So host calls run again before each launch of their graph, but nothing
+reaches the device: their kernels are compared with the captured ones, memory and collectives are those of the
+capture, and numbers that change from step to step (Note [scalars] in launch.py) are stored for the graph to read.
+A step that does something else runs call by call, and the next is captured anew.
+
+Note [variants]: a host call says by its ``variant`` which kind of step it will make. Every kind has its own graph. Its
+first step runs call by call: a scheme makes its memory then, and a library chooses its algorithms.
+One whose host call must see values (None) is cut there: a graph for the kernels before and after, Python between.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ...config import state
+from ...errors import GraphError
+from ...graph import HostCall, KernelCall
+from ..base import Array, Call
+from .launch import Launcher, by_value
+
+MAX_GRAPHS = 64  # of one step; the least recently used is dropped
+MAX_NUMBERS, STORED_AT_ONCE = 4096, 60  # the second: of Numbers in store.cu
+
+
+class Changed(Exception):
+    """A host call did not do what was captured."""
+
+
+@dataclass
+class Execution:
+    """A kernel of the capture.
+
+    Attributes:
+        launches: of our own kernels, with their arguments; kept where numbers may change.
+        first_number: of those it asked for.
+    """
+
+    kernel: str
+    arrays: tuple[Array, ...]
+    attributes: dict[str, Any]
+    first_number: int
+    launches: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+class CapturedStep:
+    """Runs the calls of a recorded step, from the second run of a variant on as a graph.
+
+    Args:
+        backend: the CUDA backend whose arrays ``calls`` work on.
+    """
+
+    def __init__(self, backend: Launcher, calls: list[Call]) -> None:
+        self._backend, self._calls = backend, calls
+        self._graphs: OrderedDict[Hashable, CapturedCalls | None] = OrderedDict()  # None: ran once
+        self._pool = cupy.cuda.MemoryPool()  # what kernels need for themselves stays theirs between launches
+        self._parts: list[CapturedStep | HostCall] = []  # of a step that is cut at its host calls
+
+    def __call__(self) -> None:
+        variant = tuple(call.variant() for call in self._calls if isinstance(call, HostCall))
+        if None in variant:
+            for part in self._parts or self._cut():
+                part()
+            return
+        has_run = variant in self._graphs
+        graph = self._graphs.pop(variant, None)
+        if graph is not None and not graph.repeat():
+            graph, has_run = None, False
+        if graph is None and has_run:
+            graph = CapturedCalls(self._backend, self._calls, self._pool)
+        self._graphs[variant] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        if graph is not None:
+            graph.launch()
+            return
+        for call in self._calls:
+            call()
+
+    def _cut(self) -> list[CapturedStep | HostCall]:
+        for is_kernel, group in groupby(self._calls, lambda call: isinstance(call, KernelCall)):
+            calls: list[Any] = list(group)
+            self._parts += [CapturedStep(self._backend, calls)] if is_kernel else calls
+        return self._parts
+
+
+class CapturedCalls:
+    """Calls as one CUDA graph, see Note [repeated host calls]. Made by running them once, with nothing computed.
+
+    Attributes:
+        num_launches: how often the graph was started.
+    """
+
+    def __init__(self, backend: Launcher, calls: list[Call], pool: Any) -> None:
+        self._backend, self._calls = backend, calls
+        self._done: list[list[Any]] = []  # by call: executions, and what it made, in their order
+        self._expected: Iterator[Any] = iter(())
+        self._execution: Execution | None = None  # that runs now
+        self._numbers: list[bytes] = []
+        self._next_number = 0
+        self._stored = b""
+        self._on_device = cupy.zeros(MAX_NUMBERS, np.int64)
+        self.is_repeating = False
+        self.num_launches = 0
+        with cupy.cuda.using_allocator(pool.malloc), self._in_force():
+            backend.activate()
+            backend.stream.begin_capture()
+            try:
+                for call in calls:
+                    self._done.append([])
+                    call()
+            finally:
+                self._graph = backend.stream.end_capture()
+        self._kept = backend.scratch(0)  # which the graph uses and the backend may replace
+        self._works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
+
+    def repeat(self) -> bool:
+        """Do again what Python does in these calls; False if they would not run the same kernels any more."""
+        draws = [
+            (call, call.random.get_random_state())
+            for call in self._calls
+            if isinstance(call, KernelCall) and call.random is not None
+        ]
+        self.is_repeating = True
+        try:
+            with self._in_force():
+                for call, done in zip(self._calls, self._done, strict=True):
+                    if isinstance(call, HostCall) or call.random is not None:
+                        self._expected = iter(done)
+                        call()
+                        if next(self._expected, None) is not None:
+                            raise Changed
+        except Changed:
+            for call, random_state in reversed(draws):
+                call.random.set_random_state(random_state)
+            return False
+        return True
+
+    def launch(self) -> None:
+        """Start the graph with the numbers that ``repeat`` or the capture stored."""
+        numbers = b"".join(self._numbers)
+        if numbers != self._stored:
+            values = np.frombuffer(numbers, np.int64).tolist()
+            for first in range(0, len(values), STORED_AT_ONCE):
+                part = values[first : first + STORED_AT_ONCE]
+                packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
+                place = self._on_device[first : first + len(part)]
+                self._backend.launch("store.store", "l", 1, 64, place, packed)
+            self._stored = numbers
+        self._graph.launch(self._backend.stream)
+        self.num_launches += 1
+        for work in self._works[-1:]:
+            work.relaunched()
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        """Hear of every kernel, array, collective and number."""
+        self._backend.rehearsal = state.rehearsal = self
+        try:
+            yield
+        finally:
+            self._backend.rehearsal = state.rehearsal = None
+            self._execution = None
+
+    # ---- what the backend and communicators tell ---------------------------------------------------------
+
+    def execute(
+        self, run: Callable[[], None], kernel: str, arrays: tuple[Array, ...], attributes: dict[str, Any]
+    ) -> None:
+        """Capture a kernel, or compare it with the captured one."""
+        if self._execution is not None:  # a part of another kernel
+            run()
+            return
+        if not self.is_repeating:
+            self._execution = Execution(kernel, arrays, attributes, len(self._numbers))
+            run()
+            has_numbers = len(self._numbers) > self._execution.first_number
+            self._execution.launches *= has_numbers
+            self._done[-1].append(self._execution)
+        else:
+            self._execution = self._next(Execution)
+            known = self._execution
+            if kernel != known.kernel or not are_same(arrays, known.arrays):
+                raise Changed
+            if known.launches:
+                self._next_number, self._launch_number = known.first_number, 0
+                run()
+            elif attributes != known.attributes:
+                raise Changed
+        self._execution = None
+
+    def launches(self, *launch: Any) -> bool:
+        """Whether a kernel of ours must be started; else it is the captured one."""
+        if self._execution is None:
+            raise GraphError("a step being captured starts a kernel past Backend.run")
+        if not self.is_repeating:
+            self._execution.launches.append(launch)
+            return True
+        known = self._execution.launches[self._launch_number : self._launch_number + 1]
+        self._launch_number += 1
+        if not known or not are_same(launch, known[0]):
+            raise Changed
+        return False
+
+    def scalar(self, packed: bytes) -> np.ndarray[Any, Any]:
+        """Where the graph finds a number of 8 bytes."""
+        if self.is_repeating:
+            place = self._next_number
+            self._numbers[place] = packed
+        else:
+            place = len(self._numbers)
+            if place == MAX_NUMBERS:
+                raise GraphError(f"a captured step has more than {MAX_NUMBERS} numbers that change")
+            self._numbers.append(packed)
+        self._next_number = place + 1
+        return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * place, 0), "V16")
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` gives at the capture, then and at every repetition: an array, or a collective."""
+        if self._execution is not None:
+            return make()
+        if not self.is_repeating:
+            self._done[-1].append(make())
+            return self._done[-1][-1]
+        return self._next(object)
+
+    def _next(self, kind: type) -> Any:
+        found = next(self._expected, None)
+        if (
+            found is None
+            or not isinstance(found, kind)
+            or isinstance(found, Execution) != (kind is Execution)
+        ):
+            raise Changed
+        return found
+
+
+def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether arguments of a kernel are equal: the same places in memory, the same numbers."""
+    return len(a) == len(b) and all(x is y or _is_same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and are_same(a, b)
+    if isinstance(a, cupy.ndarray):
+        return isinstance(b, cupy.ndarray) and (a.data.ptr, a.shape, a.dtype) == (
+            b.data.ptr,
+            b.shape,
+            b.dtype,
+        )
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
+    return bool(a == b)

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers that a CUDA graph reads, see Note [repeated host calls] in capture.py.
+
+struct Numbers {
+  Int count, values[60];
+};
+
+KERNEL store(Int* to, Numbers from) {
+  if (threadIdx.x < from.count) to[threadIdx.x] = from.values[threadIdx.x];
+}

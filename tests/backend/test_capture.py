@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps captured as CUDA graphs do what eager steps do, and start nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import cuda_device, no_gpu
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import GraphError
+from singa_lite.opt.schedule import as_schedule
+from singa_lite.tensor import Tensor, to_numpy
+
+OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+pytestmark = [] if no_gpu() else [pytest.mark.gpu]
+
+
+class Net(model.Model):
+    """A perceptron with a branch, dropout and softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = layer.Linear(13), layer.Linear(13), layer.Linear(5)
+        self.relu, self.dropout = layer.ReLU(), layer.Dropout(0.3)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.first(x))
+        return self.third(self.dropout(y) + self.relu(self.second(y)))
+
+    def train_one_batch(self, x: Tensor, y: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss, *options)
+        return out, loss
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield cuda_device(monkeypatch)
+    autograd.training = False
+
+
+def batch(device: Any, step: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(step)
+    x = rng.standard_normal((size, 7)).astype(np.float32)
+    return Tensor(data=x, device=device), Tensor(
+        data=rng.integers(0, 5, size).astype(np.int32), device=device
+    )
+
+
+def compiled(device: Any, use_graph: bool, optimizer: Any) -> Net:
+    device.SetRandSeed(3)
+    net = Net()
+    net.set_optimizer(optimizer)
+    net.compile([batch(device, 0)[0]], use_graph=use_graph)
+    device.SetRandSeed(8)
+    return net
+
+
+def distributed(sgd: Any = None, **arguments: Any) -> opt.DistOpt:
+    sgd = sgd or opt.SGD(lr=opt.ExponentialDecay(0.1, 2, 0.7), momentum=0.9)
+    return opt.DistOpt(sgd, communicator=LocalCommunicator(World()), threshold=60, **arguments)
+
+
+def trained(net: Net, device: Any, steps: Any, *options: Any) -> list[bytes]:
+    """Outputs and losses of the steps, then the parameters."""
+    seen = []
+    for step in steps:
+        seen += [to_numpy(value).tobytes() for value in net(*batch(device, step), *options)]
+    return seen + [to_numpy(value).tobytes() for value in net.get_states().values()]
+
+
+def graphs(net: Net) -> list[Any]:
+    """The CUDA graphs of the model's records."""
+    steps = [step for record in net._records._records.values() for step in record._replay_calls]
+    return [graph for step in steps for graph in step._graphs.values()]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_captured_steps_equal_eager_ones_bit_for_bit(device: Any, option: str) -> None:
+    eager, graph = (compiled(device, use_graph, distributed()) for use_graph in (False, True))
+    expected = None
+    for net in (eager, graph):
+        device.SetRandSeed(8)
+        seen = trained(net, device, range(9), option)
+        expected = expected or seen
+        assert seen == expected
+    assert eager.optimizer.get_states().keys() == graph.optimizer.get_states().keys()
+    for name, value in eager.optimizer.get_states().items():
+        assert value.tobytes() == graph.optimizer.get_states()[name].tobytes(), name
+    if option != "sparseThreshold":
+        assert len(graphs(graph)) == (4 if option == "partialUpdate" else 1)  # one a chunk
+        assert all(found.num_launches == (1 if option == "partialUpdate" else 7) for found in graphs(graph))
+
+
+@pytest.mark.parametrize("make", [lambda: opt.Adam(lr=0.01), lambda: distributed(opt.Adam(lr=0.01))])
+def test_adam_counts_its_steps_in_a_graph(device: Any, make: Any) -> None:
+    seen = [trained(compiled(device, use_graph, make()), device, range(6)) for use_graph in (False, True)]
+    assert seen[0] == seen[1]
+
+
+def test_a_replay_starts_one_graph_and_nothing_for_each_kernel(device: Any, monkeypatch: Any) -> None:
+    net = compiled(device, True, distributed(opt.SGD(lr=0.1)))
+    trained(net, device, range(3))
+    [graph] = graphs(net)
+    launches: list[str] = []
+    backend = device.backend
+    launch = backend.launch
+
+    def listen(name: str, *arguments: Any) -> None:
+        if backend.rehearsal is None:
+            launches.append(name)
+        launch(name, *arguments)
+
+    monkeypatch.setattr(backend, "launch", listen)
+    x, y = batch(device, 5)
+    net(x, y)
+    assert launches == ["store.store"]  # dropout's numbers; inputs and results are plain copies
+    assert sum(len(done) for done in graph._done) > 20
+
+
+def test_numbers_that_stay_are_not_stored_again(device: Any, monkeypatch: Any) -> None:
+    net = compiled(device, True, distributed(opt.SGD(lr=0.1)))
+    net.dropout.ratio = 0.0
+    net.forward = lambda x: net.third(net.first(x))  # type: ignore[method-assign]
+    trained(net, device, range(3))
+    stored = graphs(net)[0]._stored
+    net.optimizer.lr = 0.2
+    trained(net, device, [3])
+    assert stored and graphs(net)[0]._stored != stored
+
+
+def test_optimizer_states_that_were_set_are_what_a_graph_goes_on_from(device: Any) -> None:
+    for option in OPTIONS:
+        seen = []
+        for use_graph in (False, True):
+            net = compiled(device, use_graph, distributed())
+            trained(net, device, range(3), option)
+            states = net.optimizer.get_states()
+            trained(net, device, [7], option)
+            net.optimizer.set_states(states)
+            seen.append(trained(net, device, range(3, 6), option))
+        assert seen[0] == seen[1], option
+
+
+def test_a_schedule_of_spars_gets_graphs_of_its_own(device: Any) -> None:
+    seen = []
+    for use_graph in (False, True):
+        net = compiled(
+            device, use_graph, distributed(spars=opt.ExponentialDecay(0.5, 2, 0.5, staircase=True))
+        )
+        seen.append(trained(net, device, range(7), "sparseTopK"))
+    assert seen[0] == seen[1] and len(graphs(net)) == 4
+
+
+def test_a_changed_option_of_the_optimizer_is_captured_anew(device: Any) -> None:
+    seen = []
+    for use_graph in (False, True):
+        net = compiled(device, use_graph, opt.Adam(lr=0.01))
+        first = trained(net, device, range(3))
+        net.optimizer.beta_1 = as_schedule("beta_1", 0.5)
+        seen.append(first + trained(net, device, range(3, 6)))
+    assert seen[0] == seen[1]
+
+
+def test_a_step_that_reads_values_in_its_update_says_so(device: Any) -> None:
+    class Reads(opt.SGD):
+        def update_all(self, pairs: Any) -> None:
+            pairs = list(pairs)
+            to_numpy(pairs[0][1])
+            super().update_all(pairs)
+
+    net = compiled(device, True, Reads(lr=0.1))
+    trained(net, device, range(2))
+    with pytest.raises(GraphError, match="reads values of the device"):
+        net(*batch(device, 1))
+    assert device.backend.rehearsal is None
+    device.Sync()
+
+
+def test_graphs_on_cuda_agree_with_graphs_on_the_cpu(device: Any, monkeypatch: Any) -> None:
+    from singa_lite.device import get_default_device
+
+    losses = []
+    for where in (get_default_device(), device):
+        net = compiled(where, True, distributed())
+        net.dropout.ratio = 0.0
+        rng = np.random.default_rng(0)
+        for value in net.get_states().values():
+            value.copy_from_numpy(rng.standard_normal(value.shape).astype(np.float32) / 4)
+        losses.append([float(to_numpy(net(*batch(where, step))[1])[0]) for step in range(20)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
