@@ -14,6 +14,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import GraphError
+from singa_lite.graph import HostCall
 from singa_lite.opt.schedule import as_schedule
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -197,3 +198,34 @@ def test_graphs_on_cuda_agree_with_graphs_on_the_cpu(device: Any, monkeypatch: A
             value.copy_from_numpy(rng.standard_normal(value.shape).astype(np.float32) / 4)
         losses.append([float(to_numpy(net(*batch(where, step))[1])[0]) for step in range(20)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["array", "attribute", "kernel", "fewer", "more"])
+def test_a_host_call_that_does_something_else_is_not_replaced_by_the_old_graph(device: Any, what: str) -> None:
+    backend = device.backend
+    a, b = backend.zeros((3,), "float32"), backend.zeros((3,), "float32")
+    run = 0
+
+    def work() -> None:
+        is_other = run == 4
+        if is_other and what == "fewer":
+            return
+        target = b if is_other and what == "array" else a
+        if is_other and what == "kernel":
+            backend.run("exp", b, out=target)
+        else:
+            backend.run("fill", out=target, value=2.0 if is_other and what == "attribute" else 1.0)
+        if is_other and what == "more":
+            backend.run("fill", out=b, value=3.0)
+
+    [step] = backend.bake([HostCall(work, ())])
+    seen = []
+    for run in range(6):  # noqa: B007 - work() looks at it
+        for array in (a, b):
+            backend.run("fill", out=array, value=-1.0)
+        step()
+        seen.append((float(backend.to_numpy(a)[0]), float(backend.to_numpy(b)[0])))
+    other = {"array": (-1, 1), "attribute": (2, -1), "kernel": (np.float32(np.exp(-1.0)), -1), "fewer": (-1, -1)}
+    expected = [(1, -1)] * 6
+    expected[4] = other.get(what, (1, 3))
+    np.testing.assert_allclose(seen, expected, rtol=1e-6)
