@@ -89,8 +89,9 @@ class CapturedStep:
         if graph is not None:
             graph.launch()
             return
-        for call in self._calls:
-            call()
+        with cupy.cuda.using_allocator(self._pool.malloc):  # so that the capture finds memory in the pool
+            for call in self._calls:
+                call()
 
     def _cut(self) -> list[CapturedStep | HostCall]:
         for is_kernel, group in groupby(self._calls, lambda call: isinstance(call, KernelCall)):
