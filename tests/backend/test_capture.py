@@ -81,7 +81,8 @@ def trained(net: Net, device: Any, steps: Any, *options: Any) -> list[bytes]:
 def graphs(net: Net) -> list[Any]:
     """The CUDA graphs of the model's records."""
     steps = [step for record in net._records._records.values() for step in record._replay_calls]
-    return [graph for step in steps for graph in step._graphs.values()]
+    variants = [variant for step in steps for variant in step._variants.values()]
+    return [variant.graph for variant in variants if variant.graph is not None]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -158,7 +159,7 @@ def test_a_schedule_of_spars_gets_graphs_of_its_own(device: Any) -> None:
             device, use_graph, distributed(spars=opt.ExponentialDecay(0.5, 2, 0.5, staircase=True))
         )
         seen.append(trained(net, device, range(7), "sparseTopK"))
-    assert seen[0] == seen[1] and len(graphs(net)) == 4
+    assert seen[0] == seen[1] and len(graphs(net)) == 2  # the last kind's second step was not reached
 
 
 def test_a_changed_option_of_the_optimizer_is_captured_anew(device: Any) -> None:
@@ -201,7 +202,9 @@ def test_graphs_on_cuda_agree_with_graphs_on_the_cpu(device: Any, monkeypatch: A
 
 
 @pytest.mark.parametrize("what", ["array", "attribute", "kernel", "fewer", "more"])
-def test_a_host_call_that_does_something_else_is_not_replaced_by_the_old_graph(device: Any, what: str) -> None:
+def test_a_host_call_that_does_something_else_is_not_replaced_by_the_old_graph(
+    device: Any, what: str
+) -> None:
     backend = device.backend
     a, b = backend.zeros((3,), "float32"), backend.zeros((3,), "float32")
     run = 0
@@ -225,7 +228,12 @@ def test_a_host_call_that_does_something_else_is_not_replaced_by_the_old_graph(d
             backend.run("fill", out=array, value=-1.0)
         step()
         seen.append((float(backend.to_numpy(a)[0]), float(backend.to_numpy(b)[0])))
-    other = {"array": (-1, 1), "attribute": (2, -1), "kernel": (np.float32(np.exp(-1.0)), -1), "fewer": (-1, -1)}
+    other = {
+        "array": (-1, 1),
+        "attribute": (2, -1),
+        "kernel": (np.float32(np.exp(-1.0)), -1),
+        "fewer": (-1, -1),
+    }
     expected = [(1, -1)] * 6
     expected[4] = other.get(what, (1, 3))
     np.testing.assert_allclose(seen, expected, rtol=1e-6)

@@ -13,6 +13,11 @@ A step that does something else runs call by call, and the next is captured anew
 Note [variants]: a host call says by its ``variant`` which kind of step it will make. Every kind has its own graph. Its
 first step runs call by call: a scheme makes its memory then, and a library chooses its algorithms.
 One whose host call must see values (None) is cut there: a graph for the kernels before and after, Python between.
+
+Note [memory of graphs]: what a kernel allocates for itself belongs to its graph from then on, so it comes from a pool
+that nobody else uses; all graphs of a step share it, as they run one after the other. Host calls may also make what
+outlives a step, a residual for instance; so each variant has a pool for them, or its graph could be given memory in
+which another variant's step keeps something. Both are filled by the first step: a capture must not allocate.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from ...graph import HostCall, KernelCall
 from ..base import Array, Call
 from .launch import Launcher, by_value
 
-MAX_GRAPHS = 64  # of one step; the least recently used is dropped
+MAX_VARIANTS = 64  # of one step; the least recently used is dropped
 MAX_NUMBERS, STORED_AT_ONCE = 4096, 60  # the second: of Numbers in store.cu
 
 
@@ -65,49 +70,67 @@ class CapturedStep:
         backend: the CUDA backend whose arrays ``calls`` work on.
     """
 
-    def __init__(self, backend: Launcher, calls: list[Call]) -> None:
+    def __init__(self, backend: Launcher, calls: list[Call], pool: Any = None) -> None:
         self._backend, self._calls = backend, calls
-        self._graphs: OrderedDict[Hashable, CapturedCalls | None] = OrderedDict()  # None: ran once
-        self._pool = cupy.cuda.MemoryPool()  # what kernels need for themselves stays theirs between launches
+        self._pool = pool or cupy.cuda.MemoryPool()  # of kernels, see Note [memory of graphs]
+        self._variants: OrderedDict[Hashable, Variant] = OrderedDict()
         self._parts: list[CapturedStep | HostCall] = []  # of a step that is cut at its host calls
 
     def __call__(self) -> None:
-        variant = tuple(call.variant() for call in self._calls if isinstance(call, HostCall))
-        if None in variant:
+        key = tuple(call.variant() for call in self._calls if isinstance(call, HostCall))
+        if None in key:
             for part in self._parts or self._cut():
                 part()
             return
-        has_run = variant in self._graphs
-        graph = self._graphs.pop(variant, None)
-        if graph is not None and not graph.repeat():
-            graph, has_run = None, False
-        if graph is None and has_run:
-            graph = CapturedCalls(self._backend, self._calls, self._pool)
-        self._graphs[variant] = graph
-        if len(self._graphs) > MAX_GRAPHS:
-            self._graphs.popitem(last=False)
-        if graph is not None:
-            graph.launch()
-            return
-        with cupy.cuda.using_allocator(self._pool.malloc):  # so that the capture finds memory in the pool
-            for call in self._calls:
-                call()
+        if key not in self._variants:
+            self._variants[key] = Variant(self._backend, self._calls, self._pool)
+            if len(self._variants) > MAX_VARIANTS:
+                self._variants.popitem(last=False)
+        self._variants.move_to_end(key)
+        self._variants[key]()
 
     def _cut(self) -> list[CapturedStep | HostCall]:
         for is_kernel, group in groupby(self._calls, lambda call: isinstance(call, KernelCall)):
             calls: list[Any] = list(group)
-            self._parts += [CapturedStep(self._backend, calls)] if is_kernel else calls
+            self._parts += [CapturedStep(self._backend, calls, self._pool)] if is_kernel else calls
         return self._parts
 
 
+class Variant:
+    """One kind of a step, see Note [variants]."""
+
+    def __init__(self, backend: Launcher, calls: list[Call], pool: Any) -> None:
+        self._backend, self._calls = backend, calls
+        self._pools = {KernelCall: pool, HostCall: cupy.cuda.MemoryPool()}
+        self._has_run = False
+        self.graph: CapturedCalls | None = None
+
+    def __call__(self) -> None:
+        if self.graph is not None and not self.graph.repeat():
+            self.graph, self._has_run = None, False
+        if self.graph is None and self._has_run:
+            self.graph = CapturedCalls(self._backend, self._calls, self.run)
+        if self.graph is not None:
+            self.graph.launch()
+        else:
+            for call in self._calls:
+                self.run(call)
+            self._has_run = True
+
+    def run(self, call: Call) -> None:
+        """Run a call with memory as Note [memory of graphs] says."""
+        with cupy.cuda.using_allocator(self._pools[type(call)].malloc):
+            call()
+
+
 class CapturedCalls:
-    """Calls as one CUDA graph, see Note [repeated host calls]. Made by running them once, with nothing computed.
+    """Calls as one CUDA graph, see Note [repeated host calls]. Made by ``run`` on each, with nothing computed.
 
     Attributes:
         num_launches: how often the graph was started.
     """
 
-    def __init__(self, backend: Launcher, calls: list[Call], pool: Any) -> None:
+    def __init__(self, backend: Launcher, calls: list[Call], run: Callable[[Call], None]) -> None:
         self._backend, self._calls = backend, calls
         self._done: list[list[Any]] = []  # by call: executions, and what it made, in their order
         self._expected: Iterator[Any] = iter(())
@@ -118,13 +141,13 @@ class CapturedCalls:
         self._on_device = cupy.zeros(MAX_NUMBERS, np.int64)
         self.is_repeating = False
         self.num_launches = 0
-        with cupy.cuda.using_allocator(pool.malloc), self._in_force():
+        with self._in_force():
             backend.activate()
             backend.stream.begin_capture()
             try:
                 for call in calls:
                     self._done.append([])
-                    call()
+                    run(call)
             finally:
                 self._graph = backend.stream.end_capture()
         self._kept = backend.scratch(0)  # which the graph uses and the backend may replace
