@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import operator
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu
+from devices import cuda_device, no_gpu, standin_cupy
 from standin import nvrtc
 
 from singa_lite.backend.base import Backend
@@ -26,6 +30,7 @@ SOURCES = {  # file -> the element types it is used with, in numpy's letters
     "update": ("e", "f", "d"),
     "select": ("ei", "fi", "fl", "di", "dl"),
 }
+OURS = {"Any", "annotations", "host", "number", "device_id", "offset", "_view"}  # of the stand-in itself
 
 pytestmark = [] if no_gpu() else [pytest.mark.gpu]
 
@@ -346,6 +351,28 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
     thread.start()
     thread.join(60)
     np.testing.assert_array_equal(found[0], 9)
+
+
+def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("cupy is not installed")
+    with standin_cupy():
+        import cupy
+
+        names = [f"cupy.{name}" for name in cupy.__all__] + [
+            f"cupy.cuda.{name}" for name in cupy.cuda.__all__
+        ]
+        names += [f"cupy.cuda.runtime.{name}" for name in vars(cupy.cuda.runtime) if name not in OURS]
+        for kind in ("ndarray", "cuda.MemoryPointer", "cuda.Stream", "cuda.Device"):
+            found = operator.attrgetter(kind)(cupy)
+            own = {*vars(found), *(vars(found(0)) if kind == "cuda.Device" else ())} - OURS
+            names += [f"cupy.{kind}.{name}" for name in own if not name.startswith("__")]
+    code = (
+        "import sys, operator, cupy, cupy.cuda.runtime\n"
+        "for name in sys.argv[1:]: operator.attrgetter(name.removeprefix('cupy.'))(cupy)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, timeout=100, check=False)
+    assert len(names) > 30 and not done.returncode, done.stderr.decode()
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])

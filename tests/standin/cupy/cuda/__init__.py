@@ -7,6 +7,7 @@ import ctypes
 import threading
 from typing import Any
 
+from .._array import MemoryPointer
 from . import runtime
 
 _LOCAL = threading.local()
@@ -64,4 +65,4 @@ def alloc_pinned_memory(num_bytes: int) -> Any:
     return _Pinned(num_bytes)
 
 
-__all__ = ["Device", "Stream", "alloc_pinned_memory", "get_current_stream", "runtime"]
+__all__ = ["Device", "MemoryPointer", "Stream", "alloc_pinned_memory", "get_current_stream", "runtime"]
