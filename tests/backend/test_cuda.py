@@ -83,7 +83,7 @@ def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide", "special"])
-@pytest.mark.parametrize("n", [1, 255, 2049, 30_011])
+@pytest.mark.parametrize("n", [1, 255, 2049, 9001])
 def test_top_k_is_exact(backend: Backend, n: int, kind: str, dtype: str) -> None:
     values = values_to_select(kind, n, dtype)
     order = np.argsort(-np.where(np.isnan(values), np.inf, np.abs(values.astype(float))), kind="stable")
@@ -98,7 +98,7 @@ def test_top_k_is_exact(backend: Backend, n: int, kind: str, dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 2.0, 6e4])
 def test_threshold_keeps_what_reaches_it_in_order(backend: Backend, threshold: float, dtype: str) -> None:
-    values = values_to_select("special", 30_011, dtype)
+    values = values_to_select("special", 9001, dtype)
     kept = np.flatnonzero(~(np.abs(values) < np.dtype(dtype).type(threshold)))
     (count,) = on(backend, "threshold_count", [values], [np.zeros(1, np.int64)], threshold=threshold)
     assert count[0] == kept.size
