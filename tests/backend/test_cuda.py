@@ -49,14 +49,19 @@ def on(backend: Backend, kernel: str, inputs: Any, out: Any, **attributes: Any) 
 
 
 def check(
-    backend: Backend, kernel: str, inputs: Any, out: Any, rtol: float = 1e-5, **attributes: Any
+    backend: Backend,
+    kernel: str,
+    inputs: Any,
+    out: Any,
+    rtol: float = 1e-5,
+    least: float = 0.0,
+    **attributes: Any,
 ) -> None:
-    """Assert that CUDA and the numpy kernels agree."""
+    """Assert that CUDA and the numpy kernels agree to ``rtol`` of an output's largest element, or of ``least``."""
     expected = on(CPU, kernel, inputs, out, **attributes)
     for a, b in zip(on(backend, kernel, inputs, out, **attributes), expected, strict=True):
-        np.testing.assert_allclose(
-            a.astype(float), b.astype(float), rtol, rtol * np.abs(b.astype(float)).max(initial=0)
-        )
+        a, b = a.astype(float), b.astype(float)
+        np.testing.assert_allclose(a, b, rtol, rtol * np.abs(b).max(initial=least))
 
 
 # ---- selection -----------------------------------------------------------------------------------------------
@@ -191,7 +196,8 @@ def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, kernel:
     sets = 2 if kernel == "sgd_update" else 3
     grads = [RNG.standard_normal(n).astype(dtype) for n in sizes]
     out = [RNG.uniform(0.5, 1, n).astype(dtype) for _ in range(sets) for n in sizes]
-    check(backend, kernel, grads, out, 4e-3 if dtype == "float16" else 1e-5, **options)
+    # numpy rounds float16 states more often
+    check(backend, kernel, grads, out, 4e-3 if dtype == "float16" else 1e-5, 1.0, **options)
 
 
 def test_a_tensor_given_twice_is_updated_twice(backend: Backend) -> None:
