@@ -155,8 +155,12 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     """
     _gpu("create_cuda_gpu_on", device_id)
     if device_id not in state.cuda_devices:
-        from .backend.cuda import CudaBackend  # cupy is optional and slow to import
-
+        try:
+            from .backend.cuda import CudaBackend  # cupy is optional and slow to import
+        except ImportError as error:
+            raise DeviceError(
+                f"create_cuda_gpu_on({device_id}): cupy misses a part of CUDA ({error})"
+            ) from error
         state.cuda_devices[device_id] = Device("cuda", device_id, CudaBackend(device_id))
     created: Device = state.cuda_devices[device_id]
     return created

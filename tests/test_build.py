@@ -80,9 +80,10 @@ def wheel(source):
 
 
 def test_the_wheel_holds_every_module_and_nothing_of_earlier_builds(wheel, source):
-    ours = {str(path.relative_to(source)) for path in (source / "singa_lite").rglob("*.py")}
-    packed = {name for name in wheel.namelist() if name.startswith("singa_lite/") and name.endswith(".py")}
-    assert packed == ours
+    kinds = (".py", ".cu", ".cuh")
+    files = [path for path in (source / "singa_lite").rglob("*") if path.suffix in kinds]
+    packed = {name for name in wheel.namelist() if name.startswith("singa_lite/") and name.endswith(kinds)}
+    assert packed == {str(path.relative_to(source)) for path in files}
 
 
 def test_the_wheel_carries_types_and_licence(wheel):

@@ -74,17 +74,29 @@ inline bool run_block(bool backwards) {
   }
   whole_block = Barrier();
   for (Barrier& warp : warps) warp = Barrier();
+  // a warp runs as far as it can before the next one does, so that one which may not run ahead is seen
+  const unsigned num_warps = (threads.x + 31) / 32;
   for (unsigned left = threads.x; left;) {
-    moved = false;
+    bool any_moved = false;
     left = 0;
-    for (unsigned i = 0; i < threads.x; ++i) {
-      const unsigned which = backwards ? threads.x - 1 - i : i;
-      if (fibers[which].is_done) continue;
-      thread.x = which;
-      swapcontext(&scheduler, &fibers[which].context);
-      left += !fibers[which].is_done;
+    for (unsigned w = 0; w < num_warps; ++w) {
+      const unsigned begin = 32 * (backwards ? num_warps - 1 - w : w), end = begin + 32 < threads.x ? begin + 32 : threads.x;
+      unsigned here;
+      do {
+        moved = false;
+        here = 0;
+        for (unsigned i = begin; i < end; ++i) {
+          const unsigned which = backwards ? begin + end - 1 - i : i;
+          if (fibers[which].is_done) continue;
+          thread.x = which;
+          swapcontext(&scheduler, &fibers[which].context);
+          here += !fibers[which].is_done;
+        }
+        any_moved |= moved;
+      } while (moved && here);
+      left += here;
     }
-    if (left && !moved) return false;
+    if (left && !any_moved) return false;
   }
   return true;
 }

@@ -94,8 +94,16 @@ template <class Index> __device__ void find_places(const Broadcast& axes, Index 
 // ---- loops and blocks -----------------------------------------------------------------------------------------
 
 #define KERNEL extern "C" __global__ void
+#define GRID (static_cast<Int>(gridDim.x) * blockDim.x)
 #define EACH(i, n) \
-  for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += static_cast<Int>(gridDim.x) * blockDim.x)
+  for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += GRID)
+
+// The same, four elements of a thread at a time, a grid apart: IN_BATCH names each of them and its place u. Reading
+// all four before one is written keeps enough bytes on their way to fill the memory's bandwidth.
+#define BATCHES(n) for (Int first = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; first < (n); first += 4 * GRID)
+#define IN_BATCH(i, n)                                      \
+  _Pragma("unroll") for (int u = 0; u < 4; ++u)             \
+    if (const Int i = first + u * GRID; i < (n))
 
 struct Add {
   template <class V> static __device__ V of(V a, V b) { return a + b; }

@@ -90,7 +90,7 @@ class Launcher(Backend):
     def each(self, name: str, types: str, count: int, *arguments: Any) -> None:
         """Start a kernel that works on ``count`` elements, in blocks of THREADS; none for no elements."""
         if count:
-            blocks = min(-(-count // THREADS), 32 * self.num_processors)
+            blocks = min(-(-count // THREADS), 16 * self.num_processors)  # two waves of full multiprocessors
             self.launch(name, types, blocks, THREADS, *arguments)
 
     def scratch(self, num_bytes: int) -> Array:

@@ -157,12 +157,16 @@ class MoveKernels(Launcher):
         if out.dtype.char == "f" and state.allow_tf32:
             compute = COMPUTE_32F_FAST_TF32
         # cuBLAS counts columns first, so it sees transposes: out' = b' a'
-        cublas.gemmStridedBatchedEx(
-            get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
-            one, b.data.ptr, element, max(1, b.shape[-1]), k * n if b.size > k * n else 0,
-            a.data.ptr, element, max(1, a.shape[-1]), m * k if a.size > m * k else 0,
-            one + size, out.data.ptr, element, n, m * n, batch, compute, -1,
-        )  # fmt: skip
+        shape = (get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k, one)
+        first = (b.data.ptr, element, max(1, b.shape[-1]))
+        second = (a.data.ptr, element, max(1, a.shape[-1]))
+        result = (one + size, out.data.ptr, element, n)
+        if batch == 1:
+            cublas.gemmEx(*shape, *first, *second, *result, compute, -1)
+        else:
+            steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
+            given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
+            cublas.gemmStridedBatchedEx(*shape, *given, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

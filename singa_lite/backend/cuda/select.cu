@@ -35,9 +35,10 @@ KERNEL find_digit(const T* values, Int n, Int k, Int is_first, Int shift, Bits* 
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x) counts[digit] = 0;
   const Bits border = is_first ? 0 : search->border, need = is_first ? static_cast<Bits>(k) : search->need;
   __syncthreads();
-  EACH(i, n) {
-    const Bits bits = magnitude(values[i]) >> shift;
-    if (bits >> kDigitBits == border) atomicAdd(&counts[bits % kDigits], 1u);
+  BATCHES(n) {
+    Bits found[4];
+    IN_BATCH(i, n) found[u] = magnitude(values[i]) >> shift;
+    IN_BATCH(i, n) if (found[u] >> kDigitBits == border) atomicAdd(&counts[found[u] % kDigits], 1u);
   }
   __syncthreads();
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import cuda
-from ._array import MemoryPointer, ndarray
+from ._array import ndarray
 from ._kernels import RawModule
 
 
@@ -51,7 +51,6 @@ def array(values: np.ndarray, order: str = "K") -> ndarray:
 
 
 __all__ = [
-    "MemoryPointer",
     "RawModule",
     "array",
     "cuda",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .cuda import do, get_current_stream, is_capturing
+from . import cuda
 
 GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
@@ -25,8 +25,8 @@ class Memory:
         self.ptr = self.whole.ctypes.data + start
         self.sides = self.whole[:start], self.whole[start + num_bytes :]
 
-        if is_capturing():
-            do(lambda: self and None)  # it lives as long as the graph, as memory of the graph's own pool does
+        if cuda.is_capturing():
+            cuda.do(lambda: self and None)  # it lives as long as the graph, as memory of the graph's own pool does
 
     def check(self) -> None:
         """Fail if something wrote beside the memory."""
@@ -53,7 +53,7 @@ class MemoryPointer:
         def copy() -> None:
             to[self.offset : self.offset + num_bytes] = source.mem.bytes[start : start + num_bytes]
 
-        do(copy)
+        cuda.do(copy)
 
 
 class ndarray:
@@ -98,11 +98,11 @@ class ndarray:
 
     def __setitem__(self, place: Any, values: ndarray) -> None:
         target = self[place]
-        do(lambda: np.copyto(target.host, values.host, casting="same_kind"))
+        cuda.do(lambda: np.copyto(target.host, values.host, casting="same_kind"))
 
     def astype(self, dtype: Any) -> ndarray:
         made = ndarray(self.shape, dtype)
-        do(lambda: np.copyto(made.host, self.host, casting="unsafe"))
+        cuda.do(lambda: np.copyto(made.host, self.host, casting="unsafe"))
         return made
 
     def copy(self) -> ndarray:
@@ -113,7 +113,7 @@ class ndarray:
 
     def get(self, stream: Any = None, order: str = "C") -> np.ndarray:
 
-        assert not is_capturing(), "a captured stream cannot be waited for"
+        assert not cuda.is_capturing(), "a captured stream cannot be waited for"
         return np.array(self.host, order="C")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
@@ -128,5 +128,5 @@ class ndarray:
             "data": (self.data.ptr, False),
             "version": 3,
             "strides": None if self.flags.c_contiguous else self.strides,
-            "stream": get_current_stream().ptr or 1,
+            "stream": cuda.get_current_stream().ptr or 1,
         }

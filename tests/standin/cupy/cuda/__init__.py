@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .._array import MemoryPointer
 from . import runtime
 
 _LOCAL = threading.local()
@@ -116,6 +117,7 @@ def alloc_pinned_memory(num_bytes: int) -> Any:
 
 __all__ = [
     "Device",
+    "MemoryPointer",
     "MemoryPool",
     "Stream",
     "alloc_pinned_memory",

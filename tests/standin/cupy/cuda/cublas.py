@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuBLAS of the stand-in: the contract of cublasGemmStridedBatchedEx, in numpy."""
+"""cuBLAS of the stand-in: the contracts of cublasGemmEx and cublasGemmStridedBatchedEx, in numpy."""
 
 from __future__ import annotations
 
@@ -52,3 +52,30 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
     b = _matrix(B, Btype, *((n, k) if transb else (k, n)), ldb, batchCount, strideB).astype(wide)
     a, b = (x.swapaxes(1, 2) if flag else x for x, flag in ((a, transa), (b, transb)))
     c[...] = a @ b
+
+
+def gemmEx(
+    handle,
+    transa,
+    transb,
+    m,
+    n,
+    k,
+    alpha,
+    A,
+    Atype,
+    lda,
+    B,
+    Btype,
+    ldb,
+    beta,
+    C,
+    Ctype,
+    ldc,
+    computeType,
+    algo,
+):
+    gemmStridedBatchedEx(
+        handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0,
+        beta, C, Ctype, ldc, 0, 1, computeType, algo,
+    )  # fmt: skip
