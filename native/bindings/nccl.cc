@@ -18,7 +18,7 @@ CudaStream stream_of(std::uintptr_t handle) { return reinterpret_cast<CudaStream
 
 NcclId id_of(const std::string& bytes) {
   NcclId id;
-  if (bytes.size() != sizeof(id.bytes)) throw CommError("an NCCL id has 128 bytes");
+  if (bytes.size() != sizeof(id.bytes)) throw std::invalid_argument("an NCCL id has 128 bytes");
   std::memcpy(id.bytes, bytes.data(), sizeof(id.bytes));
   return id;
 }
