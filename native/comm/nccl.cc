@@ -31,7 +31,7 @@ std::string seconds(double value) {
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
                                    const NcclId& id, int rank, int size, int device, double timeout_s,
                                    const std::vector<std::pair<int, int>>& peers, const NcclCommunicator* parent,
-                                   const std::function<void()>& interrupt)
+                                   bool is_blocking, const std::function<void()>& interrupt)
     : library_(std::move(library)),
       driver_(std::move(driver)),
       rank_(rank),
@@ -44,6 +44,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
   ContextScope scope(*driver_, context_);
   stream_ = parent != nullptr ? parent->stream_ : std::make_shared<Stream>(driver_);
   NcclConfig config;
+  config.blocking = is_blocking;
   try {
     library_->check(library_->init(&comm_, size_, id, rank_, &config), where("NCCL's start"));
     settle("NCCL's start", timeout_s_, interrupt);
