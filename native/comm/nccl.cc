@@ -219,6 +219,7 @@ std::string NcclCommunicator::trouble() {
 }
 
 void NcclCommunicator::check() {
+  if (is_usable_ && !is_forked()) return;
   std::lock_guard lock(mutex_);
   if (!error_.empty()) throw CommError(error_);
   if (is_forked())
@@ -231,6 +232,7 @@ void NcclCommunicator::fail(const std::string& text) {
     std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
     error_ = text;
+    is_usable_ = false;
     wake_.notify_all();
   }
   leave(library_->abort);
@@ -250,6 +252,7 @@ void NcclCommunicator::close() {
     std::lock_guard lock(mutex_);
     if (is_closed_) return;
     is_closed_ = is_stopping_ = true;
+    is_usable_ = false;
     is_well = error_.empty();
     is_idle = in_flight_.empty();
     wake_.notify_all();

@@ -110,6 +110,7 @@ class NcclCommunicator {
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;
+  std::atomic<bool> is_usable_{true};  // neither broken nor closed
   Peers peers_;  // the watching thread's alone, while there is one
   double dead_since_s_ = 0;
   std::thread watcher_;

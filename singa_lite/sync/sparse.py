@@ -55,7 +55,9 @@ class SparseMessage:
             self.backend.run("scatter_add", indices[rank, :count], values[rank, :count], out=self.flat)
         if scale != 1.0:
             factor = self.backend.empty((1,), self.flat.dtype)
-            self.backend.run("fill", out=factor, value=scale)  # no copy from the host, which a GPU may wait for
+            self.backend.run(
+                "fill", out=factor, value=scale
+            )  # no copy from the host, which a GPU may wait for
             self.backend.run("mul", self.flat, factor, out=self.flat)
 
 

@@ -184,9 +184,11 @@ def captures(world: World) -> tuple[bool, int]:
     work = c.all_reduce(array, "sum")
     kept, was_done = len(c._in_flight), work.done()
     work.wait()
+    time.sleep(0.05)  # several looks of the watching thread
     gpu.cuda.standin_capture(gpu.stream, 0)
     c.watch(array, "graph")
     gpu.synchronize()
+    c.check()
     c.close()
     return was_done, kept
 
