@@ -159,7 +159,10 @@ int enqueue(Call call, void* stream) {
     static Launch* const launch = find_launch();
     std::this_thread::sleep_for(std::chrono::microseconds(500));
     launch(stream, run_and_forget, new Call(call));
-    comm->status = errs ? kRemote : kSuccess;
+    comm->status = kSuccess;
+    if (!errs) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the call has long returned
+    comm->status = kRemote;
   });
   if (!comm->is_blocking) return launcher.detach(), kInProgress;
   launcher.join();
