@@ -18,7 +18,7 @@ CudaStream stream_of(std::uintptr_t handle) { return reinterpret_cast<CudaStream
 
 NcclId id_of(const std::string& bytes) {
   NcclId id;
-  if (bytes.size() != sizeof(id.bytes)) throw CommError("an NCCL id has 128 bytes");
+  if (bytes.size() != sizeof(id.bytes)) throw std::invalid_argument("an NCCL id has 128 bytes");
   std::memcpy(id.bytes, bytes.data(), sizeof(id.bytes));
   return id;
 }
@@ -41,10 +41,10 @@ void hear_ctrl_c() {
 std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std::shared_ptr<Driver> driver,
                                        const std::string& id, int rank, int size, int device, double timeout_s,
                                        const std::vector<std::pair<int, int>>& peers,
-                                       const NcclCommunicator* parent) {
+                                       const NcclCommunicator* parent, bool is_blocking) {
   py::gil_scoped_release release;
   auto* made = new NcclCommunicator(std::move(library), std::move(driver), id_of(id), rank, size, device, timeout_s,
-                                    peers, parent, hear_ctrl_c);
+                                    peers, parent, is_blocking, hear_ctrl_c);
   return std::shared_ptr<NcclCommunicator>(made, [](NcclCommunicator* communicator) {
     if (!communicator->is_forked()) delete communicator;
   });
@@ -88,7 +88,7 @@ PYBIND11_MODULE(_nccl, m) {
       .def_readonly("is_captured", &NcclOp::is_captured);
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
-           py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true))
+           py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true), py::arg("is_blocking"))
       .def("start", &start, release)
       .def("wait", [](NcclCommunicator& c, const NcclOp& op, std::uintptr_t stream) { c.wait(op, stream_of(stream)); },
            release)

@@ -31,7 +31,7 @@ std::string seconds(double value) {
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
                                    const NcclId& id, int rank, int size, int device, double timeout_s,
                                    const std::vector<std::pair<int, int>>& peers, const NcclCommunicator* parent,
-                                   const std::function<void()>& interrupt)
+                                   bool is_blocking, const std::function<void()>& interrupt)
     : library_(std::move(library)),
       driver_(std::move(driver)),
       rank_(rank),
@@ -44,6 +44,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
   ContextScope scope(*driver_, context_);
   stream_ = parent != nullptr ? parent->stream_ : std::make_shared<Stream>(driver_);
   NcclConfig config;
+  config.blocking = is_blocking;
   try {
     library_->check(library_->init(&comm_, size_, id, rank_, &config), where("NCCL's start"));
     settle("NCCL's start", timeout_s_, interrupt);
@@ -218,6 +219,7 @@ std::string NcclCommunicator::trouble() {
 }
 
 void NcclCommunicator::check() {
+  if (is_usable_ && !is_forked()) return;
   std::lock_guard lock(mutex_);
   if (!error_.empty()) throw CommError(error_);
   if (is_forked())
@@ -230,6 +232,7 @@ void NcclCommunicator::fail(const std::string& text) {
     std::lock_guard lock(mutex_);
     if (!error_.empty()) return;
     error_ = text;
+    is_usable_ = false;
     wake_.notify_all();
   }
   leave(library_->abort);
@@ -249,6 +252,7 @@ void NcclCommunicator::close() {
     std::lock_guard lock(mutex_);
     if (is_closed_) return;
     is_closed_ = is_stopping_ = true;
+    is_usable_ = false;
     is_well = error_.empty();
     is_idle = in_flight_.empty();
     wake_.notify_all();

@@ -55,11 +55,12 @@ struct NcclOp {
 class NcclCommunicator {
  public:
   // Returns once every rank has come. `peers`: (rank, process id) of the other ranks of this host. `parent`: a
-  // communicator of more ranks, whose stream is used, so that the two never run at once. `interrupt` is called now
-  // and then and may throw. Throws CommError.
+  // communicator of more ranks, whose stream is used, so that the two never run at once. `is_blocking`: NCCL's calls
+  // return when they have done their part, sooner, but the start and the making of connections have no deadline.
+  // `interrupt` is called now and then and may throw. Throws CommError.
   NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, const NcclId& id,
                    int rank, int size, int device, double timeout_s, const std::vector<std::pair<int, int>>& peers,
-                   const NcclCommunicator* parent, const std::function<void()>& interrupt);
+                   const NcclCommunicator* parent, bool is_blocking, const std::function<void()>& interrupt);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -101,7 +102,7 @@ class NcclCommunicator {
   std::vector<std::shared_ptr<NcclOp>> ring_;  // those no one else holds are used again, for their events
   std::size_t next_ = 0;
 
-  std::mutex nccl_;  // around every call of NCCL; none of them blocks. Taken after mutex_ where both are.
+  std::mutex nccl_;  // around every call of NCCL; none of them waits for a peer. Taken after mutex_ where both are.
   NcclHandle comm_ = nullptr;  // nullptr once destroyed or aborted
 
   std::mutex mutex_;  // of what follows
@@ -109,6 +110,7 @@ class NcclCommunicator {
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;
+  std::atomic<bool> is_usable_{true};  // neither broken nor closed
   Peers peers_;  // the watching thread's alone, while there is one
   double dead_since_s_ = 0;
   std::thread watcher_;

@@ -22,7 +22,7 @@ struct NcclConfig {
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;
   unsigned version = 21400;
-  int blocking = 0;  // no call waits for another rank
+  int blocking = 0;  // or 1
   int unset = INT_MIN;  // where later versions keep their next field
 };
 

@@ -19,7 +19,6 @@ Driver::Driver(const std::vector<std::string>& names) try : library_(names) {
   };
   get(init_, "cuInit");
   get(get_error_string_, "cuGetErrorString");
-  get(device_count_, "cuDeviceGetCount");
   get(device_uuid_, "cuDeviceGetUuid_v2");
   get(retain_primary_, "cuDevicePrimaryCtxRetain");
   get(current_device_, "cuCtxGetDevice");
@@ -48,12 +47,6 @@ void Driver::check(Status status, const char* call) const {
   const char* text = nullptr;
   if (get_error_string_(status, &text) != kSuccess || text == nullptr) text = "unknown error";
   throw CudaError(std::string(call) + ": CUDA error " + std::to_string(status) + ", " + text);
-}
-
-int Driver::num_devices() const {
-  int count = 0;
-  check(device_count_(&count), "cuDeviceGetCount");
-  return count;
 }
 
 std::string Driver::uuid(int device) const {

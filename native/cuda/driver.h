@@ -3,7 +3,6 @@
 // Own prototypes of the few functions used; their types are opaque pointers.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -23,10 +22,9 @@ using CudaEvent = struct CudaEventOpaque*;
 
 class Driver {
  public:
-  // Throws CudaError: no driver, an older one than CUDA 11.4, or no GPU.
+  // Throws CudaError: no driver, one older than CUDA 11.4's, or no GPU.
   explicit Driver(const std::vector<std::string>& names);
 
-  int num_devices() const;
   // 32 hexadecimal digits; that of the slice where the GPU is divided (MIG).
   std::string uuid(int device) const;
   // The GPU whose memory `pointer` is; that of the calling thread's context for memory unknown to CUDA or none.
@@ -53,7 +51,6 @@ class Driver {
   Library library_;
   Status (*init_)(unsigned);
   Status (*get_error_string_)(Status, const char**);
-  Status (*device_count_)(int*);
   Status (*device_uuid_)(char*, int);
   Status (*retain_primary_)(CudaContext*, int);
   Status (*current_device_)(int*);

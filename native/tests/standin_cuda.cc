@@ -5,6 +5,7 @@
 // STANDIN_UUID: the GPU's UUID is made of this number instead of the process's.
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -14,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
 namespace {
@@ -38,7 +40,7 @@ class Queue {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return tasks_.empty() && !is_busy_; });
   }
-  bool is_capturing = false;
+  std::atomic<bool> is_capturing{false};
 
  private:
   void work() {
@@ -70,6 +72,7 @@ struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
   unsigned long recorded = 0, happened = 0;
+  bool is_captured = false;  // what waits for it joins the capture, and nobody may ask whether it has happened
 };
 using EventHandle = std::shared_ptr<EventState>*;
 
@@ -84,22 +87,28 @@ Queue& queue_of(void* stream) {
   return *queue;
 }
 
+// The streams that take part in the capture, if there is one.
+std::set<Queue*>& capturing() {
+  static auto& streams = *new std::set<Queue*>;
+  return streams;
+}
+
+void join_capture(Queue& queue) {
+  queue.is_capturing = true;
+  capturing().insert(&queue);
+}
+
 thread_local int contexts = 0;  // how many this thread has pushed
-bool is_initialised = false;
 
 }  // namespace
 
 extern "C" {
 
-int cuInit(unsigned) {
-  is_initialised = true;
-  return kSuccess;
-}
+int cuInit(unsigned) { return kSuccess; }
 int cuGetErrorString(int status, const char** text) {
   *text = status == kNoContext ? "invalid device context" : status == kCapturing ? "stream is capturing" : "stand-in error";
   return kSuccess;
 }
-int cuDeviceGetCount(int* count) { return *count = is_initialised, kSuccess; }
 int cuDeviceGetUuid_v2(char* uuid, int) {
   std::memset(uuid, 0, 16);
   const int value = number("STANDIN_UUID", getpid());
@@ -139,6 +148,7 @@ int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(even
 int cuEventRecord(void* event, void* stream) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
   std::lock_guard lock(state->mutex);
+  state->is_captured = queue_of(stream).is_capturing;
   queue_of(stream).add([state, turn = ++state->recorded] {
     std::lock_guard lock(state->mutex);
     state->happened = turn;
@@ -149,6 +159,7 @@ int cuEventRecord(void* event, void* stream) {
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
   std::lock_guard lock(state->mutex);
+  if (state->is_captured) join_capture(queue_of(stream));
   queue_of(stream).add([state, turn = state->recorded] {
     std::unique_lock lock(state->mutex);
     state->changed.wait(lock, [&] { return state->happened >= turn; });
@@ -158,6 +169,7 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 int cuEventQuery(void* event) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
   std::lock_guard lock(state->mutex);
+  if (state->is_captured) return kCapturing;
   return state->happened >= state->recorded ? kSuccess : kNotReady;
 }
 
@@ -166,7 +178,11 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   return kSuccess;
 }
 
-// For the tests: pretend that a graph is being captured on `stream`.
-void standin_capture(void* stream, int is_capturing) { queue_of(stream).is_capturing = is_capturing != 0; }
+// For the tests: pretend that a graph is being captured, from `stream` on, or end that.
+void standin_capture(void* stream, int begins) {
+  if (begins != 0) return join_capture(queue_of(stream));
+  for (Queue* queue : capturing()) queue->is_capturing = false;
+  capturing().clear();
+}
 
 }  // extern "C"

@@ -36,6 +36,7 @@ struct Comm {
   Shared* shared = nullptr;
   std::string name;
   int rank = 0, size = 0, calls = 0;
+  bool is_blocking = false;
   std::atomic<int> status{kInProgress};
   std::atomic<bool> is_aborted{false};
   std::atomic<int> queued{0};
@@ -154,13 +155,18 @@ int enqueue(Call call, void* stream) {
   call.hangs = errs || (is_third && has_fault("op_hangs", comm->rank));
   comm->status = kInProgress;
   ++comm->queued;
-  std::thread([call, comm, stream, errs] {
+  std::thread launcher([call, comm, stream, errs] {
     static Launch* const launch = find_launch();
     std::this_thread::sleep_for(std::chrono::microseconds(500));
     launch(stream, run_and_forget, new Call(call));
-    comm->status = errs ? kRemote : kSuccess;
-  }).detach();
-  return kInProgress;
+    comm->status = kSuccess;
+    if (!errs) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the call has long returned
+    comm->status = kRemote;
+  });
+  if (!comm->is_blocking) return launcher.detach(), kInProgress;
+  launcher.join();
+  return kSuccess;
 }
 
 void join(Comm* comm) {
@@ -209,15 +215,18 @@ int ncclGetUniqueId(Id* id) {
 int ncclCommInitRankConfig(void** out, int size, Id id, int rank, void* config) {
   int fields[4];  // magic, version, blocking, and what later versions keep behind it
   std::memcpy(fields, static_cast<char*>(config) + 8, sizeof fields);
-  if (unsigned(fields[0]) != 0xcafebeef || fields[2] != 0 || fields[3] != INT32_MIN) return kInvalidArgument;
+  if (unsigned(fields[0]) != 0xcafebeef || fields[2] < 0 || fields[2] > 1 || fields[3] != INT32_MIN) return kInvalidArgument;
   Comm* comm = new Comm;
   comm->name = id.bytes;
   comm->rank = rank;
   comm->size = size;
   *out = comm;
+  comm->is_blocking = fields[2] == 1;
   ++live;
-  std::thread(join, comm).detach();
-  return kInProgress;
+  std::thread starter(join, comm);
+  if (!comm->is_blocking) return starter.detach(), kInProgress;
+  starter.join();
+  return comm->status;
 }
 int ncclCommGetAsyncError(void* comm, int* status) { return *status = static_cast<Comm*>(comm)->status, kSuccess; }
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import _native
+from .. import _native, config
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
 from .base import DTYPES, Array, Communicator, ReduceOp, Work, is_cuda_array
@@ -150,6 +150,7 @@ class NcclCommunicator(Communicator):
             self.timeout_s,
             peers,
             parent._native if parent is not None else None,
+            config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, self._native.close)

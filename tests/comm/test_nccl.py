@@ -115,6 +115,12 @@ def sends_halves(world: World) -> bool:
     return True
 
 
+def test_blocking_calls_keep_the_contract_too(monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_NCCL_BLOCKING", "1")
+    for outcome in run(facts, 2):
+        assert not any(outcome.values()), outcome
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_half_precision_mean_is_the_sum_of_halves_divided_in_float32(size):
     assert run(sends_halves, size) == [True] * size
@@ -178,9 +184,11 @@ def captures(world: World) -> tuple[bool, int]:
     work = c.all_reduce(array, "sum")
     kept, was_done = len(c._in_flight), work.done()
     work.wait()
+    time.sleep(0.05)  # several looks of the watching thread
     gpu.cuda.standin_capture(gpu.stream, 0)
     c.watch(array, "graph")
     gpu.synchronize()
+    c.check()
     c.close()
     return was_done, kept
 
