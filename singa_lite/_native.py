@@ -8,6 +8,7 @@ from types import ModuleType
 
 MODULES = {
     "_comm": "shared-memory collectives (Linux)",
+    "_cudnn": "convolutions on CUDA devices (Linux)",
     "_kernels": "float32 kernels for the CPU (Linux)",
 }
 
