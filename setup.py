@@ -17,7 +17,9 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
 # what CMakeLists.txt builds
-EXTENSIONS = ["singa_lite._comm", "singa_lite._cudnn", "singa_lite._kernels"] if sys.platform == "linux" else []
+EXTENSIONS = (
+    ["singa_lite._comm", "singa_lite._cudnn", "singa_lite._kernels"] if sys.platform == "linux" else []
+)
 ONEDNN = (
     "onednn-devel-cpu-gomp"  # the build requirement with its CMake files; onednn-cpu-gomp has the library
 )

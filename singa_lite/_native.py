@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from types import ModuleType
 
 MODULES = {
@@ -23,3 +25,22 @@ def load(name: str) -> tuple[ModuleType | None, str]:
         return importlib.import_module(f"{__package__}.{name}"), "built"
     except ImportError as error:
         return None, f"{error}; reinstall with `pip install .` and read the compiler's output"
+
+
+def library_names(variable: str, package: str, file: str) -> list[str]:
+    """Where a vendor's shared library may be, in the order in which to try.
+
+    Args:
+        variable: the environment variable that names the library; if it is set, nothing else is tried.
+        package: the installed package whose folder ``lib`` may hold it, such as "nvidia.cudnn".
+        file: its file name, such as "libcudnn.so.9", which the loader searches last.
+    """
+    chosen = os.environ.get(variable)
+    if chosen:
+        return [chosen]
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of the package above it
+        spec = None
+    folders = spec.submodule_search_locations or [] if spec else []
+    return [*(os.path.join(folder, "lib", file) for folder in folders), file]

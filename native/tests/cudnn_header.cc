@@ -3,6 +3,7 @@
 // build: tests/backend/test_cudnn.py compiles it where that header is installed.
 #include <cudnn.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "cuda/cudnn.h"
