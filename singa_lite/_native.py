@@ -8,6 +8,8 @@ import importlib.util
 import os
 from types import ModuleType
 
+from .config import env
+
 MODULES = {
     "_comm": "shared-memory collectives (Linux)",
     "_cudnn": "convolutions on CUDA devices (Linux)",
@@ -35,7 +37,7 @@ def library_names(variable: str, package: str, file: str) -> list[str]:
         package: the installed package whose folder ``lib`` may hold it, such as "nvidia.cudnn".
         file: its file name, such as "libcudnn.so.9", which the loader searches last.
     """
-    chosen = os.environ.get(variable)
+    chosen = env(variable)
     if chosen:
         return [chosen]
     try:

@@ -16,6 +16,7 @@ SWITCHES = {
     "SINGA_LITE_WORLD_SIZE": "number of processes, set by `singa-lite run`",
     "SINGA_LITE_TICKET": "name shared by the ranks of one world, set by `singa-lite run`",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
+    "SINGA_LITE_CUDNN_LIB": "path of libcudnn.so.9, instead of searching for it",
     "SINGA_LITE_CACHE": "folder for fetched data (default ~/.cache/singa_lite)",
     "MNIST_DIR": "folder with the four MNIST IDX files, instead of fetching them",
 }

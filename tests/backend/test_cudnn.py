@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions through cuDNN, driven without a GPU: libcudnn is a stand-in on host memory, cupy's arrays are numpy's."""
+"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (native/tests/standin/libcudnn.cc)."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from devices import cuda_device, no_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from singa_lite import _native
 from singa_lite.backend.cpu import NumpyBackend
-from singa_lite.backend.cuda import conv
+from singa_lite.config import state
 from singa_lite.errors import DeviceError
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = NumpyBackend()
-TOLERANCE = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-12}
+# of the largest element; Winograd's and Fourier's algorithms on a GPU round more than sums do
+TOLERANCE = {"float16": 2e-3, "float32": 2e-6 if no_gpu() else 2e-5, "float64": 1e-12}
 FMA, DEFAULT_MATH, TENSOR_OP = 3, 0, 1
 PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
@@ -33,46 +35,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class HostArray(np.ndarray):
-    """A numpy array that tells its address as cupy's arrays do."""
-
-    @property
-    def data(self) -> Any:  # type: ignore[override]
-        return SimpleNamespace(ptr=self.ctypes.data)
-
-
-def on_device(values: np.ndarray, dtype: str = "float64") -> Any:
-    """A copy whose memory begins at a multiple of 64 bytes, as cupy's does."""
-    flat = np.empty(values.size * np.dtype(dtype).itemsize + 64, np.uint8)
-    start = -flat.ctypes.data % 64
-    array = flat[start : flat.size - 64 + start].view(dtype).reshape(values.shape)
-    array[...] = values
-    return array.view(HostArray)
-
-
-class Stream:
-    """The default stream of the stand-in, or one that says whether it is captured."""
-
-    def __init__(self, is_captured: bool = False) -> None:
-        self.state = ctypes.c_int(is_captured)
-        self.ptr = ctypes.addressof(self.state)
-
-    def is_capturing(self) -> bool:
-        return bool(self.state.value)
-
-
-class Device(conv.ConvKernels):
-    """The convolutions of a device whose memory is the host's."""
-
-    def __init__(self) -> None:
-        self.stream = Stream()
-        self.memory_bytes = 1 << 40
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        if int(np.prod(shape)) * np.dtype(dtype).itemsize > self.memory_bytes:
-            raise MemoryError
-        values = np.full(shape, np.nan if np.dtype(dtype).kind == "f" else 0)
-        return on_device(values, np.dtype(dtype).name)
+def new_backend() -> Any:
+    """A backend that has planned nothing yet."""
+    return type(cuda_device().backend)(0)
 
 
 def compile_library(folder: Path, *options: str) -> Path:
@@ -89,11 +54,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def counters(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """The stand-in in place of cuDNN; yields its own functions, which count."""
+def cudnn(library: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
+    """The stand-in in place of cuDNN; None, and cuDNN itself, where there is a GPU."""
+    if not no_gpu():
+        return None
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(library))
-    monkeypatch.setattr(conv, "WORKSPACE_BYTES", (1 << 20, 1 << 16))
-    yield ctypes.CDLL(str(library))
+    new_backend()
+    monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16))
+    return library
+
+
+@pytest.fixture
+def counters(cudnn: Path | None) -> ctypes.CDLL:
+    """The stand-in's own functions, which count."""
+    if cudnn is None:
+        pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
+    return ctypes.CDLL(str(cudnn))
 
 
 def found(counters: ctypes.CDLL, kind: str = "Forward") -> int:
@@ -105,32 +81,32 @@ def last_run(counters: ctypes.CDLL) -> tuple[int, int]:
     return counters.standin_cudnn_last(0), counters.standin_cudnn_last(1)
 
 
-def close(actual: Any, expected: np.ndarray, dtype: str) -> None:
+def close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
     assert actual.dtype == dtype
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
     np.testing.assert_allclose(
-        np.asarray(actual, "float64") / scale, expected / scale, atol=TOLERANCE[dtype], rtol=0
+        actual.astype("float64") / scale, expected / scale, atol=TOLERANCE[dtype], rtol=0
     )
 
 
-def check_all(device: Device, dtype: str, shapes: Any, attributes: dict[str, Any], rng: Any) -> None:
+def check_all(backend: Any, dtype: str, shapes: Any, attributes: dict[str, Any], rng: Any) -> None:
     """The three directions, with and without bias, against numpy in float64 on the same values."""
     x, w, dy, b = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    wide = [array.astype("float64") for array in (x, w, dy, b)]
-    gx, gw, gdy, gb = (on_device(array, dtype) for array in (x, w, dy, b))
-    for kernel, inputs, of_device, outs in (
-        ("conv2d", (wide[0], wide[1], wide[3]), (gx, gw, gb), (dy,)),
-        ("conv2d", (wide[0], wide[1]), (gx, gw), (dy,)),
-        ("conv2d_backward_data", (wide[2], wide[1]), (gdy, gw), (x,)),
-        ("conv2d_backward_weight", (wide[2], wide[0]), (gdy, gx), (w, b)),
-        ("conv2d_backward_weight", (wide[2], wide[0]), (gdy, gx), (w,)),
+    for kernel, inputs, outs in (
+        ("conv2d", (x, w, b), (dy,)),
+        ("conv2d", (x, w), (dy,)),
+        ("conv2d_backward_data", (dy, w), (x,)),
+        ("conv2d_backward_weight", (dy, x), (w, b)),
+        ("conv2d_backward_weight", (dy, x), (w,)),
     ):
-        expected = [np.zeros(out.shape) for out in outs]
-        actual = [device.empty(out.shape, dtype) for out in outs]
-        REFERENCE.run(kernel, *inputs, out=expected[0] if len(outs) == 1 else tuple(expected), **attributes)
-        getattr(device, kernel)(*of_device, out=actual[0] if len(outs) == 1 else tuple(actual), **attributes)
+        expected = tuple(np.zeros(out.shape) for out in outs)
+        actual = tuple(backend.empty(out.shape, dtype) for out in outs)
+        wide = (array.astype("float64") for array in inputs)
+        REFERENCE.run(kernel, *wide, out=expected if len(outs) > 1 else expected[0], **attributes)
+        given = map(backend.asarray, inputs)
+        backend.run(kernel, *given, out=actual if len(outs) > 1 else actual[0], **attributes)
         for mine, right in zip(actual, expected, strict=True):
-            close(mine, right, dtype)
+            close(backend.to_numpy(mine), right, dtype)
 
 
 @st.composite
@@ -154,98 +130,111 @@ def convolutions(draw: Any) -> tuple[Any, dict[str, Any]]:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=convolutions(), dtype=st.sampled_from(list(TOLERANCE)), seed=st.integers(0, 99))
 def test_convolutions_equal_numpy_for_any_window(
-    counters: ctypes.CDLL, case: Any, dtype: str, seed: int
+    cudnn: Path | None, case: Any, dtype: str, seed: int
 ) -> None:
-    check_all(Device(), dtype, *case, np.random.default_rng(seed))
+    check_all(new_backend(), dtype, *case, np.random.default_rng(seed))
 
 
-def forward(device: Device, dtype: str = "float32", n: int = 2, **attributes: Any) -> Any:
-    x, w, y = on_device(np.ones((n, 3, 5, 5)), dtype), on_device(np.ones((4, 3, 2, 2)), dtype), None
-    y = device.empty((n, 4, 4, 4), dtype)
-    device.conv2d(x, w, out=y, **{**PLAIN, **attributes})
-    return y
+def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
+    x, w = (backend.asarray(np.ones(shape, dtype)) for shape in ((n, 3, 5, 5), (4, 3, 2, 2)))
+    y = backend.empty((n, 4, 4, 4), dtype)
+    backend.run("conv2d", x, w, out=y, **PLAIN)
+    return backend.to_numpy(y)
 
 
 def test_algorithms_are_timed_once_for_each_shape(counters: ctypes.CDLL) -> None:
-    device, before = Device(), found(counters)
+    backend, before = new_backend(), found(counters)
     for n in (2, 3, 2, 3, 2):
-        forward(device, n=n)
+        forward(backend, n=n)
     assert found(counters) - before == 2
 
 
 def test_the_fastest_deterministic_algorithm_in_plain_float32_arithmetic_is_taken(
     counters: ctypes.CDLL,
 ) -> None:
-    forward(Device())  # 3 is not deterministic, 2 was timed with TF32
+    forward(new_backend())  # 3 is not deterministic, 2 was timed with TF32
     assert last_run(counters) == (1, FMA)
 
 
-def test_tf32_is_used_only_where_it_is_allowed(counters: ctypes.CDLL) -> None:
-    device = Device()
-    forward(device)
-    device.allow_tf32 = True
-    forward(device)
+def test_tf32_is_used_only_where_it_is_allowed(
+    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = new_backend()
+    forward(backend)
+    monkeypatch.setattr(state, "allow_tf32", True)
+    forward(backend)
     assert last_run(counters) == (2, DEFAULT_MATH)
-    device.allow_tf32 = False
-    forward(device)
+    monkeypatch.setattr(state, "allow_tf32", False)
+    forward(backend)
     assert last_run(counters) == (1, FMA)
 
 
 def test_float16_uses_tensor_cores(counters: ctypes.CDLL) -> None:
-    device = Device()
-    device.measure_convolutions = False
-    forward(device, "float16")
-    [plan] = device._plans.values()
+    backend = new_backend()
+    backend.measure_convolutions = False
+    forward(backend, "float16")
+    [plan] = backend._plans.values()
     assert (plan.algorithm, plan.math) == (2, DEFAULT_MATH)  # which is free to use them
-    forward(device, "float64")
+    forward(backend, "float64")
     assert last_run(counters) == (2, DEFAULT_MATH)
 
 
-def test_nothing_is_timed_while_the_stream_is_captured(counters: ctypes.CDLL) -> None:
-    device, before = Device(), found(counters)
-    device.stream = Stream(is_captured=True)
-    np.testing.assert_array_equal(forward(device), 12)
+def test_nothing_is_timed_while_the_stream_is_captured(
+    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, before = new_backend(), found(counters)
+    monkeypatch.setattr(type(backend.stream), "is_capturing", lambda stream: True)
+    np.testing.assert_array_equal(forward(backend), 12)
     assert found(counters) == before
     assert last_run(counters) == (1, FMA)
 
 
-def test_short_memory_leaves_the_algorithms_that_fit(counters: ctypes.CDLL) -> None:
-    device = Device()
-    device.memory_bytes = 1 << 12  # arrays fit, no workspace to time with
-    np.testing.assert_array_equal(forward(device), 12)
+def test_short_memory_leaves_the_algorithms_that_fit(
+    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = new_backend()
+    roomy = backend.empty
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        if np.prod(shape) > 1 << 12:  # arrays fit, no workspace to time with
+            raise MemoryError
+        return roomy(shape, dtype)
+
+    monkeypatch.setattr(backend, "empty", empty)
+    np.testing.assert_array_equal(forward(backend), 12)
     assert last_run(counters) == (0, FMA)  # without workspace
 
 
-def test_strided_and_misaligned_arrays_are_copied(counters: ctypes.CDLL) -> None:
-    rng = np.random.default_rng(3)
-    x, w = rng.standard_normal((2, 5, 5, 3)), rng.standard_normal(4 * 3 * 2 * 2 + 1)
-    strided = on_device(x).transpose(0, 3, 1, 2)
-    misaligned = on_device(w)[1:].reshape(4, 3, 2, 2)
-    out = on_device(np.zeros(2 * 4 * 4 * 4 + 1))[1:].reshape(2, 4, 4, 4)
-    expected = np.zeros(out.shape)
-    REFERENCE.run("conv2d", np.asarray(strided), np.asarray(misaligned), out=expected, **PLAIN)
-    Device().conv2d(strided, misaligned, out=out, **PLAIN)
-    np.testing.assert_allclose(out, expected, rtol=1e-12)
+def test_misaligned_arrays_are_copied(counters: ctypes.CDLL) -> None:
+    backend, rng, shapes = new_backend(), np.random.default_rng(3), ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 4, 4))
+    values = [rng.standard_normal(shape) for shape in shapes]
+    arrays = [backend.asarray(np.append(0, value))[1:].reshape(value.shape) for value in values]
+    assert all(array.data.ptr % 16 for array in arrays)
+    REFERENCE.run("conv2d", *values[:2], out=values[2], **PLAIN)
+    backend.run("conv2d", *arrays[:2], out=arrays[2], **PLAIN)
+    close(backend.to_numpy(arrays[2]), values[2], "float64")
+    [plan] = backend._plans.values()
+    assert plan.algorithm == 2
 
 
 def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctypes.CDLL) -> None:
-    device = Device()
-    forward(device, n=2)
-    address = device._workspaces[-1].data.ptr
-    forward(device, n=1)
-    assert [array.data.ptr for array in device._workspaces] == [address]
-    forward(device, n=8)
-    assert len(device._workspaces) == 2
-    assert device._workspaces[0].data.ptr == address
+    backend = new_backend()
+    forward(backend, n=2)
+    address = backend._workspaces[-1].data.ptr
+    forward(backend, n=1)
+    assert [array.data.ptr for array in backend._workspaces] == [address]
+    forward(backend, n=8)
+    assert len(backend._workspaces) == 2
+    assert backend._workspaces[0].data.ptr == address
 
 
 def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL) -> None:
     gc.collect()
     before = counters.standin_cudnn_live()
-    device = Device()
-    forward(device)
+    backend = new_backend()
+    forward(backend)
     assert counters.standin_cudnn_live() == before + 6
-    del device
+    del backend
     gc.collect()
     assert counters.standin_cudnn_live() == before
 
@@ -272,36 +261,38 @@ def test_every_failing_call_is_told_with_its_text(
     live = counters.standin_cudnn_live()
     monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
     with pytest.raises(DeviceError, match=r"STATUS \(5000\): as the test wished"):
-        forward(Device())
+        forward(new_backend())
     gc.collect()
     assert counters.standin_cudnn_live() == live
 
 
 def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL) -> None:
-    x, w = on_device(np.ones((2, 3, 5, 5))), on_device(np.ones((4, 3, 2, 2)))
-    wrong = on_device(np.ones((2, 4, 5, 4)))
+    backend = new_backend()
+    x, w, wrong = (backend.empty(shape, "float64") for shape in ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 5, 4)))
     with pytest.raises(
         DeviceError, match=r"float64 x \(2, 3, 5, 5\) w \(4, 3, 2, 2\) y \(2, 4, 5, 4\).*output size"
     ):
-        Device().conv2d(x, w, out=wrong, **PLAIN)
+        backend.run("conv2d", x, w, out=wrong, **PLAIN)
 
 
 def test_an_old_cudnn_is_refused(counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STANDIN_CUDNN_VERSION", "8907")
     with pytest.raises(DeviceError, match=r"version number 8907, but at least 90000 .*nvidia-cudnn-cu12"):
-        forward(Device())
+        forward(new_backend())
 
 
-def test_a_missing_function_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_function_is_named(
+    counters: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(compile_library(tmp_path, "-DWITHOUT_BIAS")))
     with pytest.raises(DeviceError, match=r"\(version 92800\) has no function cudnnAddTensor"):
-        forward(Device())
+        forward(new_backend())
 
 
 def test_a_missing_library_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", "libno_such_cudnn.so.9")
     with pytest.raises(DeviceError, match=r"libno_such_cudnn.so.9: cannot open .*SINGA_LITE_CUDNN_LIB"):
-        forward(Device())
+        forward(new_backend())
 
 
 def test_the_library_is_searched_in_its_package_and_then_by_the_loader(
@@ -328,8 +319,9 @@ CUDA_HEADERS = {
 def test_prototypes_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
     include = os.environ.get("SINGA_LITE_CUDNN_INCLUDE")
     if include is None:
-        names = _native.library_names("", "nvidia.cudnn", "")
-        include = os.path.join(names[0], "..", "include") if len(names) > 1 else "/usr/include"
+        spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+        folders = (spec.submodule_search_locations if spec else None) or ["/usr"]
+        include = os.path.join(folders[0], "include")
     if not os.path.exists(os.path.join(include, "cudnn.h")):
         pytest.skip("cudnn.h is not installed (nvidia-cudnn-cu12, or SINGA_LITE_CUDNN_INCLUDE=folder)")
     for name, text in CUDA_HEADERS.items():

@@ -16,12 +16,14 @@ from functools import cached_property
 from typing import Any
 
 from ... import _native
+from ...config import state
 from ...errors import DeviceError
 from ..base import Array
+from .launch import Launcher
 
 Pair = tuple[int, int]
 
-DTYPES = {"float32": 0, "float64": 1, "float16": 2}
+DTYPES = {"f": 0, "d": 1, "e": 2}  # cuDNN's numbers
 FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT = range(3)
 ALIGNMENT = 16  # bytes; the kernels for float16 load that much at once
 
@@ -44,13 +46,14 @@ def open_cudnn() -> Any:  # Any: a class of the compiled module
         ) from None
 
 
-class ConvKernels:
-    """conv2d and its two gradients. NCHW, sums in float32 or wider."""
+def is_aligned(x: Array) -> bool:
+    """Whether ``x`` begins where cuDNN's fastest kernels want it."""
+    return bool(x.data.ptr % ALIGNMENT == 0)
 
-    stream: Any  # Any: cupy.cuda.Stream, on which all work of the backend is started
-    empty: Any  # Any: Backend.empty
 
-    allow_tf32 = False  # round float32 inputs of convolutions to 10 bits of mantissa, on tensor cores
+class ConvKernels(Launcher):
+    """conv2d and its two gradients. NCHW, sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
+
     measure_convolutions = True  # see Note [plans]
 
     def conv2d(
@@ -94,7 +97,7 @@ class ConvKernels:
         else:  # of an empty batch
             for gradient in (dw, db):
                 if gradient is not None:
-                    gradient.fill(0)
+                    self.find("fill")(out=gradient, value=0.0)
 
     @cached_property
     def _cudnn(self) -> tuple[Any, Any]:
@@ -116,9 +119,9 @@ class ConvKernels:
         self, direction: int, a: Array, b: Array, out: Array, bias: Array | None, options: tuple[Any, ...]
     ) -> None:
         """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight."""
-        a, b = self._plain(a), self._plain(b)
-        target = out if out.data.ptr % ALIGNMENT == 0 else self.empty(out.shape, out.dtype)
-        key = (direction, out.dtype.name, self.allow_tf32, options)
+        a, b = self._aligned(a), self._aligned(b)
+        target = out if is_aligned(out) else self.empty(out.shape, out.dtype)
+        key = (direction, out.dtype.char, state.allow_tf32, options)
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(direction, a, b, target, options)
@@ -128,20 +131,20 @@ class ConvKernels:
         pointers = (array.data.ptr if array is not None else 0 for array in (a, b, target, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
         if target is not out:
-            out[...] = target
+            self.find("copy")(target, out=out)
 
-    def _plain(self, x: Array) -> Array:
-        """``x``, or a copy that is row-major and aligned."""
-        if x.flags.c_contiguous and x.data.ptr % ALIGNMENT == 0:
+    def _aligned(self, x: Array) -> Array:
+        """``x``, or an aligned copy."""
+        if is_aligned(x):
             return x
         copy = self.empty(x.shape, x.dtype)
-        copy[...] = x
+        self.find("copy")(x, out=copy)
         return copy
 
     def _make_plan(self, direction: int, a: Array, b: Array, out: Array, options: tuple[Any, ...]) -> Any:
         """A plan with its algorithm chosen; ``out`` is overwritten."""
         module, handle = self._cudnn
-        plan = module.Convolution(handle, direction, DTYPES[out.dtype.name], *options, self.allow_tf32)
+        plan = module.Convolution(handle, direction, DTYPES[out.dtype.char], *options, state.allow_tf32)
         if not self.measure_convolutions or self.stream.is_capturing():
             plan.estimate(WORKSPACE_BYTES[0])
             return plan
