@@ -134,7 +134,7 @@ class CleanBuildPy(build_py):
 
 setup(
     packages=find_packages(include=["singa_lite", "singa_lite.*"]),
-    package_data={"singa_lite": ["py.typed"]},
+    package_data={"singa_lite": ["py.typed"], "singa_lite.backend.cuda": ["*.cu", "*.cuh"]},
     ext_modules=[Extension(name, sources=[]) for name in EXTENSIONS],
     cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy, "native_tests": NativeTests},
 )

@@ -7,7 +7,7 @@ Everything here is process-wide. Modules read ``config.state`` at the moment of 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Environment switch -> what it does. Read through env(), so that a misspelt name fails at once.
@@ -34,6 +34,8 @@ class State:
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
+        cuda_devices: GPU number -> its device, likewise.
+        allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
     training: bool = False
@@ -43,6 +45,8 @@ class State:
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
+    cuda_devices: dict[int, Any] = field(default_factory=dict)
+    allow_tf32: bool = False
 
 
 state = State()

@@ -7,11 +7,16 @@ CPU, so that one script serves both. Asking for a GPU that is not there is a Dev
 
 from __future__ import annotations
 
+from typing import Any
+
 from .backend.base import Backend
 from .backend.cpu import CpuBackend
 from .config import state
 from .errors import DeviceError, OptionError
 from .profile import TimeProfile
+
+
+CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
 
 
 class Device:
@@ -102,21 +107,60 @@ def create_device(local_rank: int = 0) -> Device:
     return create_cuda_gpu_on(local_rank % get_num_gpus())
 
 
+def allow_tf32(allowed: bool = True) -> None:
+    """Let CUDA devices round the factors of float32 products and convolutions to TF32's 10 bits: faster, coarser.
+
+    Off at the start. Holds for all devices of the process, from the next call on; a captured step keeps what it had.
+    """
+    state.allow_tf32 = bool(allowed)
+
+
 def get_num_gpus() -> int:
-    """Number of GPUs this build can use; 0 while it has no CUDA backend."""
-    return 0
+    """Number of GPUs that can be used; 0 without cupy, without a driver, and without a GPU."""
+    try:
+        return int(_cupy().cuda.runtime.getDeviceCount())
+    except DeviceError:
+        return 0
+
+
+def get_gpu_ids() -> list[int]:
+    """The numbers of the GPUs, 0 .. get_num_gpus() - 1."""
+    return list(range(get_num_gpus()))
+
+
+def get_gpu_mem_size(device_id: int) -> tuple[int, int]:
+    """(free, total) bytes of memory of GPU ``device_id``; raises as ``create_cuda_gpu_on``."""
+    free, total = _gpu("get_gpu_mem_size", device_id).mem_info
+    return int(free), int(total)
+
+
+def device_query(device_id: int, verbose: bool = False) -> str:
+    """What GPU ``device_id`` is, one property a line; raises as ``create_cuda_gpu_on``.
+
+    Args:
+        device_id: number of the GPU.
+        verbose: all that the driver tells of it.
+    """
+    _gpu("device_query", device_id)
+    properties = _cupy().cuda.runtime.getDeviceProperties(device_id)
+    shown = properties if verbose else ("name", "major", "minor", "totalGlobalMem", "multiProcessorCount")
+    values = {key: properties[key] for key in shown}
+    return "\n".join(f"{key}: {v.decode() if isinstance(v, bytes) else v}" for key, v in values.items())
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
-    """GPU number ``device_id``.
+    """GPU number ``device_id``; calls with the same number give the same device.
 
     Raises:
-        DeviceError: this build or this machine has no such GPU.
+        DeviceError: cupy, the driver or that GPU is missing; says which and how to mend it.
     """
-    raise DeviceError(
-        f"create_cuda_gpu_on({device_id}): this build of singa_lite computes on the CPU only; "
-        "use device.create_device(local_rank), which takes a GPU where there is one and the CPU elsewhere"
-    )
+    _gpu("create_cuda_gpu_on", device_id)
+    if device_id not in state.cuda_devices:
+        from .backend.cuda import CudaBackend  # cupy is optional and slow to import
+
+        state.cuda_devices[device_id] = Device("cuda", device_id, CudaBackend(device_id))
+    created: Device = state.cuda_devices[device_id]
+    return created
 
 
 def create_cuda_gpu() -> Device:
@@ -132,3 +176,32 @@ def create_cuda_gpus(num: int) -> list[Device]:
 def create_cuda_gpus_on(device_ids: list[int]) -> list[Device]:
     """The GPUs with these numbers; raises as ``create_cuda_gpu_on``."""
     return [create_cuda_gpu_on(device_id) for device_id in device_ids]
+
+
+def _gpu(where: str, device_id: int) -> Any:
+    """cupy's handle of GPU ``device_id``; DeviceError if there is none."""
+    try:
+        cupy = _cupy()
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except DeviceError as error:
+        raise DeviceError(f"{where}({device_id}): {error}; {CURE}") from None
+    if isinstance(device_id, bool) or not isinstance(device_id, int) or not 0 <= device_id < count:
+        raise DeviceError(f"{where}({device_id!r}): this machine has GPUs 0 .. {count - 1}")
+    return cupy.cuda.Device(device_id)
+
+
+def _cupy() -> Any:
+    """The module cupy; DeviceError where it is missing or finds no GPU."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"CUDA devices need cupy ({error}): pip install 'singa-lite[cuda13]', or [cuda12] for a CUDA 12 driver"
+        ) from None
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"cupy finds no usable NVIDIA driver or GPU ({error}); nvidia-smi tells more") from None
+    if count == 0:
+        raise DeviceError("the NVIDIA driver sees no GPU; CUDA_VISIBLE_DEVICES may hide them")
+    return cupy

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import time
@@ -11,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from devices import cuda_device, no_gpu
 from hypothesis import settings
+
+from singa_lite.config import state
+from singa_lite.device import Device, get_default_device
 
 NUL = b"\0"
 SHM = Path("/dev/shm")
@@ -24,23 +27,23 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-def no_gpu() -> str:
-    """Why there is no NVIDIA GPU to test on, or ""."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return str(error)
-    count = ctypes.c_int()
-    if status := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return f"the CUDA driver answers with error {status}"
-    return "" if count.value else "the CUDA driver sees no device"
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and (reason := no_gpu()):
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason=f"no NVIDIA GPU: {reason}"))
+
+
+# on a machine without a GPU the same tests run on the stand-in, and are not marked
+CUDA = pytest.param("cuda", id="cuda-standin") if no_gpu() else pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Each kind of device in turn; inside the test it is where Tensors live unless told otherwise."""
+    made = get_default_device() if request.param == "cpu" else cuda_device(monkeypatch)
+    monkeypatch.setattr(state, "default_device", made)
+    return made
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,6 +10,8 @@ from singa_lite import initializer
 from singa_lite.errors import OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
+pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+
 VARIANCE = {
     "glorot_normal": lambda fan_in, fan_out: 2 / (fan_in + fan_out),
     "glorot_uniform": lambda fan_in, fan_out: 2 / (fan_in + fan_out),

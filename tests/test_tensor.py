@@ -16,6 +16,8 @@ from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, from_numpy, functions, to_numpy
 
+pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+
 RNG = np.random.default_rng(31)
 
 
@@ -187,7 +189,7 @@ def test_fillers_draw_from_the_device() -> None:
 
 
 def test_raw_arrays_are_wrapped_without_a_copy() -> None:
-    raw = np.zeros(3, np.float32)
+    raw = get_default_device().backend.zeros((3,), np.float32)
     one, two = tensor.from_raw_tensors([raw, raw])
     one += 1
     assert to_numpy(two).tolist() == [1, 1, 1]

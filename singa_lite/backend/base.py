@@ -6,6 +6,7 @@ not: how a kernel computes (cpu/), devices (device.py), Tensors and gradients (a
 
 Note [kernel form]: a kernel is called by name with input arrays, ``out=`` (an array or a tuple of arrays,
 allocated by the caller with the right shape and dtype) and plain attributes as keywords.
+- Arrays are row-major; copy and broadcast_to also take and write parts of larger arrays, of any strides.
 - ``out`` never shares memory with an input, but add, sub, mul, div and clip may write over their first
   input. A kernel marked "in place" also reads its ``out``.
 - All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.

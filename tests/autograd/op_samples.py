@@ -14,7 +14,7 @@ import numpy as np
 
 from singa_lite import autograd
 from singa_lite.device import get_default_device
-from singa_lite.tensor import Tensor
+from singa_lite.tensor import Tensor, to_numpy
 
 SEED = 11
 RNG = np.random.default_rng(8)
@@ -125,7 +125,7 @@ def batchnorm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, *_: np.ndarray
 def kept_by_dropout(x: np.ndarray) -> np.ndarray:
     """What a dropout of 0.3 does to ``x``, read off the same mask applied to ones."""
     ones = Sample("dropout", (), lambda: np.ones(0), {"ratio": 0.3}).call(Tensor(data=np.ones(x.shape, "f")))
-    return x * (ones.data > 0) / 0.7
+    return x * (to_numpy(ones) > 0) / 0.7
 
 
 IDS = np.array([2, 0, 1, 2], np.int32)

@@ -18,6 +18,8 @@ from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.layer import Layer
 from singa_lite.tensor import Tensor, to_numpy
 
+pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+
 RNG = np.random.default_rng(6)
 
 

@@ -10,6 +10,8 @@ from singa_lite import autograd, opt
 from singa_lite.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
+pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+
 STEPS = 6
 
 

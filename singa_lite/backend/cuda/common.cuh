@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// What all kernel files share. launch.py puts it before each of them, with the element types T and U of a call
+// between the two; A is the type in which T is computed, see Note [kernel form] in ../base.py, and Real a type with
+// functions like exp. Needs no header, so it compiles wherever NVRTC runs. Arrays are row-major.
+
+typedef long long Int;
+typedef unsigned long long Bits;
+typedef unsigned char Byte;
+
+struct Half {
+  unsigned short bits;
+};
+
+#ifdef __CUDACC__
+__device__ inline float half_to_float(unsigned short bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+__device__ inline unsigned short float_to_half(float value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+__device__ inline unsigned short double_to_half(double value) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(value));
+  return bits;
+}
+#endif  // otherwise who compiles this says how, as the stand-in of the tests does
+
+// ---- types ----------------------------------------------------------------------------------------------------
+
+template <class V> struct WideOf { typedef V type; };
+template <> struct WideOf<Half> { typedef float type; };
+template <class V> struct RealOf { typedef double type; };  // for functions of integers
+template <> struct RealOf<Half> { typedef float type; };
+template <> struct RealOf<float> { typedef float type; };
+template <class V> struct MagnitudeOf { typedef Bits type; };
+template <> struct MagnitudeOf<Half> { typedef unsigned type; };
+template <> struct MagnitudeOf<float> { typedef unsigned type; };
+
+template <class V> __device__ inline V widen(V value) { return value; }
+__device__ inline float widen(Half value) { return half_to_float(value.bits); }
+
+template <class V, class W> struct Narrow {
+  static __device__ V of(W value) { return static_cast<V>(value); }
+};
+template <class W> struct Narrow<Half, W> {
+  static __device__ Half of(W value) { return Half{double_to_half(static_cast<double>(value))}; }
+};
+template <> struct Narrow<Half, float> {
+  static __device__ Half of(float value) { return Half{float_to_half(value)}; }
+};
+template <class V, class W> __device__ inline V narrow(W value) { return Narrow<V, W>::of(value); }
+
+template <class V> __device__ inline bool is_nan(V value) { return value != value; }
+// NaN wins, as in numpy
+template <class V> __device__ inline V larger(V a, V b) { return b > a || is_nan(b) ? b : a; }
+
+// A number that changes from step to step: given by value, or where a captured graph finds it (launch.py).
+template <class V> struct Number {
+  const V* at;
+  V value;
+  __device__ V get() const { return at ? *at : value; }
+};
+
+// ---- places ---------------------------------------------------------------------------------------------------
+
+// Where the elements of two arrays stand that meet at an element of out: axes from the innermost, joined where
+// they can be; strides in elements, 0 where an axis is repeated.
+struct Broadcast {
+  Int ndim, shape[8], a[8], b[8];
+};
+
+template <class Index> __device__ void find_places(const Broadcast& axes, Index i, Int* a, Int* b) {
+  *a = *b = 0;
+  for (int axis = 0; axis < axes.ndim - 1; ++axis) {
+    const Index size = static_cast<Index>(axes.shape[axis]), rest = i / size;
+    *a += (i - rest * size) * axes.a[axis];
+    *b += (i - rest * size) * axes.b[axis];
+    i = rest;
+  }
+  *a += i * axes.a[axes.ndim - 1];
+  *b += i * axes.b[axes.ndim - 1];
+}
+
+// division of 32 bits is several times faster
+#define PLACES(axes, i, n, a, b) \
+  Int a, b;                      \
+  n <= 0x7fffffff ? find_places(axes, static_cast<unsigned>(i), &a, &b) : find_places(axes, i, &a, &b)
+
+// ---- loops and blocks -----------------------------------------------------------------------------------------
+
+#define KERNEL extern "C" __global__ void
+#define EACH(i, n) \
+  for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += static_cast<Int>(gridDim.x) * blockDim.x)
+
+struct Add {
+  template <class V> static __device__ V of(V a, V b) { return a + b; }
+};
+struct Larger {
+  template <class V> static __device__ V of(V a, V b) { return larger(a, b); }
+};
+
+// The values of all threads of a block joined by Op, for every thread; blocks are whole warps.
+template <class Op, class V> __device__ V over_block(V value) {
+  __shared__ V parts[32];
+  for (int distance = 16; distance; distance /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffff, value, distance));
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = parts[0];
+  for (unsigned warp = 1; warp < blockDim.x / 32; ++warp) value = Op::of(value, parts[warp]);
+  __syncthreads();  // parts may be written again
+  return value;
+}
+
+// Sum of the values of the threads before this one; `total` is that of all.
+template <class V> __device__ V before_in_block(V value, V* total) {
+  __shared__ V sums[32];
+  const V own = value;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (unsigned distance = 1; distance < 32; distance *= 2) {
+    const V other = __shfl_up_sync(0xffffffff, value, distance);
+    if (lane >= distance) value += other;
+  }
+  if (lane == 31) sums[warp] = value;
+  __syncthreads();
+  V start = 0;
+  *total = 0;
+  for (unsigned other = 0; other < blockDim.x / 32; ++other) {
+    if (other == warp) start = *total;
+    *total += sums[other];
+  }
+  __syncthreads();
+  return start + value - own;
+}
+
+// True in the block that comes here last, which then sees what all blocks wrote; `ticket` is 0 before and after.
+__device__ inline bool is_last_block(unsigned* ticket) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+  __syncthreads();
+  __threadfence();
+  return is_last;
+}
+
+// Join one value of each block, in their order, by Op, to which 0 is neutral; the last block gets true and the result.
+template <class Op, class V> __device__ bool over_grid(V value, V* parts, unsigned* ticket, V* result) {
+  value = over_block<Op>(value);
+  if (threadIdx.x == 0) parts[blockIdx.x] = value;
+  if (!is_last_block(ticket)) return false;
+  const volatile V* seen = parts;  // not from a cache that is older than other blocks' writes
+  V mine = 0;
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) mine = Op::of(mine, V(seen[i]));
+  *result = over_block<Op>(mine);
+  return true;
+}

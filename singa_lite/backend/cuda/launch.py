@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting our own CUDA kernels: compiled at first use, once for every set of element types.
+
+What lives here: sources and their types, the size of a launch, scratch memory, and the numbers that change from
+step to step. What does not: what a kernel computes (the .cu files), and which arrays it gets (its family's file).
+
+Note [launch]: a kernel of ours takes row-major arrays, int64, float64 and structures by value, so nothing is
+converted on the way; all work of a backend runs on its one stream, in order. No launch waits for the device.
+
+Note [scalars]: learning rates, Adam's step, thresholds and random streams change from step to step. A kernel takes
+them as a Number (common.cuh): by value, or as an address on the device that is read when the kernel runs. ``scalar``
+is the one place where they are made, so that a captured step can hand out addresses and refresh what stands there.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ..base import Array, Backend
+
+FOLDER = Path(__file__).parent
+THREADS = 256  # of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
+C_TYPES = {
+    "?": "bool",
+    "B": "Byte",
+    "e": "Half",
+    "f": "float",
+    "d": "double",
+    "i": "int",
+    "l": "Int",
+    "q": "Int",
+}
+
+
+def by_value(numbers: Sequence[int], num_bytes: int) -> np.ndarray[Any, Any]:
+    """A structure of int64 members as kernels take it: ``numbers``, then zeros up to ``num_bytes``."""
+    packed = struct.pack(f"<{len(numbers)}q", *numbers)
+    return np.frombuffer(packed.ljust(num_bytes, b"\0"), f"V{num_bytes}")
+
+
+class Launcher(Backend):
+    """What the families of kernels share.
+
+    Args:
+        device_id: number of the GPU.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        self.device_id = device_id
+        device = cupy.cuda.Device(device_id)
+        device.use()
+        self.num_processors = int(device.attributes["MultiProcessorCount"])
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream_address = self.stream.ptr
+        self.stream.use()
+        self._functions: dict[tuple[str, str], Any] = {}
+        self._modules: dict[tuple[str, str], Any] = {}
+        self._scratch = cupy.empty(1 << 16, np.uint8)
+        self.ticket = cupy.zeros(1, np.uint32)  # zero between kernels, see is_last_block in common.cuh
+        # written by kernels, read by the host whenever it has waited: what Labels in loss.cu found wrong
+        self._pinned = cupy.cuda.alloc_pinned_memory(24)
+        self.faults = np.frombuffer(self._pinned, np.int64, 3)
+        self.faults[...] = 0
+        self.faults_address = int(self._pinned.ptr)
+
+    def activate(self) -> None:
+        """Make this device and its stream the thread's current ones, which cupy then uses."""
+        if cupy.cuda.get_current_stream().ptr != self._stream_address:  # tells the device as well
+            cupy.cuda.Device(self.device_id).use()
+            self.stream.use()
+
+    def launch(self, name: str, types: str, blocks: int, threads: int, *arguments: Any) -> None:
+        """Start the kernel ``name`` ("file.kernel") for element types T and U, given by numpy's characters."""
+        function = self._functions.get((name, types)) or self._compile(name, types)
+        function((blocks,), (threads,), arguments)
+
+    def each(self, name: str, types: str, count: int, *arguments: Any) -> None:
+        """Start a kernel that works on ``count`` elements, in blocks of THREADS; none for no elements."""
+        if count:
+            blocks = min(-(-count // THREADS), 32 * self.num_processors)
+            self.launch(name, types, blocks, THREADS, *arguments)
+
+    def scratch(self, num_bytes: int) -> Array:
+        """Memory for one kernel method, until the next asks; a captured graph must keep what it got alive."""
+        if self._scratch.size < num_bytes:
+            self._scratch = cupy.empty(2 * num_bytes, np.uint8)
+        return self._scratch
+
+    def scalar(self, value: float) -> np.ndarray[Any, Any]:
+        """A number that changes from step to step as kernels take it, see Note [scalars]; ints modulo 2**64."""
+        whole = isinstance(value, int)
+        packed = struct.pack("<qQ", 0, value % 2**64) if whole else struct.pack("<qd", 0, value)
+        return np.frombuffer(packed, "V16")
+
+    def _compile(self, name: str, types: str) -> Any:
+        file, _, kernel = name.partition(".")
+        if (file, types) not in self._modules:
+            self._modules[file, types] = cupy.RawModule(code=source_of(file, types), options=("--std=c++17",))
+        function = self._functions[name, types] = self._modules[file, types].get_function(kernel)
+        return function
+
+
+def source_of(file: str, types: str) -> str:
+    """The whole source of a kernel file for element types T and U (T again if one is given)."""
+    first, second = C_TYPES[types[0]], C_TYPES[types[-1]]
+    chosen = f"typedef {first} T; typedef {second} U; typedef WideOf<T>::type A; typedef RealOf<T>::type Real;\n"
+    return (FOLDER / "common.cuh").read_text() + chosen + (FOLDER / f"{file}.cu").read_text()

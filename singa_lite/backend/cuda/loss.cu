@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// Softmax and the losses of loss.py; U is the type of labels. One block a row.
+
+// ---- softmax along one axis: rows of n elements, `step` apart ---------------------------------------------------
+
+__device__ inline Int first_of_row(Int n, Int step) { return blockIdx.x / step * n * step + blockIdx.x % step; }
+
+KERNEL softmax(const T* x, T* y, Int n, Int step) {
+  x += first_of_row(n, step);
+  y += first_of_row(n, step);
+  A largest = widen(x[0]), total = 0;
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) largest = larger(largest, A(widen(x[i * step])));
+  largest = over_block<Larger>(largest);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += exp(widen(x[i * step]) - largest);
+  total = over_block<Add>(total);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) y[i * step] = narrow<T>(A(exp(widen(x[i * step]) - largest) / total));
+}
+
+KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
+  const Int first = first_of_row(n, step);
+  A total = 0;
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += widen(dy[first + i * step]) * widen(y[first + i * step]);
+  total = over_block<Add>(total);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+    const Int at = first + i * step;
+    dx[at] = narrow<T>(A(widen(y[at]) * (widen(dy[at]) - total)));
+  }
+}
+
+// ---- labels -----------------------------------------------------------------------------------------------------
+
+// What kernels found wrong, in memory of the host: {whether, id, number of classes}.
+struct Labels {
+  const U* labels;
+  bool are_rows;
+  A total;  // of this row's labels
+
+  __device__ Labels(const U* all, Int is_rows, Int classes, Int* faults) : labels(all), are_rows(is_rows), total(1) {
+    if (are_rows) {
+      labels += blockIdx.x * classes;
+      A mine = 0;
+      for (Int i = threadIdx.x; i < classes; i += blockDim.x) mine += static_cast<A>(widen(labels[i]));
+      total = over_block<Add>(mine);
+      return;
+    }
+    labels += blockIdx.x;
+    const Int id = static_cast<Int>(widen(*labels));
+    if (threadIdx.x == 0 && (id < 0 || id >= classes)) {
+      faults[1] = id;
+      faults[2] = classes;
+      faults[0] = 1;
+    }
+  }
+  // rows are divided by their sum, a row of zeros is left
+  __device__ A operator[](Int i) const {
+    if (!are_rows) return A(static_cast<Int>(widen(*labels)) == i);
+    return static_cast<A>(widen(labels[i])) / (total == 0 ? A(1) : total);
+  }
+};
+
+KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, T* y, A* parts,
+                             unsigned* ticket, Int* faults) {
+  const Labels labels(all_labels, is_rows, n, faults);
+  x += blockIdx.x * n;
+  y += blockIdx.x * n;
+  A largest = widen(x[0]), total = 0, cost = 0;
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) largest = larger(largest, A(widen(x[i])));
+  largest = over_block<Larger>(largest);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += exp(widen(x[i]) - largest);
+  total = over_block<Add>(total);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+    const A shifted = widen(x[i]) - largest, label = labels[i];
+    y[i] = narrow<T>(A(exp(shifted) / total));
+    if (label != 0) cost -= label * (shifted - log(total));  // a logit of -inf must not make 0 * inf
+  }
+  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
+}
+
+KERNEL softmax_cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
+                                      Int* faults) {
+  const Labels labels(all_labels, is_rows, n, faults);
+  const A scale = widen(*dy) / A(rows), share = labels.total == 0 ? A(0) : A(1);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+    const Int at = blockIdx.x * n + i;
+    dx[at] = narrow<T>(A((widen(p[at]) * share - labels[i]) * scale));
+  }
+}
+
+KERNEL cross_entropy(const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, double smallest, A* parts,
+                     unsigned* ticket, Int* faults) {
+  const Labels labels(all_labels, is_rows, n, faults);
+  A cost = 0, total;
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) cost -= labels[i] * log(larger(A(widen(p[blockIdx.x * n + i])), A(smallest)));
+  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
+}
+
+KERNEL cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
+                              double smallest, Int* faults) {
+  const Labels labels(all_labels, is_rows, n, faults);
+  const A scale = -widen(*dy) / A(rows);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+    const Int at = blockIdx.x * n + i;
+    dx[at] = narrow<T>(A(labels[i] / larger(A(widen(p[at])), A(smallest)) * scale));
+  }
+}
+
+// ---- mean squared error -----------------------------------------------------------------------------------------
+
+KERNEL mse_loss(const T* x, const T* t, T* loss, Int n, A* parts, unsigned* ticket) {
+  A cost = 0, total;
+  EACH(i, n) {
+    const A error = widen(x[i]) - widen(t[i]);
+    cost += error * error;
+  }
+  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(n)));
+}
+
+KERNEL mse_loss_backward(const T* dy, const T* x, const T* t, T* dx, Int n) {
+  const A scale = widen(*dy) * (A(2) / A(n));
+  EACH(i, n) dx[i] = narrow<T>(A((widen(x[i]) - widen(t[i])) * scale));
+}

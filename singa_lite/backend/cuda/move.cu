@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of move.py from arrays of T to arrays of U.
+
+template <class V, class W> struct Convert {
+  static __device__ V of(W value) { return narrow<V>(widen(value)); }
+};
+template <class V> struct Convert<V, V> {
+  static __device__ V of(V value) { return value; }
+};
+
+KERNEL cast(const T* from, U* to, Int n) {
+  EACH(i, n) to[i] = Convert<U, T>::of(from[i]);
+}
+
+// Copies n elements between any strides: a transposition, a repetition, a part of an array.
+KERNEL gather(const T* from, U* to, Int n, Broadcast axes) {
+  EACH(i, n) {
+    PLACES(axes, i, n, place, target);
+    to[target] = Convert<U, T>::of(from[place]);
+  }
+}
+
+// a relation as a sum of: 1 if it holds for a < b, 2 for a == b, 4 for a > b
+KERNEL compare(const T* from_a, const T* from_b, U* to, Int n, Broadcast axes, Int relation) {
+  EACH(i, n) {
+    PLACES(axes, i, n, place_a, place_b);
+    const A a = widen(from_a[place_a]), b = widen(from_b[place_b]);
+    const Int found = a < b ? 1 : a == b ? 2 : a > b ? 4 : 0;
+    to[i] = narrow<U>(static_cast<float>((found & relation) != 0));
+  }
+}
+
+// ---- many arrays as columns of one ------------------------------------------------------------------------------
+
+const Int kPartElements = 2048;  // of one block
+
+// A (rows, length) array that is columns start .. start + length of a (rows, width) one.
+struct Part {
+  Bits address;
+  Int length, start, first_block;
+};
+struct Parts {
+  Int count, rows, width;
+  Part parts[120];  // arguments of a kernel end at 4 KB
+};
+
+// The part of this block, and which of its elements come first.
+__device__ inline int find_part(const Parts& parts, Int* begin) {
+  int low = 0, high = static_cast<int>(parts.count) - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (parts.parts[middle].first_block <= blockIdx.x) low = middle;
+    else high = middle - 1;
+  }
+  *begin = (blockIdx.x - parts.parts[low].first_block) * kPartElements;
+  return low;
+}
+
+template <bool kIsJoin> __device__ void move_parts(const T* joined_from, U* joined_to, const Parts& parts) {
+  Int begin;
+  const int which = find_part(parts, &begin);
+  const Int length = parts.parts[which].length, start = parts.parts[which].start, n = parts.rows * length;
+  const Bits address = parts.parts[which].address;
+  for (Int i = begin + threadIdx.x; i < begin + kPartElements && i < n; i += blockDim.x) {
+    const Int row = parts.rows == 1 ? 0 : i / length, place = row * parts.width + start + i - row * length;
+    if (kIsJoin) joined_to[place] = Convert<U, T>::of(reinterpret_cast<const T*>(address)[i]);
+    else reinterpret_cast<U*>(address)[i] = Convert<U, T>::of(joined_from[place]);
+  }
+}
+
+KERNEL join(U* joined, Parts parts) { move_parts<true>(nullptr, joined, parts); }
+KERNEL split(const T* joined, Parts parts) { move_parts<false>(joined, nullptr, parts); }

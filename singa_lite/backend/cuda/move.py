@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that move, join, reduce and multiply arrays: move.cu, reduce.cu, and cuBLAS for products."""
+
+from __future__ import annotations
+
+from math import prod
+
+import cupy
+import numpy as np
+from cupy.cuda import cublas
+from cupy.cuda.device import get_cublas_handle
+
+from ...config import state
+from ...errors import DTypeError
+from ..base import Array
+from .axes import reduction, strided
+from .launch import THREADS, Launcher, by_value
+
+MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
+# cuBLAS's numbers: CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32
+GEMM_TYPES = {"e": (2, 68), "f": (0, 68), "d": (1, 70)}
+COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
+NUMBERS = {68: np.array([1, 0], np.float32), 70: np.array([1, 0], np.float64)}  # alpha and beta, on the host
+
+
+class MoveKernels(Launcher):
+    """copy to matmul."""
+
+    def copy(self, x: Array, *, out: Array) -> None:
+        if x.dtype != out.dtype:
+            raise DTypeError(f"copy: {x.dtype} is no {out.dtype}")
+        if x.flags.c_contiguous and out.flags.c_contiguous:
+            if out.size:
+                out.data.copy_from_device_async(x.data, out.nbytes, self.stream)
+        else:
+            self._gather(x, out, x.strides)
+
+    def cast(self, x: Array, *, out: Array) -> None:
+        self.each("move.cast", x.dtype.char + out.dtype.char, out.size, x, out, out.size)
+
+    def transpose(self, x: Array, *, out: Array, axes: tuple[int, ...]) -> None:
+        self._gather(x, out, tuple(x.strides[axis] for axis in axes))
+
+    def broadcast_to(self, x: Array, *, out: Array) -> None:
+        repeated = (0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))
+        self._gather(x, out, (*(0,) * (out.ndim - x.ndim), *repeated))
+
+    def _gather(self, x: Array, out: Array, strides: tuple[int, ...]) -> None:
+        """Fill ``out`` with elements of ``x`` that lie ``strides`` bytes apart; both may be parts of larger arrays."""
+        axes = strided(
+            out.shape,
+            tuple(stride // x.itemsize for stride in strides),
+            tuple(stride // out.itemsize for stride in out.strides),
+        )
+        self.each("move.gather", x.dtype.char + out.dtype.char, out.size, x, out, out.size, axes)
+
+    # ---- arrays side by side in another ------------------------------------------------------------------
+
+    def concat(self, *xs: Array, out: Array, axis: int) -> None:
+        inner = prod(out.shape[axis + 1 :])
+        lengths = [x.shape[axis] * inner for x in xs]
+        self._move_parts("move.join", out, xs, lengths, 0, prod(out.shape[:axis]), out.shape[axis] * inner)
+
+    def slice(self, x: Array, *, out: Array, axis: int, start: int) -> None:
+        inner = prod(x.shape[axis + 1 :])
+        rows, width = prod(x.shape[:axis]), x.shape[axis] * inner
+        self._move_parts("move.split", x, (out,), [out.shape[axis] * inner], start * inner, rows, width)
+
+    def pack(self, *xs: Array, out: Array) -> None:
+        self._move_parts("move.join", out, xs, [x.size for x in xs], 0, 1, out.size)
+
+    def unpack(self, flat: Array, *, out: tuple[Array, ...]) -> None:
+        self._move_parts("move.split", flat, out, [x.size for x in out], 0, 1, flat.size)
+
+    def _move_parts(
+        self,
+        name: str,
+        whole: Array,
+        parts: tuple[Array, ...],
+        lengths: list[int],
+        start: int,
+        rows: int,
+        width: int,
+    ) -> None:
+        """Move between ``whole`` (rows, width) and ``parts`` (rows, length), which stand in it from ``start`` on."""
+        types = whole.dtype.char + parts[0].dtype.char if name == "move.split" else parts[0].dtype.char + whole.dtype.char
+        for first in range(0, len(parts), MAX_PARTS):
+            numbers, blocks = [0, rows, width], 0
+            for part, length in zip(parts[first : first + MAX_PARTS], lengths[first : first + MAX_PARTS], strict=True):
+                if part.size:
+                    numbers += part.data.ptr, length, start, blocks
+                    blocks -= -part.size // PART_ELEMENTS
+                start += length
+            if blocks:
+                numbers[0] = len(numbers) // 4
+                self.launch(name, types, blocks, THREADS, whole, by_value(numbers, 8 * (3 + 4 * MAX_PARTS)))
+
+    # ---- reductions --------------------------------------------------------------------------------------
+
+    def sum(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
+        self._reduce("reduce.sum", x, out, axes, False)
+
+    def mean(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
+        self._reduce("reduce.sum", x, out, axes, True)
+
+    def max(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
+        self._reduce("reduce.max", x, out, axes, False)
+
+    def sum_to(self, dy: Array, *, out: Array) -> None:
+        added = dy.ndim - out.ndim
+        stretched = (added + i for i, n in enumerate(out.shape) if n == 1 and dy.shape[added + i] != 1)
+        self._reduce("reduce.sum", dy, out, (*range(added), *stretched), False)
+
+    def _reduce(self, name: str, x: Array, out: Array, axes: tuple[int, ...], is_mean: bool) -> None:
+        """Reduce in one launch where that gives the device enough to do, else in pieces that a second one joins."""
+        outs, length, is_columns, kept, reduced = reduction(x.shape, axes)
+        if not outs:
+            return
+        groups, how = (-(-outs // 32), "_columns") if is_columns else (outs, "_rows")
+        pieces = max(1, min(-(-4 * self.num_processors // groups), length // (128 if is_columns else 2048)))
+        divisor, types = float(length) if is_mean else 1.0, x.dtype.char
+        if pieces == 1:
+            self.launch(name + how, types, groups, THREADS, x, out, outs, length, 1, divisor, kept, reduced)
+            return
+        parts = self.scratch(8 * outs * pieces)
+        arguments = (x, parts, outs, length, pieces, 1.0, kept, reduced)
+        self.launch(f"{name}{how}_pieces", types, groups * pieces, THREADS, *arguments)
+        _, _, _, kept, reduced = reduction((pieces, outs), (0,))
+        arguments = (parts, out, outs, pieces, 1, divisor, kept, reduced)
+        self.launch(name + "_joined", types, -(-outs // 32), THREADS, *arguments)
+
+    # ---- products ----------------------------------------------------------------------------------------
+
+    def matmul(
+        self, a: Array, b: Array, *, out: Array, transpose_a: bool = False, transpose_b: bool = False
+    ) -> None:
+        """cuBLAS on the arrays as they lie; TF32 only where ``device.allow_tf32`` said so."""
+        if out.dtype.char not in GEMM_TYPES:
+            raise DTypeError(f"matmul: a CUDA device multiplies float matrices, not {out.dtype}")
+        if not out.size:
+            return
+        (m, n), k, batch = out.shape[-2:], a.shape[-2 if transpose_a else -1], prod(out.shape[:-2])
+        a, b = (self._repeated(x, out.shape[:-2]) for x in (a, b))
+        if batch > 1 and not transpose_a and b.size == k * n:  # one b for all: the rows of a are one matrix
+            m, batch = m * batch, 1
+        element, compute = GEMM_TYPES[out.dtype.char]
+        one = NUMBERS[compute].ctypes.data
+        if out.dtype.char == "f" and state.allow_tf32:
+            compute = COMPUTE_32F_FAST_TF32
+        # cuBLAS counts columns first, so it sees transposes: out' = b' a'
+        cublas.gemmStridedBatchedEx(
+            get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
+            one, b.data.ptr, element, max(1, b.shape[-1]), k * n if b.size > k * n else 0,
+            a.data.ptr, element, max(1, a.shape[-1]), m * k if a.size > m * k else 0,
+            one + NUMBERS[compute if compute == 70 else COMPUTE_32F].itemsize,
+            out.data.ptr, element, n, m * n, batch, compute, -1,
+        )  # fmt: skip
+
+    def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
+        """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""
+        if x.shape[:-2] == batch or prod(x.shape[:-2]) == 1:
+            return x
+        repeated = cupy.empty((*batch, *x.shape[-2:]), x.dtype)
+        self.broadcast_to(x, out=repeated)
+        return repeated

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random kernels, in random.cu: Philox keyed by (seed, counter), so a number depends on nothing else.
+
+The streams have the CPU's distributions but not its numbers: there numpy draws them, from another Philox.
+"""
+
+from __future__ import annotations
+
+from ..base import Array
+from .launch import Launcher
+
+
+class RandomKernels(Launcher):
+    """Dropout and the fillers; a thread draws four numbers."""
+
+    def dropout(self, x: Array, *, out: tuple[Array, Array], ratio: float, seed: int, counter: int) -> None:
+        y, mask = out
+        self._draw("random.dropout", y, 4, x, y, mask, seed=seed, counter=counter, numbers=(ratio,))
+
+    def dropout_backward(self, dy: Array, mask: Array, *, out: Array, ratio: float) -> None:
+        self.each("random.dropout_backward", dy.dtype.char, out.size, dy, mask, out, out.size, float(ratio))
+
+    def random_uniform(self, *, out: Array, low: float, high: float, seed: int, counter: int) -> None:
+        self._draw("random.random_uniform", out, 2, out, seed=seed, counter=counter, numbers=(low, high))
+
+    def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
+        self._draw("random.random_normal", out, 2, out, seed=seed, counter=counter, numbers=(mean, std))
+
+    def random_bernoulli(self, *, out: Array, p: float, seed: int, counter: int) -> None:
+        self._draw("random.random_bernoulli", out, 4, out, seed=seed, counter=counter, numbers=(p,))
+
+    def _draw(
+        self, name: str, y: Array, each: int, *arrays: Array, seed: int, counter: int, numbers: tuple[float, ...]
+    ) -> None:
+        """Start a kernel whose threads make ``each`` elements of ``y``."""
+        stream = self.scalar(int(seed)), self.scalar(int(counter))
+        self.each(name, y.dtype.char, -(-y.size // each), *arrays, y.size, *map(float, numbers), *stream)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selection of the large elements of a flat array, and adding them back, in select.cu; see Note [exact top-K] there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from ...errors import ShapeError
+from ..base import Array
+from .launch import THREADS, Launcher
+
+DIGIT_BITS = 11  # kDigitBits of select.cu
+# of a float's magnitude, where its digits start
+SHIFTS = {"e": (11, 0), "f": (22, 11, 0), "d": (55, 44, 33, 22, 11, 0)}
+
+
+class SelectKernels(Launcher):
+    """top_k, threshold, scatter, and the scale of half-precision exchange."""
+
+    def __init__(self, device_id: int) -> None:
+        super().__init__(device_id)
+        self._digits = cupy.zeros(1 << DIGIT_BITS, np.uint64)  # zeros between kernels
+        self._search = cupy.zeros(2, np.uint64)
+
+    def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
+        if k == 0:
+            return
+        (indices, selected), n, kind = out, values.size, values.dtype.char
+        types, blocks = kind + indices.dtype.char, min(-(-n // 2048), 4 * self.num_processors)
+        for number, shift in enumerate(SHIFTS[kind]):
+            arguments = (values, n, k, int(number == 0), shift, self._digits, self._search, self.ticket)
+            self.launch("select.find_digit", types, blocks, THREADS, *arguments)
+        blocks, span = self._spans(n)
+        before = self.scratch(8 * blocks)
+        given = (values, n, span, self._search, before)
+        self.launch("select.count_largest", types, blocks, THREADS, *given, self.ticket)
+        self.launch("select.write_largest", types, blocks, THREADS, *given, indices, selected, k)
+
+    def threshold_count(self, values: Array, *, out: Array, threshold: float) -> None:
+        self._count_at_least(values, self.scalar(float(threshold)), out, out.dtype.char)
+
+    def threshold_select(self, values: Array, *, out: tuple[Array, Array], threshold: float) -> None:
+        indices, selected = out
+        limit = self.scalar(float(threshold))
+        self._count_at_least(values, limit, 0, indices.dtype.char)
+        if values.size:
+            blocks, span = self._spans(values.size)
+            types = values.dtype.char + indices.dtype.char
+            given = (values, values.size, span, limit, self.scratch(8 * blocks), indices, selected, indices.size)
+            self.launch("select.write_at_least", types, blocks, THREADS, *given)
+
+    def _count_at_least(self, values: Array, limit: Any, total: Array | int, count_type: str) -> None:
+        blocks, span = self._spans(values.size)
+        given = (values, values.size, span, limit, self.scratch(8 * blocks), total, self.ticket)
+        self.launch("select.count_at_least", values.dtype.char + count_type, blocks, THREADS, *given)
+
+    def _spans(self, n: int) -> tuple[int, int]:
+        """How many blocks look for what to keep, and at how many elements each."""
+        if n >= 2**32:
+            raise ShapeError(f"select: {n} elements are too many; below 2**32 can be counted")
+        blocks = max(1, min(-(-n // 2048), 8 * self.num_processors))
+        return blocks, -(-n // blocks)
+
+    def scatter_add(self, indices: Array, values: Array, *, out: Array) -> None:
+        types = values.dtype.char + indices.dtype.char
+        self.each("select.scatter_add", types, values.size, indices, values, out, values.size)
+
+    def scatter_fill(self, indices: Array, *, out: Array, value: float) -> None:
+        types = out.dtype.char + indices.dtype.char
+        self.each("select.scatter_fill", types, indices.size, indices, out, indices.size, float(value))
+
+    def max_abs(self, x: Array, *, out: Array) -> None:
+        blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
+        arguments = (x, out, x.size, self.scratch(8 * blocks), self.ticket)
+        self.launch("select.max_abs", x.dtype.char + "l", blocks, THREADS, *arguments)
+
+    def power_of_two_scale(self, largest: Array, *, out: Array, limit: float) -> None:
+        self.launch("select.power_of_two_scale", largest.dtype.char + "l", 1, 1, largest, out, float(limit))

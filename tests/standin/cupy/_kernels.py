@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of the stand-in: CUDA C++ compiled for the host, kept in build/ for the next run."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._array import ndarray
+from .cuda import get_current_stream
+
+HERE = Path(__file__).parent
+EMULATION = HERE.parent / "emulation.h"
+CACHE = HERE.parents[2] / "build" / "standin"
+COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
+ENTRY = re.compile(r'extern "C" __attribute__\(\(visibility\("default"\)\)\) void (\w+)\s*\(')
+STRIDED = {"gather"}  # kernels that are told the strides of their arrays
+KINDS = {int: "i8", float: "f8"}
+
+
+def compile_kernels(code: str) -> Path:
+    """A shared library that can launch every kernel in ``code``."""
+    text = EMULATION.read_text() + code
+    library = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+        source, built = Path(folder, "kernels.cc"), Path(folder, "kernels.so")
+        source.write_text(text)
+        expanded = subprocess.run([*COMPILER, "-E", "-P", source], capture_output=True, text=True, check=True).stdout
+        source.write_text("\n".join([text, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
+        visible = ["-fvisibility=default", "-shared", "-o", built, source]
+        done = subprocess.run([*COMPILER, *visible], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:3000]}")
+        os.replace(built, library)
+    return library
+
+
+class RawModule:
+    """A source of kernels, compiled when the first is asked for."""
+
+    def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
+        self.code, self.library = code, None
+
+    def get_function(self, name: str) -> Function:
+        if self.library is None:
+            self.library = ctypes.CDLL(str(compile_kernels(self.code)))
+        return Function(self.library, name)
+
+
+class Function:
+    """One kernel; ``calls`` counts launches of all."""
+
+    calls = 0
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.name, self.launch = name, getattr(library, f"launch_{name}")
+        form = getattr(library, f"form_{name}")
+        form.restype = ctypes.c_char_p
+        self.form = form().decode().split()
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...]) -> None:
+        assert get_current_stream().ptr, f"{self.name} was launched on the default stream"
+        assert len(args) == len(self.form), f"{self.name} takes {len(self.form)} arguments, not {len(args)}"
+        given = [self.argument(value, wanted) for value, wanted in zip(args, self.form, strict=True)]
+        addresses = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
+        Function.calls += 1
+        status = self.launch(*grid, *block, addresses)
+        assert status == 0, f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
+        for value in args:
+            if isinstance(value, ndarray):
+                value.data.mem.check()
+
+    def argument(self, value: Any, wanted: str) -> np.ndarray:
+        """The bytes of an argument, as cupy would pass them."""
+        if isinstance(value, ndarray):
+            assert value.flags.c_contiguous or self.name in STRIDED, f"{self.name}: an array of strides {value.strides} is not row-major"
+            kind, value = "p8", np.array([value.data.ptr], np.int64)
+        elif isinstance(value, np.ndarray):
+            assert value.size == 1, f"{self.name}: cupy passes numpy arrays of one element only"
+            kind = f"s{value.nbytes}"
+        else:
+            kind = KINDS[type(value)]
+            value = np.array([value])
+            kind = "p8" if wanted == "p8" and kind == "i8" else kind
+        assert kind == wanted, f"{self.name} wants {wanted}, but gets {kind}"
+        return value
