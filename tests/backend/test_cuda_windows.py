@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from devices import cuda_device
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
 
 REFERENCE = NumpyBackend()
@@ -19,12 +20,18 @@ TOLERANCE = {"float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
 DTYPES = st.sampled_from(list(TOLERANCE))
 
 
-def run(kernel: str, inputs: Any, outs: Any, dtype: str, **attributes: Any) -> list[np.ndarray]:
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return cuda_device(monkeypatch).backend
+
+
+def run(
+    backend: Backend, kernel: str, inputs: Any, outs: Any, dtype: str, **attributes: Any
+) -> list[np.ndarray]:
     """Run a kernel on ``inputs`` rounded to ``dtype``, check it against numpy, and return numpy's outputs.
 
     ``outs`` are read by kernels that work in place; integer arrays keep their dtype.
     """
-    backend = cuda_device().backend
     rounded = [a.astype(dtype) if a.dtype.kind == "f" else a for a in (*inputs, *outs)]
     wide = [a.astype("float64") if a.dtype.kind == "f" else a.copy() for a in rounded]
     given = [backend.asarray(a) for a in rounded]
@@ -60,36 +67,50 @@ def pools(draw: Any) -> tuple[Any, Any, dict[str, Any]]:
 ODD = (1, 2, 5, 4), (1, 2, 3, 2), {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)}
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=pools(), dtype=DTYPES, index_dtype=st.sampled_from(["uint8", "int32"]), seed=st.integers(0, 99))
 @example(case=ODD, dtype="float32", index_dtype="uint8", seed=0)
-def test_max_pooling_equals_numpy_for_any_window(case: Any, dtype: str, index_dtype: str, seed: int) -> None:
+def test_max_pooling_equals_numpy_for_any_window(
+    backend: Backend, case: Any, dtype: str, index_dtype: str, seed: int
+) -> None:
     (x_shape, y_shape, attributes), rng = case, np.random.default_rng(seed)
     x, dy = rng.standard_normal(x_shape), rng.standard_normal(y_shape)
     outs = (np.zeros(y_shape), np.zeros(y_shape, index_dtype))
-    _, indices = run("max_pool_2d", (x,), outs, dtype, **attributes)
-    run("max_pool_2d_backward", (dy, indices), (np.ones(x_shape),), dtype, **attributes)
+    _, indices = run(backend, "max_pool_2d", (x,), outs, dtype, **attributes)
+    run(backend, "max_pool_2d_backward", (dy, indices), (np.ones(x_shape),), dtype, **attributes)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=pools(), dtype=DTYPES, seed=st.integers(0, 99))
 @example(case=ODD, dtype="float32", seed=0)
-def test_max_pooling_keeps_the_first_of_equals_and_passes_nan(case: Any, dtype: str, seed: int) -> None:
+def test_max_pooling_keeps_the_first_of_equals_and_passes_nan(
+    backend: Backend, case: Any, dtype: str, seed: int
+) -> None:
     x_shape, y_shape, attributes = case
     x = np.random.default_rng(seed).choice([0.0, 1.0, np.nan, -np.inf, np.inf], x_shape)
-    run("max_pool_2d", (x,), (np.zeros(y_shape), np.zeros(y_shape, np.uint8)), dtype, **attributes)
+    run(backend, "max_pool_2d", (x,), (np.zeros(y_shape), np.zeros(y_shape, np.uint8)), dtype, **attributes)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=pools(), dtype=DTYPES, count_include_pad=st.booleans(), seed=st.integers(0, 99))
 @example(case=ODD, dtype="float64", count_include_pad=False, seed=0)
 def test_average_pooling_equals_numpy_for_any_window(
-    case: Any, dtype: str, count_include_pad: bool, seed: int
+    backend: Backend, case: Any, dtype: str, count_include_pad: bool, seed: int
 ) -> None:
     (x_shape, y_shape, attributes), rng = case, np.random.default_rng(seed)
     attributes = {**attributes, "count_include_pad": count_include_pad}
-    run("avg_pool_2d", (rng.standard_normal(x_shape),), (np.ones(y_shape),), dtype, **attributes)
-    run("avg_pool_2d_backward", (rng.standard_normal(y_shape),), (np.ones(x_shape),), dtype, **attributes)
+    run(backend, "avg_pool_2d", (rng.standard_normal(x_shape),), (np.ones(y_shape),), dtype, **attributes)
+    run(
+        backend,
+        "avg_pool_2d_backward",
+        (rng.standard_normal(y_shape),),
+        (np.ones(x_shape),),
+        dtype,
+        **attributes,
+    )
 
 
-def check_batchnorm(shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> None:
+def check_batchnorm(backend: Backend, shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> None:
     """All three kernels on one batch."""
     rng, c = np.random.default_rng(len(shape) + sum(shape)), shape[1]
     x, dy = rng.standard_normal(shape) + mean, rng.standard_normal(shape)
@@ -97,10 +118,10 @@ def check_batchnorm(shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> No
     y, dx, zeros = np.zeros(shape), np.zeros(shape), np.zeros(c)
     outs = (y, zeros, zeros, running_mean, running_var)
     _, found, inverse_std, *_ = run(
-        "batchnorm_2d_train", (x, scale, bias), outs, dtype, momentum=0.3, eps=1e-3
+        backend, "batchnorm_2d_train", (x, scale, bias), outs, dtype, momentum=0.3, eps=1e-3
     )
-    run("batchnorm_2d_infer", (x, scale, bias, running_mean, running_var), (y,), dtype, eps=1e-3)
-    run("batchnorm_2d_backward", (dy, x, scale, found, inverse_std), (dx, zeros, zeros), dtype)
+    run(backend, "batchnorm_2d_infer", (x, scale, bias, running_mean, running_var), (y,), dtype, eps=1e-3)
+    run(backend, "batchnorm_2d_backward", (dy, x, scale, found, inverse_std), (dx, zeros, zeros), dtype)
 
 
 SHAPES = [(1, 1), (5, 3), (70, 4), (1, 2, 1, 1), (2, 3, 5, 7), (9, 1, 7, 7), (3, 2, 9, 31), (12, 3, 3, 20)]
@@ -110,23 +131,29 @@ SHAPES = [(1, 1), (5, 3), (70, 4), (1, 2, 1, 1), (2, 3, 5, 7), (9, 1, 7, 7), (3,
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("whole", "piece"), [(16384, 4096), (0, 64), (40, 37)])
 def test_batchnorm_equals_numpy_however_a_channel_is_cut(
-    shape: tuple[int, ...], dtype: str, whole: int, piece: int, monkeypatch: pytest.MonkeyPatch
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: str,
+    whole: int,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda_device()
     norm = sys.modules["singa_lite.backend.cuda.norm"]
     monkeypatch.setattr(norm, "WHOLE", whole)
     monkeypatch.setattr(norm, "PIECE", piece)
-    check_batchnorm(shape, dtype)
+    check_batchnorm(backend, shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 63, 65), (4, 2, 64, 64), (5, 2, 60, 60)], ids=str)
-def test_batchnorm_equals_numpy_at_the_size_where_a_channel_is_cut(shape: tuple[int, ...]) -> None:
-    check_batchnorm(shape, "float64")
+def test_batchnorm_equals_numpy_at_the_size_where_a_channel_is_cut(
+    backend: Backend, shape: tuple[int, ...]
+) -> None:
+    check_batchnorm(backend, shape, "float64")
 
 
 @pytest.mark.parametrize("shape", [(8, 2, 16, 16), (8, 2, 60, 60)], ids=str)
-def test_variance_keeps_its_digits_beside_a_large_mean(shape: tuple[int, ...]) -> None:
-    backend, count = cuda_device().backend, shape[0] * shape[2] * shape[3]
+def test_variance_keeps_its_digits_beside_a_large_mean(backend: Backend, shape: tuple[int, ...]) -> None:
+    count = shape[0] * shape[2] * shape[3]
     x = (np.random.default_rng(5).standard_normal(shape) + 1000).astype("float32")
     arrays = [backend.asarray(np.zeros(n, "float32")) for n in (2, 2, 2, 2)]
     ones, zeros = backend.asarray(np.ones(2, "float32")), backend.asarray(np.zeros(2, "float32"))

@@ -8,13 +8,12 @@ import gc
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu
+from devices import cuda_device, no_gpu, standin_cudnn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,45 +34,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def new_backend() -> Any:
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend that has planned nothing yet."""
-    return type(cuda_device().backend)(0)
-
-
-def compile_library(folder: Path, *options: str) -> Path:
-    target = folder / "libcudnn.so.9"
-    sources = [ROOT / "native/tests/standin/libcudnn.cc", ROOT / "native/common/half.cc"]
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{ROOT / 'native'}"]
-    subprocess.run(["g++", *flags, *options, *sources, "-o", target], check=True, timeout=120)
-    return target
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_library(tmp_path_factory.mktemp("standin"))
+    return type(cuda_device(monkeypatch).backend)(0)
 
 
 @pytest.fixture
-def cudnn(library: Path, monkeypatch: pytest.MonkeyPatch) -> Path | None:
-    """The stand-in in place of cuDNN; None, and cuDNN itself, where there is a GPU."""
+def counters(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """The stand-in in place of cuDNN; its own functions, which count."""
     if not no_gpu():
-        return None
-    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(library))
-    new_backend()
-    monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16))
-    return library
-
-
-@pytest.fixture
-def counters(cudnn: Path | None) -> ctypes.CDLL:
-    """The stand-in's own functions, which count."""
-    if cudnn is None:
         pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
-    return ctypes.CDLL(str(cudnn))
+    return ctypes.CDLL(str(standin_cudnn()))
 
 
-def found(counters: ctypes.CDLL, kind: str = "Forward") -> int:
-    return int(counters.standin_cudnn_calls(f"cudnnFindConvolution{kind}AlgorithmEx".encode()))
+def found(counters: ctypes.CDLL) -> int:
+    return int(counters.standin_cudnn_calls(b"cudnnFindConvolutionForwardAlgorithmEx"))
 
 
 def last_run(counters: ctypes.CDLL) -> tuple[int, int]:
@@ -129,10 +105,8 @@ def convolutions(draw: Any) -> tuple[Any, dict[str, Any]]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=convolutions(), dtype=st.sampled_from(list(TOLERANCE)), seed=st.integers(0, 99))
-def test_convolutions_equal_numpy_for_any_window(
-    cudnn: Path | None, case: Any, dtype: str, seed: int
-) -> None:
-    check_all(new_backend(), dtype, *case, np.random.default_rng(seed))
+def test_convolutions_equal_numpy_for_any_window(backend: Any, case: Any, dtype: str, seed: int) -> None:
+    check_all(backend, dtype, *case, np.random.default_rng(seed))
 
 
 def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
@@ -142,24 +116,23 @@ def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
     return backend.to_numpy(y)
 
 
-def test_algorithms_are_timed_once_for_each_shape(counters: ctypes.CDLL) -> None:
-    backend, before = new_backend(), found(counters)
+def test_algorithms_are_timed_once_for_each_shape(counters: ctypes.CDLL, backend: Any) -> None:
+    before = found(counters)
     for n in (2, 3, 2, 3, 2):
         forward(backend, n=n)
     assert found(counters) - before == 2
 
 
 def test_the_fastest_deterministic_algorithm_in_plain_float32_arithmetic_is_taken(
-    counters: ctypes.CDLL,
+    counters: ctypes.CDLL, backend: Any
 ) -> None:
-    forward(new_backend())  # 3 is not deterministic, 2 was timed with TF32
+    forward(backend)  # 3 is not deterministic, 2 was timed with TF32
     assert last_run(counters) == (1, FMA)
 
 
 def test_tf32_is_used_only_where_it_is_allowed(
-    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = new_backend()
     forward(backend)
     monkeypatch.setattr(state, "allow_tf32", True)
     forward(backend)
@@ -169,8 +142,7 @@ def test_tf32_is_used_only_where_it_is_allowed(
     assert last_run(counters) == (1, FMA)
 
 
-def test_float16_uses_tensor_cores(counters: ctypes.CDLL) -> None:
-    backend = new_backend()
+def test_float16_uses_tensor_cores(counters: ctypes.CDLL, backend: Any) -> None:
     backend.measure_convolutions = False
     forward(backend, "float16")
     [plan] = backend._plans.values()
@@ -180,9 +152,9 @@ def test_float16_uses_tensor_cores(counters: ctypes.CDLL) -> None:
 
 
 def test_nothing_is_timed_while_the_stream_is_captured(
-    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, before = new_backend(), found(counters)
+    before = found(counters)
     monkeypatch.setattr(type(backend.stream), "is_capturing", lambda stream: True)
     np.testing.assert_array_equal(forward(backend), 12)
     assert found(counters) == before
@@ -190,9 +162,8 @@ def test_nothing_is_timed_while_the_stream_is_captured(
 
 
 def test_short_memory_leaves_the_algorithms_that_fit(
-    counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = new_backend()
     roomy = backend.empty
 
     def empty(shape: Any, dtype: Any) -> Any:
@@ -205,8 +176,8 @@ def test_short_memory_leaves_the_algorithms_that_fit(
     assert last_run(counters) == (0, FMA)  # without workspace
 
 
-def test_misaligned_arrays_are_copied(counters: ctypes.CDLL) -> None:
-    backend, rng, shapes = new_backend(), np.random.default_rng(3), ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 4, 4))
+def test_misaligned_arrays_are_copied(counters: ctypes.CDLL, backend: Any) -> None:
+    rng, shapes = np.random.default_rng(3), ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 4, 4))
     values = [rng.standard_normal(shape) for shape in shapes]
     arrays = [backend.asarray(np.append(0, value))[1:].reshape(value.shape) for value in values]
     assert all(array.data.ptr % 16 for array in arrays)
@@ -217,8 +188,7 @@ def test_misaligned_arrays_are_copied(counters: ctypes.CDLL) -> None:
     assert plan.algorithm == 2
 
 
-def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctypes.CDLL) -> None:
-    backend = new_backend()
+def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctypes.CDLL, backend: Any) -> None:
     forward(backend, n=2)
     address = backend._workspaces[-1].data.ptr
     forward(backend, n=1)
@@ -228,13 +198,12 @@ def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctype
     assert backend._workspaces[0].data.ptr == address
 
 
-def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL) -> None:
+def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL, backend: Any) -> None:
     gc.collect()
-    before = counters.standin_cudnn_live()
-    backend = new_backend()
-    forward(backend)
+    before, other = counters.standin_cudnn_live(), type(backend)(0)
+    forward(other)
     assert counters.standin_cudnn_live() == before + 6
-    del backend
+    del other
     gc.collect()
     assert counters.standin_cudnn_live() == before
 
@@ -255,19 +224,18 @@ def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL) -> None:
     ],
 )
 def test_every_failing_call_is_told_with_its_text(
-    counters: ctypes.CDLL, call: str, monkeypatch: pytest.MonkeyPatch
+    counters: ctypes.CDLL, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()
     live = counters.standin_cudnn_live()
     monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
     with pytest.raises(DeviceError, match=r"STATUS \(5000\): as the test wished"):
-        forward(new_backend())
+        forward(type(backend)(0))
     gc.collect()
     assert counters.standin_cudnn_live() == live
 
 
-def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL) -> None:
-    backend = new_backend()
+def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL, backend: Any) -> None:
     x, w, wrong = (backend.empty(shape, "float64") for shape in ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 5, 4)))
     with pytest.raises(
         DeviceError, match=r"float64 x \(2, 3, 5, 5\) w \(4, 3, 2, 2\) y \(2, 4, 5, 4\).*output size"
@@ -275,24 +243,26 @@ def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL) -> None:
         backend.run("conv2d", x, w, out=wrong, **PLAIN)
 
 
-def test_an_old_cudnn_is_refused(counters: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_cudnn_is_refused(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STANDIN_CUDNN_VERSION", "8907")
     with pytest.raises(DeviceError, match=r"version number 8907, but at least 90000 .*nvidia-cudnn-cu12"):
-        forward(new_backend())
+        forward(backend)
 
 
 def test_a_missing_function_is_named(
-    counters: ctypes.CDLL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(compile_library(tmp_path, "-DWITHOUT_BIAS")))
+    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn("-DWITHOUT_BIAS")))
     with pytest.raises(DeviceError, match=r"\(version 92800\) has no function cudnnAddTensor"):
-        forward(new_backend())
+        forward(backend)
 
 
-def test_a_missing_library_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_told_with_its_cure(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", "libno_such_cudnn.so.9")
     with pytest.raises(DeviceError, match=r"libno_such_cudnn.so.9: cannot open .*SINGA_LITE_CUDNN_LIB"):
-        forward(new_backend())
+        forward(backend)
 
 
 def test_the_library_is_searched_in_its_package_and_then_by_the_loader(

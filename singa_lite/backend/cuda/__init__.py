@@ -15,9 +15,12 @@ import numpy as np
 
 from ...graph import View
 from ..base import Array
+from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
 from .loss import LossKernels
 from .move import MoveKernels
+from .norm import NormKernels
+from .pool import PoolKernels
 from .random import RandomKernels
 from .select import SelectKernels
 from .update import UpdateKernels
@@ -26,6 +29,9 @@ from .update import UpdateKernels
 class CudaBackend(
     ElementwiseKernels,
     MoveKernels,
+    ConvKernels,
+    PoolKernels,
+    NormKernels,
     LossKernels,
     RandomKernels,
     UpdateKernels,

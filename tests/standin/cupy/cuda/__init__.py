@@ -46,6 +46,9 @@ class Stream:
     def synchronize(self) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 NULL = Stream(null=True)
 
