@@ -18,7 +18,7 @@
 
 namespace {
 
-enum Status { kSuccess, kNotInitialized = 1001, kBadParam = 2000, kTooSmall = 2006, kNotSupported = 3000 };
+enum Status { kSuccess, kNotInitialized = 1001, kBadParam = 2000, kMisaligned = 2003, kTooSmall = 2006, kNotSupported = 3000 };
 
 struct Object {
   int kind;  // 0 handle, 1 tensor, 2 filter, 3 convolution
@@ -151,9 +151,11 @@ int find(const Object* handle, const Object& x, const Object& w, const Object& y
   return kSuccess;
 }
 
-int run_check(const Object& x, const Object& w, const Object& y, const Object& c, int algorithm, void* workspace,
-              std::size_t bytes) {
+int run_check(const Object& x, const Object& w, const Object& y, const Object& c, const void* a_data,
+              const void* b_data, const void* out_data, int algorithm, void* workspace, std::size_t bytes) {
   if (const int status = check(x, w, y, c)) return status;
+  for (const void* data : {a_data, b_data, out_data})
+    if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return fail(kMisaligned, "alignment");
   if (algorithm < 0 || algorithm > 3) return fail(kNotSupported, "algorithm");
   if (bytes < workspace_of(algorithm, y)) return fail(kTooSmall, "workspace");
   if (bytes > 0) std::memset(workspace, 0xff, bytes);
@@ -288,7 +290,7 @@ int cudnnConvolutionForward(Object*, const void* alpha, Object* x, const void* x
                             Object* c, int algorithm, void* workspace, std::size_t bytes, const void* beta, Object* y,
                             void* y_data) {
   if (const int status = counted("cudnnConvolutionForward")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, algorithm, workspace, bytes)) return status;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
   const auto xs = read(*x, x_data), ws = read(*w, w_data);
   std::vector<double> ys(count(*y));
   products(*x, *w, *y, *c, [&](int i, int j, int k) { ys[k] += xs[i] * ws[j]; });
@@ -299,7 +301,7 @@ int cudnnConvolutionBackwardData(Object*, const void* alpha, Object* w, const vo
                                  Object* c, int algorithm, void* workspace, std::size_t bytes, const void* beta,
                                  Object* x, void* x_data) {
   if (const int status = counted("cudnnConvolutionBackwardData")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, algorithm, workspace, bytes)) return status;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
   const auto ws = read(*w, w_data), ys = read(*y, y_data);
   std::vector<double> xs(count(*x));
   products(*x, *w, *y, *c, [&](int i, int j, int k) { xs[i] += ys[k] * ws[j]; });
@@ -310,7 +312,7 @@ int cudnnConvolutionBackwardFilter(Object*, const void* alpha, Object* x, const 
                                    const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
                                    const void* beta, Object* w, void* w_data) {
   if (const int status = counted("cudnnConvolutionBackwardFilter")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, algorithm, workspace, bytes)) return status;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
   const auto xs = read(*x, x_data), ys = read(*y, y_data);
   std::vector<double> ws(count(*w));
   products(*x, *w, *y, *c, [&](int i, int j, int k) { ws[j] += xs[i] * ys[k]; });
