@@ -15,7 +15,6 @@ from .config import state
 from .errors import DeviceError, OptionError
 from .profile import TimeProfile
 
-
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
 
 
@@ -201,7 +200,9 @@ def _cupy() -> Any:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"cupy finds no usable NVIDIA driver or GPU ({error}); nvidia-smi tells more") from None
+        raise DeviceError(
+            f"cupy finds no usable NVIDIA driver or GPU ({error}); nvidia-smi tells more"
+        ) from None
     if count == 0:
         raise DeviceError("the NVIDIA driver sees no GPU; CUDA_VISIBLE_DEVICES may hide them")
     return cupy

@@ -54,7 +54,8 @@ class SparseMessage:
         for rank, count in enumerate(self.counts):
             self.backend.run("scatter_add", indices[rank, :count], values[rank, :count], out=self.flat)
         if scale != 1.0:
-            factor = self.backend.asarray(np.array([scale], self.flat.dtype))
+            factor = self.backend.empty((1,), self.flat.dtype)
+            self.backend.run("fill", out=factor, value=scale)
             self.backend.run("mul", self.flat, factor, out=self.flat)
 
 

@@ -416,7 +416,9 @@ def test_kernels_follow_ieee_without_warnings(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kernel", ["relu", "abs", "sign", "negative", "ceil", "sqrt", "exp", "square", "tanh"])
+@pytest.mark.parametrize(
+    "kernel", ["relu", "abs", "sign", "negative", "ceil", "sqrt", "exp", "square", "tanh"]
+)
 def test_special_values_are_those_of_numpy(kernel: str, dtype: str, backend: Backend) -> None:
     x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0], dtype)
     (out,) = compute(backend, kernel, x, out=(np.zeros_like(x),))

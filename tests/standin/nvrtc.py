@@ -30,8 +30,10 @@ def compile_source(nvrtc: ctypes.CDLL, source: str, architecture: str) -> tuple[
     """(the compiler's complaints, "" if it compiled without a warning; PTX) for e.g. "compute_90"."""
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None) == 0
-    options = (ctypes.c_char_p * 2)(b"--std=c++17", f"--gpu-architecture={architecture}".encode())
-    status = nvrtc.nvrtcCompileProgram(program, 2, options)
+    options = (ctypes.c_char_p * 3)(
+        b"--std=c++17", b"-ftz=true", f"--gpu-architecture={architecture}".encode()
+    )
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)

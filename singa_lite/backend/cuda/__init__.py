@@ -87,8 +87,8 @@ class CudaBackend(
 
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
         self.activate()
-        values: np.ndarray[Any, Any] = array.get(order="C")
-        self.check_faults()
+        values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C")
+        self.synchronize()
         return values
 
     def may_share_memory(self, a: Array, b: Array) -> bool:

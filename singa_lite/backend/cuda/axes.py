@@ -30,7 +30,9 @@ def joined(shape: Sequence[int], *strides: Strides) -> tuple[list[int], list[lis
     for axis in reversed(range(len(shape))):
         if shape[axis] == 1:
             continue
-        if sizes and all(stride[axis] == step[-1] * sizes[-1] for stride, step in zip(strides, steps, strict=True)):
+        if sizes and all(
+            stride[axis] == step[-1] * sizes[-1] for stride, step in zip(strides, steps, strict=True)
+        ):
             sizes[-1] *= shape[axis]
             continue
         sizes.append(shape[axis])

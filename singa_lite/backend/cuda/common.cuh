@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What all kernel files share. launch.py puts it before each of them, with the element types T and U of a call
 // between the two; A is the type in which T is computed, see Note [kernel form] in ../base.py, and Real a type with
-// functions like exp. Needs no header, so it compiles wherever NVRTC runs. Arrays are row-major.
+// functions like exp. Needs no header, so it compiles wherever NVRTC runs. Arrays are row-major. cupy compiles with
+// -ftz=true: arithmetic takes float32 numbers below 2^-126 for 0; moving and selecting does not.
 
 typedef long long Int;
 typedef unsigned long long Bits;
@@ -93,8 +94,16 @@ template <class Index> __device__ void find_places(const Broadcast& axes, Index 
 // ---- loops and blocks -----------------------------------------------------------------------------------------
 
 #define KERNEL extern "C" __global__ void
+#define GRID (static_cast<Int>(gridDim.x) * blockDim.x)
 #define EACH(i, n) \
-  for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += static_cast<Int>(gridDim.x) * blockDim.x)
+  for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += GRID)
+
+// The same, four elements of a thread at a time, a grid apart: IN_BATCH names each of them and its place u. Reading
+// all four before one is written keeps enough bytes on their way to fill the memory's bandwidth.
+#define BATCHES(n) for (Int first = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; first < (n); first += 4 * GRID)
+#define IN_BATCH(i, n)                                      \
+  _Pragma("unroll") for (int u = 0; u < 4; ++u)             \
+    if (const Int i = first + u * GRID; i < (n))
 
 struct Add {
   template <class V> static __device__ V of(V a, V b) { return a + b; }

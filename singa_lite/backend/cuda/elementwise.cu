@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Element-by-element kernels of elementwise.py; n elements of out.
 
-#define UNARY(name, type, value)                        \
-  KERNEL name(const T* from, T* to, Int n) {            \
-    EACH(i, n) {                                        \
-      const type x = static_cast<type>(widen(from[i])); \
-      to[i] = narrow<T>(value);                         \
-    }                                                   \
+#define UNARY(name, type, value)                                             \
+  KERNEL name(const T* from, T* to, Int n) {                                 \
+    BATCHES(n) {                                                             \
+      type xs[4];                                                            \
+      IN_BATCH(i, n) xs[u] = static_cast<type>(widen(from[i]));              \
+      IN_BATCH(i, n) {                                                       \
+        const type x = xs[u];                                                \
+        to[i] = narrow<T>(value);                                            \
+      }                                                                      \
+    }                                                                        \
   }
 
 UNARY(relu, A, x < 0 ? A(0) : x)  // NaN stays NaN
@@ -22,12 +26,16 @@ UNARY(ceil_, Real, ceil(x))
 UNARY(floor_, Real, floor(x))
 UNARY(square, A, x * x)
 
-#define SLOPE(name, value)                                              \
-  KERNEL name(const T* from_dy, const T* from_y, T* dx, Int n) {        \
-    EACH(i, n) {                                                        \
-      const A dy = widen(from_dy[i]), y = widen(from_y[i]);             \
-      dx[i] = narrow<T>(value);                                         \
-    }                                                                   \
+#define SLOPE(name, value)                                            \
+  KERNEL name(const T* from_dy, const T* from_y, T* dx, Int n) {      \
+    BATCHES(n) {                                                      \
+      A dys[4], ys[4];                                                \
+      IN_BATCH(i, n) dys[u] = widen(from_dy[i]), ys[u] = widen(from_y[i]); \
+      IN_BATCH(i, n) {                                                \
+        const A dy = dys[u], y = ys[u];                               \
+        dx[i] = narrow<T>(value);                                     \
+      }                                                               \
+    }                                                                 \
   }
 
 SLOPE(relu_backward, dy * A(y > 0))
@@ -56,14 +64,20 @@ KERNEL clip_backward(const T* dy, const T* from, T* dx, Int n, double min, doubl
 
 // ---- two inputs that broadcast -----------------------------------------------------------------------------------
 
-#define BINARY(name, type, value)                                                       \
-  KERNEL name(const T* from_a, const T* from_b, T* to, Int n, Broadcast axes) {         \
-    EACH(i, n) {                                                                        \
-      PLACES(axes, i, n, place_a, place_b);                                             \
-      const type a = static_cast<type>(widen(from_a[place_a]));                         \
-      const type b = static_cast<type>(widen(from_b[place_b]));                         \
-      to[i] = narrow<T>(value);                                                         \
-    }                                                                                   \
+#define BINARY(name, type, value)                                                 \
+  KERNEL name(const T* from_a, const T* from_b, T* to, Int n, Broadcast axes) {   \
+    BATCHES(n) {                                                                  \
+      type as[4], bs[4];                                                          \
+      IN_BATCH(i, n) {                                                            \
+        PLACES(axes, i, n, place_a, place_b);                                     \
+        as[u] = static_cast<type>(widen(from_a[place_a]));                        \
+        bs[u] = static_cast<type>(widen(from_b[place_b]));                        \
+      }                                                                           \
+      IN_BATCH(i, n) {                                                            \
+        const type a = as[u], b = bs[u];                                          \
+        to[i] = narrow<T>(value);                                                 \
+      }                                                                           \
+    }                                                                             \
   }
 
 BINARY(add, A, a + b)

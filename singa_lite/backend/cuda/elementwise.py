@@ -7,7 +7,13 @@ from ..base import Array
 from .axes import broadcast
 from .launch import Launcher
 
-RELATIONS = {"less": 1, "equal": 2, "less_equal": 3, "greater": 4, "greater_equal": 6}  # see compare in move.cu
+RELATIONS = {
+    "less": 1,
+    "equal": 2,
+    "less_equal": 3,
+    "greater": 4,
+    "greater_equal": 6,
+}  # see compare in move.cu
 
 
 class ElementwiseKernels(Launcher):

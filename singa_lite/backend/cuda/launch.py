@@ -25,7 +25,9 @@ import numpy as np
 from ..base import Array, Backend
 
 FOLDER = Path(__file__).parent
-THREADS = 256  # of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
+THREADS = (
+    256  # of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
+)
 C_TYPES = {
     "?": "bool",
     "B": "Byte",
@@ -83,7 +85,7 @@ class Launcher(Backend):
     def each(self, name: str, types: str, count: int, *arguments: Any) -> None:
         """Start a kernel that works on ``count`` elements, in blocks of THREADS; none for no elements."""
         if count:
-            blocks = min(-(-count // THREADS), 32 * self.num_processors)
+            blocks = min(-(-count // THREADS), 16 * self.num_processors)  # two waves of full multiprocessors
             self.launch(name, types, blocks, THREADS, *arguments)
 
     def scratch(self, num_bytes: int) -> Array:
@@ -109,5 +111,7 @@ class Launcher(Backend):
 def source_of(file: str, types: str) -> str:
     """The whole source of a kernel file for element types T and U (T again if one is given)."""
     first, second = C_TYPES[types[0]], C_TYPES[types[-1]]
-    chosen = f"typedef {first} T; typedef {second} U; typedef WideOf<T>::type A; typedef RealOf<T>::type Real;\n"
+    chosen = (
+        f"typedef {first} T; typedef {second} U; typedef WideOf<T>::type A; typedef RealOf<T>::type Real;\n"
+    )
     return (FOLDER / "common.cuh").read_text() + chosen + (FOLDER / f"{file}.cu").read_text()

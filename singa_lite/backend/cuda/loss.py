@@ -44,7 +44,9 @@ class LossKernels(Launcher):
         )
 
     def cross_entropy(self, probabilities: Array, labels: Array, *, out: Array) -> None:
-        smallest = float(np.finfo(probabilities.dtype).tiny)  # a probability of 0 costs log(tiny), not infinity
+        smallest = float(
+            np.finfo(probabilities.dtype).tiny
+        )  # a probability of 0 costs log(tiny), not infinity
         scratch = self.scratch(8 * probabilities.shape[0])
         arguments = (out, smallest, scratch, self.ticket, self.faults_address)
         self._labelled("cross_entropy", probabilities, labels, (probabilities,), *arguments)

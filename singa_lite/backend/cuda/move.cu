@@ -9,7 +9,11 @@ template <class V> struct Convert<V, V> {
 };
 
 KERNEL cast(const T* from, U* to, Int n) {
-  EACH(i, n) to[i] = Convert<U, T>::of(from[i]);
+  BATCHES(n) {
+    U values[4];
+    IN_BATCH(i, n) values[u] = Convert<U, T>::of(from[i]);
+    IN_BATCH(i, n) to[i] = values[u];
+  }
 }
 
 // Copies n elements between any strides: a transposition, a repetition, a part of an array.

@@ -17,10 +17,14 @@ from .axes import reduction, strided
 from .launch import THREADS, Launcher, by_value
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
-# cuBLAS's numbers: CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32
-GEMM_TYPES = {"e": (2, 68), "f": (0, 68), "d": (1, 70)}
-COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
-NUMBERS = {68: np.array([1, 0], np.float32), 70: np.array([1, 0], np.float64)}  # alpha and beta, on the host
+ONE_ZERO_FLOAT, ONE_ZERO_DOUBLE = np.array([1, 0], np.float32), np.array([1, 0], np.float64)  # alpha, beta
+# CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32, where those numbers stand
+GEMM_TYPES = {
+    "e": (2, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
+    "f": (0, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
+    "d": (1, 70, ONE_ZERO_DOUBLE.ctypes.data, 8),
+}
+COMPUTE_32F_FAST_TF32 = 77
 
 
 class MoveKernels(Launcher):
@@ -83,10 +87,16 @@ class MoveKernels(Launcher):
         width: int,
     ) -> None:
         """Move between ``whole`` (rows, width) and ``parts`` (rows, length), which stand in it from ``start`` on."""
-        types = whole.dtype.char + parts[0].dtype.char if name == "move.split" else parts[0].dtype.char + whole.dtype.char
+        types = (
+            whole.dtype.char + parts[0].dtype.char
+            if name == "move.split"
+            else parts[0].dtype.char + whole.dtype.char
+        )
         for first in range(0, len(parts), MAX_PARTS):
             numbers, blocks = [0, rows, width], 0
-            for part, length in zip(parts[first : first + MAX_PARTS], lengths[first : first + MAX_PARTS], strict=True):
+            for part, length in zip(
+                parts[first : first + MAX_PARTS], lengths[first : first + MAX_PARTS], strict=True
+            ):
                 if part.size:
                     numbers += part.data.ptr, length, start, blocks
                     blocks -= -part.size // PART_ELEMENTS
@@ -143,8 +153,7 @@ class MoveKernels(Launcher):
         a, b = (self._repeated(x, out.shape[:-2]) for x in (a, b))
         if batch > 1 and not transpose_a and b.size == k * n:  # one b for all: the rows of a are one matrix
             m, batch = m * batch, 1
-        element, compute = GEMM_TYPES[out.dtype.char]
-        one = NUMBERS[compute].ctypes.data
+        element, compute, one, size = GEMM_TYPES[out.dtype.char]
         if out.dtype.char == "f" and state.allow_tf32:
             compute = COMPUTE_32F_FAST_TF32
         # cuBLAS counts columns first, so it sees transposes: out' = b' a'
@@ -152,8 +161,7 @@ class MoveKernels(Launcher):
             get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k,
             one, b.data.ptr, element, max(1, b.shape[-1]), k * n if b.size > k * n else 0,
             a.data.ptr, element, max(1, a.shape[-1]), m * k if a.size > m * k else 0,
-            one + NUMBERS[compute if compute == 70 else COMPUTE_32F].itemsize,
-            out.data.ptr, element, n, m * n, batch, compute, -1,
+            one + size, out.data.ptr, element, n, m * n, batch, compute, -1,
         )  # fmt: skip
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:

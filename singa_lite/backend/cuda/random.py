@@ -30,7 +30,14 @@ class RandomKernels(Launcher):
         self._draw("random.random_bernoulli", out, 4, out, seed=seed, counter=counter, numbers=(p,))
 
     def _draw(
-        self, name: str, y: Array, each: int, *arrays: Array, seed: int, counter: int, numbers: tuple[float, ...]
+        self,
+        name: str,
+        y: Array,
+        each: int,
+        *arrays: Array,
+        seed: int,
+        counter: int,
+        numbers: tuple[float, ...],
     ) -> None:
         """Start a kernel whose threads make ``each`` elements of ``y``."""
         stream = self.scalar(int(seed)), self.scalar(int(counter))

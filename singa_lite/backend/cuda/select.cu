@@ -35,9 +35,10 @@ KERNEL find_digit(const T* values, Int n, Int k, Int is_first, Int shift, Bits* 
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x) counts[digit] = 0;
   const Bits border = is_first ? 0 : search->border, need = is_first ? static_cast<Bits>(k) : search->need;
   __syncthreads();
-  EACH(i, n) {
-    const Bits bits = magnitude(values[i]) >> shift;
-    if (bits >> kDigitBits == border) atomicAdd(&counts[bits % kDigits], 1u);
+  BATCHES(n) {
+    Bits found[4];
+    IN_BATCH(i, n) found[u] = magnitude(values[i]) >> shift;
+    IN_BATCH(i, n) if (found[u] >> kDigitBits == border) atomicAdd(&counts[found[u] % kDigits], 1u);
   }
   __syncthreads();
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x)
@@ -71,15 +72,12 @@ struct AboveBorder {
   }
 };
 struct AtLeast {
-  A threshold;
+  Magnitude threshold;
   Bits need = 0;  // none is equal
-  __device__ Bits of(T v) const {
-    const A x = widen(v);
-    return (x < 0 ? -x : x) < threshold ? 0 : kLarger;  // so NaN is kept
-  }
+  __device__ Bits of(T v) const { return magnitude(v) < threshold ? 0 : kLarger; }  // so NaN is kept
 };
 __device__ inline AtLeast at_least(const Number<double>& threshold) {
-  return AtLeast{static_cast<A>(widen(narrow<T>(static_cast<A>(threshold.get()))))};
+  return AtLeast{magnitude(narrow<T>(static_cast<A>(threshold.get())))};
 }
 
 // How many a block keeps of its span, then what all before it keep; total[0] what all keep.

@@ -49,7 +49,16 @@ class SelectKernels(Launcher):
         if values.size:
             blocks, span = self._spans(values.size)
             types = values.dtype.char + indices.dtype.char
-            given = (values, values.size, span, limit, self.scratch(8 * blocks), indices, selected, indices.size)
+            given = (
+                values,
+                values.size,
+                span,
+                limit,
+                self.scratch(8 * blocks),
+                indices,
+                selected,
+                indices.size,
+            )
             self.launch("select.write_at_least", types, blocks, THREADS, *given)
 
     def _count_at_least(self, values: Array, limit: Any, total: Array | int, count_type: str) -> None:

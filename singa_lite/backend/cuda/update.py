@@ -50,12 +50,14 @@ class UpdateKernels(Launcher):
         count = len(grads)
         if count == 0 or len(out) % count:
             raise ShapeError(f"an update of {count} gradients cannot write {len(out)} arrays")
-        types, items, blocks, seen = grads[0].dtype.char, [0], 0, set()
+        types, items, blocks = grads[0].dtype.char, [0], 0
+        seen: set[int] = set()
         for place, grad in enumerate(grads):
             addresses = [array.data.ptr for array in out[place::count]]
             if blocks and (addresses[0] in seen or len(seen) == MAX_ITEMS):
                 self.launch(name, types, blocks, THREADS, _packed(items), *arguments)
-                items, blocks, seen = [0], 0, set()
+                items, blocks = [0], 0
+                seen.clear()
             if grad.size:
                 items += grad.data.ptr, *addresses, *(0,) * (3 - len(addresses)), grad.size, blocks
                 blocks -= -grad.size // PIECE_ELEMENTS

@@ -49,4 +49,13 @@ def array(values: np.ndarray, order: str = "K") -> ndarray:
     return made
 
 
-__all__ = ["MemoryPointer", "RawModule", "array", "cuda", "empty", "get_default_memory_pool", "ndarray", "zeros"]
+__all__ = [
+    "MemoryPointer",
+    "RawModule",
+    "array",
+    "cuda",
+    "empty",
+    "get_default_memory_pool",
+    "ndarray",
+    "zeros",
+]

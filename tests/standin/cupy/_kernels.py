@@ -36,7 +36,9 @@ def compile_kernels(code: str) -> Path:
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
         source, built = Path(folder, "kernels.cc"), Path(folder, "kernels.so")
         source.write_text(text)
-        expanded = subprocess.run([*COMPILER, "-E", "-P", source], capture_output=True, text=True, check=True).stdout
+        expanded = subprocess.run(
+            [*COMPILER, "-E", "-P", source], capture_output=True, text=True, check=True
+        ).stdout
         source.write_text("\n".join([text, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
         visible = ["-fvisibility=default", "-shared", "-o", built, source]
         done = subprocess.run([*COMPILER, *visible], capture_output=True, text=True, check=False)
@@ -76,7 +78,9 @@ class Function:
         addresses = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
         Function.calls += 1
         status = self.launch(*grid, *block, addresses)
-        assert status == 0, f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
+        assert status == 0, (
+            f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
+        )
         for value in args:
             if isinstance(value, ndarray):
                 value.data.mem.check()
@@ -84,7 +88,9 @@ class Function:
     def argument(self, value: Any, wanted: str) -> np.ndarray:
         """The bytes of an argument, as cupy would pass them."""
         if isinstance(value, ndarray):
-            assert value.flags.c_contiguous or self.name in STRIDED, f"{self.name}: an array of strides {value.strides} is not row-major"
+            assert value.flags.c_contiguous or self.name in STRIDED, (
+                f"{self.name}: an array of strides {value.strides} is not row-major"
+            )
             kind, value = "p8", np.array([value.data.ptr], np.int64)
         elif isinstance(value, np.ndarray):
             assert value.size == 1, f"{self.name}: cupy passes numpy arrays of one element only"

@@ -21,11 +21,10 @@ def _current() -> dict[int, Any]:
 
 
 class Device:
-    attributes = {"MultiProcessorCount": 2}
-    mem_info = (3 << 30, 4 << 30)
-
     def __init__(self, device: int = 0) -> None:
         self.id = device
+        self.attributes = {"MultiProcessorCount": 2}
+        self.mem_info = (3 << 30, 4 << 30)
 
     def use(self) -> None:
         _current()[-1] = self.id

@@ -12,7 +12,9 @@ SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _
 computes: list[int] = []  # how each product was asked to be computed
 
 
-def _matrix(address: int, kind: int, rows: int, columns: int, stride: int, batch: int, step: int) -> np.ndarray:
+def _matrix(
+    address: int, kind: int, rows: int, columns: int, stride: int, batch: int, step: int
+) -> np.ndarray:
     """(batch, rows, columns) of column-major matrices."""
     assert stride >= max(1, rows), f"leading dimension {stride} of {rows} rows"
     dtype = np.dtype(DTYPES[kind])
@@ -29,7 +31,8 @@ def gemmStridedBatchedEx(
     assert handle == 7 and algo == -1 and min(m, n, batchCount) > 0 and k >= 0
     wide = SUMS[computeType]
     computes.append(computeType)
-    factor, kept = (np.ctypeslib.as_array((ctypes.c_char * np.dtype(wide).itemsize).from_address(x)).view(wide)[0] for x in (alpha, beta))
+    size = np.dtype(wide).itemsize
+    factor, kept = (np.frombuffer((ctypes.c_char * size).from_address(x), wide)[0] for x in (alpha, beta))
     assert (factor, kept) == (1, 0)
     c = _matrix(C, Ctype, m, n, ldc, batchCount, strideC)
     if k == 0:

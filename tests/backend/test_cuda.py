@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What only the CUDA backend has to show: large and odd arrays, many arrays at once, few launches."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import cuda_device, no_gpu
+from standin import nvrtc
+
+from singa_lite.backend.base import Backend
+from singa_lite.backend.cpu import NumpyBackend
+from singa_lite.device import allow_tf32
+
+RNG = np.random.default_rng(40)
+CPU = NumpyBackend()
+SOURCES = {  # file -> the element types it is used with, in numpy's letters
+    "elementwise": ("e", "f", "d", "i", "l"),
+    "move": ("ff", "ee", "dd", "ef", "fe", "fd", "df", "fi", "il", "ii", "ll", "?f", "f?", "e?", "BB"),
+    "reduce": ("e", "f", "d", "i", "l"),
+    "loss": ("ei", "fi", "dl", "ff", "dd", "fl"),
+    "random": ("e", "f", "d"),
+    "update": ("e", "f", "d"),
+    "pool": ("eB", "fB", "dB", "ei", "fi", "di"),
+    "norm": ("e", "f", "d"),
+    "select": ("ei", "fi", "fl", "di", "dl"),
+}
+
+pytestmark = [] if no_gpu() else [pytest.mark.gpu]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return cuda_device(monkeypatch).backend
+
+
+def on(backend: Backend, kernel: str, inputs: Any, out: Any, **attributes: Any) -> list[np.ndarray]:
+    """The outputs of a kernel that start as ``out``, a list of arrays."""
+    made = [backend.asarray(array) for array in out]
+    given = [backend.asarray(array) for array in inputs]
+    backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
+    return [backend.to_numpy(array) for array in made]
+
+
+def check(
+    backend: Backend, kernel: str, inputs: Any, out: Any, rtol: float = 1e-5, **attributes: Any
+) -> None:
+    """Assert that CUDA and the numpy kernels agree."""
+    expected = on(CPU, kernel, inputs, out, **attributes)
+    for a, b in zip(on(backend, kernel, inputs, out, **attributes), expected, strict=True):
+        np.testing.assert_allclose(
+            a.astype(float), b.astype(float), rtol, rtol * np.abs(b.astype(float)).max(initial=0)
+        )
+
+
+# ---- selection -----------------------------------------------------------------------------------------------
+
+
+def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
+    values = RNG.standard_normal(n)
+    if kind == "ties":
+        values = np.sign(values) * RNG.integers(0, 4, n)
+    elif kind == "wide":  # all exponents
+        with np.errstate(all="ignore"):
+            return (values * 2.0 ** RNG.integers(-30, 14, n)).astype(dtype)
+    elif kind == "special":
+        values[RNG.integers(0, n, n // 5 + 1)] = np.nan
+        values[RNG.integers(0, n, n // 5 + 1)] = -np.inf
+        values[RNG.integers(0, n, n // 5 + 1)] = -0.0
+    return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide", "special"])
+@pytest.mark.parametrize("n", [1, 255, 2049, 30_011])
+def test_top_k_is_exact(backend: Backend, n: int, kind: str, dtype: str) -> None:
+    values = values_to_select(kind, n, dtype)
+    order = np.argsort(-np.where(np.isnan(values), np.inf, np.abs(values.astype(float))), kind="stable")
+    order = np.concatenate([np.flatnonzero(np.isnan(values)), order[~np.isnan(values[order])]])
+    for k in {1, n // 100 + 1, n // 2 + 1, n}:
+        out = [np.zeros(k, "int32" if k % 2 else "int64"), np.zeros(k, dtype)]
+        indices, selected = on(backend, "top_k", [values], out, k=k)
+        np.testing.assert_array_equal(indices, np.sort(order[:k]))
+        np.testing.assert_array_equal(selected, values[indices])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 2.0, 6e4])
+def test_threshold_keeps_what_reaches_it_in_order(backend: Backend, threshold: float, dtype: str) -> None:
+    values = values_to_select("special", 30_011, dtype)
+    kept = np.flatnonzero(~(np.abs(values) < np.dtype(dtype).type(threshold)))
+    (count,) = on(backend, "threshold_count", [values], [np.zeros(1, np.int64)], threshold=threshold)
+    assert count[0] == kept.size
+    out = [np.zeros(kept.size, np.int32), np.zeros(kept.size, dtype)]
+    indices, selected = on(backend, "threshold_select", [values], out, threshold=threshold)
+    np.testing.assert_array_equal(indices, kept)
+    np.testing.assert_array_equal(selected, values[kept])
+
+
+def test_nothing_is_selected_from_nothing(backend: Backend) -> None:
+    empty = np.zeros(0, np.float32)
+    (count,) = on(backend, "threshold_count", [empty], [np.full(1, 9, np.int64)], threshold=0.0)
+    assert count[0] == 0
+    (largest,) = on(backend, "max_abs", [empty], [np.full(1, 9, np.float32)])
+    assert largest[0] == 0
+    on(backend, "top_k", [np.ones(3, "f")], [np.zeros(0, np.int32), empty], k=0)
+
+
+def test_scale_is_the_largest_power_of_two_that_fits(backend: Backend) -> None:
+    for largest in (
+        1e-38,
+        1e-45,
+        3.4e38,
+        1.0,
+        65504.0,
+        np.nextafter(np.float32(2), np.float32(3)),
+        0.0,
+        np.inf,
+    ):
+        for limit in (65504.0, 65504.0 / 3, 1.0):
+            check(backend, "power_of_two_scale", [np.array([largest], "f")], [np.zeros(1, "f")], limit=limit)
+
+
+# ---- many elements and many arrays ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((40_000,), (0,)),
+        ((3, 9000), (1,)),
+        ((5000, 3), (0,)),
+        ((40, 33, 7, 5), (0, 2, 3)),
+        ((2, 700, 3), (1,)),
+        ((6, 5, 4, 3, 2), (0, 2, 4)),
+        ((4, 0), (1,)),
+        ((0, 4), (1,)),
+        ((), ()),
+        ((3, 4), ()),
+    ],
+)
+def test_reductions_of_any_axes(backend: Backend, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    x = RNG.standard_normal(shape).astype("f")
+    out = [np.zeros(x.sum(axes).shape, "f")]
+    for kernel in ("sum", "mean", "max")[: 3 if x.size else 2]:
+        check(backend, kernel, [x], out, axes=axes, keepdims=False)
+    if x.size:
+        half = x.astype("float16")
+        check(backend, "sum", [half], [out[0].astype("float16")], 2e-3, axes=axes, keepdims=False)
+        whole = RNG.integers(-9, 9, shape).astype("int32")
+        check(backend, "sum", [whole], [out[0].astype("int32")], axes=axes, keepdims=False)
+
+
+def test_more_arrays_than_one_launch_holds_are_packed_and_unpacked(backend: Backend) -> None:
+    arrays = [RNG.standard_normal(n % 7 * 700).astype("f") for n in range(260)]
+    flat = np.concatenate(arrays)
+    for dtype in ("float32", "float16"):  # a cast on the way, as messages of halves want
+        (packed,) = on(backend, "pack", arrays, [np.zeros(flat.size, dtype)])
+        np.testing.assert_array_equal(packed, flat.astype(dtype))
+    parts = on(backend, "unpack", [flat], [np.zeros_like(array) for array in arrays])
+    for part, array in zip(parts, arrays, strict=True):
+        np.testing.assert_array_equal(part, array)
+
+
+def test_concat_and_slice_of_inner_axes(backend: Backend) -> None:
+    xs = [RNG.standard_normal((30, n, 50)).astype("f") for n in (3, 0, 4)]
+    check(backend, "concat", xs, [np.zeros((30, 7, 50), "f")], axis=1)
+    check(backend, "slice", [xs[2]], [np.zeros((30, 2, 50), "f")], axis=1, start=2)
+    check(backend, "slice", [xs[2]], [np.zeros((9, 4, 50), "f")], axis=0, start=20)
+
+
+@pytest.mark.parametrize("kernel", ["sgd_update", "adam_update"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, kernel: str, dtype: str) -> None:
+    sizes = [n % 5 * 900 + 1 for n in range(170)]
+    if kernel == "sgd_update":
+        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+    else:
+        options = {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.99, "eps": 1e-3, "step": 3}
+    sets = 2 if kernel == "sgd_update" else 3
+    grads = [RNG.standard_normal(n).astype(dtype) for n in sizes]
+    out = [RNG.uniform(0.5, 1, n).astype(dtype) for _ in range(sets) for n in sizes]
+    check(backend, kernel, grads, out, 4e-3 if dtype == "float16" else 1e-5, **options)
+
+
+def test_a_tensor_given_twice_is_updated_twice(backend: Backend) -> None:
+    param, grad = backend.asarray(np.ones(3)), backend.asarray(np.full(3, 2.0))
+    backend.run("sgd_update", grad, grad, grad, out=(param, backend.zeros((3,), "d"), param), lr=0.1)
+    np.testing.assert_allclose(backend.to_numpy(param), 0.6)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((3, 1, 5, 1), (4, 1, 6)),
+        ((1,), (2, 3)),
+        ((), (4, 5)),
+        ((2, 1, 2, 1, 2, 1, 2), (1, 3, 1, 3, 1, 3, 1)),
+        ((300, 70), (70,)),
+        ((0, 3), (1, 3)),
+    ],
+)
+def test_two_arrays_of_any_shapes_meet(backend: Backend, a: Any, b: Any) -> None:
+    x, y = RNG.standard_normal(a).astype("f"), RNG.standard_normal(b).astype("f")
+    check(backend, "sub", [x, y], [np.zeros(np.broadcast_shapes(a, b), "f")])
+    check(backend, "broadcast_to", [y], [np.zeros((*(2,), *np.broadcast_shapes(a, b)), "f")])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "batches", [((), ()), ((4,), (4,)), ((4,), ()), ((), (3,)), ((2, 1), (1, 3)), ((1,), (1,))]
+)
+def test_products_of_batches_and_transposes(
+    backend: Backend, batches: Any, transposed: Any, dtype: str
+) -> None:
+    shapes = [(5, 3), (3, 7)]
+    arrays = [
+        RNG.standard_normal((*batch, *(shape[::-1] if flag else shape))).astype(dtype)
+        for batch, shape, flag in zip(batches, shapes, transposed, strict=True)
+    ]
+    out = [np.zeros((*np.broadcast_shapes(*batches), 5, 7), dtype)]
+    rtol = 2e-3 if dtype == "float16" else 1e-5
+    check(backend, "matmul", arrays, out, rtol, transpose_a=transposed[0], transpose_b=transposed[1])
+
+
+def test_a_product_over_nothing_is_zero(backend: Backend) -> None:
+    (y,) = on(backend, "matmul", [np.zeros((2, 0), "f"), np.zeros((0, 3), "f")], [np.ones((2, 3), "f")])
+    assert not y.any()
+
+
+def test_casts_round_as_numpy_does(backend: Backend) -> None:
+    x = np.concatenate(
+        [
+            RNG.standard_normal(3000) * 2.0 ** RNG.integers(-30, 20, 3000),
+            [np.nan, np.inf, 65519.9, 65520, -0.0],
+        ]
+    )
+    half = np.arange(1 << 16, dtype=np.uint16).view(np.float16)  # every one
+    with np.errstate(all="ignore"):
+        for source in (x, x.astype("f"), half):
+            for dtype in ("float16", "float32", "float64"):
+                (y,) = on(backend, "cast", [source], [np.zeros(source.size, dtype)])
+                np.testing.assert_array_equal(y, source.astype(dtype))
+
+
+# ---- random numbers, and numbers that change ---------------------------------------------------------------------
+
+
+def test_the_stream_is_philox(backend: Backend) -> None:
+    """The first known answer of Random123: key and counter 0."""
+    words = np.array([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8])
+    (y,) = on(backend, "random_uniform", [], [np.zeros(4, "f")], low=0.0, high=1.0, seed=0, counter=0)
+    np.testing.assert_array_equal(y, ((words >> 8) / 2.0**24).astype("f"))
+
+
+def test_all_bits_of_seed_and_counter_count(backend: Backend) -> None:
+    seen = [
+        on(backend, "random_uniform", [], [np.zeros(8)], low=0.0, high=1.0, seed=seed, counter=counter)[0]
+        for seed, counter in ((0, 0), (1, 0), (2**32, 0), (2**63, 0), (0, 1), (0, 2**32), (2**64 - 1, 2**63))
+    ]
+    assert len({y.tobytes() for y in seen}) == len(seen)
+
+
+def test_a_mask_is_the_same_for_every_dtype(backend: Backend) -> None:
+    masks = [
+        on(
+            backend,
+            "dropout",
+            [np.ones(999, t)],
+            [np.ones(999, t), np.ones(999, bool)],
+            ratio=0.4,
+            seed=7,
+            counter=3,
+        )[1]
+        for t in ("float16", "float32", "float64")
+    ]
+    assert (masks[0] == masks[1]).all() and (masks[0] == masks[2]).all()
+
+
+def test_numbers_that_change_may_stand_on_the_device(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured step needs: the kernel reads them when it runs."""
+    param, grad, y = (backend.asarray(np.ones(3)) for _ in range(3))
+    cells = backend.zeros((8,), "int64")
+    numbers = iter(range(8))
+    monkeypatch.setattr(
+        backend,
+        "scalar",
+        lambda value: np.array([(cells.data.ptr + 8 * next(numbers), 0)], "q,q").view("V16"),
+    )
+    stored = np.array([0.25, 0, 0, 0, 0, 0, 0, 0]).view(np.int64)
+    stored[4:6] = 11, 12
+    backend.run("copy", backend.asarray(stored), out=cells)
+    backend.run("sgd_update", grad, out=param, lr=99.0)
+    np.testing.assert_array_equal(backend.to_numpy(param), 0.75)
+    backend.run("random_uniform", out=y, low=0.0, high=1.0, seed=99, counter=99)
+    monkeypatch.undo()
+    (expected,) = on(backend, "random_uniform", [], [np.zeros(3)], low=0.0, high=1.0, seed=11, counter=12)
+    np.testing.assert_array_equal(backend.to_numpy(y), expected)
+
+
+# ---- launches and sources -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not no_gpu(), reason="the stand-in counts launches, a GPU does not")
+def test_a_kernel_is_one_launch(backend: Any) -> None:
+    kernel_class = type(next(iter(backend._functions.values())))
+    x = np.ones((64, 10), "f")
+    ids = np.zeros(64, np.int32)
+    calls: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("add", [x, x[0]], [x], {}),
+        ("sum", [x], [x[0]], {"axes": (0,), "keepdims": False}),
+        ("softmax_cross_entropy", [x, ids], [x[0, :1], x], {}),
+        ("softmax_cross_entropy_backward", [x[0, :1], x, ids], [x], {}),
+        ("mse_loss", [x, x], [x[0, :1]], {}),
+        ("pack", [x] * 100, [np.zeros(64_000, "f")], {}),
+        ("sgd_update", [x] * 70, [x] * 70, {"lr": 0.1}),
+        ("dropout", [x], [x, x > 0], {"ratio": 0.5, "seed": 1, "counter": 1}),
+    ]
+    for kernel, inputs, out, attributes in calls:
+        before = kernel_class.calls
+        on(backend, kernel, inputs, out, **attributes)
+        assert kernel_class.calls == before + 1, kernel
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
+def test_tf32_is_off_until_it_is_allowed(backend: Any) -> None:
+    computes = backend.matmul.__globals__["cublas"].computes
+    x = np.ones((2, 2), "f")
+    on(backend, "matmul", [x, x], [x])
+    allow_tf32()
+    try:
+        on(backend, "matmul", [x, x], [x])
+        on(backend, "matmul", [x.astype("d"), x.astype("d")], [x.astype("d")])
+    finally:
+        allow_tf32(False)
+    assert computes[-3:] == [68, 77, 70]  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
+
+
+def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -> None:
+    found: list[np.ndarray] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(on(backend, "square", [np.full(3, 3.0)], [np.zeros(3)]))
+    )
+    thread.start()
+    thread.join(60)
+    np.testing.assert_array_equal(found[0], 9)
+
+
+@pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
+@pytest.mark.parametrize("file", SOURCES)
+def test_sources_compile_without_a_warning(file: str, architecture: str, backend: Any) -> None:
+    compiler = nvrtc.load()
+    if compiler is None:
+        pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc)")
+    source_of = backend._compile.__globals__["source_of"]
+    for types in SOURCES[file]:
+        complaints, ptx = nvrtc.compile_source(compiler, source_of(file, types), architecture)
+        assert complaints == "" and b".entry" in ptx, f"{types}: {complaints[:1000]}"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for a GPU and its libraries in tests; see cupy/ and emulation.h."""
