@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = NumpyBackend()
 # of the largest element; Winograd's and Fourier's algorithms on a GPU round more than sums do
 TOLERANCE = {"float16": 2e-3, "float32": 2e-6 if no_gpu() else 2e-5, "float64": 1e-12}
-FMA, DEFAULT_MATH, TENSOR_OP = 3, 0, 1
+FMA, DEFAULT_MATH = 3, 0  # cuDNN's numbers
 PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
 pytestmark = pytest.mark.skipif(
@@ -140,6 +140,14 @@ def test_tf32_is_used_only_where_it_is_allowed(
     monkeypatch.setattr(state, "allow_tf32", False)
     forward(backend)
     assert last_run(counters) == (1, FMA)
+
+
+def test_tf32_is_kept_off_where_cudnn_proposes_nothing_else(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_CUDNN_MATH", str(DEFAULT_MATH))
+    forward(backend)
+    assert last_run(counters) == (2, FMA)
 
 
 def test_float16_uses_tensor_cores(counters: ctypes.CDLL, backend: Any) -> None:

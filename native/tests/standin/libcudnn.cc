@@ -3,7 +3,7 @@
 // in double, as strict about descriptors as the real library. tests/backend/test_cudnn.py compiles and drives it.
 //
 // The environment injects faults: STANDIN_CUDNN_VERSION is the version told, STANDIN_CUDNN_FAIL names a call that
-// fails. WITHOUT_BIAS leaves out a function.
+// fails, STANDIN_CUDNN_MATH the only arithmetic it proposes. WITHOUT_BIAS leaves out a function.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -136,6 +136,8 @@ int list(const Object& y, const Object& c, int asked, int* found, Performance* r
   *found = 0;
   for (const Performance& result : all)
     if (*found < asked) results[(*found)++] = result;
+  if (const char* math = std::getenv("STANDIN_CUDNN_MATH"))
+    for (int i = 0; i < *found; ++i) results[i].math = std::atoi(math);
   return kSuccess;
 }
 
