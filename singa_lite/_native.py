@@ -8,8 +8,11 @@ import importlib.util
 import os
 from types import ModuleType
 
+from .config import env
+
 MODULES = {
     "_comm": "shared-memory collectives (Linux)",
+    "_cudnn": "convolutions on CUDA devices (Linux)",
     "_kernels": "float32 kernels for the CPU (Linux)",
     "_nccl": "collectives on GPU memory over NCCL, which is looked for when it is first used (Linux)",
 }
@@ -35,7 +38,7 @@ def library_names(variable: str, package: str, file: str) -> list[str]:
         package: the installed package whose folder ``lib`` may hold it, such as "nvidia.cudnn".
         file: its file name, such as "libcudnn.so.9", which the loader searches last.
     """
-    chosen = os.environ.get(variable)
+    chosen = env(variable)
     if chosen:
         return [chosen]
     try:

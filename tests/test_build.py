@@ -115,7 +115,7 @@ def load_from(folder: Path, module: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
-@pytest.mark.parametrize("module", ["_comm", "_kernels"])
+@pytest.mark.parametrize("module", ["_comm", "_cudnn", "_kernels"])
 def test_the_compiled_module_loads_from_the_unpacked_wheel(wheel, tmp_path, module):
     wheel.extractall(tmp_path)
     assert load_from(tmp_path, module).startswith(str(tmp_path / "singa_lite" / module))
@@ -155,7 +155,11 @@ def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
 
 @pytest.mark.parametrize(
     ("platform", "expected"),
-    [("linux", ["singa_lite._comm", "singa_lite._kernels"]), ("darwin", []), ("win32", [])],
+    [
+        ("linux", ["singa_lite._comm", "singa_lite._cudnn", "singa_lite._kernels"]),
+        ("darwin", []),
+        ("win32", []),
+    ],
 )
 def test_only_linux_compiles_anything(platform, expected):
     code = (

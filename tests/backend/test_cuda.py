@@ -28,6 +28,8 @@ SOURCES = {  # file -> the element types it is used with, in numpy's letters
     "loss": ("ei", "fi", "dl", "ff", "dd", "fl"),
     "random": ("e", "f", "d"),
     "update": ("e", "f", "d"),
+    "pool": ("eB", "fB", "dB", "ei", "fi", "di"),
+    "norm": ("e", "f", "d"),
     "select": ("ei", "fi", "fl", "di", "dl"),
 }
 OURS = {"Any", "annotations", "host", "number", "device_id", "offset", "_view"}  # of the stand-in itself

@@ -17,9 +17,12 @@ from ...errors import GraphError
 from ...graph import View, made
 from ..base import Array, Call
 from .capture import CapturedStep
+from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
 from .loss import LossKernels
 from .move import MoveKernels
+from .norm import NormKernels
+from .pool import PoolKernels
 from .random import RandomKernels
 from .select import SelectKernels
 from .update import UpdateKernels
@@ -28,6 +31,9 @@ from .update import UpdateKernels
 class CudaBackend(
     ElementwiseKernels,
     MoveKernels,
+    ConvKernels,
+    PoolKernels,
+    NormKernels,
     LossKernels,
     RandomKernels,
     UpdateKernels,

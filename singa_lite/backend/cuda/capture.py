@@ -150,7 +150,6 @@ class CapturedCalls:
                     run(call)
             finally:
                 self._graph = backend.stream.end_capture()
-        self._kept = backend.scratch(0)  # which the graph uses and the backend may replace
         self._works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
 
     def repeat(self) -> bool:

@@ -64,7 +64,7 @@ class Launcher(Backend):
         self.rehearsal: Any = None  # capture.CapturedCalls while it listens
         self._functions: dict[tuple[str, str], Any] = {}
         self._modules: dict[tuple[str, str], Any] = {}
-        self._scratch = cupy.empty(1 << 16, np.uint8)
+        self._scratch = [cupy.empty(1 << 16, np.uint8)]
         self.ticket = cupy.zeros(1, np.uint32)  # zero between kernels, see is_last_block in common.cuh
         # written by kernels, read by the host whenever it has waited: what Labels in loss.cu found wrong
         self._pinned = cupy.cuda.alloc_pinned_memory(24)
@@ -94,10 +94,10 @@ class Launcher(Backend):
             self.launch(name, types, blocks, THREADS, *arguments)
 
     def scratch(self, num_bytes: int) -> Array:
-        """Memory for one kernel method, until the next asks; a captured graph must keep what it got alive."""
-        if self._scratch.size < num_bytes:
-            self._scratch = cupy.empty(2 * num_bytes, np.uint8)
-        return self._scratch
+        """Memory for one kernel method, until the next asks; what it outgrew is kept, as a graph may have its address."""
+        if self._scratch[-1].size < num_bytes:
+            self._scratch.append(cupy.empty(2 * num_bytes, np.uint8))
+        return self._scratch[-1]
 
     def scalar(self, value: float) -> np.ndarray[Any, Any]:
         """A number that changes from step to step as kernels take it, see Note [scalars]; ints modulo 2**64."""

@@ -73,6 +73,9 @@ class Stream:
     def synchronize(self) -> None:
         assert self.tape is None, "a captured stream cannot be waited for"
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 NULL = Stream(null=True)
 

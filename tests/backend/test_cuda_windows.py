@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooling and batch normalisation on CUDA against numpy in float64, for any window and any way to cut a channel."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import cuda_device
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from singa_lite.backend.base import Backend
+from singa_lite.backend.cpu import NumpyBackend
+
+REFERENCE = NumpyBackend()
+TOLERANCE = {"float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
+DTYPES = st.sampled_from(list(TOLERANCE))
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return cuda_device(monkeypatch).backend
+
+
+def run(
+    backend: Backend, kernel: str, inputs: Any, outs: Any, dtype: str, **attributes: Any
+) -> list[np.ndarray]:
+    """Run a kernel on ``inputs`` rounded to ``dtype``, check it against numpy, and return numpy's outputs.
+
+    ``outs`` are read by kernels that work in place; integer arrays keep their dtype.
+    """
+    rounded = [a.astype(dtype) if a.dtype.kind == "f" else a for a in (*inputs, *outs)]
+    wide = [a.astype("float64") if a.dtype.kind == "f" else a.copy() for a in rounded]
+    given = [backend.asarray(a) for a in rounded]
+    n = len(inputs)
+    for runner, arrays in ((REFERENCE, wide), (backend, given)):
+        out = arrays[n] if len(outs) == 1 else tuple(arrays[n:])
+        runner.run(kernel, *arrays[:n], out=out, **attributes)
+    for mine, right in zip(map(backend.to_numpy, given[n:]), wide[n:], strict=True):
+        if right.dtype.kind != "f":
+            np.testing.assert_array_equal(mine, right)
+            continue
+        scale = np.abs(right[np.isfinite(right)]).max(initial=1)
+        tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * scale}
+        np.testing.assert_allclose(mine.astype("float64"), right, **tolerance)  # NaN and infinities exactly
+    return wide[n:]
+
+
+@st.composite
+def pools(draw: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Shapes of x and y, and attributes."""
+
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return draw(st.integers(low, high)), draw(st.integers(low, high))
+
+    kernel, stride, extra = pair(1, 4), pair(1, 5), pair(0, 6)
+    padding = tuple(draw(st.integers(0, k - 1)) for k in kernel)
+    size = [max(1, k - 2 * p) + e for k, p, e in zip(kernel, padding, extra, strict=True)]
+    out = [(s + 2 * p - k) // t + 1 for s, p, k, t in zip(size, padding, kernel, stride, strict=True)]
+    n, c = draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    return (n, c, *size), (n, c, *out), {"kernel_size": kernel, "stride": stride, "padding": padding}
+
+
+ODD = (1, 2, 5, 4), (1, 2, 3, 2), {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=pools(), dtype=DTYPES, index_dtype=st.sampled_from(["uint8", "int32"]), seed=st.integers(0, 99))
+@example(case=ODD, dtype="float32", index_dtype="uint8", seed=0)
+def test_max_pooling_equals_numpy_for_any_window(
+    backend: Backend, case: Any, dtype: str, index_dtype: str, seed: int
+) -> None:
+    (x_shape, y_shape, attributes), rng = case, np.random.default_rng(seed)
+    x, dy = rng.standard_normal(x_shape), rng.standard_normal(y_shape)
+    outs = (np.zeros(y_shape), np.zeros(y_shape, index_dtype))
+    _, indices = run(backend, "max_pool_2d", (x,), outs, dtype, **attributes)
+    run(backend, "max_pool_2d_backward", (dy, indices), (np.ones(x_shape),), dtype, **attributes)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=pools(), dtype=DTYPES, seed=st.integers(0, 99))
+@example(case=ODD, dtype="float32", seed=0)
+def test_max_pooling_keeps_the_first_of_equals_and_passes_nan(
+    backend: Backend, case: Any, dtype: str, seed: int
+) -> None:
+    x_shape, y_shape, attributes = case
+    x = np.random.default_rng(seed).choice([0.0, 1.0, np.nan, -np.inf, np.inf], x_shape)
+    run(backend, "max_pool_2d", (x,), (np.zeros(y_shape), np.zeros(y_shape, np.uint8)), dtype, **attributes)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=pools(), dtype=DTYPES, count_include_pad=st.booleans(), seed=st.integers(0, 99))
+@example(case=ODD, dtype="float64", count_include_pad=False, seed=0)
+def test_average_pooling_equals_numpy_for_any_window(
+    backend: Backend, case: Any, dtype: str, count_include_pad: bool, seed: int
+) -> None:
+    (x_shape, y_shape, attributes), rng = case, np.random.default_rng(seed)
+    attributes = {**attributes, "count_include_pad": count_include_pad}
+    run(backend, "avg_pool_2d", (rng.standard_normal(x_shape),), (np.ones(y_shape),), dtype, **attributes)
+    run(
+        backend,
+        "avg_pool_2d_backward",
+        (rng.standard_normal(y_shape),),
+        (np.ones(x_shape),),
+        dtype,
+        **attributes,
+    )
+
+
+def check_batchnorm(backend: Backend, shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> None:
+    """All three kernels on one batch."""
+    rng, c = np.random.default_rng(len(shape) + sum(shape)), shape[1]
+    x, dy = rng.standard_normal(shape) + mean, rng.standard_normal(shape)
+    scale, bias, running_mean, running_var = rng.uniform(0.5, 2, (4, c))
+    y, dx, zeros = np.zeros(shape), np.zeros(shape), np.zeros(c)
+    outs = (y, zeros, zeros, running_mean, running_var)
+    _, found, inverse_std, *_ = run(
+        backend, "batchnorm_2d_train", (x, scale, bias), outs, dtype, momentum=0.3, eps=1e-3
+    )
+    run(backend, "batchnorm_2d_infer", (x, scale, bias, running_mean, running_var), (y,), dtype, eps=1e-3)
+    run(backend, "batchnorm_2d_backward", (dy, x, scale, found, inverse_std), (dx, zeros, zeros), dtype)
+
+
+SHAPES = [(1, 1), (5, 3), (70, 4), (1, 2, 1, 1), (2, 3, 5, 7), (9, 1, 7, 7), (3, 2, 9, 31), (12, 3, 3, 20)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("whole", "piece"), [(16384, 4096), (0, 64), (40, 37)])
+def test_batchnorm_equals_numpy_however_a_channel_is_cut(
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: str,
+    whole: int,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norm = sys.modules["singa_lite.backend.cuda.norm"]
+    monkeypatch.setattr(norm, "WHOLE", whole)
+    monkeypatch.setattr(norm, "PIECE", piece)
+    check_batchnorm(backend, shape, dtype)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 63, 65), (4, 2, 64, 64), (5, 2, 60, 60)], ids=str)
+def test_batchnorm_equals_numpy_at_the_size_where_a_channel_is_cut(
+    backend: Backend, shape: tuple[int, ...]
+) -> None:
+    check_batchnorm(backend, shape, "float64")
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 16, 16), (8, 2, 60, 60)], ids=str)
+def test_variance_keeps_its_digits_beside_a_large_mean(backend: Backend, shape: tuple[int, ...]) -> None:
+    count = shape[0] * shape[2] * shape[3]
+    x = (np.random.default_rng(5).standard_normal(shape) + 1000).astype("float32")
+    arrays = [backend.asarray(np.zeros(n, "float32")) for n in (2, 2, 2, 2)]
+    ones, zeros = backend.asarray(np.ones(2, "float32")), backend.asarray(np.zeros(2, "float32"))
+    outs = (backend.empty(shape, "float32"), *arrays)
+    backend.run("batchnorm_2d_train", backend.asarray(x), ones, zeros, out=outs, momentum=1.0, eps=1e-5)
+    expected = x.astype("float64").var((0, 2, 3)) * count / (count - 1)
+    np.testing.assert_allclose(backend.to_numpy(arrays[3]), expected, rtol=1e-5)

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (native/tests/standin/libcudnn.cc)."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from devices import cuda_device, no_gpu, standin_cudnn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from singa_lite import _native
+from singa_lite.backend.cpu import NumpyBackend
+from singa_lite.config import state
+from singa_lite.errors import DeviceError
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = NumpyBackend()
+# of the largest element; Winograd's and Fourier's algorithms on a GPU round more than sums do
+TOLERANCE = {"float16": 2e-3, "float32": 2e-6 if no_gpu() else 2e-5, "float64": 1e-12}
+FMA, DEFAULT_MATH = 3, 0  # cuDNN's numbers
+PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+
+pytestmark = pytest.mark.skipif(
+    _native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"
+)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend that has planned nothing yet."""
+    return type(cuda_device(monkeypatch).backend)(0)
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """The stand-in in place of cuDNN; its own functions, which count."""
+    if not no_gpu():
+        pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
+    return ctypes.CDLL(str(standin_cudnn()))
+
+
+def found(counters: ctypes.CDLL) -> int:
+    return int(counters.standin_cudnn_calls(b"cudnnFindConvolutionForwardAlgorithmEx"))
+
+
+def last_run(counters: ctypes.CDLL) -> tuple[int, int]:
+    """(algorithm, math)"""
+    return counters.standin_cudnn_last(0), counters.standin_cudnn_last(1)
+
+
+def close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
+    assert actual.dtype == dtype
+    scale = max(1.0, float(np.abs(expected).max(initial=0)))
+    np.testing.assert_allclose(
+        actual.astype("float64") / scale, expected / scale, atol=TOLERANCE[dtype], rtol=0
+    )
+
+
+def check_all(backend: Any, dtype: str, shapes: Any, attributes: dict[str, Any], rng: Any) -> None:
+    """The three directions, with and without bias, against numpy in float64 on the same values."""
+    x, w, dy, b = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    for kernel, inputs, outs in (
+        ("conv2d", (x, w, b), (dy,)),
+        ("conv2d", (x, w), (dy,)),
+        ("conv2d_backward_data", (dy, w), (x,)),
+        ("conv2d_backward_weight", (dy, x), (w, b)),
+        ("conv2d_backward_weight", (dy, x), (w,)),
+    ):
+        expected = tuple(np.zeros(out.shape) for out in outs)
+        actual = tuple(backend.empty(out.shape, dtype) for out in outs)
+        wide = (array.astype("float64") for array in inputs)
+        REFERENCE.run(kernel, *wide, out=expected if len(outs) > 1 else expected[0], **attributes)
+        given = map(backend.asarray, inputs)
+        backend.run(kernel, *given, out=actual if len(outs) > 1 else actual[0], **attributes)
+        for mine, right in zip(actual, expected, strict=True):
+            close(backend.to_numpy(mine), right, dtype)
+
+
+@st.composite
+def convolutions(draw: Any) -> tuple[Any, dict[str, Any]]:
+    """Shapes of (x, w, y, b) and attributes."""
+
+    def pair(low: int, high: int) -> tuple[int, int]:
+        return draw(st.integers(low, high)), draw(st.integers(low, high))
+
+    groups, n = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+    c, o = groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3))
+    kernel, stride, padding, dilation = pair(1, 3), pair(1, 3), pair(0, 2), pair(1, 2)
+    extra = pair(0, 4)
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    size = [max(1, r - 2 * p) + e for r, p, e in zip(reach, padding, extra, strict=True)]
+    out = [(s + 2 * p - r) // t + 1 for s, p, r, t in zip(size, padding, reach, stride, strict=True)]
+    shapes = ((n, c, *size), (o, c // groups, *kernel), (n, o, *out), (o,))
+    return shapes, {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=convolutions(), dtype=st.sampled_from(list(TOLERANCE)), seed=st.integers(0, 99))
+def test_convolutions_equal_numpy_for_any_window(backend: Any, case: Any, dtype: str, seed: int) -> None:
+    check_all(backend, dtype, *case, np.random.default_rng(seed))
+
+
+def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
+    x, w = (backend.asarray(np.ones(shape, dtype)) for shape in ((n, 3, 5, 5), (4, 3, 2, 2)))
+    y = backend.empty((n, 4, 4, 4), dtype)
+    backend.run("conv2d", x, w, out=y, **PLAIN)
+    return backend.to_numpy(y)
+
+
+def test_algorithms_are_timed_once_for_each_shape(counters: ctypes.CDLL, backend: Any) -> None:
+    before = found(counters)
+    for n in (2, 3, 2, 3, 2):
+        forward(backend, n=n)
+    assert found(counters) - before == 2
+
+
+def test_the_fastest_deterministic_algorithm_in_plain_float32_arithmetic_is_taken(
+    counters: ctypes.CDLL, backend: Any
+) -> None:
+    forward(backend)  # 3 is not deterministic, 2 was timed with TF32
+    assert last_run(counters) == (1, FMA)
+
+
+def test_tf32_is_used_only_where_it_is_allowed(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward(backend)
+    monkeypatch.setattr(state, "allow_tf32", True)
+    forward(backend)
+    assert last_run(counters) == (2, DEFAULT_MATH)
+    monkeypatch.setattr(state, "allow_tf32", False)
+    forward(backend)
+    assert last_run(counters) == (1, FMA)
+
+
+def test_tf32_is_kept_off_where_cudnn_proposes_nothing_else(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_CUDNN_MATH", str(DEFAULT_MATH))
+    forward(backend)
+    assert last_run(counters) == (2, FMA)
+
+
+def test_float16_uses_tensor_cores(counters: ctypes.CDLL, backend: Any) -> None:
+    backend.measure_convolutions = False
+    forward(backend, "float16")
+    [plan] = backend._plans.values()
+    assert (plan.algorithm, plan.math) == (2, DEFAULT_MATH)  # which is free to use them
+    forward(backend, "float64")
+    assert last_run(counters) == (2, DEFAULT_MATH)
+
+
+def test_nothing_is_timed_while_the_stream_is_captured(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = found(counters)
+    monkeypatch.setattr(type(backend.stream), "is_capturing", lambda stream: True)
+    np.testing.assert_array_equal(forward(backend), 12)
+    assert found(counters) == before
+    assert last_run(counters) == (1, FMA)
+
+
+def test_short_memory_leaves_the_algorithms_that_fit(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = backend.empty
+
+    def empty(shape: Any, dtype: Any) -> Any:
+        if np.prod(shape) > 1 << 12:  # arrays fit, no workspace to time with
+            raise MemoryError
+        return roomy(shape, dtype)
+
+    monkeypatch.setattr(backend, "empty", empty)
+    np.testing.assert_array_equal(forward(backend), 12)
+    assert last_run(counters) == (0, FMA)  # without workspace
+
+
+def test_misaligned_arrays_are_copied(counters: ctypes.CDLL, backend: Any) -> None:
+    rng, shapes = np.random.default_rng(3), ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 4, 4))
+    values = [rng.standard_normal(shape) for shape in shapes]
+    arrays = [backend.asarray(np.append(0, value))[1:].reshape(value.shape) for value in values]
+    assert all(array.data.ptr % 16 for array in arrays)
+    REFERENCE.run("conv2d", *values[:2], out=values[2], **PLAIN)
+    backend.run("conv2d", *arrays[:2], out=arrays[2], **PLAIN)
+    close(backend.to_numpy(arrays[2]), values[2], "float64")
+    [plan] = backend._plans.values()
+    assert plan.algorithm == 2
+
+
+def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctypes.CDLL, backend: Any) -> None:
+    forward(backend, n=2)
+    address = backend._workspaces[-1].data.ptr
+    forward(backend, n=1)
+    assert [array.data.ptr for array in backend._workspaces] == [address]
+    forward(backend, n=8)
+    assert len(backend._workspaces) == 2
+    assert backend._workspaces[0].data.ptr == address
+
+
+def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL, backend: Any) -> None:
+    gc.collect()
+    before, other = counters.standin_cudnn_live(), type(backend)(0)
+    forward(other)
+    assert counters.standin_cudnn_live() == before + 6
+    del other
+    gc.collect()
+    assert counters.standin_cudnn_live() == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cudnnCreate",
+        "cudnnCreateConvolutionDescriptor",
+        "cudnnSetStream",
+        "cudnnSetTensor4dDescriptor",
+        "cudnnSetFilter4dDescriptor",
+        "cudnnSetConvolution2dDescriptor",
+        "cudnnSetConvolutionGroupCount",
+        "cudnnSetConvolutionMathType",
+        "cudnnFindConvolutionForwardAlgorithmEx",
+        "cudnnConvolutionForward",
+    ],
+)
+def test_every_failing_call_is_told_with_its_text(
+    counters: ctypes.CDLL, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    live = counters.standin_cudnn_live()
+    monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
+    with pytest.raises(DeviceError, match=r"STATUS \(5000\): as the test wished"):
+        forward(type(backend)(0))
+    gc.collect()
+    assert counters.standin_cudnn_live() == live
+
+
+def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL, backend: Any) -> None:
+    x, w, wrong = (backend.empty(shape, "float64") for shape in ((2, 3, 5, 5), (4, 3, 2, 2), (2, 4, 5, 4)))
+    with pytest.raises(
+        DeviceError, match=r"float64 x \(2, 3, 5, 5\) w \(4, 3, 2, 2\) y \(2, 4, 5, 4\).*output size"
+    ):
+        backend.run("conv2d", x, w, out=wrong, **PLAIN)
+
+
+def test_an_old_cudnn_is_refused(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_CUDNN_VERSION", "8907")
+    with pytest.raises(DeviceError, match=r"version number 8907, but at least 90000 .*nvidia-cudnn-cu12"):
+        forward(backend)
+
+
+def test_a_missing_function_is_named(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn("-DWITHOUT_BIAS")))
+    with pytest.raises(DeviceError, match=r"\(version 92800\) has no function cudnnAddTensor"):
+        forward(backend)
+
+
+def test_a_missing_library_is_told_with_its_cure(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", "libno_such_cudnn.so.9")
+    with pytest.raises(DeviceError, match=r"libno_such_cudnn.so.9: cannot open .*SINGA_LITE_CUDNN_LIB"):
+        forward(backend)
+
+
+def test_the_library_is_searched_in_its_package_and_then_by_the_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SINGA_LITE_CUDNN_LIB", raising=False)
+    (tmp_path / "vendor_of_tests" / "cudnn").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = _native.library_names("SINGA_LITE_CUDNN_LIB", "vendor_of_tests.cudnn", "libcudnn.so.9")
+    assert names == [str(tmp_path / "vendor_of_tests/cudnn/lib/libcudnn.so.9"), "libcudnn.so.9"]
+    assert _native.library_names("SINGA_LITE_CUDNN_LIB", "no_vendor.cudnn", "libcudnn.so.9") == [
+        "libcudnn.so.9"
+    ]
+
+
+# What NVIDIA's header takes from CUDA's, so that cuDNN's alone is needed.
+CUDA_HEADERS = {
+    "cuda_runtime_api.h": "#include <stddef.h>\n"
+    "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUgraph_st* cudaGraph_t;\n",
+    "library_types.h": "typedef enum { MAJOR_VERSION } libraryPropertyType;\n",
+}
+
+
+def test_prototypes_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> None:
+    include = os.environ.get("SINGA_LITE_CUDNN_INCLUDE")
+    if include is None:
+        spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+        folders = (spec.submodule_search_locations if spec else None) or ["/usr"]
+        include = os.path.join(folders[0], "include")
+    if not os.path.exists(os.path.join(include, "cudnn.h")):
+        pytest.skip("cudnn.h is not installed (nvidia-cudnn-cu12, or SINGA_LITE_CUDNN_INCLUDE=folder)")
+    for name, text in CUDA_HEADERS.items():
+        (tmp_path / name).write_text(text)
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-deprecated-declarations", f"-I{ROOT / 'native'}"]
+    source = ROOT / "native/tests/cudnn_header.cc"
+    checked = subprocess.run(
+        [*command, f"-I{include}", f"-I{tmp_path}", source], capture_output=True, text=True, timeout=120
+    )
+    assert checked.returncode == 0, checked.stderr
