@@ -18,7 +18,9 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).parent.resolve()
 # what CMakeLists.txt builds
 EXTENSIONS = (
-    [f"singa_lite.{name}" for name in ("_comm", "_cudnn", "_kernels", "_nccl")] if sys.platform == "linux" else []
+    [f"singa_lite.{name}" for name in ("_comm", "_cudnn", "_kernels", "_nccl")]
+    if sys.platform == "linux"
+    else []
 )
 ONEDNN = (
     "onednn-devel-cpu-gomp"  # the build requirement with its CMake files; onednn-cpu-gomp has the library

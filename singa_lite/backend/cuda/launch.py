@@ -94,7 +94,7 @@ class Launcher(Backend):
             self.launch(name, types, blocks, THREADS, *arguments)
 
     def scratch(self, num_bytes: int) -> Array:
-        """Memory for one kernel method, until the next asks; what it outgrew is kept, as a graph may have its address."""
+        """Memory for one kernel method, until the next asks; outgrown memory stays, as a graph may have its address."""
         if self._scratch[-1].size < num_bytes:
             self._scratch.append(cupy.empty(2 * num_bytes, np.uint8))
         return self._scratch[-1]

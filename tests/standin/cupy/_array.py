@@ -26,7 +26,9 @@ class Memory:
         self.sides = self.whole[:start], self.whole[start + num_bytes :]
 
         if cuda.is_capturing():
-            cuda.do(lambda: self and None)  # it lives as long as the graph, as memory of the graph's own pool does
+            cuda.do(
+                lambda: self and None
+            )  # it lives as long as the graph, as memory of the graph's own pool does
 
     def check(self) -> None:
         """Fail if something wrote beside the memory."""
