@@ -202,6 +202,16 @@ def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, kernel:
     check(backend, kernel, grads, out, 4e-3 if dtype == "float16" else 1e-5, 1.0, **options)
 
 
+def test_rows_longer_than_a_warp(backend: Backend) -> None:
+    x, rows = RNG.standard_normal((5, 700)).astype("f"), RNG.integers(0, 4, (5, 700))
+    for labels in (np.arange(5) * 150, rows):
+        check(backend, "softmax_cross_entropy", [x, labels], [np.zeros(1, "f"), np.zeros_like(x)])
+        check(backend, "cross_entropy_backward", [np.ones(1, "f"), np.abs(x), labels], [np.zeros_like(x)])
+    check(backend, "softmax", [x], [np.zeros_like(x)], axis=1)
+    check(backend, "softmax", [x.reshape(5, 350, 2)], [np.zeros((5, 350, 2), "f")], axis=1)
+    check(backend, "softmax_backward", [x, np.abs(x)], [np.zeros_like(x)], 1e-4, axis=1)
+
+
 def test_a_tensor_given_twice_is_updated_twice(backend: Backend) -> None:
     param, grad = backend.asarray(np.ones(3)), backend.asarray(np.full(3, 2.0))
     backend.run("sgd_update", grad, grad, grad, out=(param, backend.zeros((3,), "d"), param), lr=0.1)
@@ -336,6 +346,10 @@ def test_a_kernel_is_one_launch(backend: Any) -> None:
         ("sgd_update", [x] * 70, [x] * 70, {"lr": 0.1}),
         ("dropout", [x], [x, x > 0], {"ratio": 0.5, "seed": 1, "counter": 1}),
     ]
+    # a tensor given twice waits for a launch of its own
+    param, before = backend.asarray(x), kernel_class.calls
+    backend.run("sgd_update", param, param, out=(param, param), lr=0.1)
+    assert kernel_class.calls == before + 2
     for kernel, inputs, out, attributes in calls:
         before = kernel_class.calls
         on(backend, kernel, inputs, out, **attributes)
