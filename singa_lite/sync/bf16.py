@@ -2,9 +2,9 @@
 """bf16: gradients travel as bfloat16, which has float32's range and needs no scale.
 
 Note [bfloat16 error]: a value is rounded twice, once on its way and once as a mean, each time by at most 2**-8 of
-itself. So a mean is off by at most 2**-7 of the ranks' mean |g| (2**-8 on one rank, where the second changes nothing),
-and below 2**-126 by at most 2**-133. What float32 could just hold becomes infinite from 3.396e38 on, and where the
-sum over the ranks passes that, as with fp32.
+itself. So, up to 256 ranks, a mean is off by at most 2**-7 of the ranks' mean |g| (2**-8 on one rank, where the second
+rounding changes nothing), and below 2**-126 by at most 2**-133. Values from 3.396e38 on, which float32 could just hold,
+become infinite; so does, as with fp32, a sum over the ranks beyond float32.
 """
 
 from __future__ import annotations
