@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-OPTIONS = ["fp32", "fp16", "partialUpdate:50000", "sparseTopK:0.05", "sparseThreshold:0.001"]
+OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate:50000", "sparseTopK:0.05", "sparseThreshold:0.001"]
 BATCH, EVAL_BATCH, LR, MOMENTUM, WEIGHT_DECAY = 64, 500, 0.005, 0.9, 1e-5
 MEAN, STD = 0.1307, 0.3081
 

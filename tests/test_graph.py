@@ -16,7 +16,7 @@ from singa_lite.record import MAX_RECORDS
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
 
-OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
 
 class Net(model.Model):
@@ -352,7 +352,7 @@ def ranks_count_packs(communicator, option):
     return kernels.count("pack"), kernels.count("copy")
 
 
-@pytest.mark.parametrize("option", ["fp32", "fp16", "sparseTopK", "sparseThreshold"])
+@pytest.mark.parametrize("option", ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"])
 def test_a_replay_computes_gradients_right_where_they_are_sent_from(option):
     assert run_ranks(ranks_count_packs, 3, option) == [(0, ranks_copies(option))] * 3
 

@@ -30,13 +30,28 @@ std::shared_ptr<Engine> make_engine(const std::string& ticket, int rank, int siz
   });
 }
 
-std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, bool narrow, int root, const py::handle& in,
+std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire, int root, const py::handle& in,
                           const py::handle& out, std::size_t count, std::string name) {
-  Request request{Kind(kind), ReduceOp(op), DType(dtype),         narrow, root, memory_of(in, false),
+  Request request{Kind(kind), ReduceOp(op), DType(dtype), DType(wire), root, memory_of(in, false),
                   nullptr,    count,        std::move(name)};
   if (!out.is_none()) request.out = const_cast<void*>(memory_of(out, true));
   py::gil_scoped_release release;
   return engine.start(std::move(request));
+}
+
+// `in` to or from bfloat16, whose bits Python sees as uint16.
+void float_to_bfloat16_array(const py::handle& in, const py::handle& out, std::size_t count) {
+  const auto* from = static_cast<const float*>(memory_of(in, false));
+  auto* to = static_cast<std::uint16_t*>(const_cast<void*>(memory_of(out, true)));
+  py::gil_scoped_release release;
+  float_to_bfloat16(from, to, count);
+}
+
+void bfloat16_to_float_array(const py::handle& in, const py::handle& out, std::size_t count) {
+  const auto* from = static_cast<const std::uint16_t*>(memory_of(in, false));
+  auto* to = static_cast<float*>(const_cast<void*>(memory_of(out, true)));
+  py::gil_scoped_release release;
+  bfloat16_to_float(from, to, count);
 }
 
 // In slices, so that Ctrl-C is heard.
@@ -79,4 +94,6 @@ PYBIND11_MODULE(_comm, m) {
       .def("abort", &Engine::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
 
+  m.def("float_to_bfloat16", &float_to_bfloat16_array);
+  m.def("bfloat16_to_float", &bfloat16_to_float_array);
 }

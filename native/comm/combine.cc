@@ -118,34 +118,45 @@ void combine_typed(ReduceOp op, const void* const* sources, std::size_t num_sour
   }
 }
 
-void combine_half(ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
-                  std::size_t count, bool widen) {
+void combine_narrow(DType wire, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
+                    std::size_t count, bool widen) {
   alignas(64) float partial[kBlock], next[kBlock];
   alignas(64) std::uint16_t rounded[kBlock];
   const auto source = [&](std::size_t s) { return static_cast<const std::uint16_t*>(sources[s]); };
   const Step<float> middle = step_of<float>(op, false), last = step_of<float>(op, true);
   for (std::size_t at = 0; at < count; at += kBlock) {
     const std::size_t n = std::min(kBlock, count - at);
-    half_to_float(source(0) + at, partial, n);
+    from_wire(wire, source(0) + at, partial, n);
     for (std::size_t s = 1; s < num_sources; ++s) {
-      half_to_float(source(s) + at, next, n);
+      from_wire(wire, source(s) + at, next, n);
       (s + 1 < num_sources ? middle : last)(partial, next, partial, float(num_sources), n);
     }
     if (widen) {
-      float_to_half(partial, rounded, n);
-      half_to_float(rounded, static_cast<float*>(out) + at, n);
+      to_wire(wire, partial, rounded, n);
+      from_wire(wire, rounded, static_cast<float*>(out) + at, n);
     } else {
-      float_to_half(partial, static_cast<std::uint16_t*>(out) + at, n);
+      to_wire(wire, partial, static_cast<std::uint16_t*>(out) + at, n);
     }
   }
 }
 
 }  // namespace
 
+void to_wire(DType wire, const float* from, void* to, std::size_t count) {
+  const auto convert = wire == DType::kFloat16 ? float_to_half : float_to_bfloat16;
+  convert(from, static_cast<std::uint16_t*>(to), count);
+}
+
+void from_wire(DType wire, const void* from, float* to, std::size_t count) {
+  const auto convert = wire == DType::kFloat16 ? half_to_float : bfloat16_to_float;
+  convert(static_cast<const std::uint16_t*>(from), to, count);
+}
+
 void combine(DType dtype, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
              std::size_t count, bool widen) {
   switch (dtype) {
-    case DType::kFloat16: return combine_half(op, sources, num_sources, out, count, widen);
+    case DType::kFloat16:
+    case DType::kBFloat16: return combine_narrow(dtype, op, sources, num_sources, out, count, widen);
     case DType::kFloat32: return combine_typed<float>(op, sources, num_sources, out, count);
     case DType::kFloat64: return combine_typed<double>(op, sources, num_sources, out, count);
     case DType::kInt32: return combine_typed<std::int32_t>(op, sources, num_sources, out, count);

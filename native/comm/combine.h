@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adding, averaging, maximum and minimum of several arrays, in the order given.
+// Adding, averaging, maximum and minimum of several arrays, in the order given; float32 values travelling narrower.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,13 @@
 namespace singa_lite {
 
 // out[i] = op over s of sources[s][i], folded from sources[0] on, so equal inputs give equal bits anywhere.
-// float16 is folded in float32 and rounded once; mean divides once, after the sum; max and min hand on NaN.
-// out may be one of the sources. If `widen`, sources are float16 and out is float32 holding the rounded half.
+// float16 and bfloat16 are folded in float32 and rounded once; mean divides once, after the sum; max and min hand on
+// NaN. out may be one of the sources. If `widen`, sources are float16 or bfloat16 and out is float32, rounded as they.
 void combine(DType dtype, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
              std::size_t count, bool widen = false);
+
+// From float32 to `wire`, kFloat16 or kBFloat16, and back.
+void to_wire(DType wire, const float* from, void* to, std::size_t count);
+void from_wire(DType wire, const void* from, float* to, std::size_t count);
 
 }  // namespace singa_lite

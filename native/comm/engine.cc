@@ -67,17 +67,16 @@ void Engine::check_usable() const {
 std::shared_ptr<Op> Engine::start(Request request) {
   if (is_forked()) check_usable();
   auto op = std::make_shared<Op>();
-  op->wire = request.narrow ? DType::kFloat16 : request.dtype;
   Descriptor& d = op->descriptor;
   d.count = request.count;
   d.kind = std::uint8_t(request.kind);
   d.op = std::uint8_t(request.op);
   d.dtype = std::uint8_t(request.dtype);
-  d.wire = std::uint8_t(op->wire);
+  d.wire = std::uint8_t(request.wire);
   d.root = request.root;
   std::strncpy(d.name, request.name.c_str(), sizeof d.name - 1);
   op->request = std::move(request);
-  op->is_large = op->request.count * bytes_of(op->wire) > kLargeBytes;
+  op->is_large = op->request.count * bytes_of(op->request.wire) > kLargeBytes;
 
   std::unique_lock<std::mutex> lock(mutex_);
   check_usable();  // under the lock: another thread may be closing

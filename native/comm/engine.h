@@ -39,19 +39,20 @@ struct Request {
   Kind kind = Kind::kAllReduce;
   ReduceOp op = ReduceOp::kNone;
   DType dtype = DType::kFloat32;
-  bool narrow = false;  // float32 arrays travel as float16
+  DType wire = DType::kFloat32;  // element type in the slots: dtype, or a narrower one in an all-reduce of kFloat32
   int root = 0;
   const void* in = nullptr;
   void* out = nullptr;
   std::size_t count = 0;  // elements this rank puts in; for reduce_scatter those of one rank's block
   std::string name;
+
+  bool is_narrow() const { return wire != dtype; }
 };
 
 // One collective of this rank, in flight or ended.
 struct Op {
   Request request;
   Descriptor descriptor{};
-  DType wire{};  // element type in the slots
   bool is_piecewise = false, is_large = false;
   bool is_checked = false;  // the descriptors of all ranks have been compared
   std::uint64_t first_round = 0, num_rounds = 1;

@@ -6,7 +6,6 @@
 #include "comm/combine.h"
 #include "comm/engine.h"
 #include "common/error.h"
-#include "common/half.h"
 
 namespace singa_lite {
 namespace {
@@ -32,7 +31,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
 }  // namespace
 
 void Engine::cut(Op& op) const {
-  const std::size_t element = bytes_of(op.wire), count = op.request.count;
+  const std::size_t element = bytes_of(op.request.wire), count = op.request.count;
   std::size_t room = segment_->chunk_bytes();
   if (op.request.kind == Kind::kReduceScatter) room = room / std::size_t(size_) / kLine * kLine;
   op.round_elements = room / element;
@@ -130,13 +129,13 @@ bool Engine::try_consume() {
 
 void Engine::post(const Op& op, std::uint64_t round) {
   const Request& request = op.request;
-  const std::size_t element = bytes_of(op.wire), at = std::size_t(round - op.first_round) * op.round_elements;
+  const std::size_t element = bytes_of(request.wire), at = std::size_t(round - op.first_round) * op.round_elements;
   const std::size_t count = elements_in(op, round);
   char* slot = segment_->data(rank_, round);
   const char* in = static_cast<const char*>(request.in);
   if (round == op.first_round) segment_->descriptor(rank_, round) = op.descriptor;
-  if (request.narrow) {
-    float_to_half(static_cast<const float*>(request.in) + at, reinterpret_cast<std::uint16_t*>(slot), count);
+  if (request.is_narrow()) {
+    to_wire(request.wire, static_cast<const float*>(request.in) + at, slot, count);
   } else if (size_ == 1 || (request.kind == Kind::kBroadcast && rank_ != request.root)) {
     return;
   } else if (request.kind == Kind::kReduceScatter) {
@@ -145,7 +144,7 @@ void Engine::post(const Op& op, std::uint64_t round) {
         copy(slot + std::size_t(r) * op.round_elements * element,
                     in + (std::size_t(r) * request.count + at) * element, count * element);
   } else {
-    const Piece mine = op.is_piecewise ? piece_of(count, op.wire, rank_) : Piece{count, 0};  // nobody else reads it
+    const Piece mine = op.is_piecewise ? piece_of(count, request.wire, rank_) : Piece{count, 0};  // nobody else reads it
     const std::size_t after = mine.begin + mine.count;
     copy(slot, in + at * element, mine.begin * element);
     copy(slot + after * element, in + (at + after) * element, (count - after) * element);
@@ -155,19 +154,19 @@ void Engine::post(const Op& op, std::uint64_t round) {
 // See Note [answers].
 void Engine::reduce_piece(const Op& op, std::uint64_t round) {
   const Request& request = op.request;
-  const std::size_t element = bytes_of(op.wire), mine = std::size_t(rank_);
-  const Piece piece = piece_of(elements_in(op, round), op.wire, rank_);
+  const std::size_t element = bytes_of(request.wire), mine = std::size_t(rank_);
+  const Piece piece = piece_of(elements_in(op, round), request.wire, rank_);
   const std::size_t at = std::size_t(round - op.first_round) * op.round_elements + piece.begin;
   for (std::size_t done = 0, n; done < piece.count; done += n) {
     n = std::min(piece.count - done, kAnswerBytes / element);
     const std::size_t offset = (piece.begin + done) * element;
     for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + offset;
     char* out = segment_->data(rank_, round) + offset;
-    if (!request.narrow) {
+    if (!request.is_narrow()) {
       sources_[mine] = static_cast<const char*>(request.in) + (at + done) * element;
       out = static_cast<char*>(request.out) + (at + done) * element;
     }
-    combine(op.wire, request.op, sources_.data(), sources_.size(), out, n);
+    combine(request.wire, request.op, sources_.data(), sources_.size(), out, n);
     for (int r = 0; r < size_; ++r)
       if (r != rank_) copy(segment_->data(r, round) + offset, out, n * element);
   }
@@ -175,7 +174,7 @@ void Engine::reduce_piece(const Op& op, std::uint64_t round) {
 
 void Engine::consume(const Op& op, std::uint64_t round) {
   const Request& request = op.request;
-  const std::size_t element = bytes_of(op.wire), at = std::size_t(round - op.first_round) * op.round_elements;
+  const std::size_t element = bytes_of(request.wire), at = std::size_t(round - op.first_round) * op.round_elements;
   const std::size_t count = elements_in(op, round);
   char* out = static_cast<char*>(request.out);
   const char* in = static_cast<const char*>(request.in);
@@ -200,23 +199,22 @@ void Engine::consume(const Op& op, std::uint64_t round) {
 
 void Engine::consume_direct(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
   const Request& request = op.request;
-  const std::size_t element = bytes_of(op.wire), mine = std::size_t(rank_);
+  const std::size_t element = bytes_of(request.wire), mine = std::size_t(rank_);
   const bool is_scatter = request.kind == Kind::kReduceScatter;
   const std::size_t skip = is_scatter ? mine * op.round_elements * element : 0;
   for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + skip;
-  if (!request.narrow)  // our own part is nearer in the caller's array
+  if (!request.is_narrow())  // our own part is nearer in the caller's array
     sources_[mine] = static_cast<const char*>(request.in) + ((is_scatter ? mine * request.count : 0) + at) * element;
   void* out = static_cast<char*>(request.out) + at * bytes_of(request.dtype);
-  combine(op.wire, request.op, sources_.data(), sources_.size(), out, count, request.narrow);
+  combine(request.wire, request.op, sources_.data(), sources_.size(), out, count, request.is_narrow());
 }
 
 void Engine::consume_answers(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
-  const std::size_t element = bytes_of(op.wire);
+  const std::size_t element = bytes_of(op.request.wire);
   const char* slot = segment_->data(rank_, round);
-  if (op.request.narrow)
-    return half_to_float(reinterpret_cast<const std::uint16_t*>(slot), static_cast<float*>(op.request.out) + at,
-                         count);
-  const Piece mine = piece_of(count, op.wire, rank_);  // already in the caller's array
+  if (op.request.is_narrow())
+    return from_wire(op.request.wire, slot, static_cast<float*>(op.request.out) + at, count);
+  const Piece mine = piece_of(count, op.request.wire, rank_);  // already in the caller's array
   const std::size_t after = mine.begin + mine.count;
   char* out = static_cast<char*>(op.request.out);
   copy(out + at * element, slot, mine.begin * element);

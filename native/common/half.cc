@@ -3,8 +3,10 @@
 
 #include <cstring>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 #if defined(__x86_64__) && defined(__GNUC__)
-#define SINGA_LITE_F16C 1
+#define SINGA_LITE_X86 1
 #include <immintrin.h>
 #endif
 
@@ -60,7 +62,41 @@ std::uint16_t to_half(float value) {
   return std::uint16_t(sign | half);
 }
 
-#ifdef SINGA_LITE_F16C
+// Loops that the compiler turns into vectors, for the instruction set of the function they are in.
+ALWAYS_INLINE void widen_bfloat16(const std::uint16_t* from, float* to, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t bits = std::uint32_t(from[i]) << 16;
+    std::memcpy(to + i, &bits, sizeof bits);
+  }
+}
+
+ALWAYS_INLINE void round_to_bfloat16(const float* from, std::uint16_t* to, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof bits);
+    const std::uint32_t upper = bits >> 16;
+    const std::uint32_t rounded = (bits + 0x7fffu + (upper & 1u)) >> 16;  // may carry into the exponent, rightly
+    const bool is_nan = std::int32_t(bits & 0x7fffffffu) > 0x7f800000;
+    to[i] = std::uint16_t(is_nan ? upper | 0x40u : rounded);
+  }
+}
+
+#ifdef SINGA_LITE_X86
+bool has_avx2() {
+  static const bool has = __builtin_cpu_supports("avx2");
+  return has;
+}
+
+__attribute__((target("avx2"))) void bfloat16_to_float_avx2(const std::uint16_t* from, float* to,
+                                                            std::size_t count) {
+  widen_bfloat16(from, to, count);
+}
+
+__attribute__((target("avx2"))) void float_to_bfloat16_avx2(const float* from, std::uint16_t* to,
+                                                            std::size_t count) {
+  round_to_bfloat16(from, to, count);
+}
+
 bool has_f16c() {
   static const bool has = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
   return has;
@@ -95,17 +131,39 @@ void float_to_half_portable(const float* from, std::uint16_t* to, std::size_t co
 }
 
 void half_to_float(const std::uint16_t* from, float* to, std::size_t count) {
-#ifdef SINGA_LITE_F16C
+#ifdef SINGA_LITE_X86
   if (has_f16c()) return half_to_float_f16c(from, to, count);
 #endif
   half_to_float_portable(from, to, count);
 }
 
 void float_to_half(const float* from, std::uint16_t* to, std::size_t count) {
-#ifdef SINGA_LITE_F16C
+#ifdef SINGA_LITE_X86
   if (has_f16c()) return float_to_half_f16c(from, to, count);
 #endif
   float_to_half_portable(from, to, count);
+}
+
+void bfloat16_to_float_portable(const std::uint16_t* from, float* to, std::size_t count) {
+  widen_bfloat16(from, to, count);
+}
+
+void float_to_bfloat16_portable(const float* from, std::uint16_t* to, std::size_t count) {
+  round_to_bfloat16(from, to, count);
+}
+
+void bfloat16_to_float(const std::uint16_t* from, float* to, std::size_t count) {
+#ifdef SINGA_LITE_X86
+  if (has_avx2()) return bfloat16_to_float_avx2(from, to, count);
+#endif
+  bfloat16_to_float_portable(from, to, count);
+}
+
+void float_to_bfloat16(const float* from, std::uint16_t* to, std::size_t count) {
+#ifdef SINGA_LITE_X86
+  if (has_avx2()) return float_to_bfloat16_avx2(from, to, count);
+#endif
+  float_to_bfloat16_portable(from, to, count);
 }
 
 }  // namespace singa_lite

@@ -52,7 +52,7 @@ void test_dtype(DType dtype, std::size_t num_sources, std::size_t n, std::size_t
   }
 }
 
-void test_half(std::size_t num_sources, std::size_t n, std::size_t offset, bool widen) {
+void test_narrow(DType wire, std::size_t num_sources, std::size_t n, std::size_t offset, bool widen) {
   for (ReduceOp op : kOps) {
     std::vector<Array<std::uint16_t>> arrays;
     std::vector<const void*> sources;
@@ -61,17 +61,25 @@ void test_half(std::size_t num_sources, std::size_t n, std::size_t offset, bool 
       const Floats x = random_floats(n, 102 + s);
       Floats rounded(n);
       arrays.emplace_back(n, offset);
-      float_to_half(x.data(), arrays[s].data(), n);
-      half_to_float(arrays[s].data(), rounded.data(), n);
+      to_wire(wire, x.data(), arrays[s].data(), n);
+      from_wire(wire, arrays[s].data(), rounded.data(), n);
       for (std::size_t i = 0; i < n; ++i) expected[i] = s == 0 ? rounded[i] : fold(op, expected[i], rounded[i]);
     }
     for (double& one : expected) one /= op == ReduceOp::kMean ? double(num_sources) : 1;
     for (const auto& one : arrays) sources.push_back(one.data());
     Floats wide(n, offset, kNanF);
     Array<std::uint16_t> narrow(n, offset);
-    combine(DType::kFloat16, op, sources.data(), num_sources, widen ? (void*)wide.data() : (void*)narrow.data(), n, widen);
-    if (!widen) half_to_float(narrow.data(), wide.data(), n);
-    for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(wide[i], expected[i], 1.0 / 1024);
+    void* out = widen ? static_cast<void*>(wide.data()) : narrow.data();
+    combine(wire, op, sources.data(), num_sources, out, n, widen);
+    if (!widen) from_wire(wire, narrow.data(), wide.data(), n);
+    for (std::size_t i = 0; i < n; ++i) {
+      CHECK_NEAR(wide[i], expected[i], wire == DType::kFloat16 ? 1.0 / 2047 : 1.0 / 255);  // half a last digit
+      std::uint16_t bits;
+      float again;
+      to_wire(wire, wide.data() + i, &bits, 1);
+      from_wire(wire, &bits, &again, 1);
+      CHECK_NEAR(again, wide[i], 0);
+    }
   }
 }
 
@@ -101,8 +109,8 @@ int main() {
         test_dtype<double>(DType::kFloat64, num_sources, n, offset, in_place);
         test_dtype<std::int32_t>(DType::kInt32, num_sources, n, offset, in_place);
         test_dtype<std::int64_t>(DType::kInt64, num_sources, n, offset, in_place);
-        test_half(num_sources, n, offset, false);
-        test_half(num_sources, n, offset, true);
+        for (DType wire : {DType::kFloat16, DType::kBFloat16})
+          for (bool widen : {false, true}) test_narrow(wire, num_sources, n, offset, widen);
       }
   test_wrapping<std::int32_t>(DType::kInt32);
   test_wrapping<std::int64_t>(DType::kInt64);

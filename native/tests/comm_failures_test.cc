@@ -18,7 +18,7 @@ struct Reduction {
   Floats array;
   Request request;
   explicit Reduction(std::size_t count, const char* name = "sum") : array(count, 1, 1.0f) {
-    request = {Kind::kAllReduce, ReduceOp::kSum, DType::kFloat32, false, 0, array.data(), array.data(), count, name};
+    request = {Kind::kAllReduce, ReduceOp::kSum, DType::kFloat32, DType::kFloat32, 0, array.data(), array.data(), count, name};
   }
 };
 

@@ -47,7 +47,7 @@ struct Case {
         size(std::size_t(ranks)) {
     for (std::size_t i = 0; i < in.size(); ++i) in[i] = to_element<T>(value_of(rank, i));
     const bool is_same = in_place && in.size() == out.size();
-    request = {kind, op, dtype, false, root, in.data(), is_same ? in.data() : out.data(), count, "case"};
+    request = {kind, op, dtype, dtype, root, in.data(), is_same ? in.data() : out.data(), count, "case"};
   }
 
   double expected(std::size_t i, int rank) const {
@@ -94,11 +94,11 @@ void test_dtype(Engine& engine, DType dtype, int rank, int ranks, std::size_t co
   }
 }
 
-// float32 that travels as half precision
-void test_narrow(Engine& engine, int rank, int ranks, std::size_t count) {
+// float32 that travels in 16 bits; the sums here are exact in both forms
+void test_narrow(Engine& engine, DType wire, int rank, int ranks, std::size_t count) {
   for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
     Case<float> one(Kind::kAllReduce, op, DType::kFloat32, count, rank, ranks, 0, op == ReduceOp::kMax);
-    one.request.narrow = true;
+    one.request.wire = wire;
     finish(engine, *engine.start(one.request));
     one.check(rank);
   }
@@ -111,7 +111,8 @@ void test_all(Engine& engine, int rank, int ranks, std::size_t count) {
   test_dtype<double>(engine, DType::kFloat64, rank, ranks, count, 0);
   test_dtype<std::int32_t>(engine, DType::kInt32, rank, ranks, count, root);
   test_dtype<std::int64_t>(engine, DType::kInt64, rank, ranks, count, 0);
-  test_narrow(engine, rank, ranks, count);
+  test_narrow(engine, DType::kFloat16, rank, ranks, count);
+  test_narrow(engine, DType::kBFloat16, rank, ranks, count);
 }
 
 // The background thread moves what nobody awaits.
@@ -130,7 +131,7 @@ void test_unawaited_large(Engine& engine, int rank, int ranks) {
 void test_nothing(Engine& engine) {
   for (Kind kind : {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter}) {
     const bool reduces = kind != Kind::kBroadcast && kind != Kind::kAllGather;
-    Request request{kind, reduces ? ReduceOp::kSum : ReduceOp::kNone, DType::kFloat32, false, 0, nullptr, nullptr, 0, "nothing"};
+    Request request{kind, reduces ? ReduceOp::kSum : ReduceOp::kNone, DType::kFloat32, DType::kFloat32, 0, nullptr, nullptr, 0, "nothing"};
     finish(engine, *engine.start(request));
   }
 }
@@ -144,7 +145,7 @@ int main() {
       // around vectors and lines; from 32 KB on in pieces; beyond a slot of 256 KB; the last beyond 4 MB: the thread
       for (std::size_t count : {1, 2, 7, 64, 1001, 8193, 16411, 70001}) test_all(engine, rank, ranks, count);
       test_dtype<float>(engine, DType::kFloat32, rank, ranks, 300007, 0);
-      test_narrow(engine, rank, ranks, 600011);
+      for (DType wire : {DType::kFloat16, DType::kBFloat16}) test_narrow(engine, wire, rank, ranks, 600011);
       test_unawaited_large(engine, rank, ranks);
     });
 }

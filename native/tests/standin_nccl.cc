@@ -79,6 +79,21 @@ bool meet(Comm& comm) {
   return true;
 }
 
+struct BFloat16 {
+  std::uint16_t upper;
+  explicit BFloat16(float value) {  // to nearest even; no NaN comes here
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    upper = std::uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+  operator float() const {
+    const std::uint32_t bits = std::uint32_t(upper) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+};
+
 template <typename Element, typename Wide>
 void combine(const Comm& comm, std::size_t index, char* out, int op) {
   Wide total = 0;
@@ -92,7 +107,7 @@ void combine(const Comm& comm, std::size_t index, char* out, int op) {
   *reinterpret_cast<Element*>(out) = Element(op == 4 ? total / Wide(comm.size) : total);
 }
 
-std::size_t bytes_of(int dtype) { return dtype == 6 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8; }
+std::size_t bytes_of(int dtype) { return dtype == 6 || dtype == 9 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8; }
 
 void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) {
   switch (dtype) {
@@ -100,6 +115,7 @@ void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) 
     case 4: return combine<std::int64_t, std::int64_t>(comm, index, out, op);
     case 6: return combine<_Float16, float>(comm, index, out, op);
     case 7: return combine<float, float>(comm, index, out, op);
+    case 9: return combine<BFloat16, float>(comm, index, out, op);
     default: return combine<double, double>(comm, index, out, op);
   }
 }

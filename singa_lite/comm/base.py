@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph import made
+from .wire import WIRE_DTYPES
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
@@ -186,14 +187,15 @@ class Communicator(ABC):
             arrays: one array or a list of them, any shape, size 0 allowed.
             op: "sum", "mean", "max" or "min"; "mean" of integers is a DTypeError.
             wire_dtype: "float16" sends float32 values rounded to half and rounds the result to half
-                (sums in float32); values beyond 65504 become infinite. None sends the array's own dtype.
+                (sums in float32); values beyond 65504 become infinite. "bfloat16" does the same with 8 bits of
+                precision and float32's range. None sends the array's own dtype.
             name: shown in errors.
 
         Returns:
             Work; its wait() returns None.
         """
         check_choice("all_reduce", "op", op, REDUCE_OPS)
-        check_choice("all_reduce", "wire_dtype", wire_dtype, (None, "float16"))
+        check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
 
         def start(array: Array) -> Work:
             self._check_op(array, op)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from .base import Array, Communicator, FinishedWork, ReduceOp, Work, is_cuda_array
+from .wire import WIRE_DTYPES, narrow, widen
 
 
 class LocalCommunicator(Communicator):
@@ -21,7 +22,7 @@ class LocalCommunicator(Communicator):
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
         if wire_dtype is not None:
             with np.errstate(over="ignore"):  # beyond the wire's range is infinite by contract
-                array[...] = array.astype(wire_dtype)
+                array[...] = widen(narrow(array, WIRE_DTYPES[wire_dtype]))
         return FinishedWork()
 
     def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:

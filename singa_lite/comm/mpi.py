@@ -31,6 +31,7 @@ import numpy as np
 from ..errors import CommError
 from .base import TIMEOUT_S, Array, Communicator, FinishedWork, ReduceOp, Work, World
 from .mpi_job import LAST_WORDS_S, abort_job, load_mpi, place_in, within
+from .wire import WIRE_DTYPES, narrow, widen
 
 SMALL_BYTES = 8192  # travel with the call's words; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
@@ -74,24 +75,24 @@ class MpiCommunicator(Communicator):
     # ---- collectives -------------------------------------------------------------------------------
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
-        flat, wire = array.reshape(-1), np.dtype(wire_dtype or array.dtype)
+        flat, wire = array.reshape(-1), WIRE_DTYPES[wire_dtype] if wire_dtype else array.dtype
 
         def small(rows: list[Array]) -> None:
-            flat[...] = combine(rows, op)
+            flat[...] = widen(combine(rows, op))
 
         def large() -> None:
             for chunk in self._chunks(flat):
                 counts = self._counts(chunk.size)
-                block = self._reduced_block(chunk.astype(wire, copy=False), counts, op)
+                block = self._reduced_block(narrow(chunk, wire), counts, op)
                 whole = chunk if chunk.dtype == wire else np.empty(chunk.size, wire)
                 if counts[0] == counts[-1]:
                     self._comm.Allgather(_bytes(block), _bytes(whole))
                 else:
                     self._comm.Allgatherv(_bytes(block), _blocks(whole, counts))
                 if whole is not chunk:
-                    chunk[...] = whole
+                    chunk[...] = widen(whole)
 
-        words = f"{op} {array.dtype}[{array.size}]" + f" as {wire}" * (wire != array.dtype)
+        words = f"{op} {array.dtype}[{array.size}]" + f" as {wire_dtype}" * bool(wire_dtype)
         return self._collective("all_reduce", words, name, flat, wire, small, large)
 
     def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
@@ -221,7 +222,7 @@ class MpiCommunicator(Communicator):
 
         def run(timeout_s: float) -> Array | None:
             with np.errstate(all="ignore"):  # infinities and NaN travel as they are
-                sends = flat.astype(wire, copy=False) if is_small else flat[:0]
+                sends = narrow(flat, wire) if is_small else flat[:0]
                 rows = self._exchange(call, sends.tobytes(), timeout_s)
                 return small([np.frombuffer(row, wire) for row in rows]) if is_small else large()
 
@@ -378,19 +379,20 @@ class _Transfer(Work):
 
 
 def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
-    """Combine equal-shaped ``rows`` in their order, float16 in float32; NaN wins in "max" and "min".
+    """Combine equal-shaped ``rows`` in their order; NaN wins in "max" and "min".
 
-    Writes over rows[0] and returns it, unless that is float16 or read-only.
+    float16 and bfloat16 (wire.py) are combined in float32. Writes over rows[0] and returns it, unless that is
+    narrow or read-only.
     """
     dtype = rows[0].dtype
-    total = rows[0].astype(np.float32) if dtype == np.float16 else rows[0]
+    total = widen(rows[0])
     total = total if total.flags.writeable else total.copy()
     step = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
     for row in rows[1:]:
-        step(total, row, out=total)
+        step(total, widen(row), out=total)
     if op == "mean":
         total /= len(rows)
-    return total.astype(dtype, copy=False)
+    return narrow(total, dtype)
 
 
 def leave_job(communicator: MpiCommunicator) -> None:

@@ -21,12 +21,13 @@ from .. import _native, config
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
 from .base import DTYPES, Array, Communicator, ReduceOp, Work, is_cuda_array
+from .wire import BFLOAT16, WIRE_DTYPES, narrow, widen
 
 # The numbers of native/comm/types.h.
 _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _NO_OP = 4
-_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
@@ -36,11 +37,11 @@ class GpuArrays(Protocol):
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """A new array of undefined content."""
 
-    def narrow(self, array: Any) -> Any:
-        """A float16 copy of a float32 array."""
+    def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
+        """A copy of a float32 array as wire.py's ``narrow`` makes it."""
 
     def widen(self, half: Any, divisor: float, out: Any) -> None:
-        """Write float16 ``half`` / ``divisor`` into float32 ``out``."""
+        """Write what ``narrow`` made, divided by ``divisor``, into float32 ``out``."""
 
 
 class CupyArrays:
@@ -54,11 +55,11 @@ class CupyArrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._cupy.empty(tuple(shape), dtype)
 
-    def narrow(self, array: Any) -> Any:
-        return array.astype(np.float16)
+    def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
+        return narrow(array, wire)
 
     def widen(self, half: Any, divisor: float, out: Any) -> None:
-        out[...] = half
+        out[...] = widen(half)
         if divisor != 1.0:
             out /= np.float32(divisor)
 
@@ -69,7 +70,7 @@ class NcclWork(Work):
     def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, result: Array | None) -> None:
         self._communicator, self._op = communicator, op  # op: native
         self._array, self._result = array, result
-        self._half: tuple[Array, float, Array] | None = None  # what the float16 on the wire must become
+        self._half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
         self.is_ordered = False
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
@@ -103,7 +104,7 @@ class NcclCommunicator(Communicator):
     input was ready - aborts NCCL and is raised by the next call or by ``check()``; the communicator stays broken.
 
     Where the contract of ``Communicator`` cannot be NCCL's: sums come in an order NCCL chooses, though all ranks
-    get the same bits; float16 is added in float16; max and min may drop NaN; the ranks' calls are not compared,
+    get the same bits; float16 and bfloat16 are added in their own precision; max and min may drop NaN; the ranks' calls are not compared,
     so a rank that makes another one is noticed by the time-out. With ``wire_dtype`` the result is in the array
     only after ``wait()``; its mean is the sum of halves, divided in float32. Groups run on their parent's stream.
 
@@ -185,7 +186,7 @@ class NcclCommunicator(Communicator):
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
         if wire_dtype is None:
             return self._start(_ALL_REDUCE, _OPS[op], array, array, name)
-        half = self._arrays.narrow(array)
+        half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype])
         # NCCL would multiply by 1/N before it adds: in float16 that loses small values
         work = self._start(_ALL_REDUCE, _OPS["sum" if op == "mean" else op], half, half, name)
         work._half = (half, self.size if op == "mean" else 1.0, array)

@@ -22,6 +22,7 @@ _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _NO_OP = 4
 _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_WIRES = {"float16": 0, "bfloat16": 5}
 
 
 class ShmWork(Work):
@@ -82,7 +83,7 @@ class ShmCommunicator(Communicator):
         self._in_flight.clear()
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
-        return self._start(_ALL_REDUCE, _OPS[op], array, array, name, narrow=wire_dtype is not None)
+        return self._start(_ALL_REDUCE, _OPS[op], array, array, name, wire_dtype=wire_dtype)
 
     def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
         return self._start(_REDUCE, _OPS[op], array, array, name, root=root)
@@ -106,7 +107,7 @@ class ShmCommunicator(Communicator):
         out: Array,
         name: str,
         *,
-        narrow: bool = False,
+        wire_dtype: str | None = None,
         root: int = 0,
         result: Array | None = None,
     ) -> ShmWork:
@@ -114,7 +115,9 @@ class ShmCommunicator(Communicator):
         while in_flight and in_flight[0][0].has_ended:
             in_flight.popleft()
         count = array.size if kind != _REDUCE_SCATTER else out.size
-        native = self._engine.start(kind, op, _DTYPES[array.dtype], narrow, root, array, out, count, name)
+        dtype = _DTYPES[array.dtype]
+        wire = dtype if wire_dtype is None else _WIRES[wire_dtype]
+        native = self._engine.start(kind, op, dtype, wire, root, array, out, count, name)
         if not native.has_ended:
             in_flight.append((native, array, out))
         return ShmWork(self, native, result)

@@ -77,7 +77,7 @@ class DistOpt(Optimizer):
             smaller ones joined until they exceed it.
         spars: what ``spars`` is when a call does not say: a number, or a DecayScheduler of the step. The attribute
             of this name can be set between steps; recorded steps see it.
-        bucket_bytes: fp32 and fp16 send a message as soon as it exceeds these bytes; tuning never changes
+        bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
             DistOpt of a process decides, as all share one world.
@@ -143,7 +143,7 @@ class DistOpt(Optimizer):
 
         Args:
             loss: recorded, one element.
-            dist_option: "fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold", an alias, or
+            dist_option: "fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold", an alias, or
                 another scheme of sync/.
             spars: sparseTopK: share of elements, (0, 1]; sparseThreshold: least magnitude, >= 0.
                 A DecayScheduler is asked at every step, a recorded one included. None is the attribute ``spars``.

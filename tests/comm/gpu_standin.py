@@ -22,6 +22,7 @@ from singa_lite.comm.base import Communicator, Work, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.shm import ShmCommunicator
+from singa_lite.comm.wire import narrow, widen
 
 SOURCES = Path(__file__).parents[2] / "native" / "tests"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -114,13 +115,13 @@ class HostArrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> HostArray:
         return on_gpu(np.empty(shape, dtype))
 
-    def narrow(self, array: HostArray) -> HostArray:
-        half = self.empty(array.shape, np.float16)
-        Gpu.get().run(lambda: np.copyto(half, array, casting="same_kind"))
+    def narrow(self, array: HostArray, wire: np.dtype) -> HostArray:
+        half = self.empty(array.shape, wire)
+        Gpu.get().run(lambda: np.copyto(half, narrow(np.asarray(array), wire)))
         return half
 
     def widen(self, half: HostArray, divisor: float, out: HostArray) -> None:
-        Gpu.get().run(lambda: np.divide(half, np.float32(divisor), out=out, dtype=np.float32))
+        Gpu.get().run(lambda: np.divide(widen(np.asarray(half)), np.float32(divisor), out=out, dtype=np.float32))
 
 
 class GpuBackend(NumpyBackend):

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bfloat16 import nearest_bfloat16
 from ranks import mpi_missing, run_ranks
 
 from singa_lite.comm.base import DTYPES, REDUCE_OPS, Communicator
@@ -115,6 +116,51 @@ def half_precision_wire_overflows_to_infinity(c: Communicator) -> None:
     array = np.array([7e4, -7e4, 1.0], np.float32)
     c.all_reduce(array, "mean", wire_dtype="float16").wait()
     assert array.tolist() == [np.inf, -np.inf, 1.0]
+
+
+@fact
+def bfloat16_wire_rounds_both_ways_and_sums_in_float32(c: Communicator) -> None:
+    for size in (*SIZES, 600_001):
+        for op in REDUCE_OPS:
+            array = data(c.rank, size, seed=15)
+            work = c.all_reduce(array, op, wire_dtype="bfloat16")
+            work.wait()
+            assert work.bytes_payload == 2 * size
+            assert work.bytes_sent == -(-2 * (c.size - 1) * 2 * size // c.size)
+            inputs = [nearest_bfloat16(values) for values in everyone(c, size, seed=15)]
+            assert same_bits(array, nearest_bfloat16(folded(inputs, op))), (size, op)
+
+
+@fact
+def bfloat16_wire_keeps_the_range_of_float32_infinity_and_nan(c: Communicator) -> None:
+    kinds = [1e38, -3e38, 3.39e38, 3.4e38, np.inf, -np.inf, np.nan, 1e-45, 1e-40, -2e-38, -0.0]
+    signalling = np.array([0x7F800001, 0xFF800001], np.uint32).view(np.float32)
+    special = np.concatenate([np.array(kinds, np.float32), signalling])
+    for copies in (1, 2000):  # at once, and in pieces
+        inputs = []
+        for rank in range(c.size):
+            own = np.full((c.size, special.size * copies), 1.0, np.float32)
+            own[rank] = np.tile(special, copies)  # each special value meets ordinary ones of the others
+            inputs.append(np.append(own, np.float32([3e38, np.inf if rank else -np.inf])))
+        for op in REDUCE_OPS:
+            array = inputs[c.rank].copy()
+            c.all_reduce(array, op, wire_dtype="bfloat16").wait()
+            with np.errstate(all="ignore"):
+                expected = nearest_bfloat16(folded([nearest_bfloat16(values) for values in inputs], op))
+            np.testing.assert_array_equal(array, expected, err_msg=op)
+            assert (np.isnan(array) | (np.signbit(array) == np.signbit(expected))).all()
+
+
+@fact
+def every_rank_gets_the_same_bits_of_bfloat16_nan(c: Communicator) -> None:
+    array = data(c.rank, 40_001, seed=16)
+    array[c.rank :: 7] = np.nan
+    array[c.rank + 1 :: 11] = np.inf
+    array[c.rank + 2 :: 13] = -np.inf
+    c.all_reduce(array, "mean", wire_dtype="bfloat16").wait()
+    assert np.isnan(array).any() and np.isfinite(array).any()
+    assert len(set(c.all_gather_object(zlib.crc32(array.tobytes())))) == 1
+    assert not (array.view(np.uint32) & 0xFFFF).any()
 
 
 @fact
@@ -297,6 +343,7 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
         (DTypeError, lambda: c.all_reduce(np.ones(4, np.int32), "mean")),
         (DTypeError, lambda: c.all_reduce(np.ones(4, np.complex64), "sum")),
         (DTypeError, lambda: c.all_reduce(np.ones(4, np.float64), "sum", wire_dtype="float16")),
+        (DTypeError, lambda: c.all_reduce(np.ones(4, np.float16), "sum", wire_dtype="bfloat16")),
         (DTypeError, lambda: c.all_reduce([array, [1.0]], "sum")),  # type: ignore[list-item]
         (ShapeError, lambda: c.all_reduce(np.ones((4, 4), np.float32).T[1:], "sum")),
         (ShapeError, lambda: c.all_reduce(np.broadcast_to(np.float32(1), 1), "sum")),
@@ -383,6 +430,12 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], Any], str]] = {
     "wire": (
         lambda c: c.all_reduce(np.ones(5, np.float32), "sum", wire_dtype="float16" if c.rank == 1 else None),
         "float16",
+    ),
+    "wires": (
+        lambda c: c.all_reduce(
+            np.ones(5, np.float32), "sum", wire_dtype="float16" if c.rank == 1 else "bfloat16"
+        ),
+        "as bfloat16",
     ),
     "root": (lambda c: c.broadcast(np.ones(5), int(c.rank == 1)), "root"),
     "collective": (

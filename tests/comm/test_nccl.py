@@ -19,6 +19,7 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.rendezvous import process_communicator
+from singa_lite.comm.wire import BFLOAT16, narrow, widen
 from singa_lite.device import Device
 from singa_lite.errors import CommError, DTypeError
 from singa_lite.tensor import Tensor
@@ -124,6 +125,24 @@ def test_blocking_calls_keep_the_contract_too(monkeypatch):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_half_precision_mean_is_the_sum_of_halves_divided_in_float32(size):
     assert run(sends_halves, size) == [True] * size
+
+
+def sends_bfloat16(world: World) -> bool:
+    c = ThroughNccl(make(world))
+    for op in ("sum", "mean"):
+        array = data(c.rank, 4099, seed=3)
+        work = c.all_reduce(array, op, wire_dtype="bfloat16")
+        work.wait()
+        total = sum(widen(narrow(values, BFLOAT16)) for values in everyone(c, 4099, seed=3))
+        expected = widen(narrow(total, BFLOAT16)) / np.float32(c.size if op == "mean" else 1)
+        assert array.tobytes() == expected.tobytes() and work.bytes_payload == 2 * 4099, op
+    c.close()
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_bfloat16_travels_as_bfloat16(size):
+    assert run(sends_bfloat16, size) == [True] * size
 
 
 # ---- order on the GPU ----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
 FEATURES, HIDDEN, BATCH = 6, 5, 4
-OPTIONS = ["fp32", "fp16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
 
 def make_params(seed=0):

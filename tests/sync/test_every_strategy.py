@@ -22,6 +22,7 @@ SIZES = [1, 2, 3]
 NEUTRAL = {
     "fp32": StepOptions(),
     "fp16": None,
+    "bf16": None,
     "partialUpdate": None,
     "sparseTopK": StepOptions(spars=1.0),
     "sparseThreshold": StepOptions(spars=0.0),
@@ -109,7 +110,7 @@ def test_fp32_on_one_rank_changes_no_bit():
     assert log[0][0].tobytes() == log[0][1].tobytes()
 
 
-@pytest.mark.parametrize("name", ["fp32", "sparseTopK", "sparseThreshold"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "sparseTopK", "sparseThreshold"])
 def test_bucket_bytes_never_change_a_result(name):
     options = StepOptions(spars=0.3)
     logs = [
@@ -134,8 +135,8 @@ def test_fp16_keeps_a_relative_error_below_a_thousandth(size, scale):
         assert log[0][1].tobytes() == logs[0][0][1].tobytes()
 
 
-def half_of(communicator, values):
-    scheme = find_schemes()["fp16"](communicator, LARGE, LARGE)
+def mean_of(communicator, name, values):
+    scheme = find_schemes()[name](communicator, LARGE, LARGE)
     param = Tensor((len(values),), name="p")
     scheme.begin(StepOptions())
     scheme.push(param, Tensor(data=np.array(values, np.float32)))
@@ -146,13 +147,13 @@ def half_of(communicator, values):
 @pytest.mark.parametrize("size", SIZES)
 def test_fp16_keeps_small_values_beside_large_ones(size):
     values = np.array([1.0, size * 2.0**-27, -3e-6, 0.0])  # unscaled, float16 has nothing below 6e-8
-    for result in launch(half_of, size, values):
+    for result in launch(mean_of, size, "fp16", values):
         np.testing.assert_allclose(result, values, rtol=1e-3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_fp16_passes_nan_and_infinity_on(bad):
-    for result in launch(half_of, 2, np.array([1.0, bad])):
+    for result in launch(mean_of, 2, "fp16", np.array([1.0, bad])):
         assert not np.isfinite(result[1])
 
 
@@ -161,6 +162,35 @@ def test_fp16_refuses_float64_gradients():
     scheme.begin(StepOptions())
     scheme.push(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
     with pytest.raises(DTypeError, match="only float32 gradients travel as float16"):
+        list(scheme.finish())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e35, 1e-30])
+def test_bf16_is_off_by_at_most_two_roundings(size, scale):
+    logs = launch(several_steps, size, "bf16", StepOptions(), LARGE, LARGE, 2, scale)
+    for step in range(2):
+        incoming = np.array([log[step][0] for log in logs], np.float64)
+        bound = 2.0 ** (-8 if size == 1 else -7) * np.abs(incoming).mean(axis=0)
+        for log in logs:
+            error = np.abs(log[step][1] - incoming.mean(axis=0))
+            assert np.all(error <= bound) and error.max() > 0  # it does round, on one rank as well
+            assert not (log[step][1].view(np.uint32) & 0xFFFF).any()
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_keeps_any_size_beside_any_other(size):
+    values = np.array([3e38, 1e-38, -1.0, 0.0, np.inf, -np.inf, np.nan]) / [size, *[1] * 6]
+    for result in launch(mean_of, size, "bf16", values):
+        np.testing.assert_allclose(result, values, rtol=2.0**-8)
+
+
+def test_bf16_refuses_float64_gradients():
+    scheme = find_schemes()["bf16"](LocalCommunicator(World()), LARGE, LARGE)
+    scheme.begin(StepOptions())
+    scheme.push(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
+    with pytest.raises(DTypeError, match="w is float64; only float32 gradients travel as bfloat16"):
         list(scheme.finish())
 
 
@@ -305,6 +335,7 @@ def test_bytes_follow_the_closed_formula(size):
         ring_bytes("all_reduce", 2 * TOTAL, size) + ring_bytes("all_reduce", 4, size),
         2 * TOTAL + 4,
     )
+    assert sent("bf16")[0] == (ring_bytes("all_reduce", 2 * TOTAL, size), 2 * TOTAL)
     assert sent("partialUpdate")[0] == (ring_bytes("all_reduce", 4 * lengths[0], size), 4 * lengths[0])
     assert sent("sparseTopK", spars=0.1)[0] == ((size - 1) * 8 * sum(ks), 8 * sum(ks))
     measured, logs = sent("sparseThreshold", spars=1.5)
