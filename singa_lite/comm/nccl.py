@@ -104,9 +104,10 @@ class NcclCommunicator(Communicator):
     input was ready - aborts NCCL and is raised by the next call or by ``check()``; the communicator stays broken.
 
     Where the contract of ``Communicator`` cannot be NCCL's: sums come in an order NCCL chooses, though all ranks
-    get the same bits; float16 and bfloat16 are added in their own precision; max and min may drop NaN; the ranks' calls are not compared,
-    so a rank that makes another one is noticed by the time-out. With ``wire_dtype`` the result is in the array
-    only after ``wait()``; its mean is the sum of halves, divided in float32. Groups run on their parent's stream.
+    get the same bits; float16 and bfloat16 are added in their own precision, so wider worlds round more often; max
+    and min may drop NaN; the ranks' calls are not compared, so a rank that makes another one is noticed by the
+    time-out. With ``wire_dtype`` the result is in the array only after ``wait()``; its mean is the sum on the wire,
+    divided in float32. Groups run on their parent's stream.
 
     Args:
         host: the communicator of the same ranks for numpy arrays and objects.

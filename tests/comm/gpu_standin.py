@@ -121,7 +121,9 @@ class HostArrays:
         return half
 
     def widen(self, half: HostArray, divisor: float, out: HostArray) -> None:
-        Gpu.get().run(lambda: np.divide(widen(np.asarray(half)), np.float32(divisor), out=out, dtype=np.float32))
+        Gpu.get().run(
+            lambda: np.divide(widen(np.asarray(half)), np.float32(divisor), out=out, dtype=np.float32)
+        )
 
 
 class GpuBackend(NumpyBackend):

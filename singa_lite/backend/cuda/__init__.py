@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from ...config import state
 from ...errors import GraphError
 from ...graph import View, made
 from ..base import Array, Call
@@ -110,7 +111,13 @@ class CudaBackend(
     def synchronize(self) -> None:
         self._refuse_in_capture("waits for the device")
         self.stream.synchronize()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise what went wrong on the device while the host went on: a bad label, a collective that was aborted."""
         self.check_faults()
+        if state.communicator is not None:
+            state.communicator.check()
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.rehearsal is not None:
