@@ -4,9 +4,9 @@
     python benchmarks/gpu_all_reduce.py
 
 With one rank nothing travels, and in place NCCL has nothing to do at all: this measures the overhead of a call alone,
-Python, checks, events and streams, beside a plain call of the same library by ctypes on the same memory and stream.
-Both in turn, medians of turns of up to 100 calls, 4 KB to 256 MB of float32. Exits 1 when a size is above the limit of 5
-us or 2 % of the plain call, the larger.
+Python, checks, events and streams, beside a plain call of the same library by ctypes on the same memory and stream. Both
+in turn, medians of turns of up to 100 calls, 4 KB to 256 MB of float32. Exits 1 when a size is above the limit: 5 us or
+2 % of the plain call, the larger.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from gpu_rows import QUICK, medians_ms, report
+from singa_lite.comm.nccl import NcclCommunicator
 
 from singa_lite import _native, device
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.comm.nccl import NcclCommunicator
 
 SIZES_KB = [4, 64] if QUICK else [4, 64, 1024, 16 << 10, 256 << 10]
 FLOAT32, SUM = 7, 0  # ncclFloat32, ncclSum

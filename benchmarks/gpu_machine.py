@@ -17,9 +17,9 @@ from pathlib import Path
 from gpu_rows import report
 
 PACKAGES = (
-    ("numpy", "pybind11", "setuptools", "cmake", "ninja", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton")
-    + ("pytest", "pytest-timeout", "hypothesis", "mpi4py", "threadpoolctl")
-)  # fmt: skip
+    *("numpy", "pybind11", "setuptools", "cmake", "ninja", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"),
+    *("pytest", "pytest-timeout", "hypothesis", "mpi4py", "threadpoolctl"),
+)
 TOOLS = ("nvcc", "compute-sanitizer", "g++", "cmake", "ninja", "make")
 
 

@@ -3,8 +3,8 @@
 
     python benchmarks/gpu_ranks.py
 
-Each rank trains the CNN on other data, 4 steps of every dist_option, eagerly and recorded; after them all ranks must hold
-the same bits (partialUpdate: after ``synchronize``), and their all-reduce must be numpy's sum. Exits 1 if not.
+Each rank trains the CNN on other data, 4 steps of every dist_option, eagerly and recorded; after them all ranks must
+hold the same bits (partialUpdate: after ``synchronize``), and their all-reduce must be numpy's sum. Exits 1 if not.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the tests marked gpu, backend parity among them: a process for each file, four at a time, failures in a line each.
+"""Run the tests marked gpu, backend parity among them: a process for each file, a line for each failure.
 
     python benchmarks/gpu_tests.py
     python benchmarks/gpu_tests.py tests/backend --select "not gpu"       on a machine without a GPU

@@ -3,10 +3,10 @@
 
     python benchmarks/gpu_top_k.py
 
-Both in turn on the same values (gradients: normal; equal: many elements of the border's size), medians. The kernel takes
-the values, and gives indices in order and the chosen values; torch.topk(sorted=False) is handed the magnitudes ready
-made, and its time does not count the gathering of values. The choice is compared with a full stable sort by numpy: same
-elements, ties at the lowest index. Exits 1 when it is not the same.
+Both in turn on the same values (gradients: normal; equal: many elements of the border's size), medians. The kernel
+takes the values, and gives indices in order and the chosen values; torch.topk(sorted=False) is handed the magnitudes
+ready made, and its time does not count the gathering of values. The choice is compared with a full stable sort by
+numpy: same elements, ties at the lowest index. Exits 1 when it is not the same.
 """
 
 from __future__ import annotations

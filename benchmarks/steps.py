@@ -165,7 +165,7 @@ def torch_network(model: str) -> Any:
 
 
 def torch_resnet(stages: Sequence[int], num_blocks: Sequence[int], is_deep: bool = False) -> Any:
-    """examples/model/resnet.py, bottlenecks and the stem for large images if it is deep; inplace ReLU, as torchvision."""
+    """examples/model/resnet.py, deep or not; inplace ReLU, as torchvision's ResNet has it."""
     import torch
     from torch import nn
 
