@@ -4,9 +4,9 @@
     python benchmarks/gpu_all_reduce.py
 
 With one rank nothing travels, and in place NCCL has nothing to do at all: this measures the overhead of a call alone,
-Python, checks, events and streams, beside a plain call of the same library by ctypes on the same memory and stream. Both
-in turn, medians of turns of up to 100 calls, 4 KB to 256 MB of float32. Exits 1 when a size is above the limit: 5 us or
-2 % of the plain call, the larger.
+Python, checks, events and streams, beside a plain call of the same library by ctypes on the same memory and stream.
+Both in turn, medians of turns of up to 100 calls, 4 KB to 256 MB of float32. Exits 1 when a size is above the limit:
+5 us or 2 % of the plain call, the larger.
 """
 
 from __future__ import annotations
