@@ -7,6 +7,7 @@ the checkout. Where pip cannot make the wheel, setup.py builds the modules besid
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ WHEELS = ROOT / "build" / "gpu-check" / "wheel"
 SOURCES = ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", "native")
 BESIDE = ("tests", "benchmarks", "examples", "docs")
 BUILT = shutil.ignore_patterns("*.so", "*.so.*", "libdnnl.*", "__pycache__")
-MODULES = "import singa_lite._native as n; print({name: n.load(name)[1] for name in n.MODULES})"
+MODULES = "import json, singa_lite._native as n; print(json.dumps({m: n.load(m)[1] for m in n.MODULES}))"
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def main() -> int:
     modules = subprocess.run(
         [sys.executable, "-c", MODULES], cwd=TREE, capture_output=True, text=True, timeout=60, check=False
     )
-    is_built = modules.returncode == 0 and set(eval(modules.stdout).values()) == {"built"}
+    is_built = modules.returncode == 0 and set(json.loads(modules.stdout).values()) == {"built"}
     note = (modules.stdout or modules.stderr).strip()[-400:]
     report(
         f"build by {way}, s", round(time.monotonic() - begin, 1), met=is_built, required="works", note=note

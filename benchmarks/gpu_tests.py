@@ -76,7 +76,16 @@ def pytest(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
         "timeout_method=signal",
     ]  # signal: the other tests of the file still run
     if importlib.util.find_spec("pytest_timeout") is None:  # its settings would be errors
-        options = ["-o", "addopts=", "-o", "filterwarnings="]
+        options = ["-o", "filterwarnings=default"]  # what CUDA's packages warn of is no failure of ours
+    if importlib.util.find_spec("pytest_timeout"):
+        options += [
+            "-o",
+            "timeout=60",
+            "-o",
+            "timeout_method=signal",
+        ]  # signal: the file's other tests still run
+    else:
+        options += ["-o", "addopts="]  # without strict settings, among which are the missing plugin's
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider",
