@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_machine import library_version, names
+from gpu_machine import library_version
 from gpu_rows import explain, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -30,10 +30,11 @@ SHARES_GPU = 23000  # NCCL 2.30
 def main() -> int:
     if "SINGA_LITE_RANK" in os.environ:
         return rank()
-    from singa_lite import device
+    from singa_lite import _native, device
 
     title = f"{RANKS} ranks over NCCL"
-    version = library_version(names("nvidia.nccl", "libnccl.so.2"), "ncclGetVersion")
+    names = _native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2")
+    version = library_version(names, "ncclGetVersion")
     number, gpus = version.split()[0], device.get_num_gpus()
     if gpus < RANKS and (not number.isdigit() or int(number) < SHARES_GPU):
         note = f"skipped: {gpus} GPU, and NCCL {version} does not let ranks share one (2.30 does)"

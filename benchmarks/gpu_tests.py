@@ -35,6 +35,7 @@ FIRST = (
     "opt",
     "",
 )  # most telling
+FILE_TIMEOUT_S = 80
 SHOWN = 8  # failures of a file
 TOGETHER = 4  # files at a time: tests are short kernels and much Python
 LINE = re.compile(r"^(tests/\S+?\.py)::")
@@ -50,13 +51,13 @@ def main() -> int:
     if importlib.util.find_spec("pytest") is None:
         report("tests marked gpu", None, note="not run: no pytest here", met=False, required="pass")
         return 1
-    done = pytest("--collect-only", "-q", "-m", arguments.select, *arguments.paths)
-    files = sorted({match[1] for line in done.stdout.splitlines() if (match := LINE.match(line))}, key=place)
+    _, listing = pytest("--collect-only", "-q", "-m", arguments.select, *arguments.paths)
+    files = sorted({match[1] for line in listing.splitlines() if (match := LINE.match(line))}, key=place)
     if not files:
-        print(done.stdout, done.stderr)
+        print(listing)
         report("tests marked gpu", 0, note="none collected, see gpu-check.log", met=False, required="pass")
         return 1
-    for line in done.stdout.splitlines():
+    for line in listing.splitlines():
         if line.startswith("ERROR"):
             report("tests that cannot be collected", None, note=line[:200])
     with ThreadPoolExecutor(1 if QUICK else TOGETHER) as pool:
@@ -68,7 +69,8 @@ def place(file: str) -> tuple[int, str]:
     return next(number for number, name in enumerate(FIRST) if file.startswith(f"tests/{name}")), file
 
 
-def pytest(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def pytest(*arguments: str, timeout_s: float = 60, **variables: str) -> tuple[int, str]:
+    """Run pytest: (its exit code, 124 if it was ended after ``timeout_s``; its output)."""
     options = [
         "-o",
         "timeout=60",
@@ -87,11 +89,23 @@ def pytest(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     else:
         options += ["-o", "addopts="]  # without strict settings, among which are the missing plugin's
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider",
-         *options, *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    variables = {**os.environ, "PYTHONPATH": path, **variables}
+    with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a test's forgotten child would hold open
+        try:
+            code = subprocess.run(
+                [*command, *options, *arguments],
+                cwd=ROOT,
+                env=variables,
+                stdout=output,
+                stderr=output,
+                timeout=timeout_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        output.seek(0)
+        return code, output.read()
 
 
 def run_file(file: str, select: str) -> bool:
@@ -105,11 +119,11 @@ def run_file(file: str, select: str) -> bool:
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     counts = Counter(line["outcome"] for line in lines if line["outcome"] != "started")
     failures = [f"{line['test'].partition('::')[2]}: {line['why']}" for line in lines if line.get("why")]
-    has_ended = done.returncode in (0, 1)
+    has_ended = code in (0, 1)
     if not has_ended:
-        failures.insert(0, f"pytest ended with {done.returncode} in {lines[-1]['test'] if lines else file}")
+        failures.insert(0, f"pytest ended with exit code {code} in {lines[-1]['test'] if lines else file}")
     if failures:
-        print(done.stdout[-20_000:], done.stderr[-3000:], flush=True)
+        print(output[-20_000:], flush=True)
     is_passed = has_ended and not failures
     note = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     report(file, counts["passed"], met=is_passed, required="pass", note=note)
