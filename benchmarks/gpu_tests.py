@@ -26,15 +26,8 @@ from typing import Any
 from gpu_rows import QUICK, report
 
 ROOT = Path(__file__).resolve().parents[1]
-FIRST = (
-    "backend/test_kernels",
-    "backend/test_cuda",
-    "backend",
-    "autograd",
-    "layer",
-    "opt",
-    "",
-)  # most telling
+# the most telling files first
+FIRST = ("backend/test_kernels", "backend/test_cuda", "backend", "autograd", "layer", "opt", "")
 FILE_TIMEOUT_S = 80
 SHOWN = 8  # failures of a file
 TOGETHER = 4  # files at a time: tests are short kernels and much Python
@@ -71,23 +64,11 @@ def place(file: str) -> tuple[int, str]:
 
 def pytest(*arguments: str, timeout_s: float = 60, **variables: str) -> tuple[int, str]:
     """Run pytest: (its exit code, 124 if it was ended after ``timeout_s``; its output)."""
-    options = [
-        "-o",
-        "timeout=60",
-        "-o",
-        "timeout_method=signal",
-    ]  # signal: the other tests of the file still run
-    if importlib.util.find_spec("pytest_timeout") is None:  # its settings would be errors
-        options = ["-o", "filterwarnings=default"]  # what CUDA's packages warn of is no failure of ours
-    if importlib.util.find_spec("pytest_timeout"):
-        options += [
-            "-o",
-            "timeout=60",
-            "-o",
-            "timeout_method=signal",
-        ]  # signal: the file's other tests still run
-    else:
-        options += ["-o", "addopts="]  # without strict settings, among which are the missing plugin's
+    options = ["-o", "filterwarnings=default"]  # what CUDA's packages warn of is no failure of ours
+    if importlib.util.find_spec("pytest_timeout"):  # signal: the other tests of the file still run
+        options += ["-o", "timeout=60", "-o", "timeout_method=signal"]
+    else:  # without strict settings, among which are the missing plugin's
+        options += ["-o", "addopts="]
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     variables = {**os.environ, "PYTHONPATH": path, **variables}
@@ -113,9 +94,8 @@ def run_file(file: str, select: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
         results.touch()
-        done = pytest(
-            file, "-q", "--tb=short", "-m", select, "-p", "gpu_tests", GPU_TESTS_RESULTS=str(results)
-        )
+        options = ("-q", "--tb=short", "-m", select, "-p", "gpu_tests")
+        code, output = pytest(file, *options, timeout_s=FILE_TIMEOUT_S, GPU_TESTS_RESULTS=str(results))
         lines = [json.loads(line) for line in results.read_text().splitlines()]
     counts = Counter(line["outcome"] for line in lines if line["outcome"] != "started")
     failures = [f"{line['test'].partition('::')[2]}: {line['why']}" for line in lines if line.get("why")]
