@@ -115,8 +115,14 @@ def large_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     )
     yield "max_abs", [x], [np.zeros(1, dtype)], {}
     for kernel in ("sum", "mean", "max"):
-        for axis, size in ((0, rows.shape[1]), (1, 100)):
-            yield kernel, [rows], [np.zeros(size, dtype)], {"axes": (axis,), "keepdims": False}
+        for array, axis, size in (
+            (rows, 0, rows.shape[1]),
+            (rows, 1, 100),
+            (x.reshape(-1, 4), 0, 4),
+            (x, 0, 1),
+        ):
+            axes = {"axes": (axis,), "keepdims": array is x}
+            yield kernel, [array], [np.zeros(size, dtype)], axes
     yield "softmax", [rows], [rows.copy()], {"axis": 1}
     labels = np.zeros(100, np.int32)
     yield "softmax_cross_entropy", [rows, labels], [np.zeros(1, dtype), rows.copy()], {}

@@ -108,7 +108,7 @@ def run_file(file: str, select: str) -> bool:
     note = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     report(file, counts["passed"], met=is_passed, required="pass", note=note)
     for failure in failures[:SHOWN]:
-        report(f"fails in {file}", None, note=failure)
+        report(f"of {file}", "fails", note=failure)
     return is_passed
 
 
