@@ -43,9 +43,7 @@ class PlainNccl:
         self.communicator = ctypes.c_void_p()
         identity = Id()
         self.check(self.library.ncclGetUniqueId(ctypes.byref(identity)))
-        start = self.library.ncclCommInitRankConfig  # without a configuration its calls block
-        start.argtypes = [ctypes.c_void_p, ctypes.c_int, Id, ctypes.c_int, ctypes.c_void_p]
-        self.check(start(ctypes.byref(self.communicator), 1, identity, 0, None))
+        self.check(self.library.ncclCommInitRank(ctypes.byref(self.communicator), 1, identity, 0))
 
     def check(self, status: int) -> None:
         if status:
