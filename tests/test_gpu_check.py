@@ -125,6 +125,29 @@ def test_every_part_is_a_script_with_a_deadline_and_the_budget_is_below_8_minute
     assert gpu_check.BUDGET_S < 480
 
 
+def test_a_file_of_tests_that_dies_tells_what_passed_failed_and_where_it_died(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_tests
+
+    monkeypatch.setenv("GPU_CHECK_ROWS", str(rows := tmp_path / "rows"))
+    path = tmp_path / "test_them.py"
+    path.write_text(
+        "import os, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2, 'not at all'\n"
+        "@pytest.mark.skip\ndef test_absent(): pass\n"
+        "def test_deadly(): os._exit(7)\n"
+    )
+    assert not gpu_tests.run_file(str(path), "")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (found[0]["figure"], found[0]["met"]) == (1, False)
+    assert found[0]["note"] == "1 passed, 1 failed, 1 skipped"
+    assert "exit code 7 in" in found[1]["note"] and found[1]["note"].endswith("test_deadly")
+    assert found[2]["note"].startswith("test_bad: AssertionError: not at all")
+    path.write_text("def test_good(): pass\n")
+    assert gpu_tests.run_file(str(path), "")
+
+
 def test_steps_take_turns_and_the_clock_waits_for_the_device(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_rows
