@@ -15,7 +15,7 @@ PYTHON_FILES = $(shell find singa_lite -name '*.py')
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: help train test test-openmpi sanitize lint format clean
+.PHONY: help train test test-openmpi sanitize gpu-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI i
 
 sanitize: .venv-test/installed ## run the test programs of native/ under AddressSanitizer and UBSan
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize
+
+gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
+	$(PYTHON) benchmarks/gpu_check.py
 
 lint: .venv-test/installed ## ruff, and mypy on the public signatures
 	.venv-test/bin/ruff check .

@@ -62,12 +62,19 @@ def onednn_options() -> list[str]:
     return [f"-Ddnnl_DIR={config[0].parent}"]
 
 
+def generator() -> str:
+    """What CMake writes for: Ninja, or make where there is no Ninja (built without isolation)."""
+    return "Ninja" if shutil.which("ninja", path=tools_path()) else "Unix Makefiles"
+
+
 def run_tool(tool: str, *arguments: object) -> None:
     """Run cmake or ctest of the build requirements."""
     path = tools_path()
     command = [shutil.which(tool, path=path) or tool, *map(str, arguments)]
+    jobs = str(os.cpu_count() or 1)  # make takes one at a time unless told
+    environment = {"CMAKE_BUILD_PARALLEL_LEVEL": jobs, **os.environ, "PATH": path}
     try:
-        subprocess.run(command, check=True, env={**os.environ, "PATH": path})
+        subprocess.run(command, check=True, env=environment)
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompileError(f"{error}\n{CURE}") from None
 
@@ -83,7 +90,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
         build = Path(self.build_temp).resolve()
         # --fresh: a cache left by an earlier isolated build names tools that are gone
-        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
+        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING",
                  f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
                  f"-DPython_EXECUTABLE={sys.executable}",
                  f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
@@ -113,7 +120,7 @@ class NativeTests(Command):
 
     def run(self) -> None:
         build = ROOT / "build" / ("sanitize" if self.sanitize else "native_tests")
-        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", "Ninja", "--log-level=WARNING",
+        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING",
                  "-DSINGA_LITE_TESTS=ON", f"-DSINGA_LITE_SANITIZE={'ON' if self.sanitize else 'OFF'}",
                  *onednn_options())  # fmt: skip
         run_tool("cmake", "--build", build)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,26 @@ SHAPES = {
     "resnet20": (64, 3, 32, 32),
     "resnet18": (32, 3, 32, 32),
 }
-PARAMETERS = {"cnn": 431_080, "mlp": 669_706, "resnet20": 272_474, "resnet18": 11_173_962}
+PARAMETERS = {
+    "cnn": 431_080,
+    "mlp": 669_706,
+    "resnet20": 272_474,
+    "resnet18": 11_173_962,
+    "resnet50": 25_557_032,
+}
 OURS = ["eager", "graph"]
 TORCH = ["torch eager", "torch channels_last", "torch compile"]
-LR, MOMENTUM, WEIGHT_DECAY, CLASSES = 0.005, 0.9, 1e-5, 10
+LR, MOMENTUM, WEIGHT_DECAY = 0.005, 0.9, 1e-5
+CLASSES = {"resnet50": 1000}  # of the others: 10
 
 Step = Callable[[], Any]
 
 
-def batch(model: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Normal x, float32 of the model's shape, and labels, int64 (n,)."""
+def batch(model: str, seed: int = 0, shape: tuple[int, ...] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Normal x, float32 of ``shape`` (that of SHAPES if not given), and labels, int64 (n,)."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal(SHAPES[model]).astype(np.float32)
-    return x, rng.integers(0, CLASSES, x.shape[0])
+    x = rng.standard_normal(shape or SHAPES[model]).astype(np.float32)
+    return x, rng.integers(0, CLASSES.get(model, 10), x.shape[0])
 
 
 def make_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray) -> Step:
@@ -46,11 +53,24 @@ def make_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray) -> Step:
 # ---- here --------------------------------------------------------------------------------------------
 
 
-def our_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray, is_distributed: bool = False) -> Step:
-    """A call of the model; with ``is_distributed`` its SGD is wrapped by DistOpt, float32 gradients."""
+def our_step(
+    mode: str,
+    model: str,
+    x: np.ndarray,
+    labels: np.ndarray,
+    is_distributed: bool = False,
+    *,
+    device: Any = None,
+    communicator: Any = None,
+) -> Step:
+    """A call of the model, on the CPU unless a device is given, in the dtype of ``x``.
+
+    With ``is_distributed`` its SGD is wrapped by DistOpt, float32 gradients, over the process's communicator
+    unless one is given.
+    """
     from model.cnn import CNN
     from model.mlp import MLP
-    from model.resnet import ResNet18, ResNet20
+    from model.resnet import ResNet18, ResNet20, ResNet50
 
     from singa_lite import opt, tensor
 
@@ -58,10 +78,11 @@ def our_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray, is_distri
         def __call__(self, loss, dist_option=None, spars=None):  # the models hand these on for DistOpt
             super().__call__(loss)
 
-    network = {"cnn": CNN, "mlp": MLP, "resnet20": ResNet20, "resnet18": ResNet18}[model]()
-    tensors = tensor.from_numpy(x), tensor.from_numpy(labels.astype(np.int32))
+    networks = {"cnn": CNN, "mlp": MLP, "resnet20": ResNet20, "resnet18": ResNet18, "resnet50": ResNet50}
+    network = networks[model]()
+    tensors = tensor.from_numpy(x, device), tensor.from_numpy(labels.astype(np.int32), device)
     sgd = (opt.SGD if is_distributed else Plain)(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    network.set_optimizer(opt.DistOpt(sgd) if is_distributed else sgd)
+    network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
     network.compile([tensors[0]], use_graph=mode == "graph")
     check_count(model, sum(value.size() for value in network.get_params().values()))
     return lambda: network(*tensors)
@@ -75,25 +96,32 @@ def check_count(model: str, count: int) -> None:
 # ---- PyTorch -----------------------------------------------------------------------------------------
 
 
-def torch_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray, wrap: Any = None) -> Step:
-    """``wrap``, e.g. DistributedDataParallel, is called on the network."""
+def torch_step(
+    mode: str, model: str, x: np.ndarray, labels: np.ndarray, wrap: Any = None, device: str = "cpu"
+) -> Step:
+    """``wrap``, e.g. DistributedDataParallel, is called on the network.
+
+    On a GPU "torch compile" replays CUDA graphs; "torch amp" computes in float16 where PyTorch thinks fit.
+    """
     import torch
     from torch import nn
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if device == "cpu":
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
-    network: Any = torch_network(model)
+    network: Any = torch_network(model).to(device)
     check_count(model, sum(value.numel() for value in network.parameters()))
-    inputs, targets = torch.from_numpy(x), torch.from_numpy(labels)
-    if mode == "torch channels_last" and inputs.ndim == 4:
+    inputs, targets = torch.from_numpy(x).to(device), torch.from_numpy(labels).to(device)
+    if mode in ("torch channels_last", "torch amp") and inputs.ndim == 4:
         network = network.to(memory_format=torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
-    # fused: one call for all parameters, the fastest of its three forms (loop, foreach, fused) on the CPU
+    # fused: one call for all parameters, the fastest of its three forms (loop, foreach, fused)
     optimizer = torch.optim.SGD(
         network.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True
     )
     network = wrap(network) if wrap else network
-    call = torch.compile(network) if mode == "torch compile" else network
+    options = {} if device == "cpu" else {"mode": "reduce-overhead"}
+    call = torch.compile(network, **options) if mode == "torch compile" else network
 
     def step() -> Any:
         optimizer.zero_grad()
@@ -102,7 +130,18 @@ def torch_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray, wrap: A
         optimizer.step()
         return loss
 
-    return step
+    scaler = torch.amp.GradScaler(device)
+
+    def half_step() -> Any:
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.float16):
+            loss = nn.functional.cross_entropy(call(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return half_step if mode == "torch amp" else step
 
 
 def torch_network(model: str) -> Any:
@@ -113,18 +152,20 @@ def torch_network(model: str) -> Any:
         return nn.Sequential(
             nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, CLASSES),
+            nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10),
         )  # fmt: skip
     if model == "mlp":
         return nn.Sequential(
-            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)
+            nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
         )
+    if model == "resnet50":
+        return torch_resnet((64, 128, 256, 512), (3, 4, 6, 3), is_deep=True)
     stages, num_blocks = {"resnet20": ((16, 32, 64), 3), "resnet18": ((64, 128, 256, 512), 2)}[model]
-    return torch_resnet(stages, num_blocks)
+    return torch_resnet(stages, [num_blocks] * len(stages))
 
 
-def torch_resnet(stages: tuple[int, ...], num_blocks: int) -> Any:
-    """examples/model/resnet.py; inplace ReLU, as torchvision's ResNet has it."""
+def torch_resnet(stages: Sequence[int], num_blocks: Sequence[int], is_deep: bool = False) -> Any:
+    """examples/model/resnet.py, deep or not; inplace ReLU, as torchvision's ResNet has it."""
     import torch
     from torch import nn
 
@@ -135,14 +176,24 @@ def torch_resnet(stages: tuple[int, ...], num_blocks: int) -> Any:
             nn.BatchNorm2d(outputs, momentum=0.1),
         ]
 
-    class Block(nn.Module):
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                *convolution(inputs, outputs, stride=stride),
+    def body(inputs: int, width: int, stride: int) -> list[Any]:
+        if not is_deep:
+            return [
+                *convolution(inputs, width, 3, stride),
                 nn.ReLU(inplace=True),
-                *convolution(outputs, outputs),
-            )
+                *convolution(width, width),
+            ]
+        return [
+            *convolution(inputs, width, 1), nn.ReLU(inplace=True),
+            *convolution(width, width, 3, stride), nn.ReLU(inplace=True),
+            *convolution(width, 4 * width, 1),
+        ]  # fmt: skip
+
+    class Block(nn.Module):
+        def __init__(self, inputs: int, width: int, stride: int) -> None:
+            super().__init__()
+            outputs = 4 * width if is_deep else width
+            self.body = nn.Sequential(*body(inputs, width, stride))
             changes = stride != 1 or inputs != outputs
             self.shortcut = (
                 nn.Sequential(*convolution(inputs, outputs, 1, stride)) if changes else nn.Identity()
@@ -153,11 +204,14 @@ def torch_resnet(stages: tuple[int, ...], num_blocks: int) -> Any:
             return self.relu(self.body(x) + self.shortcut(x))
 
     blocks: list[Any] = []
-    for stage, outputs in enumerate(stages):
-        for number in range(num_blocks):
-            inputs = stages[stage - 1] if stage and not number else outputs
-            blocks.append(Block(inputs, outputs, 2 if stage and not number else 1))
+    inputs = stages[0]
+    for stage, width in enumerate(stages):
+        for number in range(num_blocks[stage]):
+            blocks.append(Block(inputs, width, 2 if stage and not number else 1))
+            inputs = 4 * width if is_deep else width
+    stem = convolution(3, stages[0], 7, 2) if is_deep else convolution(3, stages[0])
+    pool = [nn.MaxPool2d(3, 2, 1)] if is_deep else []
     return nn.Sequential(
-        *convolution(3, stages[0]), nn.ReLU(inplace=True), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(stages[-1], CLASSES),
+        *stem, nn.ReLU(inplace=True), *pool, *blocks,
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000 if is_deep else 10),
     )  # fmt: skip

@@ -44,8 +44,22 @@ MODELS = {
         + 513 * 10,
         0.01,
     ),
+    "resnet.ResNet50": (
+        (2, 3, 64, 64),
+        (147 * 64 + 128)
+        + sum(
+            # first block, the shortcut, the other blocks; a bottleneck's 1x1, 3x3 and 1x1 convolutions and their norms
+            (inputs * width + 13 * width * width + 12 * width)
+            + (inputs * 4 * width + 8 * width)
+            + (blocks - 1) * (17 * width * width + 12 * width)
+            for inputs, width, blocks in ((64, 64, 3), (256, 128, 4), (512, 256, 6), (1024, 512, 3))
+        )
+        + 2049 * 1000,
+        0.01,
+    ),
 }  # fmt: skip
 PUBLISHED = {
+    "resnet.ResNet50": 25_557_032,
     "resnet.ResNet20": 272_474,
     "resnet.ResNet18": 11_173_962,
     "mlp.MLP": 669_706,
@@ -71,7 +85,7 @@ def test_the_number_of_parameters_is_that_of_the_formula(name):
     count = sum(param.size() for param in net.get_params().values())
     assert count == MODELS[name][1] == PUBLISHED[name]
     net.eval()
-    assert net(x).shape == (x.shape[0], 10)
+    assert net(x).shape == (x.shape[0], 1000 if name.endswith("50") else 10)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,12 +110,26 @@ def test_resnets_halve_the_image_at_each_stage_and_project_where_the_shape_chang
         assert projected == [blocks * stage for stage in range(1, len(channels))]
 
 
+def test_resnet_50_halves_the_image_in_stem_and_pool_and_at_each_stage_but_the_first():
+    net = load("resnet.ResNet50")()
+    x = tensor.zeros((1, 3, 64, 64))
+    y = net.pool(net.conv(x))
+    assert y.shape == (1, 64, 16, 16)
+    shapes = [(y := block(y)).shape for block in net.blocks]
+    blocks = {256: 3, 512: 4, 1024: 6, 2048: 3}
+    assert shapes == [
+        (1, width, 4096 // width, 4096 // width) for width, n in blocks.items() for _ in range(n)
+    ]
+    assert [number for number, block in enumerate(net.blocks) if block.is_projected] == [0, 3, 7, 13]
+
+
 def test_a_block_adds_its_input_before_the_last_relu():
-    block = load("resnet.BasicBlock")(4, 1, False)
-    x = tensor.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32))
-    block(x)
-    block.bn2.scale.set_value(0.0)
-    np.testing.assert_array_equal(tensor.to_numpy(block(x)), np.maximum(tensor.to_numpy(x), 0))
+    for name, width, last in (("BasicBlock", 4, "bn2"), ("Bottleneck", 1, "bn3")):
+        block = load(f"resnet.{name}")(width, 1, False)
+        x = tensor.from_numpy(np.random.default_rng(0).normal(size=(2, 4, 6, 6)).astype(np.float32))
+        block(x)
+        getattr(block, last).scale.set_value(0.0)
+        np.testing.assert_array_equal(tensor.to_numpy(block(x)), np.maximum(tensor.to_numpy(x), 0))
 
 
 def test_batch_norms_take_a_tenth_of_each_batch_into_their_statistics():

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check everything that needs an NVIDIA GPU, without a network, in 8 minutes: build, tests, figures, one report.
+
+    make gpu-check
+    python benchmarks/gpu_check.py --parts machine build smoke --budget 180
+    OUT=/tmp/results python benchmarks/gpu_check.py
+
+Each part is a script beside this one, in a process of its own with a deadline; what crashes or hangs is noted and the
+next part runs. gpu-check.json and gpu-check.md (in $OUT, else build/gpu-check) are written anew with every row that
+comes, so whatever cuts the run off leaves what was found until then; gpu-check.log has all output. Nothing in the
+checkout is changed: build/gpu-check/tree gets a copy, built with the packages this Python has. Exits 1 if something
+failed or a required figure was missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRATCH = ROOT / "build" / "gpu-check"
+BUDGET_S = 465  # under 8 minutes with the last report
+TAIL_LINES = 25  # of the output of a part that failed
+
+# name -> (script and arguments, deadline in s), most valuable first: what the budget does not reach is not run
+PARTS: dict[str, tuple[Sequence[str], float]] = {
+    "machine": (["gpu_machine.py"], 60),
+    "build": (["gpu_build.py"], 150),
+    "smoke": (["gpu_smoke.py"], 60),
+    "tests": (["gpu_tests.py"], 120),
+    "step cnn": (["gpu_step.py", "cnn"], 40),
+    "step resnet18": (["gpu_step.py", "resnet18"], 45),
+    "step resnet50": (["gpu_step.py", "resnet50"], 60),
+    "top-k": (["gpu_top_k.py"], 40),
+    "DistOpt": (["gpu_dist_opt.py"], 40),
+    "all_reduce": (["gpu_all_reduce.py"], 40),
+    "step cnn compiled": (["gpu_step.py", "cnn", "--compile"], 60),
+    "memcheck": (["gpu_kernels.py", "--tool", "memcheck"], 60),
+    "racecheck": (["gpu_kernels.py", "--tool", "racecheck"], 60),
+    "ranks": (["gpu_ranks.py"], 45),
+}
+
+
+@dataclass
+class Outcome:
+    """What came of a part.
+
+    Attributes:
+        part: its name in PARTS.
+        result: "passed", or what happened instead.
+        seconds: how long it ran.
+        rows: what it found, as ``gpu_rows.report`` writes it.
+        tail: the last lines it printed, unless it passed.
+    """
+
+    part: str
+    result: str = "running"
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    tail: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+                        help="only these, in the order given: " + ", ".join(PARTS))  # fmt: skip
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or SCRATCH))
+    arguments = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    outcomes = check({name: PARTS[name] for name in arguments.parts}, arguments.budget, arguments.out)
+    print((arguments.out / "gpu-check.md").read_text())
+    return int(any(outcome.result != "passed" or missed(outcome) for outcome in outcomes))
+
+
+def stop(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # so that the part in hand is ended and noted
+
+
+def check(parts: Mapping[str, tuple[Sequence[str], float]], budget_s: float, out: Path) -> list[Outcome]:
+    """Run ``parts`` one after the other and keep the report in ``out`` up to date."""
+    out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    with (out / "gpu-check.log").open("w+", errors="replace") as log:
+        for name, (command, deadline_s) in parts.items():
+            outcomes.append(outcome := Outcome(name))
+            left = budget_s - (time.monotonic() - began)
+            if left < 5:
+                outcome.result = "not run: no time left"
+            else:
+                print(f"--- {name}", file=log, flush=True)
+                run_part(outcome, outcomes, command, min(deadline_s, left), out, log)
+            write_report(outcomes, out)
+            print(f"{name}: {outcome.result} ({outcome.seconds:.0f} s)", flush=True)
+            log.write(f"--- {name}: {outcome.result} ({outcome.seconds:.0f} s)\n")
+    return outcomes
+
+
+def run_part(
+    outcome: Outcome, outcomes: list[Outcome], command: Sequence[str], deadline_s: float, out: Path, log: Any
+) -> None:
+    """Run one part until it ends or its deadline is over, with its rows in ``outcome`` as they come."""
+    rows = out / "rows.tmp"
+    rows.write_text("")
+    begin, start = time.monotonic(), log.tell()
+    job = subprocess.Popen(
+        [sys.executable, "-u", *command_line(command)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        cwd=tree(),
+        env=environment(rows),
+        start_new_session=True,  # a group of its own, which is ended with all its children
+    )
+    try:
+        while job.poll() is None and time.monotonic() - begin < deadline_s:
+            time.sleep(0.2)
+            outcome.seconds = time.monotonic() - begin
+            if len(found := read_rows(rows)) > len(outcome.rows):
+                outcome.rows = found
+                write_report(outcomes, out)
+        outcome.result = {None: f"cut off after {deadline_s:.0f} s", 0: "passed"}.get(
+            job.poll(), f"failed with exit code {job.poll()}"
+        )
+    except BaseException:
+        outcome.result = "cut off: gpu_check.py was ended"
+        raise
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        outcome.rows = read_rows(rows)
+        rows.unlink()
+        log.seek(start)
+        if outcome.result != "passed":
+            outcome.tail = log.read().splitlines()[-TAIL_LINES:]
+        log.seek(0, os.SEEK_END)
+        write_report(outcomes, out)
+
+
+def command_line(command: Sequence[str]) -> list[str]:
+    """The script, of the built tree if that has it; an absolute path stays."""
+    script, *arguments = command
+    folder = ROOT if script in ("gpu_machine.py", "gpu_build.py") else tree()
+    return [str(folder / "benchmarks" / script), *arguments]
+
+
+def tree() -> Path:
+    """The built copy; the checkout while there is none."""
+    built = SCRATCH / "tree"
+    return built if (built / "singa_lite").is_dir() else ROOT
+
+
+def environment(rows: Path) -> dict[str, str]:
+    path = [str(tree()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "GPU_CHECK_ROWS": str(rows)}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of rows."""
+    complete = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+# ---- the report --------------------------------------------------------------------------------------
+
+
+def missed(outcome: Outcome) -> bool:
+    return any(row["met"] is False for row in outcome.rows)
+
+
+def write_report(outcomes: Sequence[Outcome], out: Path) -> None:
+    """Both files, each replaced as a whole."""
+    machine = {row["what"]: row["figure"] for o in outcomes if o.part == "machine" for row in o.rows}
+    content = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "machine": machine,
+        "parts": [asdict(outcome) for outcome in outcomes],
+    }
+    for name, text in (
+        ("gpu-check.json", json.dumps(content, indent=1)),
+        ("gpu-check.md", markdown(content)),
+    ):
+        temporary = out / f"{name}.tmp"
+        temporary.write_text(text + "\n")
+        temporary.replace(out / name)
+
+
+def commit() -> str:
+    """The checkout's commit, "+" if files differ from it; "unknown" without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"# GPU check, {content['date']}, commit {content['commit']}", ""]
+    lines += [f"- {what}: {figure}" for what, figure in content["machine"].items()]
+    lines += ["", "| what | figure | required | met | note |", "|---|---|---|---|---|"]
+    for part in content["parts"]:
+        if part["part"] != "machine":
+            lines += [table_row(row) for row in part["rows"]]
+    lines += ["", "| part | result | seconds |", "|---|---|---|"]
+    lines += [f"| {part['part']} | {part['result']} | {part['seconds']:.0f} |" for part in content["parts"]]
+    for part in content["parts"]:
+        if part["tail"]:
+            lines += [
+                "",
+                f"Last lines of {part['part']} ({part['result']}):",
+                "",
+                "```",
+                *part["tail"],
+                "```",
+            ]
+    return "\n".join(lines)
+
+
+def table_row(row: Mapping[str, Any]) -> str:
+    met = {True: "met", False: "**missed**", None: ""}[row["met"]]
+    figure = f"{row['figure']:.4g}" if isinstance(row["figure"], float) else row["figure"]
+    cells = [row["what"], figure, row["required"], met, row["note"]]
+    texts = (" ".join(str(cell).split()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(texts)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

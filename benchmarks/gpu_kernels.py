@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run every own CUDA kernel, alone or under compute-sanitizer.
+
+    python benchmarks/gpu_kernels.py
+    python benchmarks/gpu_kernels.py --tool memcheck
+    python benchmarks/gpu_kernels.py --tool racecheck
+
+The calls are the samples of tests/backend/test_kernels.py in three dtypes, and larger arrays where a kernel cuts them
+in pieces. Every array is an allocation of its own, so that a write beside it is seen. A kernel of the .cu files that
+nothing called is named. Exits 1 if there is one or the tool found something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_machine import find_tool
+from gpu_rows import QUICK, report
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = ("float32", "float16", "float64")
+LARGE = 40_000 if QUICK else 300_000
+SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tool", choices=("memcheck", "racecheck"), help="of compute-sanitizer")
+    arguments = parser.parse_args()
+    return under(arguments.tool) if arguments.tool else run_all()
+
+
+def under(tool: str) -> int:
+    """This script under a tool of compute-sanitizer; 1 if that found something."""
+    title = f"compute-sanitizer {tool} on the own kernels, findings"
+    sanitizer = find_tool("compute-sanitizer")
+    if sanitizer is None:
+        report(title, None, note="skipped: no compute-sanitizer on PATH or in /usr/local/cuda")
+        return 0
+    command = [sanitizer, "--tool", tool, "--print-limit", "20", sys.executable, __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    print(output[-20_000:])
+    found = SUMMARY.search(output)
+    lines = [line for line in output.splitlines() if line.startswith("========= ") and len(line) > 10]
+    if found is None or done.returncode:
+        note = f"exit code {done.returncode}: {' / '.join((lines or output.splitlines())[-4:])}"[:400]
+        report(title, int(found[1]) if found else None, met=False, required="0", note=note)
+        return 1
+    note = "" if found[1] == "0" else " / ".join(lines[1:4])[:400]
+    report(title, int(found[1]), 0, note)
+    return int(found[1] != "0")
+
+
+def run_all() -> int:
+    """All samples; 1 if an own kernel was in none."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "backend")]
+    import cupy
+
+    from singa_lite import device
+
+    if hasattr(cupy.cuda, "set_allocator"):
+        cupy.cuda.set_allocator(None)  # no pool
+    backend = device.create_cuda_gpu().backend
+    for kernel, inputs, out, attributes in calls():
+        given, made = ([backend.asarray(array) for array in arrays] for arrays in (inputs, out))
+        backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
+    backend.synchronize()
+    missing = sorted(own_kernels() - {name for name, _ in backend._functions})
+    total = len(own_kernels())
+    report("own kernels run", f"{total - len(missing)} of {total}", met=not missing, required="all",
+           note=f"not run: {', '.join(missing)}" if missing else "")  # fmt: skip
+    return int(bool(missing))
+
+
+Call = tuple[str, list[np.ndarray], list[np.ndarray], dict[str, Any]]
+
+
+def calls() -> Iterator[Call]:
+    """(kernel, inputs, outputs as they start, attributes) of each call."""
+    from test_kernels import SAMPLES, in_dtype
+
+    for dtype in DTYPES:
+        for sample in SAMPLES:
+            if not sample.kernel.startswith(("conv2d", "matmul")):  # NVIDIA's
+                inputs = [in_dtype(array, dtype) for array in sample.inputs]
+                out = [in_dtype(np.array(array), dtype) for array in sample.before or sample.expected]
+                yield sample.kernel, inputs, out, sample.attributes
+        yield from large_calls(np.random.default_rng(3), dtype)
+
+
+def large_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
+    """Arrays of many blocks, and the random kernels, which have no samples."""
+    x = rng.standard_normal(LARGE).astype(dtype)
+    rows = x.reshape(100, -1)
+    k = LARGE // 100
+    chosen = [np.zeros(k, np.int32), np.zeros(k, dtype)]
+    yield "top_k", [x], chosen, {"k": k}
+    kept = np.flatnonzero(np.abs(x) >= np.asarray(1.5, dtype))
+    yield "threshold_count", [x], [np.zeros(1, np.int64)], {"threshold": 1.5}
+    yield (
+        "threshold_select",
+        [x],
+        [np.zeros(kept.size, np.int32), np.zeros(kept.size, dtype)],
+        {"threshold": 1.5},
+    )
+    yield "max_abs", [x], [np.zeros(1, dtype)], {}
+    for kernel in ("sum", "mean", "max"):
+        for array, axis, size in (
+            (rows, 0, rows.shape[1]),
+            (rows, 1, 100),
+            (x.reshape(-1, 4), 0, 4),
+            (x, 0, 1),
+        ):
+            axes = {"axes": (axis,), "keepdims": array is x}
+            yield kernel, [array], [np.zeros(size, dtype)], axes
+    yield "softmax", [rows], [rows.copy()], {"axis": 1}
+    labels = np.zeros(100, np.int32)
+    yield "softmax_cross_entropy", [rows, labels], [np.zeros(1, dtype), rows.copy()], {}
+    random = {"seed": 1, "counter": 2}
+    yield "random_normal", [], [x.copy()], {"mean": 0.0, "std": 1.0, **random}
+    yield "random_uniform", [], [x.copy()], {"low": 0.0, "high": 1.0, **random}
+    yield "random_bernoulli", [], [x.copy()], {"p": 0.3, **random}
+    yield "dropout", [x], [x.copy(), np.zeros(LARGE, bool)], {"ratio": 0.4, **random}
+    images = rng.standard_normal((8, 2, 64, 64)).astype(dtype)  # large enough to be cut
+    channel = [np.ones(2, dtype) for _ in range(4)]
+    attributes = {"momentum": 0.1, "eps": 1e-5}
+    yield "batchnorm_2d_train", [images, *channel[:2]], [images.copy(), *channel], attributes
+    yield "batchnorm_2d_backward", [images, images, *channel[:3]], [images.copy(), *channel[:2]], {}
+
+
+def own_kernels() -> set[str]:
+    """ "file.kernel" of every kernel in singa_lite/backend/cuda, as cupy's compiler is asked for it."""
+    from singa_lite.backend.cuda.launch import FOLDER
+
+    found = set()
+    for path in FOLDER.glob("*.cu"):
+        text = path.read_text()
+        names = re.findall(r"^KERNEL (?:__\w+__\(\d+\) )?(\w+)", text, re.M)
+        for macro in re.findall(r"^#define (\w+)\(name\b.*\\\n +KERNEL name\(", text, re.M):
+            names += re.findall(rf"^{macro}\((\w+)", text, re.M)
+        found |= {f"{path.stem}.{name}" for name in names}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of `make gpu-check`: whatever its parts do, both reports are there and say so. No GPU is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+HEAD = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nfrom gpu_rows import report\n"
+HANGS = "import subprocess, time\nsubprocess.Popen(['sleep', '{seconds}'])\ntime.sleep(100)\n"
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_check
+
+    return gpu_check
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str, str], str]:
+    """Writes a part that can report rows; gives its path."""
+
+    def write(name: str, body: str) -> str:
+        path = tmp_path / f"{name}.py"
+        path.write_text(HEAD + body)
+        return str(path)
+
+    return write
+
+
+def outcomes_in(out: Path) -> dict[str, dict[str, Any]]:
+    return {part["part"]: part for part in json.loads((out / "gpu-check.json").read_text())["parts"]}
+
+
+def test_crashing_hanging_and_unreached_parts_leave_the_rows_of_the_others(gpu_check, script, tmp_path):
+    parts = {
+        "machine": ([script("machine", "report('GPU', 'none at all')")], 20),
+        "good": (
+            [script("good", "report('a ratio', 0.4, 0.5)\nreport('another | one', 1.25, 1.0, 'slow')")],
+            20,
+        ),
+        "crash": ([script("crash", "report('before', 1)\nprint('going down')\nimport os; os._exit(9)")], 20),
+        "hang": ([script("hang", "report('first', 2)\n" + HANGS.format(seconds=4321))], 1.5),
+        "after": ([script("after", "report('last', None, 3.0, 'came to nothing')\nsys.exit(1)")], 20),
+    }
+    out = tmp_path / "out"
+    outcomes = gpu_check.check(parts, 60, out)
+    found = outcomes_in(out)
+    assert [part["result"] for part in found.values()] == [
+        *("passed", "passed", "failed with exit code 9", "cut off after 2 s", "failed with exit code 1"),
+    ]
+    assert [row["figure"] for part in found.values() for row in part["rows"]] == [
+        *("none at all", 0.4, 1.25, 1, 2, None),
+    ]
+    assert [gpu_check.missed(outcome) for outcome in outcomes] == [False, True, False, False, True]
+    assert found["crash"]["tail"][-1] == "going down"
+    text = (out / "gpu-check.md").read_text()
+    assert "- GPU: none at all" in text
+    assert "| a ratio | 0.4 | <= 0.5 | met |  |" in text
+    assert "| another \\| one | 1.25 | <= 1 | **missed** | slow |" in text
+    assert "| last | None | <= 3 | **missed** | came to nothing |" in text
+    assert "| hang | cut off after 2 s | 2 |" in text
+    assert "going down" in (out / "gpu-check.log").read_text()
+    assert not is_running("sleep", "4321")  # what a part started ends with it
+
+
+def test_parts_beyond_the_budget_are_named_and_not_run(gpu_check, script, tmp_path):
+    parts = {
+        "long": ([script("long", "import time; time.sleep(100)")], 100),
+        "late": ([script("late", "report('never', 1)")], 100),
+    }
+    begin = time.monotonic()
+    gpu_check.check(parts, 6, tmp_path / "out")
+    assert time.monotonic() - begin < 60
+    found = outcomes_in(tmp_path / "out")
+    assert found["long"]["result"] == "cut off after 6 s"
+    assert found["late"]["result"] == "not run: no time left" and not found["late"]["rows"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_that_is_ended_has_written_what_was_found(script, tmp_path, number):
+    slow = script("slow", "report('early', 7)\n" + HANGS.format(seconds=1234 + number))
+    driver = script("driver", f"""
+import pathlib, signal, gpu_check
+signal.signal(signal.SIGTERM, gpu_check.stop)
+gpu_check.check({{'slow': ([{slow!r}], 90)}}, 90, pathlib.Path({str(tmp_path)!r}, 'out'))
+""")  # fmt: skip
+    job = subprocess.Popen([sys.executable, driver], start_new_session=True)
+    try:
+        wait_for(lambda: outcomes_in(tmp_path / "out")["slow"]["rows"])
+        os.kill(job.pid, number)
+        assert job.wait(20) == (-number if number == signal.SIGKILL else 128 + number)
+        found = outcomes_in(tmp_path / "out")["slow"]
+        assert [row["figure"] for row in found["rows"]] == [7]
+        was_told = number == signal.SIGTERM
+        assert found["result"] == ("cut off: gpu_check.py was ended" if was_told else "running")
+        assert is_running(f"{slow}") is not was_told
+    finally:
+        for process in running(str(slow)) + running("sleep", str(1234 + number)):
+            os.kill(process, signal.SIGKILL)
+
+
+def test_a_row_that_is_half_written_waits(gpu_check, tmp_path):
+    path = tmp_path / "rows"
+    path.write_text('{"what": 1}\n{"what": ')
+    assert gpu_check.read_rows(path) == [{"what": 1}]
+
+
+def test_every_part_is_a_script_with_a_deadline_and_the_budget_is_below_8_minutes(gpu_check):
+    for command, deadline_s in gpu_check.PARTS.values():
+        assert (BENCHMARKS / command[0]).is_file()
+        assert 0 < deadline_s <= 150
+    assert gpu_check.BUDGET_S < 480
+
+
+def test_a_file_of_tests_that_dies_tells_what_passed_failed_and_where_it_died(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_tests
+
+    monkeypatch.setenv("GPU_CHECK_ROWS", str(rows := tmp_path / "rows"))
+    path = tmp_path / "test_them.py"
+    path.write_text(
+        "import os, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2, 'not at all'\n"
+        "@pytest.mark.skip\ndef test_absent(): pass\n"
+        "def test_deadly(): os._exit(7)\n"
+    )
+    assert not gpu_tests.run_file(str(path), "")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert (found[0]["figure"], found[0]["met"]) == (1, False)
+    assert found[0]["note"] == "1 passed, 1 failed, 1 skipped"
+    assert "exit code 7 in" in found[1]["note"] and found[1]["note"].endswith("test_deadly")
+    assert found[2]["note"].startswith("test_bad: AssertionError: not at all")
+    path.write_text("def test_good(): pass\n")
+    assert gpu_tests.run_file(str(path), "")
+
+
+def test_steps_take_turns_and_the_clock_waits_for_the_device(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_rows
+
+    pending, order = [], []
+
+    def step(name, seconds):
+        return lambda: (order.append(name), pending.append(seconds))
+
+    def synchronize():
+        time.sleep(sum(pending))
+        pending.clear()
+
+    monkeypatch.setattr(gpu_rows, "TURN_S", 0.01)
+    found = gpu_rows.medians_ms({"slow": step("slow", 0.02), "fast": step("fast", 0.002)}, synchronize, 3)
+    assert found["slow"] >= 20 and found["fast"] >= 2  # ms
+    turns = [name for number, name in enumerate(order[4:]) if [*order[4:]][number - 1 : number] != [name]]
+    assert turns == ["slow", "fast"] * 3
+
+
+# ---- processes ---------------------------------------------------------------------------------------
+
+
+def running(*words: str) -> list[int]:
+    """Processes whose command line has all these words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if set(words) <= set(command) and int(path.parent.name) != os.getpid():
+            found.append(int(path.parent.name))
+    return found
+
+
+def is_running(*words: str) -> bool:
+    return bool(running(*words))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    pytest.fail("it did not come to pass in 30 s")
