@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only mutable globals of the package, and the environment switches, in one table.
 
-Everything here is process-wide. Modules read ``config.state`` at the moment of use and never copy it.
+Everything here is process-wide, but for what listens to the kernels of one thread. Modules read
+``config.state`` at the moment of use and never copy it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 # Environment switch -> what it does. Read through env(), so that a misspelt name fails at once.
@@ -21,16 +25,24 @@ SWITCHES = {
 }
 
 
+class OfThread(threading.local):
+    """What each thread has of its own: a thread that loads data is no part of the step that another records."""
+
+    recorder: Any = None
+    hosting: Any = None
+
+
 @dataclass
 class State:
     """The mutable globals.
 
     Attributes:
         training: True while operators record for ``backward`` and dropout/batch-norm train.
-        num_nodes: calls recorded so far; numbers them in the order of their creation.
+        numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
         recording: False inside ``autograd.no_grad()``.
-        recorder: what listens to every kernel while a step is recorded (graph.Recorder), else None.
+        recorder: what listens to every kernel of this thread while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
+        of_thread: where these two are kept.
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
@@ -38,12 +50,27 @@ class State:
 
     training: bool = False
     recording: bool = True
-    recorder: Any = None  # Any: a type of a higher floor; graph.py owns it
-    hosting: Any = None
-    num_nodes: int = 0
+    of_thread: OfThread = field(default_factory=OfThread)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
+
+    @property
+    def recorder(self) -> Any:  # Any: a type of a higher floor; graph.py owns it
+        return self.of_thread.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Any) -> None:
+        self.of_thread.recorder = recorder
+
+    @property
+    def hosting(self) -> Any:  # Any: likewise
+        return self.of_thread.hosting
+
+    @hosting.setter
+    def hosting(self, recorder: Any) -> None:
+        self.of_thread.hosting = recorder
 
 
 state = State()

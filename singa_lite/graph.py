@@ -106,10 +106,12 @@ class HostCall:
 
     Attributes:
         function, arguments: called as function(*arguments); the arguments name all tensors it reads.
+        updates: whether it may write parameters or other arrays that kernels read.
     """
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
+    updates: bool = True
     phase = "Dist"
 
     @property
@@ -162,7 +164,7 @@ class Recorder:
         self._memory(root).owner = root
 
     def settle(self) -> None:
-        """Say, at the end of the step, that replays must leave what host calls read where these look for it."""
+        """Say, at the end of the step, that replays must leave what is looked at later where it is looked for."""
         for tensor, memory in self._handed:
             root = tensor.device.backend.root(tensor.data)
             if self._memories.get(id(root)) is memory:
@@ -171,6 +173,18 @@ class Recorder:
                 memory.owner = tensor.data
             else:
                 self.refuse("a host call moved a part of an array")
+        for watch in self._watches:  # someone holds these: a state no model knows, an activation put aside
+            root = watch()
+            if root is not None and self._memories[id(root)].owner is None:
+                self._memories[id(root)].owner = root
+
+    def check_made(self, where: str, backend: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        """Refuse the step if ``where`` made an array without a kernel; it may hand on what it was given."""
+        known = {id(backend.root(array)) for array in given}
+        for array in made:
+            root = id(backend.root(array))
+            if root not in known and root not in self._memories:
+                self.refuse(f"{where} computes outside of the backend's kernels")
 
     def _view(self, backend: Any, array: Any) -> View:
         root = backend.root(array)
@@ -202,9 +216,9 @@ class Recorder:
         finally:
             state.recorder = before
 
-    def host(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def host(self, function: Callable[..., Result], *arguments: Any, updates: bool = True) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function, arguments))
+        self.calls.append(HostCall(function, arguments, updates))
         self._handed += [
             (tensor, self._memory(tensor.device.backend.root(tensor.data)))
             for tensor in self._tensors_in(arguments)
@@ -216,13 +230,14 @@ class Recorder:
             state.recorder, state.hosting = self, None
 
 
-def host(function: Callable[..., Result], *arguments: Any) -> Result:
+def host(function: Callable[..., Result], *arguments: Any, updates: bool = True) -> Result:
     """Run ``function(*arguments)`` now, and at this place of every replay if the step is being recorded.
 
     Every tensor that the function reads and the step computes must be among the arguments, or in lists of them.
+    ``updates=False`` promises that it writes no array that kernels of the step read.
     """
     recorder: Recorder | None = state.recorder
-    return function(*arguments) if recorder is None else recorder.host(function, *arguments)
+    return function(*arguments) if recorder is None else recorder.host(function, *arguments, updates=updates)
 
 
 def move_to(tensor: Any, array: Any) -> None:
