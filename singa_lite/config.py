@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only mutable globals of the package, and the environment switches, in one table.
 
-Everything here is process-wide, but for what listens to the kernels of one thread. Modules read
-``config.state`` at the moment of use and never copy it.
+Everything here is process-wide, but for what ``OfThread`` holds. Modules read ``config.state`` at the moment of use and
+never copy it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ SWITCHES = {
 
 
 class OfThread(threading.local):
-    """What each thread has of its own: a thread that loads data is no part of the step that another records."""
+    """What each thread has of its own: one that loads data is no part of the step that another records."""
 
+    recording: bool = True
     recorder: Any = None
     hosting: Any = None
 
@@ -39,22 +40,29 @@ class State:
     Attributes:
         training: True while operators record for ``backward`` and dropout/batch-norm train.
         numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
-        recording: False inside ``autograd.no_grad()``.
+        recording: False inside ``autograd.no_grad()`` of this thread.
         recorder: what listens to every kernel of this thread while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
-        of_thread: where these two are kept.
+        of_thread: where these three are kept.
         communicator: the process's host communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
     """
 
     training: bool = False
-    recording: bool = True
     of_thread: OfThread = field(default_factory=OfThread)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
+
+    @property
+    def recording(self) -> bool:
+        return self.of_thread.recording
+
+    @recording.setter
+    def recording(self, recording: bool) -> None:
+        self.of_thread.recording = recording
 
     @property
     def recorder(self) -> Any:  # Any: a type of a higher floor; graph.py owns it
