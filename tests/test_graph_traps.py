@@ -85,7 +85,22 @@ def row_behind_a_reshape(net, x):
     return autograd.reshape(autograd.reshape(products, (32, 8)) + row, (4, 64))
 
 
-FEATURES = [reshaped_image, reshaped_pixels, product_of_matrices, row_behind_a_reshape]
+def times_a_number(net, x):
+    return autograd.relu(net.conv(x) * 0.5)
+
+
+def of_repeated_parts(net, x):
+    return net.conv(x.repeat([2, *[1] * 15], 1))
+
+
+FEATURES = [
+    reshaped_image,
+    reshaped_pixels,
+    product_of_matrices,
+    row_behind_a_reshape,
+    times_a_number,
+    of_repeated_parts,
+]
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: features.__name__)
@@ -196,3 +211,26 @@ def test_profiles_of_records_that_are_gone_disturb_no_other(capsys):
         assert len(device.profile.entries) == 6
     finally:
         device.SetVerbosity(0)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_two_threads_train_a_model_each(use_graph):
+    losses = trained(Net, use_graph, steps=8)[0]
+    nets, seen = [], [[], []]
+    for _ in seen:
+        get_default_device().SetRandSeed(3)
+        net = Net()
+        net.set_optimizer(opt.SGD(lr=0.05, momentum=0.9))
+        net.compile([batch(0)[0]], use_graph=use_graph)
+        nets.append(net)
+
+    def work(number):
+        seen[number] += [to_numpy(nets[number](*batch(step))[1]).item() for step in range(8)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    autograd.training = False
+    np.testing.assert_allclose(seen, [losses, losses], rtol=1e-4)

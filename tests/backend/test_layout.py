@@ -79,3 +79,9 @@ def test_pixels_are_in_every_order_at_once():
     pixel = image((2, 16, 1, 1))
     made = call("conv2d", (image(), image((16, 16, 4, 4))), pixel, **GEOMETRY)
     assert laid(made, call("exp", (pixel,), image((2, 16, 1, 1)))) == ["conv16", "exp"]
+
+
+def test_the_gradient_of_an_average_has_the_order_of_the_image_it_is_of():
+    backward = call("avg_pool_2d_backward", (image((2, 16, 2, 2)),), image())
+    *_, reorder, made = lay_out([conv, backward], lambda *shapes, **geometry: (16, 16))
+    assert reorder.name == "reorder" and made.attributes == {"block": 16}
