@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only mutable globals of the package, and the environment switches, in one table.
 
-Everything here is process-wide. Modules read ``config.state`` at the moment of use and never copy it.
+Everything here is process-wide, but for what ``OfThread`` holds. Modules read ``config.state`` at the moment of use and
+never copy it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +29,25 @@ SWITCHES = {
 }
 
 
+class OfThread(threading.local):
+    """What each thread has of its own: one that loads data is no part of the step that another records."""
+
+    recording: bool = True
+    recorder: Any = None
+    hosting: Any = None
+
+
 @dataclass
 class State:
     """The mutable globals.
 
     Attributes:
         training: True while operators record for ``backward`` and dropout/batch-norm train.
-        num_nodes: calls recorded so far; numbers them in the order of their creation.
-        recording: False inside ``autograd.no_grad()``.
-        recorder: what listens to every kernel while a step is recorded (graph.Recorder), else None.
+        numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
+        recording: False inside ``autograd.no_grad()`` of this thread.
+        recorder: what listens to every kernel of this thread while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
+        of_thread: where these three are kept.
         rehearsal: what is asked instead of the device while a CUDA graph is captured, or its host calls are repeated
             (backend.cuda.capture.CapturedCalls), else None.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
@@ -45,16 +58,38 @@ class State:
     """
 
     training: bool = False
-    recording: bool = True
-    recorder: Any = None  # Any: a type of a higher floor; graph.py owns it
-    hosting: Any = None
-    rehearsal: Any = None
-    num_nodes: int = 0
+    of_thread: OfThread = field(default_factory=OfThread)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    rehearsal: Any = None  # Any: likewise; backend/cuda/capture.py owns it
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     allow_tf32: bool = False
+
+    @property
+    def recording(self) -> bool:
+        return self.of_thread.recording
+
+    @recording.setter
+    def recording(self, recording: bool) -> None:
+        self.of_thread.recording = recording
+
+    @property
+    def recorder(self) -> Any:  # Any: a type of a higher floor; graph.py owns it
+        return self.of_thread.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Any) -> None:
+        self.of_thread.recorder = recorder
+
+    @property
+    def hosting(self) -> Any:  # Any: likewise
+        return self.of_thread.hosting
+
+    @hosting.setter
+    def hosting(self, recorder: Any) -> None:
+        self.of_thread.hosting = recorder
 
 
 state = State()

@@ -7,6 +7,7 @@ CPU, so that one script serves both. Asking for a GPU that is not there is a Dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .backend.base import Backend
@@ -41,6 +42,10 @@ class Device:
 
     def __repr__(self) -> str:
         return "Device(cpu)" if self.kind == "cpu" else f"Device({self.kind}:{self._index})"
+
+    def __reduce__(self) -> tuple[Callable[..., Device], tuple[int, ...]]:
+        """A copy or a pickle of a tensor is on the same device."""
+        return (get_default_device, ()) if self.kind == "cpu" else (create_cuda_gpu_on, (self._index,))
 
     def Sync(self) -> None:
         """Wait until all work given to the device has ended (SINGA's name)."""

@@ -106,12 +106,14 @@ class HostCall:
 
     Attributes:
         function, arguments: called as function(*arguments); the arguments name all tensors it reads.
+        updates: whether it may write parameters or other arrays that kernels read.
         variant: tells before a replay what kind of step the call will make, where kinds run different kernels; None
             if the call must see values, so that it cannot be part of a CUDA graph.
     """
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
+    updates: bool = True
     variant: Callable[[], Hashable] = lambda: 0
     phase = "Dist"
 
@@ -165,7 +167,7 @@ class Recorder:
         self._memory(root).owner = root
 
     def settle(self) -> None:
-        """Say, at the end of the step, that replays must leave what host calls read where these look for it."""
+        """Say, at the end of the step, that replays must leave what is looked at later where it is looked for."""
         for tensor, memory in self._handed:
             root = tensor.device.backend.root(tensor.data)
             if self._memories.get(id(root)) is memory:
@@ -174,6 +176,18 @@ class Recorder:
                 memory.owner = tensor.data
             else:
                 self.refuse("a host call moved a part of an array")
+        for watch in self._watches:  # someone holds these: a state no model knows, an activation put aside
+            root = watch()
+            if root is not None and self._memories[id(root)].owner is None:
+                self._memories[id(root)].owner = root
+
+    def check_made(self, where: str, backend: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        """Refuse the step if ``where`` made an array without a kernel; it may hand on what it was given."""
+        known = {id(backend.root(array)) for array in given}
+        for array in made:
+            root = id(backend.root(array))
+            if root not in known and root not in self._memories:
+                self.refuse(f"{where} computes outside of the backend's kernels")
 
     def _view(self, backend: Any, array: Any) -> View:
         root = backend.root(array)
@@ -206,10 +220,14 @@ class Recorder:
             state.recorder = before
 
     def host(
-        self, function: Callable[..., Result], *arguments: Any, variant: Callable[[], Hashable]
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        updates: bool = True,
+        variant: Callable[[], Hashable] = lambda: 0,
     ) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function, arguments, variant))
+        self.calls.append(HostCall(function, arguments, updates, variant))
         self._handed += [
             (tensor, self._memory(tensor.device.backend.root(tensor.data)))
             for tensor in self._tensors_in(arguments)
@@ -222,15 +240,20 @@ class Recorder:
 
 
 def host(
-    function: Callable[..., Result], *arguments: Any, variant: Callable[[], Hashable] = lambda: 0
+    function: Callable[..., Result],
+    *arguments: Any,
+    updates: bool = True,
+    variant: Callable[[], Hashable] = lambda: 0,
 ) -> Result:
     """Run ``function(*arguments)`` now, and at this place of every replay if the step is being recorded.
 
     Every tensor that the function reads and the step computes must be among the arguments, or in lists of them.
-    What ``variant`` is says HostCall.
+    ``updates=False`` promises that it writes no array that kernels of the step read; what ``variant`` is says HostCall.
     """
     recorder: Recorder | None = state.recorder
-    return function(*arguments) if recorder is None else recorder.host(function, *arguments, variant=variant)
+    if recorder is None:
+        return function(*arguments)
+    return recorder.host(function, *arguments, updates=updates, variant=variant)
 
 
 def made(make: Callable[[], Result]) -> Result:

@@ -53,18 +53,26 @@ class Model(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.training = False
-        self.optimizer: Optimizer | None = None
         self._is_compiled = False
-        self._is_prepared = False  # the optimizer knows the parameters
         self._use_graph = False
         self._records = Records()
+        self.optimizer = None
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Choose what ``self.optimizer(loss)`` calls in ``train_one_batch``; before or after ``compile``."""
         if not isinstance(optimizer, Optimizer):
             raise GraphError(f"set_optimizer: expected an Optimizer, got {type(optimizer).__name__}")
         self.optimizer = optimizer
-        self._is_prepared = False
+
+    @property
+    def optimizer(self) -> Any:  # Any: Optimizer, or None before set_optimizer; train_one_batch calls it
+        """What ``set_optimizer`` was given."""
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._is_prepared = False  # whether it knows the parameters
         self._records.clear()
 
     def compile(

@@ -73,21 +73,28 @@ class Record:
         recorder.settle()
         self.refusal = recorder.refusal
         self.result = _copied(self._result)  # of the step just run, for its caller
-        self._states = [(tensor, tensor.data) for tensor in states]
+        self._states = [(tensor, tensor.data, tensor.stores_grad, tensor.requires_grad) for tensor in states]
+        self._number = next(state.numbers)  # in the tables of profiles
         self._device = states[0].device if states else get_default_device()
         self._num_bytes = 0
         self._calls: list[Call] = []
         self._replay_calls: list[Callable[[], None]] = []
         if self.refusal is None:
-            for tensor in [tensor for tensor, _ in self._states] + _tensors([self._inputs, self._result]):
+            for tensor in states + _tensors([self._inputs, self._result]):
                 recorder.keep(tensor.device.backend, tensor.data)
             backend = self._device.backend
             self._calls, self._num_bytes = share_memory(backend.lower(recorder.calls), backend)
             self._replay_calls = backend.bake(self._calls)
 
-    def is_current(self) -> bool:
-        """Whether parameters and statistics still live where the record reads and writes them."""
-        return all(tensor.data is array for tensor, array in self._states)
+    def is_current(self, states: list[Tensor]) -> bool:
+        """Whether parameters and statistics are the same, live where the record has them, and none was frozen."""
+        return len(states) == len(self._states) and all(
+            mine is given
+            and mine.data is array
+            and mine.stores_grad == stores_grad
+            and mine.requires_grad == requires_grad
+            for given, (mine, array, stores_grad, requires_grad) in zip(states, self._states, strict=True)
+        )
 
     def replay(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the recorded calls on new values; what the step returned, as new tensors."""
@@ -110,7 +117,7 @@ class Record:
             self._device.Sync()
             times.append(time.perf_counter())
         names = [(call.phase, call.name) for call in self._calls]
-        profile.add(id(self), names, [end - start for start, end in pairwise(times)])
+        profile.add(self._number, names, [end - start for start, end in pairwise(times)])
 
     def info(self) -> RecordInfo:
         """For people."""
@@ -139,7 +146,7 @@ class Records:
         if key is None or state.recorder is not None:
             return step(*arguments, **options)
         record = self._records.get(key)
-        if record is not None and not record.is_current():
+        if record is not None and not record.is_current(states):
             self._records.clear()
             record = None
         if record is None:
@@ -159,6 +166,10 @@ class Records:
     def clear(self) -> None:
         """Forget all records."""
         self._records.clear()
+
+    def __reduce__(self) -> tuple[type[Records], tuple[()]]:
+        """A copy or a pickle of a model starts without records: they hold arrays of the original."""
+        return Records, ()
 
 
 def _described(call: Call) -> str:

@@ -65,6 +65,7 @@ Call::Call(const dnnl::primitive& primitive, std::vector<Slot> slots)
 }
 
 void Call::run(const std::vector<const void*>& arrays) const {
+  const std::lock_guard<std::mutex> lock(*running_);
   thread_local Scratch scratch;
   const dnnl::engine& engine = onednn_engine();
   char* room = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;

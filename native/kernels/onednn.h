@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include <oneapi/dnnl/dnnl.hpp>
@@ -31,7 +32,8 @@ class Call {
 
   Call(const dnnl::primitive& primitive, std::vector<Slot> slots);
 
-  // arrays: one per slot, in their order.
+  // arrays: one per slot, in their order. One thread at a time: a primitive has one scratchpad, with the barriers of its
+  // threads in it, so a second caller would hang or falsify results.
   void run(const std::vector<const void*>& arrays) const;
 
  private:
@@ -39,6 +41,7 @@ class Call {
   std::vector<Slot> slots_;
   std::vector<dnnl::reorder> reorders_;  // per slot; empty where plain is what was chosen
   std::size_t scratch_bytes_ = 0;
+  std::unique_ptr<std::mutex> running_ = std::make_unique<std::mutex>();
 };
 
 using Dims = dnnl::memory::dims;

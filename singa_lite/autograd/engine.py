@@ -61,8 +61,7 @@ class Node:
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
         self.context: Context | None = context
-        state.num_nodes += 1
-        self.number = state.num_nodes
+        self.number = next(state.numbers)
         # per input: the node that made it and which of its outputs, or the leaf itself, or None
         self.sources: list[tuple[Node, int] | Tensor | None] = [
             None
@@ -101,6 +100,9 @@ class Operator:
         result = self.forward(context, *(tensor.data for tensor in inputs))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
+        if state.recorder is not None:
+            given = tuple(tensor.data for tensor in inputs)
+            state.recorder.check_made(type(self).__name__, device.backend, arrays, given)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
@@ -246,6 +248,10 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     ]
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
+    if state.recorder is not None:
+        made = tuple(array for array in results if array is not None)
+        given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
+        state.recorder.check_made(f"the gradient of {type(node.op).__name__}", context.backend, made, given)
     shares_memory = context.backend.may_share_memory
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:

@@ -156,13 +156,13 @@ class DistOpt(Optimizer):
         """
         name = self._scheme(dist_option, threshold).names[0]
         asked = name, threshold, spars, corr, clip_value
-        host(self._begin, *asked, variant=lambda: self._variant(*asked))
+        host(self._begin, *asked, updates=False, variant=lambda: self._variant(*asked))
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
                 host(self._meet, name, [(param, grad), *gradients])
                 break
-            host(self._push, name, param, grad)
+            host(self._push, name, param, grad, updates=False)
         host(self._finish, name)
 
     # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.

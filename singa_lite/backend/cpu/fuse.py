@@ -69,6 +69,10 @@ class Steps:
                 return False
         return True
 
+    def may_update(self, first: int, last: int) -> bool:
+        """Whether parameters may change between two calls."""
+        return any(isinstance(call, HostCall) and call.updates for call in self.calls[first:last])
+
     def merge(self, first: int, last: int, call: KernelCall) -> None:
         """Take both calls away and put ``call`` at the place of ``last``."""
         self._forget(first)
@@ -99,6 +103,15 @@ def is_float32(view: View) -> bool:
     return bool(view.dtype == "float32" and view.dtype.isnative)
 
 
+def _is_compiled(call: KernelCall) -> bool:
+    """Whether there is compiled code for arrays of these shapes: numpy's kernels know no fused calls."""
+    views = (*call.inputs, *call.outputs)
+    if any(0 in view.shape for view in views):
+        return False
+    a, b = views[0].shape, views[1].shape
+    return call.kernel != "matmul" or (len(a) == len(b) <= 3 and (len(a) == 2 or a[0] == b[0]))
+
+
 def fuse(calls: list[Call]) -> list[Call]:
     """The same step in fewer calls."""
     steps = Steps(calls)
@@ -119,12 +132,7 @@ def _add_bias(steps: Steps, last: int) -> None:
         return
     call = steps.kernel(first, "matmul")
     assert call is not None
-    if (
-        len(product.shape) == 2
-        and len(call.inputs) == 2
-        and not call.attributes.get("relu")
-        and steps.can_move(first, last)
-    ):
+    if len(product.shape) == 2 and product == call.out and _is_compiled(call) and steps.can_move(first, last):
         steps.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=add.out))
 
 
@@ -157,7 +165,7 @@ def _relu_after(steps: Steps, last: int) -> None:
             continue
         call = steps.kernel(first, name)
         assert call is not None
-        if call.outputs[0].shape == relu.out.shape and steps.can_move(first, last):
+        if call.outputs[0].shape == relu.out.shape and _is_compiled(call) and steps.can_move(first, last):
             out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
             steps.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
 
@@ -198,7 +206,12 @@ def _relu_in_norm_backward(steps: Steps, last: int) -> None:
         return
     forward_number = steps.maker(relu.inputs[1], "batchnorm_2d_train")
     forward = None if forward_number is None else steps.kernel(forward_number, "batchnorm_2d_train")
-    if forward is None or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
+    if (
+        forward_number is None
+        or forward is None
+        or len(forward.inputs) != 3
+        or not forward.attributes.get("relu")
+    ):
         return  # with a residual x alone does not tell the sign
-    if forward.inputs[0] == norm.inputs[1]:
+    if forward.inputs[0] == norm.inputs[1] and not steps.may_update(forward_number, last):
         steps.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))

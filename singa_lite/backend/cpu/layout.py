@@ -70,9 +70,8 @@ class _Layout:
         self._conv_blocks = conv_blocks
         self._free = _changeable(calls)
         self._blocks: dict[Memory, int] = {}  # of what is not plain
-        self._copies: dict[
-            tuple[Memory, int], Memory
-        ] = {}  # reordered, as long as nobody writes the original
+        # reordered, as long as nobody writes the original
+        self._copies: dict[tuple[Memory, tuple[int, ...], int], Memory] = {}
         self._usual: dict[tuple[int, ...], int] = {}  # shape -> the block it had last
         self.calls: list[Call] = []
         for call in calls:
@@ -148,7 +147,7 @@ class _Layout:
             image = view
         if image.shape[2:] == (1, 1):
             return view
-        key = (view.memory, block)
+        key = (view.memory, image.shape, block)
         if key not in self._copies:
             memory = Memory(view.memory.num_bytes)
             to = replace(image, memory=memory)
@@ -183,7 +182,8 @@ def _of_convolution(call: KernelCall) -> tuple[View, View, View, dict[str, Any]]
 def _changeable(calls: Sequence[Call]) -> dict[Memory, View]:
     """Memory whose order is ours to choose, with the image in it.
 
-    The step alone needs it, and only kernels that know images write it, always as the same one.
+    The step alone needs it, and only kernels that know images write it, always as the same one, as which alone
+    others read it: reshaped to another image, channels lie elsewhere.
     """
     images: dict[Memory, View] = {}
     others: set[Memory] = set()
@@ -197,5 +197,9 @@ def _changeable(calls: Sequence[Call]) -> dict[Memory, View]:
         for view in call.outputs:
             is_fit = view in written and view.memory.owner is None and _is_image(view)
             if not is_fit or images.setdefault(view.memory, view).shape != view.shape:
+                others.add(view.memory)
+    for call in calls:
+        for view in call.inputs if isinstance(call, KernelCall) else ():
+            if len(view.shape) == 4 and view.memory in images and images[view.memory].shape != view.shape:
                 others.add(view.memory)
     return {memory: view for memory, view in images.items() if memory not in others}

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which calls of a step become one, and what keeps them apart."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from singa_lite.backend.cpu.fuse import fuse
+from singa_lite.graph import HostCall, KernelCall, Memory, View
+
+IMAGE, ROW = (2, 16, 4, 4), (16,)
+
+
+def array(shape=IMAGE, memory=None):
+    made = np.empty(shape, np.float32)
+    return View(memory or Memory(made.nbytes), 0, made.shape, made.dtype, made.strides)
+
+
+def call(kernel, inputs, out, **attributes):
+    return KernelCall(None, kernel, tuple(inputs), out, attributes, None, "Forward")
+
+
+def host(updates):
+    return HostCall(print, (), updates)
+
+
+x, y, z, w = array(), array(), array(), array((16, 16, 3, 3))
+scale, bias, mean, inverse_std, running = (array(ROW) for _ in range(5))
+conv = call("conv2d", (x, w), y)
+norm = call("batchnorm_2d_train", (x, scale, bias), (y, mean, inverse_std, running, array(ROW)))
+relu = call("relu", (y,), z)
+elsewhere = array()
+owned = array(memory=Memory(y.memory.num_bytes, owner=np.empty(IMAGE)))
+
+
+def test_a_relu_becomes_part_of_what_is_before_it():
+    for first in (conv, norm):
+        [fused] = fuse([first, relu])
+        assert fused.kernel == first.kernel and fused.attributes == {"relu": True} and fused.outputs[0] == z
+
+
+APART = {
+    "the caller looks at it": [replace(conv, out=owned), call("relu", (owned,), z)],
+    "a second reader": [conv, relu, call("copy", (y,), elsewhere)],
+    "Python in between": [conv, host(False), relu],
+    "its input changes": [conv, call("copy", (elsewhere,), x), relu],
+    "its other result is read": [norm, call("copy", (running,), array(ROW)), relu],
+    "another shape": [conv, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
+    "float64": [replace(conv, out=replace(y, dtype=np.dtype("f8"))), call("relu", (y,), z)],
+    "no elements": [replace(conv, inputs=(array((0, 16, 4, 4)), w)), relu],
+}
+
+
+@pytest.mark.parametrize("calls", APART.values(), ids=APART)
+def test_a_relu_stays_apart(calls):
+    assert fuse(calls) == calls
+
+
+product, row, total = array((4, 8)), array((8,)), array((4, 8))
+matmul = call("matmul", (array((4, 5)), array((5, 8))), product)
+
+
+def test_a_row_is_added_by_the_product():
+    [fused] = fuse([matmul, call("add", (product, row), total)])
+    assert fused.inputs == (*matmul.inputs, row) and fused.out == total
+
+
+@pytest.mark.parametrize("made", [array((2, 2, 8)), array((8, 4))])
+def test_a_row_is_not_added_by_a_product_of_another_shape(made):
+    calls = [replace(matmul, out=made), call("add", (replace(product, memory=made.memory), row), total)]
+    assert fuse(calls) == calls
+
+
+def test_an_addition_becomes_part_of_the_later_batch_norm():
+    [fused] = fuse([norm, call("add", (elsewhere, y), z)])
+    assert fused.inputs == (*norm.inputs, elsewhere) and fused.outputs[0] == z
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [replace(norm, attributes={"relu": True}), call("add", (elsewhere, y), z)],
+        [norm, call("add", (elsewhere, y), elsewhere)],
+        [norm, call("add", (y, y), z)],
+        [norm, call("add", (y, array((1, 16, 1, 1))), z)],
+    ],
+    ids=["behind a relu", "in place", "twice itself", "broadcast"],
+)
+def test_an_addition_stays_apart(calls):
+    assert fuse(calls) == calls
+
+
+slope, dy = array(), array()
+of_relu = call("relu_backward", (dy, y), slope)
+of_norm = call(
+    "batchnorm_2d_backward", (slope, x, scale, mean, inverse_std), (array(), array(ROW), array(ROW))
+)
+with_relu = replace(norm, attributes={"relu": True})
+
+
+def test_the_gradient_of_a_relu_is_taken_by_batch_norm():
+    for between in ([], [host(False)]):
+        *_, fused = fuse([with_relu, *between, of_relu, of_norm])
+        assert fused.inputs == (dy, *of_norm.inputs[1:], bias)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [norm, of_relu, of_norm],
+        [replace(with_relu, inputs=(*norm.inputs, elsewhere)), of_relu, of_norm],
+        [replace(with_relu, inputs=(elsewhere, *norm.inputs[1:])), of_relu, of_norm],
+        [with_relu, host(True), of_relu, of_norm],
+    ],
+    ids=["no relu", "a residual", "of another input", "after an update"],
+)
+def test_the_gradient_of_a_relu_stays_apart(calls):
+    assert fuse(calls) == calls

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step may do that a replay could freeze, forget or compute in the wrong order of memory."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.config import state
+from singa_lite.device import get_default_device
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+
+
+class Net(model.Model):
+    """A subclass writes ``features``; images (16, 8, 8) to five classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.other = layer.Conv2d(16, 3, padding=1), layer.Conv2d(16, 3, padding=1)
+        self.norm, self.linear, self.head = layer.BatchNorm2d(), layer.Linear(32), layer.Linear(5)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def features(self, x):
+        return autograd.relu(self.norm(self.conv(x)))
+
+    def forward(self, x):
+        return self.head(autograd.flatten(self.features(x)))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    return from_numpy(rng.standard_normal((4, 16, 8, 8)).astype(np.float32)), from_numpy(
+        rng.integers(0, 5, 4)
+    )
+
+
+def trained(make, use_graph, between=lambda net, step: None, steps=3, lr=0.05):
+    get_default_device().SetRandSeed(3)
+    net = make()
+    net.set_optimizer(opt.SGD(lr=lr, momentum=0.9))
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    losses = []
+    for step in range(steps):
+        between(net, step)
+        losses.append(to_numpy(net(*batch(step))[-1]).item())
+    autograd.training = False
+    return losses, {name: to_numpy(value) for name, value in net.get_states().items()}, net
+
+
+def assert_alike(make, **options):
+    """Both modes agree; the model that was recorded."""
+    eager, graph = (trained(make, use_graph, **options) for use_graph in (False, True))
+    np.testing.assert_allclose(graph[0], eager[0], rtol=1e-4)
+    assert graph[1].keys() == eager[1].keys()
+    for name, value in eager[1].items():
+        np.testing.assert_allclose(graph[1][name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    return graph[2]
+
+
+def reshaped_image(net, x):
+    return net.norm(autograd.relu(autograd.reshape(net.conv(x), (4, 32, 4, 8))))
+
+
+def reshaped_pixels(net, x):
+    return net.other(autograd.reshape(autograd.max_pool_2d(autograd.relu(net.conv(x)), 8), (4, 4, 2, 2)))
+
+
+def product_of_matrices(net, x):
+    matrices = autograd.reshape(net.linear(autograd.flatten(x)), (4, 2, 4, 4))
+    return autograd.relu(autograd.matmul(matrices, matrices))
+
+
+def row_behind_a_reshape(net, x):
+    matrices = autograd.reshape(net.linear(autograd.flatten(x)), (4, 8, 4))
+    products = autograd.matmul(matrices, autograd.transpose(matrices, (0, 2, 1)))
+    row = autograd.reduce_mean(x, (0, 1, 2), 0)
+    return autograd.reshape(autograd.reshape(products, (32, 8)) + row, (4, 64))
+
+
+def times_a_number(net, x):
+    return autograd.relu(net.conv(x) * 0.5)
+
+
+def of_repeated_parts(net, x):
+    return net.conv(x.repeat([2, *[1] * 15], 1))
+
+
+FEATURES = [
+    reshaped_image,
+    reshaped_pixels,
+    product_of_matrices,
+    row_behind_a_reshape,
+    times_a_number,
+    of_repeated_parts,
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: features.__name__)
+def test_what_is_read_in_another_shape_than_it_was_made_in(features):
+    net = assert_alike(type("Reshaping", (Net,), {"features": features}))
+    assert net.graph_info()[0].refusal is None
+
+
+def test_an_update_between_two_losses_changes_no_gradient_of_a_relu():
+    class TwoUpdates(Net):
+        def train_one_batch(self, x, y):
+            losses = self.loss(self.forward(x), y), self.loss(self.forward(autograd.mul(x, x)), y)
+            for loss in losses:
+                self.optimizer(loss)
+            return losses
+
+    assert_alike(TwoUpdates, steps=2, lr=0.5)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
+    class Shifted(autograd.Operator):
+        def forward(self, context, *inputs):
+            return inputs[0] if is_backward else np.sin(inputs[0])
+
+        def backward(self, context, *dys):
+            return np.sin(dys[0]) if is_backward else dys[0]
+
+    class Mixed(Net):
+        def features(self, x):
+            return Shifted()(self.conv(x))
+
+    assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].refusal
+
+
+def test_a_tensor_put_aside_holds_the_values_of_the_last_step():
+    class Keeping(Net):
+        def features(self, x):
+            self.seen = self.conv(x)
+            return self.seen
+
+    eager, graph = (to_numpy(trained(Keeping, use_graph)[2].seen) for use_graph in (False, True))
+    np.testing.assert_allclose(graph, eager, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_of_a_layer_outside_of_the_model_move():
+    means = []
+    for use_graph in (False, True):
+        hidden = layer.BatchNorm2d()
+        trained(
+            type("Hiding", (Net,), {"features": lambda net, x, norm=hidden: norm(net.conv(x))}), use_graph
+        )
+        means.append(to_numpy(hidden.running_mean))
+    np.testing.assert_allclose(*means, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flag", ["stores_grad", "requires_grad"])
+def test_a_parameter_may_be_frozen_and_melted_between_steps(flag):
+    def between(net, step):
+        setattr(net.conv.W, flag, not 2 <= step < 4)
+
+    assert_alike(Net, between=between, steps=6)
+
+
+def test_an_optimizer_that_is_assigned_is_the_one_that_updates():
+    def between(net, step):
+        if step == 2:
+            net.optimizer = opt.SGD(lr=0.0)
+
+    assert_alike(Net, between=between, steps=4)
+
+
+def test_another_thread_is_no_part_of_a_recorded_step():
+    class Disturbed(Net):
+        def features(self, x):
+            thread = threading.Thread(target=lambda: to_numpy(Tensor(data=np.ones(3)) * 2))
+            thread.start()
+            thread.join()
+            return super().features(x)
+
+    assert assert_alike(Disturbed).graph_info()[0].refusal is None
+    assert state.recorder is None
+
+
+def test_a_copy_of_a_recorded_model_trains_on_its_own():
+    net = trained(Net, True)[2]
+    twin = copy.deepcopy(net)
+    assert twin.graph_info() == []
+    before = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
+    twin.set_optimizer(opt.SGD(lr=0.1))
+    twin.train()
+    for step in range(3):
+        twin(*batch(step))
+    autograd.training = False
+    assert {name: to_numpy(value).tobytes() for name, value in net.get_states().items()} == before
+
+
+def test_profiles_of_records_that_are_gone_disturb_no_other(capsys):
+    class Longer(Net):
+        def features(self, x):
+            return self.other(super().features(x))
+
+    device = get_default_device()
+    device.SetVerbosity(1)
+    try:
+        for number in range(6):
+            trained((Net, Longer)[number % 2], True, steps=7)
+        assert len(device.profile.entries) == 6
+    finally:
+        device.SetVerbosity(0)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_two_threads_train_a_model_each(use_graph):
+    losses = trained(Net, use_graph, steps=8)[0]
+    nets, seen = [], [[], []]
+    for _ in seen:
+        get_default_device().SetRandSeed(3)
+        net = Net()
+        net.set_optimizer(opt.SGD(lr=0.05, momentum=0.9))
+        net.compile([batch(0)[0]], use_graph=use_graph)
+        nets.append(net)
+
+    def work(number):
+        seen[number] += [to_numpy(nets[number](*batch(step))[1]).item() for step in range(8)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    autograd.training = False
+    np.testing.assert_allclose(seen, [losses, losses], rtol=1e-4)
