@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 from gpu_rows import QUICK, medians_ms, report
-from singa_lite.comm.nccl import NcclCommunicator
 
 from singa_lite import _native, device
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.nccl import NcclCommunicator
 
 SIZES_KB = [4, 64] if QUICK else [4, 64, 1024, 16 << 10, 256 << 10]
 FLOAT32, SUM = 7, 0  # ncclFloat32, ncclSum

@@ -14,12 +14,12 @@ from typing import Any
 
 from gpu_rows import QUICK, explain, medians_ms, report
 from gpu_step import CASES, WARM_STEPS, free
-from singa_lite.comm.nccl import NcclCommunicator
 from steps import batch, our_step
 
 from singa_lite import device
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.nccl import NcclCommunicator
 
 LIMIT = 1.05
 
