@@ -32,6 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build" / "gpu-check"
 BUDGET_S = 465  # under 8 minutes with the last report
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 TAIL_LINES = 25  # of the output of a part that failed
 
 # name -> (script and arguments, deadline in s), most valuable first: what the budget does not reach is not run
@@ -81,7 +82,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or SCRATCH))
     arguments = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDS:
         signal.signal(number, stop)
     outcomes = check({name: PARTS[name] for name in arguments.parts}, arguments.budget, arguments.out)
     print((arguments.out / "gpu-check.md").read_text())
@@ -89,6 +90,8 @@ def main() -> int:
 
 
 def stop(number: int, _: FrameType | None) -> None:
+    for other in ENDS:
+        signal.signal(other, signal.SIG_IGN)  # make and a shell both hand it on: the second must not end this
     raise SystemExit(128 + number)  # so that the part in hand is ended and noted
 
 
@@ -104,6 +107,7 @@ def check(parts: Mapping[str, tuple[Sequence[str], float]], budget_s: float, out
             if left < 5:
                 outcome.result = "not run: no time left"
             else:
+                write_report(outcomes, out)
                 print(f"--- {name}", file=log, flush=True)
                 run_part(outcome, outcomes, command, min(deadline_s, left), out, log)
             write_report(outcomes, out)

@@ -70,16 +70,32 @@ def run_all() -> int:
 
     if hasattr(cupy.cuda, "set_allocator"):
         cupy.cuda.set_allocator(None)  # no pool
-    backend = device.create_cuda_gpu().backend
+    gpu = device.create_cuda_gpu()
+    backend = gpu.backend
     for kernel, inputs, out, attributes in calls():
         given, made = ([backend.asarray(array) for array in arrays] for arrays in (inputs, out))
         backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
     backend.synchronize()
+    if hasattr(cupy.cuda, "set_allocator"):
+        cupy.cuda.set_allocator(
+            cupy.get_default_memory_pool().malloc
+        )  # a capture takes its memory from there
+    recorded_steps(gpu)
     missing = sorted(own_kernels() - {name for name, _ in backend._functions})
     total = len(own_kernels())
     report("own kernels run", f"{total - len(missing)} of {total}", met=not missing, required="all",
            note=f"not run: {', '.join(missing)}" if missing else "")  # fmt: skip
     return int(bool(missing))
+
+
+def recorded_steps(gpu: Any) -> None:
+    """Some steps of an MLP under DistOpt, recorded: numbers that change reach the device by a kernel."""
+    from steps import batch, our_step
+
+    step = our_step("graph", "mlp", *batch("mlp", shape=(4, 784)), is_distributed=True, device=gpu)
+    for _ in range(5):
+        step()
+    gpu.Sync()
 
 
 Call = tuple[str, list[np.ndarray], list[np.ndarray], dict[str, Any]]

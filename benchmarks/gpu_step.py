@@ -65,6 +65,8 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
             report(f"{title}: {mode}", None, note=f"left out: {explain(error)}")
     medians = medians_ms(steps, lambda: synchronize(gpu))
     note = ", ".join(f"{mode} {ms:.3f} ms" for mode, ms in medians.items())
+    if "graph" in steps and (refusals := refusals_of(steps["graph"])):
+        note += f"; graph mode ran eagerly: {refusals}"
     theirs = min((medians[peer] for peer in peers if peer in medians), default=None)
     required = None if dtype == "float16" else COMPILED_LIMIT if is_compiled else limit
     for mode in ("graph", "eager"):
@@ -73,6 +75,11 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
             report(f"{title}: {mode} / {name_of(peers)}", ratio, required if mode == "graph" else None, note)
     steps.clear()
     free(gpu)
+
+
+def refusals_of(step: Any) -> str:
+    """Why our recorded step was not replayed; "" if it was."""
+    return "; ".join(info.refusal for info in step.func.graph_info() if info.refusal)
 
 
 def name_of(peers: Sequence[str]) -> str:

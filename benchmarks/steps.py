@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def our_step(
     network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
     network.compile([tensors[0]], use_graph=mode == "graph")
     check_count(model, sum(value.size() for value in network.get_params().values()))
-    return lambda: network(*tensors)
+    return partial(network, *tensors)
 
 
 def check_count(model: str, count: int) -> None:

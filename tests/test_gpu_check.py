@@ -112,6 +112,17 @@ gpu_check.check({{'slow': ([{slow!r}], 90)}}, 90, pathlib.Path({str(tmp_path)!r}
             os.kill(process, signal.SIGKILL)
 
 
+def test_the_first_of_several_signals_counts(gpu_check):
+    before = {number: signal.getsignal(number) for number in gpu_check.ENDS}
+    try:
+        with pytest.raises(SystemExit):
+            gpu_check.stop(signal.SIGTERM, None)
+        assert {signal.getsignal(number) for number in gpu_check.ENDS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_row_that_is_half_written_waits(gpu_check, tmp_path):
     path = tmp_path / "rows"
     path.write_text('{"what": 1}\n{"what": ')
