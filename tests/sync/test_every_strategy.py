@@ -309,7 +309,7 @@ def drifting_parameters(communicator):
     params = make_params()
     log = []
     for step in range(4):
-        turn = scheme.record_key()
+        turn = sum(scheme.record_key(StepOptions()))
         gradients = gradients_of(communicator.rank, step)
         applied = run_step(scheme, params, gradients, StepOptions())
         assert in_order(applied).tobytes() == flat(gradients).tobytes()  # the local step, untouched
@@ -384,7 +384,7 @@ def resumed_run(communicator, name, options, stop):
             }
         result = run_step(scheme, params, gradients_of(communicator.rank, step), options)
         scheme.after_update(params)
-    return in_order(result).tobytes(), scheme.record_key()
+    return in_order(result).tobytes(), scheme.record_key(StepOptions())
 
 
 @pytest.mark.parametrize(
