@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,8 +88,29 @@ def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
         monkeypatch.setattr(
             sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16)
         )
+        monkeypatch.setattr(type(state.cuda_devices[0].backend), "_make_plan", _make_plan_for_capture)
     device: Device = state.cuda_devices[0]
     return device
+
+
+class PlanForCapture:
+    """A convolution whose runs can be captured: the stand-in libcudnn computes at once and knows no streams."""
+
+    def __init__(self, plan: Any) -> None:
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def run(self, *arguments: Any) -> None:
+        arguments = tuple(map(int, arguments))
+        sys.modules["singa_lite.backend.cuda"].cupy.cuda.do(lambda: self._plan.run(*arguments))
+
+
+def _make_plan_for_capture(self: Any, *arguments: Any) -> PlanForCapture:
+    return PlanForCapture(
+        sys.modules["singa_lite.backend.cuda.conv"].ConvKernels._make_plan(self, *arguments)
+    )
 
 
 def _make() -> None:

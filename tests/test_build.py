@@ -156,7 +156,7 @@ def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
 @pytest.mark.parametrize(
     ("platform", "expected"),
     [
-        ("linux", ["singa_lite._comm", "singa_lite._cudnn", "singa_lite._kernels"]),
+        ("linux", ["singa_lite._comm", "singa_lite._cudnn", "singa_lite._kernels", "singa_lite._nccl"]),
         ("darwin", []),
         ("win32", []),
     ],

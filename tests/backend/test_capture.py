@@ -42,6 +42,23 @@ class Net(model.Model):
         return out, loss
 
 
+class Images(Net):
+    """Convolution, batch norm and pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.pool = (
+            layer.Conv2d(4, 3, padding=1),
+            layer.BatchNorm2d(),
+            layer.MaxPool2d(2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = autograd.reshape(x, (x.shape[0], 1, 6, 6))
+        y = self.pool(self.relu(self.norm(self.conv(y))))
+        return super().forward(autograd.reshape(y, (x.shape[0], 36)))
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield cuda_device(monkeypatch)
@@ -50,15 +67,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def batch(device: Any, step: int, size: int = 6) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng(step)
-    x = rng.standard_normal((size, 7)).astype(np.float32)
+    x = rng.standard_normal((size, 36)).astype(np.float32)
     return Tensor(data=x, device=device), Tensor(
         data=rng.integers(0, 5, size).astype(np.int32), device=device
     )
 
 
-def compiled(device: Any, use_graph: bool, optimizer: Any) -> Net:
+def compiled(device: Any, use_graph: bool, optimizer: Any, make: type[Net] = Net) -> Net:
     device.SetRandSeed(3)
-    net = Net()
+    net = make()
     net.set_optimizer(optimizer)
     net.compile([batch(device, 0)[0]], use_graph=use_graph)
     device.SetRandSeed(8)
@@ -100,6 +117,14 @@ def test_captured_steps_equal_eager_ones_bit_for_bit(device: Any, option: str) -
     if option != "sparseThreshold":
         assert len(graphs(graph)) == (4 if option == "partialUpdate" else 1)  # one a chunk
         assert all(found.num_launches == (1 if option == "partialUpdate" else 7) for found in graphs(graph))
+
+
+def test_captured_convolutions_equal_eager_ones(device: Any) -> None:
+    seen = []
+    for use_graph in (False, True):
+        net = compiled(device, use_graph, distributed(), Images)
+        seen.append(trained(net, device, range(6)))
+    assert seen[0] == seen[1] and graphs(net)[0].num_launches == 4
 
 
 @pytest.mark.parametrize("make", [lambda: opt.Adam(lr=0.01), lambda: distributed(opt.Adam(lr=0.01))])

@@ -102,7 +102,7 @@ class ndarray:
         target = self[place]
         cuda.do(lambda: np.copyto(target.host, values.host, casting="same_kind"))
 
-    def astype(self, dtype: Any) -> ndarray:
+    def astype(self, dtype: Any, copy: bool = True) -> ndarray:
         made = ndarray(self.shape, dtype)
         cuda.do(lambda: np.copyto(made.host, self.host, casting="unsafe"))
         return made

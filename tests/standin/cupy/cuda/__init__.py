@@ -74,7 +74,7 @@ class Stream:
         assert self.tape is None, "a captured stream cannot be waited for"
 
     def is_capturing(self) -> bool:
-        return False
+        return self.tape is not None
 
 
 NULL = Stream(null=True)
