@@ -137,12 +137,16 @@ class Records:
 
     def __init__(self) -> None:
         self._records: OrderedDict[Hashable, Record] = OrderedDict()
+        self._refusals: dict[str, RecordInfo] = {}  # of calls that no record can belong to
 
     def call(
         self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], states: list[Tensor]
     ) -> Any:
         """Replay the record of such a call, or run the step and make one."""
         key = _key_of(arguments, options)
+        if key is None:
+            refusal = _unknowable(arguments, options)
+            self._refusals[refusal] = RecordInfo(refusal, 0, 0, 0, refusal)
         if key is None or state.recorder is not None:
             return step(*arguments, **options)
         record = self._records.get(key)
@@ -160,12 +164,13 @@ class Records:
         return step(*arguments, **options) if record.refusal else record.replay(arguments, options)
 
     def info(self) -> list[RecordInfo]:
-        """One entry a record, the least recently used first."""
-        return [record.info() for record in self._records.values()]
+        """One entry a record, the least recently used first; then why calls without one run eagerly."""
+        return [record.info() for record in self._records.values()] + list(self._refusals.values())
 
     def clear(self) -> None:
         """Forget all records."""
         self._records.clear()
+        self._refusals.clear()
 
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """A copy or a pickle of a model starts without records: they hold arrays of the original."""
@@ -231,6 +236,21 @@ def _key_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable | N
     except TypeError:
         return None
     return key
+
+
+def _unknowable(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """Which arguments keep a call from having a key."""
+    kinds = {type(value).__name__ for value in _named(arguments, options).values() if not _is_hashable(value)}
+    names = ", ".join(sorted(kinds))
+    return f"arguments of type {names} do not tell one call from another; pass Tensors or plain values"
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _own(value: Any) -> Any:

@@ -300,6 +300,21 @@ def test_a_step_that_raises_leaves_no_record():
     assert net.graph_info() == [] and state.recorder is None
 
 
+def test_a_call_that_no_record_can_belong_to_says_why():
+    class Listens(Net):
+        def train_one_batch(self, x, y, options):
+            return super().train_one_batch(x, y, *options)
+
+    eager, graph = compiled(False, net=Listens()), compiled(True, net=Listens())
+    for net in (eager, graph):
+        get_default_device().SetRandSeed(7)
+        for step in range(3):
+            net(*batch(step), ["fp32"])
+    assert values(eager) == values(graph)
+    [info] = graph.graph_info()
+    assert "of type list" in info.refusal and info.num_kernels == 0
+
+
 def test_evaluation_is_never_recorded():
     net = compiled(True)
     net(*batch(0))
