@@ -190,7 +190,7 @@ struct Sums {
   Sums(const Norm& n, std::size_t batch, const Body& body) : first(n.channels), second(n.channels) {
     std::vector<double> parts(2 * batch * n.channels);
     for_samples(n, batch, [&](std::size_t sample) {
-      double* a = &parts[2 * sample * n.channels];
+      double* a = parts.data() + 2 * sample * n.channels;
       double* b = a + n.channels;
       for_tiles(n, sample, [&](const Tile& t) {
         double here[2][kLanes] = {};
