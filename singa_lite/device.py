@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ._native import load
 from .backend.base import Backend
 from .backend.cpu import CpuBackend
 from .config import state
-from .errors import DeviceError, OptionError
+from .errors import DeviceError, OptionError, check_int
 from .profile import TimeProfile
 
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
@@ -98,6 +99,26 @@ def get_default_device() -> Device:
 def create_cpu_device() -> Device:
     """The CPU (SINGA's name for ``get_default_device``)."""
     return get_default_device()
+
+
+def get_num_threads() -> int:
+    """Threads that compiled CPU kernels called from this Python thread use; 1 where nothing was compiled."""
+    kernels, _ = load("_kernels")
+    return 1 if kernels is None else int(kernels.num_threads())
+
+
+def set_num_threads(num: int) -> None:
+    """Let compiled CPU kernels called from this Python thread use ``num`` threads, instead of ``OMP_NUM_THREADS``.
+
+    A child forked after kernels ran on several threads stays on one.
+
+    Raises:
+        OptionError: ``num`` is no integer >= 1.
+    """
+    check_int("set_num_threads", "num", num, 1)
+    kernels, _ = load("_kernels")
+    if kernels is not None:
+        kernels.set_num_threads(num)
 
 
 def create_device(local_rank: int = 0) -> Device:

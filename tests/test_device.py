@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 from devices import cuda_device, no_gpu, standin_cupy
 
 from singa_lite import autograd, device, layer, model, opt
+from singa_lite._native import load
 from singa_lite.device import Device, get_default_device
-from singa_lite.errors import DeviceError
+from singa_lite.errors import DeviceError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 
 STEPS = 12
@@ -134,3 +136,20 @@ def test_importing_the_package_does_not_import_cupy() -> None:
         "import sys, singa_lite; sys.exit('cupy' in sys.modules or 'singa_lite.backend.cuda' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.skipif(load("_kernels")[0] is None, reason="no compiled kernels, so no threads")
+def test_num_threads_are_those_of_the_calling_thread() -> None:
+    before = device.get_num_threads()
+    try:
+        device.set_num_threads(3)
+        seen = [device.get_num_threads()]
+        other = threading.Thread(target=lambda: seen.append(device.get_num_threads()))
+        other.start()
+        other.join()
+    finally:
+        device.set_num_threads(before)
+    assert seen == [3, before] and device.get_num_threads() == before
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(OptionError, match="set_num_threads: num"):
+            device.set_num_threads(wrong)  # type: ignore[arg-type]

@@ -263,6 +263,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.attr("onednn") = "";
 #endif
   m.def("num_threads", &num_threads, "Threads the next kernel may use.");
+  m.def("set_num_threads", &set_num_threads, "threads"_a, "Threads for kernels called from this thread.");
 
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
   m.def("give_back", [] { memory_pool().give_back(); }, "Hand memory that is kept for reuse to the system.");

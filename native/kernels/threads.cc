@@ -35,6 +35,14 @@ int num_threads() {
 #endif
 }
 
+void set_num_threads(int threads) {
+#ifdef _OPENMP
+  omp_set_num_threads(threads);
+#else
+  (void)threads;
+#endif
+}
+
 void note_parallel_region(int threads) {
   if (threads <= 1 || has_pool.load(std::memory_order_relaxed)) return;
   static std::once_flag once;

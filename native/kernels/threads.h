@@ -13,6 +13,9 @@ namespace singa_lite {
 // Threads for the next parallel region of the calling thread: omp_get_max_threads(), or 1, see Note [fork].
 int num_threads();
 
+// Let parallel regions of the calling thread have so many, >= 1.
+void set_num_threads(int threads);
+
 // Say that a region of more than one thread is about to run: from now on forked children stay on one.
 void note_parallel_region(int threads);
 
