@@ -197,9 +197,9 @@ def test_the_segment_is_private_really_allocated_and_unlinked_after_attach() -> 
     assert second == {"exists": False, "mode": 0o600, "allocated": True}
 
 
-def open_world(world: World, size: int | None = None, rank: int | None = None) -> str:
+def open_world(world: World, size: int | None = None, rank: int | None = None, timeout_s: float = 2) -> str:
     mine = World(world.rank if rank is None else rank, size or world.size, 0, world.size, world.ticket, "shm")
-    return caught(lambda: ShmCommunicator(mine, 2).close())
+    return caught(lambda: ShmCommunicator(mine, timeout_s).close())
 
 
 def full(world: World) -> str:
@@ -242,8 +242,8 @@ def test_ranks_that_disagree_about_their_number_are_told() -> None:
 
 
 def same_rank(world: World) -> str:
-    if world.rank < 2:
-        return open_world(world, size=3)
+    if world.rank < 2:  # rank 0 gives up while rank 1 still waits
+        return open_world(world, size=3, timeout_s=2 + 8 * world.rank)
     time.sleep(0.3)
     return open_world(world, size=3, rank=1)
 
