@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from devices import cuda_device, no_gpu, standin_cupy
-from standin import nvrtc
+from standin import libcublas, nvrtc
 
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.device import allow_tf32
+from singa_lite.errors import DeviceError
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
@@ -358,7 +359,6 @@ def test_a_kernel_is_one_launch(backend: Any) -> None:
 
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_tf32_is_off_until_it_is_allowed(backend: Any) -> None:
-    computes = backend.matmul.__globals__["cublas"].computes
     x = np.ones((2, 2), "f")
     on(backend, "matmul", [x, x], [x])
     allow_tf32()
@@ -367,7 +367,22 @@ def test_tf32_is_off_until_it_is_allowed(backend: Any) -> None:
         on(backend, "matmul", [x.astype("d"), x.astype("d")], [x.astype("d")])
     finally:
         allow_tf32(False)
-    assert computes[-3:] == [68, 77, 70]  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
+    assert libcublas.computes[-3:] == [68, 77, 70]  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
+def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: Any) -> None:
+    on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
+    assert libcublas.settings["stream"] == backend.stream.ptr
+    assert libcublas.settings["workspace"] > 0, "setting the stream takes the workspace away"
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
+def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
+    on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
+    monkeypatch.setattr(backend._cublas, "_gemm", lambda *_: 7)
+    with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
+        on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 
 
 def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -> None:
