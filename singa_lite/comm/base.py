@@ -34,6 +34,13 @@ def is_cuda_array(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
+class Graph(Protocol):
+    """A CUDA graph with collectives in it."""
+
+    def give_up(self) -> None:
+        """End it; it is never started again."""
+
+
 class MakesArrays(Protocol):
     """A backend, as far as a communicator needs one."""
 
@@ -86,6 +93,9 @@ class Work:
     def done(self) -> bool:
         """Whether wait() would return at once. Never blocks."""
         raise NotImplementedError
+
+    def captured_by(self, graph: Graph) -> None:
+        """Called when this became a part of a CUDA graph."""
 
     def relaunched(self) -> None:
         """Called when a CUDA graph that holds this collective was started again; the last one's of a graph only."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -138,22 +138,34 @@ class CapturedCalls:
         self._numbers: list[bytes] = []
         self._next_number = 0
         self._stored = b""
+        backend.activate()
         self._on_device = cupy.zeros(MAX_NUMBERS, np.int64)
         self.is_repeating = False
         self.num_launches = 0
+        self._graph: Any = None
         with self._in_force():
-            backend.activate()
             backend.stream.begin_capture()
             try:
                 for call in calls:
                     self._done.append([])
                     run(call)
-            finally:
-                self._graph = backend.stream.end_capture()
+            except BaseException:
+                with suppress(RuntimeError):  # CUDA's, of a collective that nobody will wait for
+                    backend.stream.end_capture()
+                raise
+            self._graph = backend.stream.end_capture()
         self._works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
+        for work in self._works:
+            work.captured_by(self)
+
+    def give_up(self) -> None:
+        """End the CUDA graph: what its collectives run on is about to end. The next ``repeat`` says no."""
+        self._graph = None
 
     def repeat(self) -> bool:
         """Do again what Python does in these calls; False if they would not run the same kernels any more."""
+        if self._graph is None:
+            return False
         draws = [
             (call, call.random.get_random_state())
             for call in self._calls
@@ -176,6 +188,7 @@ class CapturedCalls:
 
     def launch(self) -> None:
         """Start the graph with the numbers that ``repeat`` or the capture stored."""
+        self._backend.activate()
         numbers = b"".join(self._numbers)
         if numbers != self._stored:
             values = np.frombuffer(numbers, np.int64).tolist()
