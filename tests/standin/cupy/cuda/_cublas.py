@@ -6,11 +6,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import traceback
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from . import do
 
 HANDLE = 7
 
@@ -33,7 +34,7 @@ def _matrix(
 
 
 def cublasGemmStridedBatchedEx(
-    do, handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+    handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
     beta, C, Ctype, ldc, strideC, batchCount, computeType, algo,
 ):  # fmt: skip
     assert handle == HANDLE and algo == -1 and min(m, n, batchCount) > 0 and k >= 0
@@ -61,40 +62,43 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
 
 
 def cublasGemmEx(
-    do, handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc, computeType, algo,
+    handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc, computeType, algo,
 ):  # fmt: skip
     cublasGemmStridedBatchedEx(
-        do, handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0,
+        handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0,
         beta, C, Ctype, ldc, 0, 1, computeType, algo,
     )  # fmt: skip
 
 
-def cublasCreate_v2(do, handle):
+def cublasCreate_v2(handle):
     ctypes.c_void_p.from_address(handle).value = HANDLE
 
 
-def cublasSetStream_v2(do, handle, stream):
+def cublasSetStream_v2(handle, stream):
     assert handle == HANDLE and stream
     settings["stream"], settings["workspace"] = stream, 0
 
 
-def cublasSetWorkspace_v2(do, handle, workspace, num_bytes):
+def cublasSetWorkspace_v2(handle, workspace, num_bytes):
     assert handle == HANDLE and workspace and num_bytes
     settings["workspace"] = num_bytes
 
 
-def open_library(prototypes: dict[str, list[Any]], do: Callable[..., None]) -> Any:
-    """The functions with ``prototypes``; ``do`` gives work to the current stream of the stand-in of cupy."""
+def install() -> None:
+    """Let singa_lite open this as libcublas.so, as it can what cupy has opened."""
+    opener: Any = sys.modules["singa_lite.backend.cuda.cublas"]
+    opener.WORKSPACE_BYTES = 1 << 16  # filled with NaNs
+    library = SimpleNamespace(**{name: _through_c(name, types) for name, types in opener.PROTOTYPES.items()})
+    opener.ctypes = SimpleNamespace(CDLL=lambda name: library, byref=ctypes.byref)
 
-    def through_c(name: str) -> Any:
-        def call(*arguments: Any) -> int:
-            try:
-                globals()[name](do, *arguments)
-            except Exception:
-                traceback.print_exc(file=sys.stderr)
-                return 13  # CUBLAS_STATUS_EXECUTION_FAILED
-            return 0
 
-        return ctypes.CFUNCTYPE(ctypes.c_int, *prototypes[name])(call)
+def _through_c(name: str, types: list[Any]) -> Any:
+    def call(*arguments: Any) -> int:
+        try:
+            globals()[name](*arguments)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            return 13  # CUBLAS_STATUS_EXECUTION_FAILED
+        return 0
 
-    return SimpleNamespace(**{name: through_c(name) for name in prototypes})
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(call)
