@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -319,3 +320,46 @@ def test_what_broke_a_capture_is_told_not_that_it_is_broken(device: Any, monkeyp
     for run in range(2, 4):  # noqa: B007 - work() looks at it
         step()
     assert backend.to_numpy(a)[0] == 1.0
+
+
+def test_other_threads_use_the_device_while_host_calls_are_repeated(device: Any) -> None:
+    backend = device.backend
+    a = backend.zeros((3,), "float32")
+    seen: list[float] = []
+    run = 0
+
+    def load() -> None:
+        made_here = backend.asarray(np.full(3, run, np.float32))
+        backend.run("square", made_here, out=made_here)
+        seen.append(float(backend.to_numpy(made_here)[0]))
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        if run > 1:
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join(60)
+
+    [step] = backend.bake([HostCall(work, ())])
+    graphs = step._variants
+    for run in range(5):  # noqa: B007 - work() and load() look at it
+        step()
+    assert seen == [4, 9, 16]
+    assert next(iter(graphs.values())).graph.num_launches == 4
+
+
+def test_collectives_of_the_host_are_repeated(device: Any) -> None:
+    """What a host call sends as numpy arrays may be other numbers at every step."""
+    backend, communicator = device.backend, LocalCommunicator(World())
+    a = backend.zeros((3,), "float32")
+    seen = []
+    run = 0
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        seen.append(int(communicator.all_gather(np.array([run])).wait()[0, 0]))
+
+    [step] = backend.bake([HostCall(work, ())])
+    for run in range(5):  # noqa: B007 - work() looks at it
+        step()
+    assert seen == [0, 1, 2, 3, 4]

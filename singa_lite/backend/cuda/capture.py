@@ -127,11 +127,12 @@ class CapturedCalls:
     """Calls as one CUDA graph, see Note [repeated host calls]. Made by ``run`` on each, with nothing computed.
 
     Attributes:
+        backend: whose calls these are.
         num_launches: how often the graph was started.
     """
 
     def __init__(self, backend: Launcher, calls: list[Call], run: Callable[[Call], None]) -> None:
-        self._backend, self._calls = backend, calls
+        self.backend, self._calls = backend, calls
         self._done: list[list[Any]] = []  # by call: executions, and what it made, in their order
         self._expected: Iterator[Any] = iter(())
         self._execution: Execution | None = None  # that runs now
@@ -188,7 +189,7 @@ class CapturedCalls:
 
     def launch(self) -> None:
         """Start the graph with the numbers that ``repeat`` or the capture stored."""
-        self._backend.activate()
+        self.backend.activate()
         numbers = b"".join(self._numbers)
         if numbers != self._stored:
             values = np.frombuffer(numbers, np.int64).tolist()
@@ -196,9 +197,9 @@ class CapturedCalls:
                 part = values[first : first + STORED_AT_ONCE]
                 packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
                 place = self._on_device[first : first + len(part)]
-                self._backend.launch("store.store", "l", 1, 64, place, packed)
+                self.backend.launch("store.store", "l", 1, 64, place, packed)
             self._stored = numbers
-        self._graph.launch(self._backend.stream)
+        self._graph.launch(self.backend.stream)
         self.num_launches += 1
         for work in self._works[-1:]:
             work.relaunched()
@@ -206,11 +207,11 @@ class CapturedCalls:
     @contextmanager
     def _in_force(self) -> Iterator[None]:
         """Hear of every kernel, array, collective and number."""
-        self._backend.rehearsal = state.rehearsal = self
+        state.rehearsal = self
         try:
             yield
         finally:
-            self._backend.rehearsal = state.rehearsal = None
+            state.rehearsal = None
             self._execution = None
 
     # ---- what the backend and communicators tell ---------------------------------------------------------
