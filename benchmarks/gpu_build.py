@@ -80,6 +80,7 @@ def build_wheel(source: Path) -> bool:
 
 def build_in_place(source: Path) -> bool:
     """The sources with the modules beside them in TREE; False if they could not be built."""
+    (source / "pyproject.toml").unlink(missing_ok=True)  # setuptools older than 77 stops at its licence
     if not run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], source):
         return False
     shutil.copytree(source / "singa_lite", TREE / "singa_lite")

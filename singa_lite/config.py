@@ -35,6 +35,7 @@ class OfThread(threading.local):
     recording: bool = True
     recorder: Any = None
     hosting: Any = None
+    rehearsal: Any = None
 
 
 @dataclass
@@ -47,9 +48,9 @@ class State:
         recording: False inside ``autograd.no_grad()`` of this thread.
         recorder: what listens to every kernel of this thread while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
-        of_thread: where these three are kept.
-        rehearsal: what is asked instead of the device while a CUDA graph is captured, or its host calls are repeated
-            (backend.cuda.capture.CapturedCalls), else None.
+        rehearsal: what is asked instead of the device while this thread captures a CUDA graph, or repeats its host
+            calls (backend.cuda.capture.CapturedCalls), else None.
+        of_thread: where these four are kept.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
@@ -60,7 +61,6 @@ class State:
     training: bool = False
     of_thread: OfThread = field(default_factory=OfThread)
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    rehearsal: Any = None  # Any: likewise; backend/cuda/capture.py owns it
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
     default_device: Any = None  # Any: likewise; device.py owns it
@@ -90,6 +90,14 @@ class State:
     @hosting.setter
     def hosting(self, recorder: Any) -> None:
         self.of_thread.hosting = recorder
+
+    @property
+    def rehearsal(self) -> Any:  # Any: likewise; backend/cuda/capture.py owns it
+        return self.of_thread.rehearsal
+
+    @rehearsal.setter
+    def rehearsal(self, rehearsal: Any) -> None:
+        self.of_thread.rehearsal = rehearsal
 
 
 state = State()

@@ -34,6 +34,13 @@ def is_cuda_array(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
+class Graph(Protocol):
+    """A CUDA graph with collectives in it."""
+
+    def give_up(self) -> None:
+        """End it; it is never started again."""
+
+
 class MakesArrays(Protocol):
     """A backend, as far as a communicator needs one."""
 
@@ -87,6 +94,9 @@ class Work:
         """Whether wait() would return at once. Never blocks."""
         raise NotImplementedError
 
+    def captured_by(self, graph: Graph) -> None:
+        """Called when this became a part of a CUDA graph."""
+
     def relaunched(self) -> None:
         """Called when a CUDA graph that holds this collective was started again; the last one's of a graph only."""
 
@@ -127,6 +137,11 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
         return (size - 1) * payload
     share = 2 if collective == "all_reduce" else 1
     return -(-share * (size - 1) * payload // size)
+
+
+def _begun(array: Array, start: Callable[[], Work]) -> Work:
+    """``start()``; on the GPU it becomes a part of the CUDA graph that is captured, if any, and isn't repeated."""
+    return made(start) if is_cuda_array(array) else start()
 
 
 class Communicator(ABC):
@@ -201,7 +216,7 @@ class Communicator(ABC):
             self._check_op(array, op)
             if wire_dtype is not None and array.dtype != np.float32:
                 raise DTypeError(f"all_reduce {name}: wire_dtype needs float32 arrays, not {array.dtype}")
-            work = made(lambda: self._all_reduce(array, op, wire_dtype, name))
+            work = _begun(array, lambda: self._all_reduce(array, op, wire_dtype, name))
             return self._count(work, "all_reduce", array.size * (2 if wire_dtype else array.itemsize), name)
 
         return self._each(arrays, start, name)
@@ -216,7 +231,7 @@ class Communicator(ABC):
         def start(array: Array) -> Work:
             self._check_op(array, op)
             return self._count(
-                made(lambda: self._reduce(array, op, root, name)), "reduce", array.nbytes, name
+                _begun(array, lambda: self._reduce(array, op, root, name)), "reduce", array.nbytes, name
             )
 
         return self._each(arrays, start, name)
@@ -227,7 +242,7 @@ class Communicator(ABC):
 
         def start(array: Array) -> Work:
             return self._count(
-                made(lambda: self._broadcast(array, root, name)), "broadcast", array.nbytes, name
+                _begun(array, lambda: self._broadcast(array, root, name)), "broadcast", array.nbytes, name
             )
 
         return self._each(arrays, start, name)
@@ -235,7 +250,9 @@ class Communicator(ABC):
     def all_gather(self, array: Array, *, name: str = "all_gather") -> Work:
         """Collect every rank's ``array``; wait() returns a new array (size, *array.shape), in rank order."""
         self._check_array(array, writes=False)
-        return self._count(made(lambda: self._all_gather(array, name)), "all_gather", array.nbytes, name)
+        return self._count(
+            _begun(array, lambda: self._all_gather(array, name)), "all_gather", array.nbytes, name
+        )
 
     def reduce_scatter(self, array: Array, op: ReduceOp, *, name: str = "reduce_scatter") -> Work:
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
@@ -247,7 +264,7 @@ class Communicator(ABC):
                 f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
             )
         return self._count(
-            made(lambda: self._reduce_scatter(array, op, name)), "reduce_scatter", array.nbytes, name
+            _begun(array, lambda: self._reduce_scatter(array, op, name)), "reduce_scatter", array.nbytes, name
         )
 
     def barrier(self, *, name: str = "barrier") -> None:

@@ -12,7 +12,7 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from .. import _native, config
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
-from .base import DTYPES, Array, Communicator, ReduceOp, Work, is_cuda_array
+from .base import DTYPES, Array, Communicator, Graph, ReduceOp, Work, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES, narrow, widen
 
 # The numbers of native/comm/types.h.
@@ -91,6 +91,9 @@ class NcclWork(Work):
     def done(self) -> bool:
         return bool(self._communicator._native.is_done(self._op))
 
+    def captured_by(self, graph: Graph) -> None:
+        self._communicator._graphs.add(graph)
+
     def relaunched(self) -> None:
         self._communicator.watch(self._array, self.name)
 
@@ -154,8 +157,9 @@ class NcclCommunicator(Communicator):
             parent._native if parent is not None else None,
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
-        self._finalizer = weakref.finalize(self, self._native.close)
+        self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
         self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
 
     @property
@@ -177,11 +181,11 @@ class NcclCommunicator(Communicator):
         self._native.watch(_stream(array), name)
 
     def abort(self, reason: str) -> None:
-        self._native.abort(reason)
+        _leave(self._graphs, lambda: self._native.abort(reason))
         self.close()
 
     def close(self) -> None:
-        self._native.close()
+        _leave(self._graphs, self._native.close)
         self._in_flight.clear()
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
@@ -243,6 +247,13 @@ class NcclCommunicator(Communicator):
             raise DTypeError(f"{self!r}: numpy arrays travel by the host communicator, not by NCCL")
         if not is_cuda_array(array):
             raise DTypeError(f"{self!r}: expected a CUDA array, got {type(array).__name__}")
+
+
+def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
+    """End NCCL's communicator by ``end``. NCCL waits in it, without end, for all graphs that hold its kernels."""
+    for graph in list(graphs):
+        graph.give_up()
+    end()
 
 
 def device_of(array: Array) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import GraphError
-from singa_lite.graph import HostCall
+from singa_lite.graph import HostCall, made
 from singa_lite.opt.schedule import as_schedule
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -262,3 +263,103 @@ def test_a_host_call_that_does_something_else_is_not_replaced_by_the_old_graph(
     expected = [(1, -1)] * 6
     expected[4] = other.get(what, (1, 3))
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
+
+
+def test_a_graph_that_was_given_up_is_never_started_again(device: Any) -> None:
+    """The communicator of its collectives has ended: the step runs call by call, and hears of that."""
+    backend = device.backend
+    a = backend.zeros((3,), "float32")
+    graphs: list[Any] = []
+
+    class Work:
+        def captured_by(self, graph: Any) -> None:
+            graphs.append(graph)
+
+        def relaunched(self) -> None:
+            graphs[-1].was_started = True
+
+    def work() -> None:
+        made(Work)
+        backend.run("fill", out=a, value=1.0)
+
+    [step] = backend.bake([HostCall(work, ())])
+    for _ in range(3):
+        step()
+    assert len(graphs) == 1 and graphs[0].was_started
+    graphs[0].give_up()
+    backend.run("fill", out=a, value=-1.0)
+    for _ in range(3):
+        step()
+    assert len(graphs) == 2 and graphs[0].num_launches == 2
+    assert backend.to_numpy(a)[0] == 1.0
+
+
+def test_what_broke_a_capture_is_told_not_that_it_is_broken(device: Any, monkeypatch: Any) -> None:
+    backend = device.backend
+    stream, end = type(backend.stream), type(backend.stream).end_capture
+    run = 0
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        if run == 1:
+            raise ValueError("mine")
+
+    def end_invalid(self: Any) -> None:  # as CUDA where a collective was started and not waited for
+        end(self)
+        raise RuntimeError("cudaErrorStreamCaptureUnjoined")
+
+    a = backend.zeros((3,), "float32")
+    [step] = backend.bake([HostCall(work, ())])
+    step()
+    run = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "end_capture", end_invalid)
+        with pytest.raises(ValueError, match="mine"):
+            step()
+    assert backend.rehearsal is None and not backend.stream.is_capturing()
+    for run in range(2, 4):  # noqa: B007 - work() looks at it
+        step()
+    assert backend.to_numpy(a)[0] == 1.0
+
+
+def test_other_threads_use_the_device_while_host_calls_are_repeated(device: Any) -> None:
+    backend = device.backend
+    a = backend.zeros((3,), "float32")
+    seen: list[float] = []
+    run = 0
+
+    def load() -> None:
+        made_here = backend.asarray(np.full(3, run, np.float32))
+        backend.run("square", made_here, out=made_here)
+        seen.append(float(backend.to_numpy(made_here)[0]))
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        if run > 1:
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join(60)
+
+    [step] = backend.bake([HostCall(work, ())])
+    graphs = step._variants
+    for run in range(5):  # noqa: B007 - work() and load() look at it
+        step()
+    assert seen == [4, 9, 16]
+    assert next(iter(graphs.values())).graph.num_launches == 4
+
+
+def test_collectives_of_the_host_are_repeated(device: Any) -> None:
+    """What a host call sends as numpy arrays may be other numbers at every step."""
+    backend, communicator = device.backend, LocalCommunicator(World())
+    a = backend.zeros((3,), "float32")
+    seen = []
+    run = 0
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        seen.append(int(communicator.all_gather(np.array([run])).wait()[0, 0]))
+
+    [step] = backend.bake([HostCall(work, ())])
+    for run in range(5):  # noqa: B007 - work() looks at it
+        step()
+    assert seen == [0, 1, 2, 3, 4]

@@ -18,6 +18,7 @@ from standin import nvrtc
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.device import allow_tf32
+from singa_lite.errors import DeviceError
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
@@ -32,7 +33,8 @@ SOURCES = {  # file -> the element types it is used with, in numpy's letters
     "norm": ("e", "f", "d"),
     "select": ("ei", "fi", "fl", "di", "dl"),
 }
-OURS = {"Any", "annotations", "host", "number", "device_id", "offset", "_view"}  # of the stand-in itself
+# of the stand-in itself
+OURS = {"Any", "annotations", "do", "host", "is_capturing", "number", "device_id", "offset", "_view"}
 
 pytestmark = [] if no_gpu() else [pytest.mark.gpu]
 
@@ -358,7 +360,6 @@ def test_a_kernel_is_one_launch(backend: Any) -> None:
 
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_tf32_is_off_until_it_is_allowed(backend: Any) -> None:
-    computes = backend.matmul.__globals__["cublas"].computes
     x = np.ones((2, 2), "f")
     on(backend, "matmul", [x, x], [x])
     allow_tf32()
@@ -367,7 +368,24 @@ def test_tf32_is_off_until_it_is_allowed(backend: Any) -> None:
         on(backend, "matmul", [x.astype("d"), x.astype("d")], [x.astype("d")])
     finally:
         allow_tf32(False)
+    computes = backend.matmul.__globals__["cupy"].cuda._cublas.computes
     assert computes[-3:] == [68, 77, 70]  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
+def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: Any) -> None:
+    on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
+    settings = backend.matmul.__globals__["cupy"].cuda._cublas.settings
+    assert settings["stream"] == backend.stream.ptr
+    assert settings["workspace"] > 0, "setting the stream takes the workspace away"
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
+def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
+    on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
+    monkeypatch.setattr(backend._cublas, "_gemm", lambda *_: 7)
+    with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
+        on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 
 
 def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -> None:
@@ -387,7 +405,7 @@ def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:
         import cupy
 
         names = [f"cupy.{name}" for name in cupy.__all__] + [
-            f"cupy.cuda.{name}" for name in cupy.cuda.__all__
+            f"cupy.cuda.{name}" for name in cupy.cuda.__all__ if name not in OURS
         ]
         names += [f"cupy.cuda.runtime.{name}" for name in vars(cupy.cuda.runtime) if name not in OURS]
         for kind in ("ndarray", "cuda.MemoryPointer", "cuda.Stream", "cuda.Device"):

@@ -194,6 +194,37 @@ def drops_works(world: World) -> bool:
     return kept == 100 and last.tolist() == [c.size] * 10
 
 
+class LateGraph:
+    """A CUDA graph with a collective in it: NCCL cannot end while there is one."""
+
+    def __init__(self) -> None:
+        self.live_at_end: list[int] = []
+
+    def give_up(self) -> None:
+        self.live_at_end.append(num_live())
+
+
+def ends_graphs(world: World, way: str) -> list[int]:
+    c, gpu, graph = make(world), Gpu.get(), LateGraph()
+    gpu.cuda.standin_capture(gpu.stream, 1)
+    work = c.all_reduce(on_gpu(np.ones(10, np.float32)), "sum")
+    work.captured_by(graph)
+    gpu.cuda.standin_capture(gpu.stream, 0)
+    if way == "close":
+        c.close()
+    elif way == "abort":
+        c.abort("for a test")
+    else:
+        c._finalizer()  # as at the interpreter's exit
+    return graph.live_at_end[:1]
+
+
+@pytest.mark.parametrize("way", ["close", "abort", "exit"])
+def test_graphs_end_before_nccl_does(way):
+    """NCCL's end polls until all graphs with its kernels are gone, so it must not come first."""
+    assert run(ends_graphs, 1, way) == [[1]]
+
+
 def test_arrays_of_dropped_works_are_kept_alive():
     assert run(drops_works, 2) == [True, True]
 

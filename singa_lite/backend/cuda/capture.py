@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -127,33 +127,46 @@ class CapturedCalls:
     """Calls as one CUDA graph, see Note [repeated host calls]. Made by ``run`` on each, with nothing computed.
 
     Attributes:
+        backend: whose calls these are.
         num_launches: how often the graph was started.
     """
 
     def __init__(self, backend: Launcher, calls: list[Call], run: Callable[[Call], None]) -> None:
-        self._backend, self._calls = backend, calls
+        self.backend, self._calls = backend, calls
         self._done: list[list[Any]] = []  # by call: executions, and what it made, in their order
         self._expected: Iterator[Any] = iter(())
         self._execution: Execution | None = None  # that runs now
         self._numbers: list[bytes] = []
         self._next_number = 0
         self._stored = b""
+        backend.activate()
         self._on_device = cupy.zeros(MAX_NUMBERS, np.int64)
         self.is_repeating = False
         self.num_launches = 0
+        self._graph: Any = None
         with self._in_force():
-            backend.activate()
             backend.stream.begin_capture()
             try:
                 for call in calls:
                     self._done.append([])
                     run(call)
-            finally:
-                self._graph = backend.stream.end_capture()
+            except BaseException:
+                with suppress(RuntimeError):  # CUDA's, of a collective that nobody will wait for
+                    backend.stream.end_capture()
+                raise
+            self._graph = backend.stream.end_capture()
         self._works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
+        for work in self._works:
+            work.captured_by(self)
+
+    def give_up(self) -> None:
+        """End the CUDA graph: what its collectives run on is about to end. The next ``repeat`` says no."""
+        self._graph = None
 
     def repeat(self) -> bool:
         """Do again what Python does in these calls; False if they would not run the same kernels any more."""
+        if self._graph is None:
+            return False
         draws = [
             (call, call.random.get_random_state())
             for call in self._calls
@@ -176,6 +189,7 @@ class CapturedCalls:
 
     def launch(self) -> None:
         """Start the graph with the numbers that ``repeat`` or the capture stored."""
+        self.backend.activate()
         numbers = b"".join(self._numbers)
         if numbers != self._stored:
             values = np.frombuffer(numbers, np.int64).tolist()
@@ -183,9 +197,9 @@ class CapturedCalls:
                 part = values[first : first + STORED_AT_ONCE]
                 packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
                 place = self._on_device[first : first + len(part)]
-                self._backend.launch("store.store", "l", 1, 64, place, packed)
+                self.backend.launch("store.store", "l", 1, 64, place, packed)
             self._stored = numbers
-        self._graph.launch(self._backend.stream)
+        self._graph.launch(self.backend.stream)
         self.num_launches += 1
         for work in self._works[-1:]:
             work.relaunched()
@@ -193,11 +207,11 @@ class CapturedCalls:
     @contextmanager
     def _in_force(self) -> Iterator[None]:
         """Hear of every kernel, array, collective and number."""
-        self._backend.rehearsal = state.rehearsal = self
+        state.rehearsal = self
         try:
             yield
         finally:
-            self._backend.rehearsal = state.rehearsal = None
+            state.rehearsal = None
             self._execution = None
 
     # ---- what the backend and communicators tell ---------------------------------------------------------

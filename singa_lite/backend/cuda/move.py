@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 
 import cupy
 import numpy as np
-from cupy.cuda import cublas
-from cupy.cuda.device import get_cublas_handle
 
 from ...config import state
-from ...errors import DTypeError
+from ...errors import DTypeError, ShapeError
 from ..base import Array
 from .axes import reduction, strided
+from .cublas import Cublas
 from .launch import THREADS, Launcher, by_value
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
@@ -156,17 +156,23 @@ class MoveKernels(Launcher):
         element, compute, one, size = GEMM_TYPES[out.dtype.char]
         if out.dtype.char == "f" and state.allow_tf32:
             compute = COMPUTE_32F_FAST_TF32
+        if max(m, n, k, batch) >= 2**31:
+            raise ShapeError(f"matmul: {out.shape} and {k} products each are more than cuBLAS counts")
         # cuBLAS counts columns first, so it sees transposes: out' = b' a'
-        shape = (get_cublas_handle(), int(transpose_b), int(transpose_a), n, m, k, one)
+        shape = (int(transpose_b), int(transpose_a), n, m, k, one)
         first = (b.data.ptr, element, max(1, b.shape[-1]))
         second = (a.data.ptr, element, max(1, a.shape[-1]))
         result = (one + size, out.data.ptr, element, n)
         if batch == 1:
-            cublas.gemmEx(*shape, *first, *second, *result, compute, -1)
+            self._cublas.product(*shape, *first, *second, *result, compute, -1)
         else:
             steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
             given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
-            cublas.gemmStridedBatchedEx(*shape, *given, compute, -1)
+            self._cublas.products(*shape, *given, compute, -1)
+
+    @cached_property
+    def _cublas(self) -> Cublas:
+        return Cublas(self.stream.ptr)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

@@ -118,6 +118,16 @@ def alloc_pinned_memory(num_bytes: int) -> Any:
     return _Pinned(num_bytes)
 
 
+from . import _cublas  # noqa: E402 - it gives its work to do()
+
+
+def __getattr__(name: str) -> Any:
+    if name != "cublas":
+        raise AttributeError(name)
+    _cublas.install()
+    return _cublas
+
+
 __all__ = [
     "Device",
     "MemoryPointer",

@@ -23,3 +23,7 @@ def getDeviceProperties(device_id: int) -> dict[str, Any]:
         "multiProcessorCount": 2,
         "warpSize": 32,
     }
+
+
+def runtimeGetVersion() -> int:
+    return 13000

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuBLAS of the stand-in: the contracts of cublasGemmEx and cublasGemmStridedBatchedEx, in numpy."""
+"""libcublas of the stand-in: the contracts of the functions used, in numpy, called through C as the real ones."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import traceback
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from . import do
 
+HANDLE = 7
+
 DTYPES = {2: np.float16, 0: np.float32, 1: np.float64}  # CUDA_R_16F, CUDA_R_32F, CUDA_R_64F
 SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
 computes: list[int] = []  # how each product was asked to be computed
+settings: dict[str, int] = {}  # of the handle
 
 
 def _matrix(
@@ -26,11 +33,11 @@ def _matrix(
     return np.ndarray((batch, rows, columns), dtype, memory, 0, strides)
 
 
-def gemmStridedBatchedEx(
+def cublasGemmStridedBatchedEx(
     handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
     beta, C, Ctype, ldc, strideC, batchCount, computeType, algo,
 ):  # fmt: skip
-    assert handle == 7 and algo == -1 and min(m, n, batchCount) > 0 and k >= 0
+    assert handle == HANDLE and algo == -1 and min(m, n, batchCount) > 0 and k >= 0
     wide = SUMS[computeType]
     computes.append(computeType)
     size = np.dtype(wide).itemsize
@@ -54,28 +61,44 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
     c[...] = a @ b
 
 
-def gemmEx(
-    handle,
-    transa,
-    transb,
-    m,
-    n,
-    k,
-    alpha,
-    A,
-    Atype,
-    lda,
-    B,
-    Btype,
-    ldb,
-    beta,
-    C,
-    Ctype,
-    ldc,
-    computeType,
-    algo,
-):
-    gemmStridedBatchedEx(
+def cublasGemmEx(
+    handle, transa, transb, m, n, k, alpha, A, Atype, lda, B, Btype, ldb, beta, C, Ctype, ldc, computeType, algo,
+):  # fmt: skip
+    cublasGemmStridedBatchedEx(
         handle, transa, transb, m, n, k, alpha, A, Atype, lda, 0, B, Btype, ldb, 0,
         beta, C, Ctype, ldc, 0, 1, computeType, algo,
     )  # fmt: skip
+
+
+def cublasCreate_v2(handle):
+    ctypes.c_void_p.from_address(handle).value = HANDLE
+
+
+def cublasSetStream_v2(handle, stream):
+    assert handle == HANDLE and stream
+    settings["stream"], settings["workspace"] = stream, 0
+
+
+def cublasSetWorkspace_v2(handle, workspace, num_bytes):
+    assert handle == HANDLE and workspace and num_bytes
+    settings["workspace"] = num_bytes
+
+
+def install() -> None:
+    """Let singa_lite open this as libcublas.so, as it can what cupy has opened."""
+    opener: Any = sys.modules["singa_lite.backend.cuda.cublas"]
+    opener.WORKSPACE_BYTES = 1 << 16  # filled with NaNs
+    library = SimpleNamespace(**{name: _through_c(name, types) for name, types in opener.PROTOTYPES.items()})
+    opener.ctypes = SimpleNamespace(CDLL=lambda name: library, byref=ctypes.byref)
+
+
+def _through_c(name: str, types: list[Any]) -> Any:
+    def call(*arguments: Any) -> int:
+        try:
+            globals()[name](*arguments)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            return 13  # CUBLAS_STATUS_EXECUTION_FAILED
+        return 0
+
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(call)
