@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import autograd
-from ..backend.base import Backend
-from ..comm.base import Communicator, is_cuda_array
+from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
-from ..device import create_cuda_gpu_on, get_default_device
 from ..errors import (
     CheckpointError,
     CommError,
-    DeviceError,
-    DTypeError,
     OptionError,
-    ShapeError,
     check_choice,
     check_int,
     check_number,
@@ -33,10 +29,7 @@ from ..errors import (
 from ..graph import host
 from ..sync import find_schemes
 from ..sync.base import StepOptions, SyncStrategy
-from ..sync.fp16 import HalfMessage
-from ..sync.sparse import SparseMessage
-from ..sync.sparse_threshold import check_magnitude, count_threshold, select_threshold
-from ..sync.sparse_top_k import check_share, select_top_k
+from ..sync.collectives import ArrayCollectives
 from ..tensor import Tensor
 from .base import Optimizer, Pairs, unique_names
 from .schedule import DecayScheduler, as_schedule
@@ -44,7 +37,6 @@ from .sgd import SGD
 
 THRESHOLD = 2097152  # elements; SINGA's default
 BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
-RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 
 
 class Ticket(Protocol):
@@ -59,7 +51,7 @@ class HasStates(Protocol):
     def get_states(self) -> dict[str, Tensor]: ...
 
 
-class DistOpt(Optimizer):
+class DistOpt(ArrayCollectives, Optimizer):
     """Wraps an optimizer so that N ranks take one common step.
 
     Every rank computes gradients of its own batch; their mean, or what ``dist_option`` makes of it, is applied
@@ -115,7 +107,7 @@ class DistOpt(Optimizer):
             raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
         self.opt = opt if opt is not None else SGD()
         ticket = nccl_id.ticket if nccl_id is not None else None
-        self.communicator = communicator or process_communicator(ticket, local_rank, world_size, timeout_s)
+        super().__init__(communicator or process_communicator(ticket, local_rank, world_size, timeout_s))
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
@@ -124,8 +116,8 @@ class DistOpt(Optimizer):
         self._names: dict[Tensor, str] = {}
         self._schemes: dict[str, SyncStrategy] = {}
         self._last: SyncStrategy | None = None
+        self._means: list[tuple[Tensor, Tensor]] = []  # of the step that runs
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
-        self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -156,14 +148,17 @@ class DistOpt(Optimizer):
         """
         name = self._scheme(dist_option, threshold).names[0]
         asked = name, threshold, spars, corr, clip_value
-        host(self._begin, *asked, updates=False, variant=lambda: self._variant(*asked))
+        kind = partial(self._kind, *asked)
+        host(self._begin, *asked, updates=False, variant=kind)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
                 host(self._meet, name, [(param, grad), *gradients])
                 break
             host(self._push, name, param, grad, updates=False)
-        host(self._finish, name)
+        host(self._flush, name, updates=False)
+        host(self._receive, name, variant=lambda: self._look(name, threshold))
+        host(self._update, name, variant=kind)
 
     # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.
 
@@ -179,8 +174,9 @@ class DistOpt(Optimizer):
         scheme, options = self._scheme(name, threshold), self._options(spars, corr, clip_value)
         scheme.check(options)
         scheme.begin(options)
+        self._means = []
 
-    def _variant(
+    def _kind(
         self,
         name: str,
         threshold: int | None,
@@ -188,11 +184,13 @@ class DistOpt(Optimizer):
         corr: bool,
         clip_value: float | None,
     ) -> Hashable:
-        """Of the step that comes, see HostCall."""
+        """Of the step that comes, see ``HostCall.variant``."""
         scheme = self._scheme(name, threshold)
-        if scheme.capture != "whole":
-            return None
         return scheme, scheme.record_key(self._options(spars, corr, clip_value))
+
+    def _look(self, name: str, threshold: int | None) -> Hashable:
+        """None if ``_receive`` must see values, see ``HostCall.variant``."""
+        return None if self._scheme(name, threshold).capture == "split" else 0
 
     def _options(
         self, spars: float | DecayScheduler | None, corr: bool, clip_value: float | None
@@ -213,10 +211,17 @@ class DistOpt(Optimizer):
         for param, grad in pairs:
             self._push(name, param, grad)
 
-    def _finish(self, name: str) -> None:
-        """Wait for the means, update by them, and count the step."""
-        scheme = self._schemes[name]
-        pairs = list(scheme.finish())
+    def _flush(self, name: str) -> None:
+        """Tell that no gradient comes any more."""
+        self._schemes[name].flush()
+
+    def _receive(self, name: str) -> None:
+        """Wait for the means."""
+        self._means = list(self._schemes[name].finish())
+
+    def _update(self, name: str) -> None:
+        """Update by the means, and count the step."""
+        scheme, pairs = self._schemes[name], self._means
         self.opt.update_all(pairs)
         scheme.after_update([param for param, _ in pairs])
         self.step()
@@ -327,95 +332,6 @@ class DistOpt(Optimizer):
         arrays = [state.data for state in model.get_states().values()]
         self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
-    # ---- SINGA's collectives on raw arrays: the SUM, in place, ended on return -------------------------
-
-    def all_reduce(self, tensor: RawOrTensor) -> None:
-        """Replace the values by their sum over the ranks."""
-        self.communicator.all_reduce(_raw(tensor), "sum").wait()
-
-    def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
-        """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
-        flat, arrays, backend = self._fuse("sum", tensor, send)
-        if flat is not None:
-            self.communicator.all_reduce(flat, "sum").wait()
-            backend.run("unpack", flat, out=tuple(arrays))
-
-    def all_reduce_half(self, tensor: RawOrTensor) -> None:
-        """Like ``all_reduce``, through float16 (sync/fp16.py, Note [half scale])."""
-        self._all_reduce_half(_raw(tensor), _backend(tensor))
-
-    def _all_reduce_half(self, array: Any, backend: Backend) -> None:
-        message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
-        message.measure().wait()
-        message.start("sum").wait()
-        message.unscale()
-
-    def fused_all_reduce_half(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
-        """Like ``fused_all_reduce``, through float16."""
-        flat, arrays, backend = self._fuse("half", tensor, send)
-        if flat is not None:
-            self._all_reduce_half(flat, backend)
-            backend.run("unpack", flat, out=tuple(arrays))
-
-    def sparsification(
-        self, tensor: RawOrTensor, accumulation: RawOrTensor | None, spars: float, topK: bool
-    ) -> None:
-        """Replace the values by the sum of what all ranks select.
-
-        Args:
-            tensor: float array.
-            accumulation: residual, added first and then overwritten by what was not sent; None drops it.
-            spars: share of elements with ``topK``, else least magnitude.
-            topK: select by share.
-        """
-        residual = None if accumulation is None else _raw(accumulation)
-        self._sparsify(_raw(tensor), residual, _backend(tensor), spars, topK)
-
-    def fused_sparsification(
-        self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
-    ) -> None:
-        """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays, backend = _pack(self.communicator, [(_raw(part), _backend(part)) for part in tensor])
-        if flat is not None:
-            residual = None if accumulation is None else _raw(accumulation)
-            self._sparsify(flat, residual, backend, spars, topK)
-            backend.run("unpack", flat, out=tuple(arrays))
-
-    def _sparsify(self, array: Any, residual: Any, backend: Backend, spars: float, topK: bool) -> None:
-        (check_share if topK else check_magnitude)(spars)
-        flat = array.reshape(-1)
-        residual = None if residual is None else residual.reshape(-1)
-        if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
-            raise ShapeError(
-                f"sparsification: accumulation is {residual.dtype}[{residual.size}], "
-                f"the values {flat.dtype}[{flat.size}]"
-            )
-        if residual is not None:
-            backend.run("add", flat, residual, out=flat)
-        message = SparseMessage(self.communicator, backend, flat, residual, "sparsification")
-        if topK:
-            work = select_top_k(message, spars)
-        else:
-            counts = backend.to_numpy(count_threshold(message, spars).wait())
-            work = select_threshold(message, spars, counts.ravel().tolist())
-        work.wait()
-        message.merge(1.0)
-
-    def wait(self) -> None:
-        """Kept for SINGA scripts: the calls above have ended when they return."""
-
-    def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any], Any]:
-        """The arrays put aside and given, each once, as ``_pack`` gives them; (None, [], None) while not sending."""
-        kept = self._fused[kind]
-        for tensor in tensors:
-            array = _raw(tensor)
-            if not any(array is known for known, _ in kept):
-                kept.append((array, _backend(tensor)))
-        if not send:
-            return None, [], None
-        self._fused[kind] = []
-        return _pack(self.communicator, kept)
-
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
     @property
@@ -471,39 +387,6 @@ class DistOpt(Optimizer):
         self._schemes.clear()  # made anew by the next step, whose call says with which threshold
         self._last = None
         self._loaded = own
-
-
-def _raw(tensor: RawOrTensor) -> Any:
-    """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
-    array = tensor.data if isinstance(tensor, Tensor) else tensor
-    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
-        raise DTypeError(f"DistOpt: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
-    if not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
-        raise ShapeError(
-            f"DistOpt: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
-        )
-    return array
-
-
-def _backend(tensor: RawOrTensor) -> Backend:
-    """The backend of the device that a Tensor or raw array lives on."""
-    if isinstance(tensor, Tensor):
-        return tensor.device.backend
-    return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend
-
-
-def _pack(communicator: Communicator, kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
-    """Arrays of one dtype end to end as one flat array, they, and their backend; (None, [], None) of none."""
-    if not kept:
-        return None, [], None
-    arrays, backend = [array for array, _ in kept], kept[0][1]
-    if len({array.dtype for array in arrays}) > 1:
-        raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
-    if any(other is not backend for _, other in kept):
-        raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
-    flat = communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype), backend)
-    backend.run("pack", *arrays, out=flat)
-    return flat, arrays, backend
 
 
 def _difference(first: list[Any], other: list[Any], rank: int) -> str:

@@ -44,13 +44,13 @@ class StepOptions:
 class SyncStrategy(ABC):
     """One way to make the ranks agree, chosen by ``dist_option``.
 
-    A step is begin(), push() for each gradient as backward yields it, finish() for the means, the optimizer's
-    update, after_update().
+    A step is begin(), push() for each gradient as backward yields it, flush(), finish() for the means, the
+    optimizer's update, after_update().
 
     Attributes:
         names: the words of ``dist_option`` that choose this scheme, the usual one first.
-        capture: what of a step can be part of a CUDA graph: "whole", or "split" where the host must look at a value,
-            so that only what comes before and after this scheme's calls can.
+        capture: what of a step can be part of a CUDA graph: "whole", or "split" where the host must look at a value
+            in ``finish``, so that one graph ends before it and another begins after it.
         bytes_sent: bytes this rank put on a ring in the last step (comm/base.py, Note [bytes]).
         bytes_payload: bytes of what travelled in the last step.
         wait_s: seconds the last step waited for communication.
@@ -86,9 +86,12 @@ class SyncStrategy(ABC):
     def push(self, param: Tensor, grad: Tensor) -> None:
         """Take one gradient, whose memory is ours from now on; may start a long collective, waits for tiny ones."""
 
+    def flush(self) -> None:
+        """No gradient comes any more: start what is still to be started without waiting."""
+
     @abstractmethod
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Wait, and give each parameter with the gradient to apply; valid until the next begin()."""
+        """``flush``, wait, and give each parameter with the gradient to apply; valid until the next begin()."""
 
     def after_update(self, params: list[Tensor]) -> None:
         """Called when the optimizer has changed ``params``; schemes that average parameters do it here."""
@@ -187,11 +190,14 @@ class BucketedSync(SyncStrategy):
         if group:
             self._launch(group)
 
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def flush(self) -> None:
         for grouping in self._groupings.values():
             group = grouping.flush()
             if group:
                 self._launch(group)
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.flush()
         for bucket, exchange, work in self._in_flight:
             self.wait(work)
             for _ in exchange:  # run to its end
@@ -204,6 +210,10 @@ class BucketedSync(SyncStrategy):
         if bucket is None:
             bucket = self._buckets[params] = Bucket(list(params), self.communicator)
         self._gather([grad for _, grad in group], bucket)
+        self.start(bucket)
+
+    def start(self, bucket: Bucket) -> None:
+        """``bucket`` is full: begin to exchange it."""
         exchange = self.exchange(bucket)
         self._in_flight.append((bucket, exchange, next(exchange)))
 

@@ -53,10 +53,10 @@ class PartialUpdate(SyncStrategy):
             self._turns[key] = self._restored.pop(_label(params[0].name, len(params)), 0)
         chunks = self._chunks[key]
         chunk = chunks[self._turns[key] % len(chunks)]
-        self._turns[key] = (self._turns[key] + 1) % len(chunks)
         chunk.backend.run("pack", *(param.data for param in chunk.params), out=chunk.flat)
         self.wait(self.send(self.communicator.all_reduce(chunk.flat, "mean", name=chunk.name)))
         chunk.backend.run("unpack", chunk.flat, out=tuple(param.data for param in chunk.params))
+        self._turns[key] = (self._turns[key] + 1) % len(chunks)
 
     def _cut(self, params: list[Tensor]) -> list[Bucket]:
         groups = []

@@ -8,8 +8,6 @@ at every world size, one included.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -69,17 +67,12 @@ class SparseSync(BucketedSync):
         self._residuals: dict[Bucket, Array] = {}
         self._restored: dict[Tensor, np.ndarray] = {}  # loaded, and not yet in a group's array
 
-    @abstractmethod
-    def select(self, message: SparseMessage) -> Work:
-        """Choose elements of ``message.flat`` and start sending them."""
-
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def message(self, bucket: Bucket) -> SparseMessage:
+        """The bucket with its residual added, ready to select from."""
         residual = self._residual(bucket) if self.options.corr else None
         if residual is not None:
             bucket.backend.run("add", bucket.flat, residual, out=bucket.flat)
-        message = SparseMessage(self.communicator, bucket.backend, bucket.flat, residual, bucket.name)
-        yield self.send(self.select(message))
-        message.merge(1.0 / self.communicator.size)
+        return SparseMessage(self.communicator, bucket.backend, bucket.flat, residual, bucket.name)
 
     def _residual(self, bucket: Bucket) -> Array:
         if bucket not in self._residuals:

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
-from ..comm.base import Work
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from ..comm.base import Communicator, Work
 from ..errors import OptionError
-from .base import StepOptions
+from ..tensor import Tensor
+from .base import Array, Bucket, StepOptions
 from .sparse import SparseMessage, SparseSync
 
 
@@ -15,11 +19,11 @@ def check_magnitude(spars: float) -> None:
         raise OptionError(f"sparseThreshold: spars = {spars} must be >= 0, the least magnitude to send")
 
 
-def count_threshold(message: SparseMessage, spars: float) -> Work:
-    """Tell all ranks how many elements reach ``spars`` here; the Work's result is (size, 1) int64."""
+def count_threshold(message: SparseMessage, spars: float) -> Array:
+    """How many elements reach ``spars`` here, (1,) int64."""
     count = message.backend.empty((1,), "int64")
     message.backend.run("threshold_count", message.flat, out=count, threshold=spars)
-    return message.communicator.all_gather(count, name=message.name)
+    return count
 
 
 def select_threshold(message: SparseMessage, spars: float, counts: list[int]) -> Work:
@@ -35,18 +39,50 @@ def select_threshold(message: SparseMessage, spars: float, counts: list[int]) ->
 class SparseThreshold(SparseSync):
     """Every |gradient + residual| >= ``spars``, the rank's own value before averaging; NaN always travels.
 
-    Ranks select different numbers of elements: they tell each other how many, then all send as many as the
-    one with most.
+    Ranks select different numbers of elements. They tell each other how many, all groups at once and after the
+    last gradient, so that the host looks at values once a step; then all send as many as the one with most.
     """
 
     names = ("sparseThreshold",)
     capture = "split"
 
+    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
+        super().__init__(communicator, threshold, bucket_bytes)
+        self._counted: list[tuple[Bucket, Generator[Any, list[int], None], Array]] = []
+
     def check(self, options: StepOptions) -> None:
         check_magnitude(options.spars)
 
-    def select(self, message: SparseMessage) -> Work:
-        counts = self.wait(self.send(count_threshold(message, self.options.spars)))
-        return select_threshold(
-            message, self.options.spars, message.backend.to_numpy(counts).ravel().tolist()
-        )
+    def begin(self, options: StepOptions) -> None:
+        super().begin(options)
+        self._counted.clear()
+
+    def start(self, bucket: Bucket) -> None:
+        exchange = self.exchange(bucket)
+        self._counted.append((bucket, exchange, next(exchange)))
+
+    def exchange(self, bucket: Bucket) -> Generator[Any, list[int], None]:
+        """Gives this rank's count first, and wants those of all ranks sent in before it starts the Work."""
+        message = self.message(bucket)
+        counts = yield count_threshold(message, self.options.spars)
+        yield self.send(select_threshold(message, self.options.spars, counts))
+        message.merge(1.0 / self.communicator.size)
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.flush()
+        counts = self._agree()
+        for (bucket, exchange, _), of_ranks in zip(self._counted, counts, strict=True):
+            self._in_flight.append((bucket, exchange, exchange.send(of_ranks)))
+        self._counted.clear()
+        yield from super().finish()
+
+    def _agree(self) -> list[list[int]]:
+        """For every group the number of elements that each rank selects."""
+        if not self._counted:
+            return []
+        backend = self._counted[0][0].backend
+        mine = backend.empty((len(self._counted),), "int64")
+        backend.run("pack", *(count for _, _, count in self._counted), out=mine)
+        gather = self.send(self.communicator.all_gather(mine, name="numbers of selected elements"))
+        of_ranks: list[list[int]] = backend.to_numpy(self.wait(gather)).T.tolist()
+        return of_ranks

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from fractions import Fraction
 
 from ..comm.base import Work
 from ..errors import OptionError
-from .base import StepOptions
+from .base import Bucket, StepOptions
 from .sparse import SparseMessage, SparseSync
 
 
@@ -44,5 +44,7 @@ class SparseTopK(SparseSync):
     def record_key(self, options: StepOptions) -> Hashable:
         return options.corr, options.spars  # which says how many elements are sent
 
-    def select(self, message: SparseMessage) -> Work:
-        return select_top_k(message, self.options.spars)
+    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+        message = self.message(bucket)
+        yield self.send(select_top_k(message, self.options.spars))
+        message.merge(1.0 / self.communicator.size)

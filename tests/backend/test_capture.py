@@ -99,7 +99,8 @@ def trained(net: Net, device: Any, steps: Any, *options: Any) -> list[bytes]:
 def graphs(net: Net) -> list[Any]:
     """The CUDA graphs of the model's records."""
     steps = [step for record in net._records._records.values() for step in record._replay_calls]
-    variants = [variant for step in steps for variant in step._variants.values()]
+    parts = [part for step in steps for part in (step._parts or [step]) if hasattr(part, "_variants")]
+    variants = [variant for part in parts for variant in part._variants.values()]
     return [variant.graph for variant in variants if variant.graph is not None]
 
 
@@ -115,9 +116,27 @@ def test_captured_steps_equal_eager_ones_bit_for_bit(device: Any, option: str) -
     assert eager.optimizer.get_states().keys() == graph.optimizer.get_states().keys()
     for name, value in eager.optimizer.get_states().items():
         assert value.tobytes() == graph.optimizer.get_states()[name].tobytes(), name
-    if option != "sparseThreshold":
-        assert len(graphs(graph)) == (4 if option == "partialUpdate" else 1)  # one a chunk
-        assert all(found.num_launches == (1 if option == "partialUpdate" else 7) for found in graphs(graph))
+    numbers = {"partialUpdate": 4, "sparseThreshold": 2}  # one a chunk; one on each side of the count
+    assert len(graphs(graph)) == numbers.get(option, 1)
+    assert all(found.num_launches == (1 if option == "partialUpdate" else 7) for found in graphs(graph))
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_host_waits_for_the_device_once_a_step_and_only_for_the_thresholds_counts(
+    device: Any, monkeypatch: Any, option: str, use_graph: bool
+) -> None:
+    net = compiled(device, use_graph, distributed(bucket_bytes=200))
+    trained(net, device, range(2), option)
+    x, y = batch(device, 3)
+    waits: list[str] = []
+    for name in ("to_numpy", "synchronize"):
+        wait = getattr(device.backend, name)
+        monkeypatch.setattr(
+            device.backend, name, lambda *a, name=name, wait=wait: (waits.append(name), wait(*a))[1]
+        )
+    net(x, y, option)
+    assert waits == (["to_numpy", "synchronize"] if option == "sparseThreshold" else [])
 
 
 def test_captured_convolutions_equal_eager_ones(device: Any) -> None:

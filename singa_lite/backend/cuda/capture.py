@@ -12,7 +12,7 @@ A step that does something else runs call by call, and the next is captured anew
 
 Note [variants]: a host call says by its ``variant`` which kind of step it will make. Every kind has its own graph. Its
 first step runs call by call: a scheme makes its memory then, and a library chooses its algorithms.
-One whose host call must see values (None) is cut there: a graph for the kernels before and after, Python between.
+One with a host call that must see values (None) is cut there: a graph before and one after, Python between.
 
 Note [memory of graphs]: what a kernel allocates for itself belongs to its graph from then on, so it comes from a pool
 that nobody else uses; all graphs of a step share it, as they run one after the other. Host calls may also make what
@@ -90,9 +90,9 @@ class CapturedStep:
         self._variants[key]()
 
     def _cut(self) -> list[CapturedStep | HostCall]:
-        for is_kernel, group in groupby(self._calls, lambda call: isinstance(call, KernelCall)):
+        for sees_values, group in groupby(self._calls, must_see_values):
             calls: list[Any] = list(group)
-            self._parts += [CapturedStep(self._backend, calls, self._pool)] if is_kernel else calls
+            self._parts += calls if sees_values else [CapturedStep(self._backend, calls, self._pool)]
         return self._parts
 
 
@@ -285,6 +285,11 @@ class CapturedCalls:
         ):
             raise Changed
         return found
+
+
+def must_see_values(call: Call) -> bool:
+    """Whether a CUDA graph must end before this call."""
+    return isinstance(call, HostCall) and call.variant() is None
 
 
 def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
