@@ -139,12 +139,17 @@ def test_the_host_waits_for_the_device_once_a_step_and_only_for_the_thresholds_c
     assert waits == (["to_numpy", "synchronize"] if option == "sparseThreshold" else [])
 
 
-def test_captured_convolutions_equal_eager_ones(device: Any) -> None:
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_captured_convolutions_equal_eager_ones_in_fewer_kernels(device: Any, has_norm: bool) -> None:
     seen = []
     for use_graph in (False, True):
         net = compiled(device, use_graph, distributed(), Images)
+        net.norm.forward = net.norm.forward if has_norm else lambda x: x
         seen.append(trained(net, device, range(6)))
     assert seen[0] == seen[1] and graphs(net)[0].num_launches == 4
+    calls = graphs(net)[0]._calls
+    assert sum(call.name == "relu" for call in calls) == has_norm
+    assert sum(call.name == "add" and "relu" in call.attributes for call in calls) == 3 - has_norm
 
 
 @pytest.mark.parametrize("make", [lambda: opt.Adam(lr=0.01), lambda: distributed(opt.Adam(lr=0.01))])

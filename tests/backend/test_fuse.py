@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from devices import cuda_device
 
 from singa_lite.backend.cpu.fuse import fuse
 from singa_lite.graph import HostCall, KernelCall, Memory, View
@@ -117,3 +118,61 @@ def test_the_gradient_of_a_relu_is_taken_by_batch_norm():
 )
 def test_the_gradient_of_a_relu_stays_apart(calls):
     assert fuse(calls) == calls
+
+
+# ---- the CUDA backend's rules ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lower(monkeypatch):
+    return cuda_device(monkeypatch).backend.lower
+
+
+channel_bias = View(Memory(64), 0, ROW, np.dtype("f4"), (4,))
+biased = call("conv2d", (x, w, channel_bias), y, groups=1)
+addition = call("add", (x, elsewhere), y)
+
+
+def test_on_cuda_a_bias_joins_the_relu_behind_it(lower):
+    first, second = lower([biased, relu])
+    assert first == replace(biased, inputs=(x, w))
+    row = replace(channel_bias, shape=(16, 1, 1), strides=(4, 4, 4))
+    assert second == replace(relu, kernel="add", inputs=(y, row), attributes={"relu": True})
+
+
+def test_on_cuda_an_addition_takes_the_relu_behind_it(lower):
+    assert lower([addition, relu]) == [replace(addition, out=z, attributes={"relu": True})]
+    half = [replace(found, dtype=np.dtype("f2")) for found in (x, elsewhere, y, z)]
+    fused = lower([call("add", half[:2], half[2]), call("relu", half[2:3], half[3])])
+    assert [(found.kernel, found.attributes) for found in fused] == [("add", {"relu": True})]
+
+
+CUDA_APART = {
+    "the caller looks at it": [replace(addition, out=owned), call("relu", (owned,), z)],
+    "a second reader": [addition, relu, call("copy", (y,), array())],
+    "Python in between": [addition, host(False), relu],
+    "its input changes": [addition, call("copy", (array(),), x), relu],
+    "the bias changes": [biased, host(True), relu],
+    "a second reader of the convolution": [biased, relu, call("copy", (y,), array())],
+    "no bias": [conv, relu],
+    "another shape": [addition, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
+    "another shape of the convolution": [biased, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
+    "integers": [replace(addition, out=replace(y, dtype=np.dtype("i4"))), relu],
+}
+
+
+@pytest.mark.parametrize("calls", CUDA_APART.values(), ids=CUDA_APART)
+def test_on_cuda_a_relu_stays_apart(lower, calls):
+    assert lower(calls) == calls
+
+
+def test_on_cuda_a_relus_gradient_moves_to_the_smaller_side_of_a_pooling(lower):
+    small, indices, masked = array((2, 16, 2, 2)), array((2, 16, 2, 2)), array((2, 16, 2, 2))
+    forward = call("max_pool_2d", (y,), (small, indices))
+    backward = call("max_pool_2d_backward", (masked, indices), elsewhere)
+    slope = call("relu_backward", (elsewhere, y), z)
+    kept, first, second = lower([forward, backward, slope])
+    assert kept == forward and first.inputs == (masked, small)
+    assert second == replace(backward, inputs=(first.out, indices), out=z)
+    other = replace(slope, inputs=(elsewhere, x))
+    assert lower([forward, backward, other]) == [forward, backward, other]

@@ -8,94 +8,11 @@ batchnorm_2d_backward, which then computes the gradient of the ReLU behind it as
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
-from ...graph import HostCall, KernelCall, Memory, View
-
-Call = KernelCall | HostCall
-
-
-class Steps:
-    """The calls of a step, who reads and writes each piece of memory, and changing them.
-
-    Attributes:
-        calls: None where a call was taken away.
-    """
-
-    def __init__(self, calls: list[Call]) -> None:
-        self.calls: list[Call | None] = list(calls)
-        self._readers: dict[Memory, list[int]] = defaultdict(list)
-        self._writers: dict[Memory, list[int]] = defaultdict(list)
-        for number, call in enumerate(calls):
-            self._note(number, call)
-
-    def _note(self, number: int, call: Call) -> None:
-        if isinstance(call, KernelCall):
-            for view in call.inputs:
-                self._readers[view.memory].append(number)
-            for view in call.outputs:
-                self._writers[view.memory].append(number)
-
-    def kernel(self, number: int, name: str) -> KernelCall | None:
-        """The call of that number if it is still there and a ``name``."""
-        call = self.calls[number]
-        return call if isinstance(call, KernelCall) and call.kernel == name else None
-
-    def maker(self, view: View, name: str) -> int | None:
-        """The number of the one call that makes ``view``, if it is a ``name`` of float32 arrays."""
-        writers = self._writers[view.memory]
-        call = self.kernel(writers[0], name) if len(writers) == 1 else None
-        return writers[0] if call is not None and is_float32(call.outputs[0]) else None
-
-    def is_private(self, view: View) -> bool:
-        """Whether one call alone reads ``view``, and nobody after the step."""
-        return view.memory.owner is None and len(self._readers[view.memory]) == 1
-
-    def can_move(self, first: int, last: int) -> bool:
-        """Whether call ``first`` may as well run at the place of ``last``: nothing in between changes what it reads."""
-        call = self.calls[first]
-        assert isinstance(call, KernelCall)
-        touched = {view.memory for view in (*call.inputs, *call.outputs)}
-        written = {view.memory for view in call.outputs}
-        for number in range(first + 1, last):
-            other = self.calls[number]
-            if isinstance(other, HostCall):
-                return False
-            if other is not None and (
-                touched & {view.memory for view in other.outputs}
-                or written & {view.memory for view in other.inputs}
-            ):
-                return False
-        return True
-
-    def may_update(self, first: int, last: int) -> bool:
-        """Whether parameters may change between two calls."""
-        return any(isinstance(call, HostCall) and call.updates for call in self.calls[first:last])
-
-    def merge(self, first: int, last: int, call: KernelCall) -> None:
-        """Take both calls away and put ``call`` at the place of ``last``."""
-        self._forget(first)
-        self.calls[first] = None
-        self.put(last, call)
-
-    def put(self, number: int, call: KernelCall) -> None:
-        """Put ``call`` in the place of another."""
-        self._forget(number)
-        self.calls[number] = call
-        self._note(number, call)
-
-    def _forget(self, number: int) -> None:
-        call = self.calls[number]
-        if isinstance(call, KernelCall):
-            for view in call.inputs:
-                self._readers[view.memory] = [n for n in self._readers[view.memory] if n != number]
-            for view in call.outputs:
-                self._writers[view.memory] = [n for n in self._writers[view.memory] if n != number]
-
-    def rest(self) -> list[Call]:
-        """The calls that are left."""
-        return [call for call in self.calls if call is not None]
+from ...graph import KernelCall, View
+from ..base import Call
+from ..steps import Steps, relu_before_pooling
 
 
 def is_float32(view: View) -> bool:
@@ -114,8 +31,8 @@ def _is_compiled(call: KernelCall) -> bool:
 
 def fuse(calls: list[Call]) -> list[Call]:
     """The same step in fewer calls."""
-    steps = Steps(calls)
-    for rule in (_add_bias, _add_residual, _relu_after, _relu_before_pooling, _relu_in_norm_backward):
+    steps = Steps(calls, is_float32)
+    for rule in (_add_bias, _add_residual, _relu_after, relu_before_pooling, _relu_in_norm_backward):
         for number in range(len(calls)):
             rule(steps, number)
     return steps.rest()
@@ -168,31 +85,6 @@ def _relu_after(steps: Steps, last: int) -> None:
         if call.outputs[0].shape == relu.out.shape and _is_compiled(call) and steps.can_move(first, last):
             out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
             steps.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
-
-
-def _relu_before_pooling(steps: Steps, last: int) -> None:
-    """max_pool_2d_backward, relu_backward -> relu_backward on the smaller side, max_pool_2d_backward.
-
-    A winner of the pooling is positive where the window's result is.
-    """
-    relu = steps.kernel(last, "relu_backward")
-    if relu is None or not steps.is_private(relu.inputs[0]):
-        return
-    first = steps.maker(relu.inputs[0], "max_pool_2d_backward")
-    pooling = None if first is None else steps.kernel(first, "max_pool_2d_backward")
-    if first is None or pooling is None or not steps.can_move(first, last):
-        return
-    slope, indices = pooling.inputs
-    forward_number = steps.maker(indices, "max_pool_2d")
-    if forward_number is None:
-        return
-    forward = steps.kernel(forward_number, "max_pool_2d")
-    assert forward is not None
-    if forward.inputs[0] != relu.inputs[1]:
-        return
-    masked = View(Memory(slope.memory.num_bytes), slope.offset, slope.shape, slope.dtype, slope.strides)
-    steps.put(first, replace(relu, inputs=(slope, forward.outputs[0]), out=masked))
-    steps.put(last, replace(pooling, inputs=(masked, indices), out=relu.out))
 
 
 def _relu_in_norm_backward(steps: Steps, last: int) -> None:

@@ -20,6 +20,7 @@ from ..base import Array, Call
 from .capture import CapturedStep
 from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
+from .fuse import fuse
 from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
@@ -93,6 +94,9 @@ class CudaBackend(
     def give_back(self) -> None:
         self.activate()
         cupy.get_default_memory_pool().free_all_blocks()
+
+    def lower(self, calls: list[Call]) -> list[Call]:
+        return fuse(calls)
 
     def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
         return [CapturedStep(self, calls)]

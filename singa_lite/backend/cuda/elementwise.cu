@@ -81,6 +81,7 @@ KERNEL clip_backward(const T* dy, const T* from, T* dx, Int n, double min, doubl
   }
 
 BINARY(add, A, a + b)
+BINARY(add_relu, A, widen(narrow<T>(A(a + b))) < 0 ? A(0) : a + b)  // add, then relu, each with its rounding
 BINARY(sub, A, a - b)
 BINARY(mul, A, a * b)
 BINARY(div_, A, a / b)

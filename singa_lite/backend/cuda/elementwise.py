@@ -64,8 +64,8 @@ class ElementwiseKernels(Launcher):
     def tanh_backward(self, dy: Array, y: Array, *, out: Array) -> None:
         self._slope("tanh_backward", dy, y, out)
 
-    def add(self, a: Array, b: Array, *, out: Array) -> None:
-        self._meet("add", a, b, out)
+    def add(self, a: Array, b: Array, *, out: Array, relu: bool = False) -> None:
+        self._meet("add_relu" if relu else "add", a, b, out)
 
     def sub(self, a: Array, b: Array, *, out: Array) -> None:
         self._meet("sub", a, b, out)
