@@ -2,6 +2,8 @@
 #include "cuda/cudnn.h"
 
 #include "cuda/convolution.h"
+#include "cuda/norm.h"
+#include "cuda/pool.h"
 
 namespace singa_lite::cudnn {
 
@@ -33,6 +35,8 @@ Cudnn::Cudnn(const std::vector<std::string>& names) : library_(open(names)) {
   load(destroy_tensor, "cudnnDestroyTensorDescriptor");
   load(set_tensor, "cudnnSetTensor4dDescriptor");
   convolution = std::make_shared<ConvolutionCalls>(*this);
+  norm = std::make_shared<NormCalls>(*this);
+  pool = std::make_shared<PoolCalls>(*this);
 }
 
 void Cudnn::throw_missing(const std::string& symbol) const {
