@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles only if the prototypes and numbers of native/cuda/cudnn.h are those of NVIDIA's cudnn.h. Not part of the
+// Compiles only if the prototypes and numbers of native/cuda are those of NVIDIA's cudnn.h. Not part of the
 // build: tests/backend/test_cudnn.py compiles it where that header is installed.
 #include <cudnn.h>
 
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/convolution.h"
 #include "cuda/cudnn.h"
+#include "cuda/norm.h"
+#include "cuda/pool.h"
 
 namespace ours = singa_lite::cudnn;
 
@@ -63,6 +66,15 @@ SAME(ours::WorkspaceSize, cudnnGetConvolutionBackwardFilterWorkspaceSize);
 SAME(ours::Run, cudnnConvolutionForward);
 SAME(ours::Run, cudnnConvolutionBackwardData);
 SAME(ours::Run, cudnnConvolutionBackwardFilter);
+SAME(ours::DeriveParameters, cudnnDeriveBNTensorDescriptor);
+SAME(ours::NormTrain, cudnnBatchNormalizationForwardTraining);
+SAME(ours::NormInfer, cudnnBatchNormalizationForwardInference);
+SAME(ours::NormBackward, cudnnBatchNormalizationBackward);
+SAME(ours::Create, cudnnCreatePoolingDescriptor);
+SAME(ours::Destroy, cudnnDestroyPoolingDescriptor);
+SAME(ours::SetPooling, cudnnSetPooling2dDescriptor);
+SAME(ours::PoolForward, cudnnPoolingForward);
+SAME(ours::PoolBackward, cudnnPoolingBackward);
 
 #define EQUAL(mine, theirs) static_assert(int(mine) == int(theirs), #theirs)
 EQUAL(ours::kSuccess, CUDNN_STATUS_SUCCESS);
@@ -75,6 +87,11 @@ EQUAL(ours::Math::kDefault, CUDNN_DEFAULT_MATH);
 EQUAL(ours::Math::kTensorOp, CUDNN_TENSOR_OP_MATH);
 EQUAL(ours::Math::kFma, CUDNN_FMA_MATH);
 EQUAL(ours::Determinism::kDeterministic, CUDNN_DETERMINISTIC);
+EQUAL(ours::NormMode::kSpatial, CUDNN_BATCHNORM_SPATIAL);
+EQUAL(ours::PoolMode::kAverageWithPadding, CUDNN_POOLING_AVERAGE_COUNT_INCLUDE_PADDING);
+EQUAL(ours::PoolMode::kAverageWithoutPadding, CUDNN_POOLING_AVERAGE_COUNT_EXCLUDE_PADDING);
+EQUAL(ours::NanPropagation::kPropagate, CUDNN_PROPAGATE_NAN);
+static_assert(CUDNN_BN_MIN_EPSILON <= 1e-5, "backward gives that eps; forward any above 0");
 static_assert(CUDNN_VERSION / 10000 == ours::Cudnn::kOldest / 10000, "the major version");
 
 #define SAME_RESULTS(theirs)                                                                            \
