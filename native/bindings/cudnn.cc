@@ -22,24 +22,26 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 void* at(Address address) { return reinterpret_cast<void*>(address); }
 
+Layout layout_of(bool is_channels_last) { return is_channels_last ? Layout::kChannelsLast : Layout::kRowMajor; }
+
 DType dtype_of(int number) {
   if (number < 0 || number > 2) throw py::value_error("dtype is 0, 1 or 2");
   return DType(number);
 }
 
-std::unique_ptr<Convolution> make_convolution(std::shared_ptr<Handle> handle, int direction, int dtype, Shape x,
-                                              Shape w, Shape y, Pair stride, Pair padding, Pair dilation, int groups,
-                                              bool allow_tf32) {
+std::unique_ptr<Convolution> make_convolution(std::shared_ptr<Handle> handle, int direction, int dtype,
+                                              bool is_channels_last, Shape x, Shape w, Shape y, Pair stride,
+                                              Pair padding, Pair dilation, int groups, bool allow_tf32) {
   if (direction < 0 || direction > 2) throw py::value_error("direction is 0, 1 or 2");
-  const Geometry geometry{dtype_of(dtype), x, w, y, stride, padding, dilation, groups};
+  const Geometry geometry{dtype_of(dtype), layout_of(is_channels_last), x, w, y, stride, padding, dilation, groups};
   return std::make_unique<Convolution>(std::move(handle), Direction(direction), geometry, allow_tf32);
 }
 
 void bind_convolution(py::module_& m) {
   py::class_<Convolution>(m, "Convolution")
-      .def(py::init(&make_convolution), py::arg("handle"), py::arg("direction"), py::arg("dtype"), py::arg("x"),
-           py::arg("w"), py::arg("y"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
-           py::arg("allow_tf32"))
+      .def(py::init(&make_convolution), py::arg("handle"), py::arg("direction"), py::arg("dtype"),
+           py::arg("is_channels_last"), py::arg("x"), py::arg("w"), py::arg("y"), py::arg("stride"), py::arg("padding"),
+           py::arg("dilation"), py::arg("groups"), py::arg("allow_tf32"))
       .def("measure",
            [](Convolution& self, Address stream, Address a, Address b, Address out, Address workspace,
               std::size_t bytes) { self.measure(at(stream), at(a), at(b), at(out), at(workspace), bytes); },
@@ -56,10 +58,10 @@ void bind_convolution(py::module_& m) {
 
 void bind_norm(py::module_& m) {
   py::class_<BatchNorm>(m, "BatchNorm")
-      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, Shape x) {
-             return std::make_unique<BatchNorm>(std::move(handle), dtype_of(dtype), x);
+      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, bool is_channels_last, Shape x) {
+             return std::make_unique<BatchNorm>(std::move(handle), dtype_of(dtype), x, layout_of(is_channels_last));
            }),
-           py::arg("handle"), py::arg("dtype"), py::arg("x"))
+           py::arg("handle"), py::arg("dtype"), py::arg("is_channels_last"), py::arg("x"))
       .def("train",
            [](BatchNorm& self, Address stream, Address x, Address scale, Address bias, Address y, Address mean,
               Address inverse_std, Address running_mean, Address running_var, double momentum, double eps) {
@@ -84,13 +86,14 @@ void bind_norm(py::module_& m) {
 
 void bind_pool(py::module_& m) {
   py::class_<AveragePool>(m, "AveragePool")
-      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, Shape x, Shape y, Pair kernel_size, Pair stride,
-                       Pair padding, bool count_include_pad) {
-             const Windows windows{dtype_of(dtype), x, y, kernel_size, stride, padding, count_include_pad};
+      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, bool is_channels_last, Shape x, Shape y,
+                       Pair kernel_size, Pair stride, Pair padding, bool count_include_pad) {
+             const Windows windows{dtype_of(dtype), layout_of(is_channels_last), x, y,
+                                   kernel_size,     stride,                      padding, count_include_pad};
              return std::make_unique<AveragePool>(std::move(handle), windows);
            }),
-           py::arg("handle"), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("kernel_size"), py::arg("stride"),
-           py::arg("padding"), py::arg("count_include_pad"))
+           py::arg("handle"), py::arg("dtype"), py::arg("is_channels_last"), py::arg("x"), py::arg("y"),
+           py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("count_include_pad"))
       .def("forward",
            [](AveragePool& self, Address stream, Address x, Address y) { self.forward(at(stream), at(x), at(y)); },
            Unlocked())

@@ -176,6 +176,10 @@ bool bind_reorder(const py::handle& x_, const py::handle& out_, const Blocks& bl
   const Out out(out_);
   if (!all(x, out) || x.ndim != 4 || x.size == 0 || out.size != x.size) return false;
   const Image image{x.shape(0), x.shape(1), x.shape(2), x.shape(3)};
+  for (const std::int64_t block : {blocks.first, blocks.second}) {
+    const bool is_known = block == 1 || block == 8 || block == 16 || block == image.channels;
+    if (!is_known || image.channels % block != 0) return false;
+  }
   return run([=] { return reorder(image, x.data(), blocks.first, out.data(), blocks.second); });
 }
 

@@ -36,8 +36,9 @@ ConvolutionCalls::ConvolutionCalls(const Cudnn& cudnn)
 }
 
 std::string Geometry::text() const {
-  return name_of(dtype) + text_of(" x", x) + text_of(" w", w) + text_of(" y", y) + text_of(" stride", stride) +
-         text_of(" padding", padding) + text_of(" dilation", dilation) + " groups " + std::to_string(groups);
+  const char* order = layout == Layout::kChannelsLast ? " channels last" : "";
+  return std::string(name_of(dtype)) + order + text_of(" x", x) + text_of(" w", w) + text_of(" y", y) +
+         text_of(" stride", stride) + text_of(" padding", padding) + text_of(" dilation", dilation) + " groups " + std::to_string(groups);
 }
 
 Convolution::Convolution(std::shared_ptr<Handle> handle, Direction direction, const Geometry& geometry, bool allow_tf32)
@@ -52,12 +53,12 @@ Convolution::Convolution(std::shared_ptr<Handle> handle, Direction direction, co
       bias_(*handle_),
       w_(handle_->cudnn, calls_.create_filter, calls_.destroy_filter),
       convolution_(handle_->cudnn, calls_.create_convolution, calls_.destroy_convolution) {
-  const auto& [dtype, x, w, y, stride, padding, dilation, groups] = geometry_;
+  const auto& [dtype, layout, x, w, y, stride, padding, dilation, groups] = geometry_;
   const DType compute = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  check(cudnn_.set_tensor(x_, Layout::kNchw, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor of x");
-  check(calls_.set_filter(w_, dtype, Layout::kNchw, w[0], w[1], w[2], w[3]), "cudnnSetFilter4dDescriptor");
-  check(cudnn_.set_tensor(y_, Layout::kNchw, dtype, y[0], y[1], y[2], y[3]), "cudnnSetTensor4dDescriptor of y");
-  check(cudnn_.set_tensor(bias_, Layout::kNchw, dtype, 1, w[0], 1, 1), "cudnnSetTensor4dDescriptor of the bias");
+  check(cudnn_.set_tensor(x_, layout, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor of x");
+  check(calls_.set_filter(w_, dtype, layout, w[0], w[1], w[2], w[3]), "cudnnSetFilter4dDescriptor");
+  check(cudnn_.set_tensor(y_, layout, dtype, y[0], y[1], y[2], y[3]), "cudnnSetTensor4dDescriptor of y");
+  check(cudnn_.set_tensor(bias_, layout, dtype, 1, w[0], 1, 1), "cudnnSetTensor4dDescriptor of the bias");
   check(calls_.set_convolution(convolution_, padding[0], padding[1], stride[0], stride[1], dilation[0], dilation[1],
                                Mode::kCrossCorrelation, compute),
         "cudnnSetConvolution2dDescriptor");

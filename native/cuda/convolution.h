@@ -73,6 +73,7 @@ struct ConvolutionCalls {
 // x (N, C, H, W), w (O, C / groups, kh, kw), y (N, O, oh, ow); pairs are (height, width).
 struct Geometry {
   DType dtype;
+  Layout layout;  // of x, y and w
   Shape x, w, y;
   Pair stride, padding, dilation;
   int groups;
@@ -81,7 +82,7 @@ struct Geometry {
 };
 
 // One direction of one convolution: its descriptors and, once chosen, its algorithm. Sums are float32, or float64 for
-// float64. All data are row-major on the handle's device; inputs a and b as in the note of Find.
+// float64. All data are on the handle's device; inputs a and b as in the note of Find.
 class Convolution {
  public:
   Convolution(std::shared_ptr<Handle> handle, Direction direction, const Geometry& geometry, bool allow_tf32);

@@ -26,7 +26,7 @@ struct CudnnError : std::runtime_error {
 // cuDNN's numbers.
 enum Status : int { kSuccess = 0 };
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2 };
-enum class Layout : int { kNchw = 0 };
+enum class Layout : int { kRowMajor = 0, kChannelsLast = 1 };  // NCHW, NHWC
 
 using Opaque = void*;  // cuDNN's handles and descriptors
 using Create = Status(Opaque*);

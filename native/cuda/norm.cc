@@ -17,7 +17,7 @@ NormCalls::NormCalls(const Cudnn& cudnn) {
   cudnn.load(backward, "cudnnBatchNormalizationBackward");
 }
 
-BatchNorm::BatchNorm(std::shared_ptr<Handle> handle, DType dtype, const Shape& x)
+BatchNorm::BatchNorm(std::shared_ptr<Handle> handle, DType dtype, const Shape& x, Layout layout)
     : handle_(std::move(handle)),
       cudnn_(*handle_->cudnn),
       calls_(*cudnn_.norm),
@@ -25,7 +25,7 @@ BatchNorm::BatchNorm(std::shared_ptr<Handle> handle, DType dtype, const Shape& x
       shape_(x),
       x_(*handle_),
       parameters_(*handle_) {
-  check(cudnn_.set_tensor(x_, Layout::kNchw, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor");
+  check(cudnn_.set_tensor(x_, layout, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor");
   check(calls_.derive(parameters_, x_, NormMode::kSpatial), "cudnnDeriveBNTensorDescriptor");
 }
 

@@ -30,11 +30,11 @@ struct NormCalls {
   NormBackward* backward;
 };
 
-// Batch normalisation of one shape. All data are row-major on the handle's device. x, y and their gradients have this
+// Batch normalisation of one shape. All data are on the handle's device. x, y and their gradients have this
 // shape and dtype; what there is one of for each channel is float32, or float64 for float64.
 class BatchNorm {
  public:
-  BatchNorm(std::shared_ptr<Handle> handle, DType dtype, const Shape& x);
+  BatchNorm(std::shared_ptr<Handle> handle, DType dtype, const Shape& x, Layout layout);
 
   // y = (x - mean) inverse_std scale + bias, with inverse_std = 1 / sqrt(var + eps), var the mean square distance.
   // running = (1 - momentum) running + momentum batch, where the variance of n elements is var n / (n - 1): so for one

@@ -24,9 +24,9 @@ AveragePool::AveragePool(std::shared_ptr<Handle> handle, const Windows& windows)
       x_(*handle_),
       y_(*handle_),
       pooling_(handle_->cudnn, calls_.create_pooling, calls_.destroy_pooling) {
-  const auto& [dtype, x, y, kernel_size, stride, padding, count_include_pad] = windows_;
-  check(cudnn_.set_tensor(x_, Layout::kNchw, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor of x");
-  check(cudnn_.set_tensor(y_, Layout::kNchw, dtype, y[0], y[1], y[2], y[3]), "cudnnSetTensor4dDescriptor of y");
+  const auto& [dtype, layout, x, y, kernel_size, stride, padding, count_include_pad] = windows_;
+  check(cudnn_.set_tensor(x_, layout, dtype, x[0], x[1], x[2], x[3]), "cudnnSetTensor4dDescriptor of x");
+  check(cudnn_.set_tensor(y_, layout, dtype, y[0], y[1], y[2], y[3]), "cudnnSetTensor4dDescriptor of y");
   check(calls_.set_pooling(
             pooling_, count_include_pad ? PoolMode::kAverageWithPadding : PoolMode::kAverageWithoutPadding,
             NanPropagation::kPropagate, kernel_size[0], kernel_size[1], padding[0], padding[1], stride[0], stride[1]),

@@ -31,6 +31,7 @@ struct PoolCalls {
 // Windows on x (N, C, H, W) that give y (N, C, oh, ow); pairs are (height, width).
 struct Windows {
   DType dtype;
+  Layout layout;  // of x and y
   Shape x, y;
   Pair kernel_size, stride, padding;
   bool count_include_pad;  // whether a window's sum is divided by all of its elements, or by those inside x
@@ -38,7 +39,7 @@ struct Windows {
   std::string text() const;
 };
 
-// Average pooling of one shape. All data are row-major on the handle's device; sums are float32, or float64 for
+// Average pooling of one shape. All data are on the handle's device; sums are float32, or float64 for
 // float64.
 class AveragePool {
  public:

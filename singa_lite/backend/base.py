@@ -65,6 +65,7 @@ KERNELS = {
     "copy": "(x) -> same shape and dtype",
     "cast": "(x) -> same shape, out's dtype, rounded to nearest even",
     "transpose": "(x) -> y; axes: permutation",
+    "reorder": "(x NCHW) -> the same image; blocks: channels side by side in x and in out (layout.py), one is 1",
     "concat": "(x, ...) -> y; axis",
     "slice": "(x) -> x[start : start + out.shape[axis]] along axis; axis, start",
     "pack": "(x, ...) -> flat (n,), one after the other",

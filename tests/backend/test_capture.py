@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from devices import cuda_device, no_gpu
 from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.config import state
 from singa_lite.errors import GraphError
 from singa_lite.graph import HostCall, made
 from singa_lite.opt.schedule import as_schedule
@@ -150,6 +152,55 @@ def test_captured_convolutions_equal_eager_ones_in_fewer_kernels(device: Any, ha
     calls = graphs(net)[0]._calls
     assert sum(call.name == "relu" for call in calls) == has_norm
     assert sum(call.name == "add" and "relu" in call.attributes for call in calls) == 3 - has_norm
+
+
+class Residual(Net):
+    """Blocks of convolutions without bias, batch norm, both poolings, a sum; 16 and 8 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (layer.Conv2d(16, 3, padding=1, bias=False) for _ in range(2))
+        self.conv3 = layer.Conv2d(8, 1, bias=False)
+        self.norm1, self.norm2, self.norm3 = (layer.BatchNorm2d() for _ in range(3))
+        self.max_pool, self.avg_pool = layer.MaxPool2d(3, 2, padding=1), layer.AvgPool2d(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = autograd.reshape(x, (x.shape[0], 1, 6, 6))
+        y = self.max_pool(self.relu(self.norm1(self.conv1(y))))
+        y = self.relu(self.norm2(self.conv2(y)) + y)
+        y = self.avg_pool(self.norm3(self.conv3(y)))
+        return super().forward(autograd.reshape(y, (x.shape[0], -1)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_channels_come_last_where_tensor_cores_work(device: Any, monkeypatch: Any, dtype: str) -> None:
+    monkeypatch.setattr(state, "allow_tf32", dtype == "float32")
+    results = []
+    for is_last in (False, True):
+        with monkeypatch.context() as patched:
+            if not is_last:
+                patched.setattr(sys.modules[type(device.backend).__module__], "blocks_wanted", no_blocks)
+            net = Residual()
+            net.set_optimizer(opt.SGD(lr=0.1, momentum=0.9))
+            device.SetRandSeed(3)
+            inputs = [batch(device, step) for step in range(5)]
+            net.compile([inputs[0][0].as_type(dtype)], use_graph=True)
+            device.SetRandSeed(8)
+            seen = [to_numpy(net(x.as_type(dtype), y)[1]) for x, y in inputs]
+        results.append([*seen, *map(to_numpy, net.get_states().values())])
+    tolerance = {"float16": 2e-2, "float32": 1e-2 if not no_gpu() else 1e-5}[dtype]
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
+    [graph] = graphs(net)
+    blocks = [call.attributes["blocks"] for call in graph._calls if "conv2d" in call.name]
+    assert blocks == [(1, 16), (16, 16), (16, 8), (16, 8), (16, 8), (16, 16), (16, 16), (1, 16)]
+    assert (
+        sum(call.name == "reorder" for call in graph._calls) == 2
+    )  # an image that becomes a row, and its gradient
+
+
+def no_blocks(*arguments: Any, **geometry: Any) -> None:
+    """No channels last."""
 
 
 @pytest.mark.parametrize("make", [lambda: opt.Adam(lr=0.01), lambda: distributed(opt.Adam(lr=0.01))])

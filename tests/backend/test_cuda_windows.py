@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device
+from devices import cuda_device, no_gpu
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,9 @@ from singa_lite.backend.cpu import NumpyBackend
 REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
 DTYPES = st.sampled_from(list(TOLERANCE))
+
+
+pytestmark = [] if no_gpu() else [pytest.mark.gpu]
 
 
 @pytest.fixture

@@ -65,9 +65,32 @@ def close(actual: np.ndarray, expected: np.ndarray, dtype: str) -> None:
     )
 
 
-def check_all(backend: Any, dtype: str, shapes: Any, attributes: dict[str, Any], rng: Any) -> None:
-    """The three directions, with and without bias, against numpy in float64 on the same values."""
+def channels_last(image: np.ndarray) -> np.ndarray:
+    """The same shape, the channels of a pixel side by side in memory."""
+    return np.ascontiguousarray(image.transpose(0, 2, 3, 1)).reshape(image.shape)
+
+
+def row_major(image: np.ndarray) -> np.ndarray:
+    """The reverse of ``channels_last``."""
+    n, c, h, w = image.shape
+    return image.reshape(n, h, w, c).transpose(0, 3, 1, 2)
+
+
+def check_all(
+    backend: Any,
+    dtype: str,
+    shapes: Any,
+    attributes: dict[str, Any],
+    rng: Any,
+    is_last: tuple[bool, bool] = (False, False),
+) -> None:
+    """The three directions, with and without bias, against numpy in float64 on the same values.
+
+    is_last: of x and y, whether their channels come last.
+    """
     x, w, dy, b = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    images = [image for image, last in zip((x, dy), is_last, strict=True) if last]
+    blocks = tuple(image.shape[1] if last else 1 for image, last in zip((x, dy), is_last, strict=True))
     for kernel, inputs, outs in (
         ("conv2d", (x, w, b), (dy,)),
         ("conv2d", (x, w), (dy,)),
@@ -79,10 +102,16 @@ def check_all(backend: Any, dtype: str, shapes: Any, attributes: dict[str, Any],
         actual = tuple(backend.empty(out.shape, dtype) for out in outs)
         wide = (array.astype("float64") for array in inputs)
         REFERENCE.run(kernel, *wide, out=expected if len(outs) > 1 else expected[0], **attributes)
-        given = map(backend.asarray, inputs)
-        backend.run(kernel, *given, out=actual if len(outs) > 1 else actual[0], **attributes)
-        for mine, right in zip(actual, expected, strict=True):
-            close(backend.to_numpy(mine), right, dtype)
+        given = [channels_last(a) if any(a is image for image in images) else a for a in inputs]
+        backend.run(
+            kernel,
+            *map(backend.asarray, given),
+            out=actual if len(outs) > 1 else actual[0],
+            **attributes,
+            blocks=blocks,
+        )
+        for mine, right, like in zip(map(backend.to_numpy, actual), expected, outs, strict=True):
+            close(row_major(mine) if any(like is image for image in images) else mine, right, dtype)
 
 
 @st.composite
@@ -104,9 +133,16 @@ def convolutions(draw: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=convolutions(), dtype=st.sampled_from(list(TOLERANCE)), seed=st.integers(0, 99))
-def test_convolutions_equal_numpy_for_any_window(backend: Any, case: Any, dtype: str, seed: int) -> None:
-    check_all(backend, dtype, *case, np.random.default_rng(seed))
+@given(
+    case=convolutions(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 99),
+    is_last=st.tuples(st.booleans(), st.booleans()),
+)
+def test_convolutions_equal_numpy_for_any_window_in_any_order(
+    backend: Any, case: Any, dtype: str, seed: int, is_last: tuple[bool, bool]
+) -> None:
+    check_all(backend, dtype, *case, np.random.default_rng(seed), is_last)
 
 
 def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
@@ -153,7 +189,7 @@ def test_tf32_is_kept_off_where_cudnn_proposes_nothing_else(
 def test_float16_uses_tensor_cores(counters: ctypes.CDLL, backend: Any) -> None:
     backend.measure_convolutions = False
     forward(backend, "float16")
-    [plan] = backend._plans.values()
+    [(plan, _)] = backend._plans.values()
     assert (plan.algorithm, plan.math) == (2, DEFAULT_MATH)  # which is free to use them
     forward(backend, "float64")
     assert last_run(counters) == (2, DEFAULT_MATH)
@@ -192,7 +228,7 @@ def test_misaligned_arrays_are_copied(counters: ctypes.CDLL, backend: Any) -> No
     REFERENCE.run("conv2d", *values[:2], out=values[2], **PLAIN)
     backend.run("conv2d", *arrays[:2], out=arrays[2], **PLAIN)
     close(backend.to_numpy(arrays[2]), values[2], "float64")
-    [plan] = backend._plans.values()
+    [(plan, _)] = backend._plans.values()
     assert plan.algorithm == 2
 
 

@@ -39,6 +39,8 @@ class Sample:
 
 
 X, Y, P = normal(2, 3, 4), normal(3, 1), positive(2, 3, 4)
+IMAGE = normal(2, 6, 5, 7)
+IN_PAIRS = np.stack([IMAGE[:, ::2], IMAGE[:, 1::2]], -1).reshape(IMAGE.shape)
 DY = normal(2, 3, 4)
 SIGMOID = 1 / (1 + np.exp(-X))
 
@@ -301,6 +303,10 @@ SAMPLES = [
     Sample("copy", (X,), (X,)),
     Sample("cast", (np.array([1.7, -2.2]),), (np.array([1, -2], np.int32),)),
     Sample("transpose", (X,), (X.transpose(2, 0, 1),), {"axes": (2, 0, 1)}),
+    Sample("reorder", (IMAGE,), (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), {"blocks": (1, 6)}),
+    Sample("reorder", (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), (IMAGE,), {"blocks": (6, 1)}),
+    Sample("reorder", (IMAGE,), (IN_PAIRS,), {"blocks": (1, 2)}),
+    Sample("reorder", (IN_PAIRS,), (IMAGE,), {"blocks": (2, 1)}),
     Sample("concat", (X, X[:, :1]), (np.concatenate([X, X[:, :1]], 1),), {"axis": 1}),
     Sample("slice", (X,), (X[:, 1:3],), {"axis": 1, "start": 1}),
     Sample("pack", (X, Y), (np.concatenate([X.ravel(), Y.ravel()]),)),

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 
-from singa_lite.backend.cpu.layout import lay_out
+from singa_lite.backend.cpu.fuse import is_float32
+from singa_lite.backend.layout import lay_out
 from singa_lite.graph import HostCall, KernelCall, Memory, View
 
 IMAGE = (2, 16, 4, 4)
@@ -22,7 +23,7 @@ def call(kernel, inputs, out, **attributes):
 
 def laid(*calls):
     """The names of the calls that come of it, a convolution's with the blocks of its result."""
-    laid_out = lay_out(list(calls), lambda *shapes, **geometry: (16, 16))
+    laid_out = lay_out(list(calls), lambda *shapes, **geometry: (16, 16), is_float32)
     return [
         f"conv{made.attributes['blocks'][1]}" if made.name == "conv2d" else made.name for made in laid_out
     ]
@@ -83,5 +84,5 @@ def test_pixels_are_in_every_order_at_once():
 
 def test_the_gradient_of_an_average_has_the_order_of_the_image_it_is_of():
     backward = call("avg_pool_2d_backward", (image((2, 16, 2, 2)),), image())
-    *_, reorder, made = lay_out([conv, backward], lambda *shapes, **geometry: (16, 16))
+    *_, reorder, made = lay_out([conv, backward], lambda *shapes, **geometry: (16, 16), is_float32)
     assert reorder.name == "reorder" and made.attributes == {"block": 16}

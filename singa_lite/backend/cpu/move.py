@@ -32,6 +32,13 @@ class MoveKernels:
         index[axis] = slice(start, start + out.shape[axis])
         np.copyto(out, x[tuple(index)])
 
+    def reorder(self, x: Array, *, out: Array, blocks: tuple[int, int]) -> None:
+        has, wanted = blocks
+        batch, channels, *area = x.shape
+        blocked, plain = (batch, channels // has, *area, has), (batch, channels // wanted, wanted, *area)
+        rows = np.moveaxis(x.reshape(blocked), -1, 2).reshape(plain)
+        np.copyto(out.reshape(batch, channels // wanted, *area, wanted), np.moveaxis(rows, 2, -1))
+
     def pack(self, *xs: Array, out: Array) -> None:
         np.concatenate([x.reshape(-1) for x in xs], out=out, casting="no")
 

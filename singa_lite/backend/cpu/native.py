@@ -15,10 +15,8 @@ from typing import Any
 from ..._native import load
 from ...graph import KernelCall
 from ..base import KERNELS, Array, Backend, Call
-from .fuse import fuse
-from .layout import lay_out
-
-LOWERED = ("reorder",)  # kernels that only lowered steps have
+from ..layout import lay_out
+from .fuse import fuse, is_float32
 
 
 class NativeKernels(Backend):
@@ -27,7 +25,7 @@ class NativeKernels(Backend):
     def __init__(self) -> None:
         module, _ = load("_kernels")
         self._takes: dict[str, Callable[..., bool]] = {
-            kernel: getattr(module, kernel) for kernel in (*KERNELS, *LOWERED) if hasattr(module, kernel)
+            kernel: getattr(module, kernel) for kernel in KERNELS if hasattr(module, kernel)
         }
         self._give_back = getattr(module, "give_back", None)
         self._make_plan = getattr(module, "Plan", None)
@@ -53,7 +51,7 @@ class NativeKernels(Backend):
             self._give_back()
 
     def lower(self, calls: list[Call]) -> list[Call]:
-        return calls if self._conv_blocks is None else lay_out(fuse(calls), self._conv_blocks)
+        return calls if self._conv_blocks is None else lay_out(fuse(calls), self._conv_blocks, is_float32)
 
     def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
         if self._make_plan is None:

@@ -17,8 +17,9 @@ from ...config import state
 from ...errors import GraphError
 from ...graph import View, made
 from ..base import Array, Call
+from ..layout import lay_out
 from .capture import CapturedStep
-from .conv import ConvKernels
+from .conv import ConvKernels, blocks_wanted, uses_tensor_cores
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
 from .loss import LossKernels
@@ -96,7 +97,7 @@ class CudaBackend(
         cupy.get_default_memory_pool().free_all_blocks()
 
     def lower(self, calls: list[Call]) -> list[Call]:
-        return fuse(calls)
+        return fuse(lay_out(calls, blocks_wanted, uses_tensor_cores))
 
     def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
         return [CapturedStep(self, calls)]

@@ -16,19 +16,23 @@ from functools import cached_property
 from typing import Any
 
 from ...config import state
+from ...errors import DeviceError
+from ...graph import View
 from ..base import Array
 from .cudnn import DTYPES, CudnnCaller
 
 Pair = tuple[int, int]
 
 FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT = range(3)
+PLAIN = (1, 1)
+TENSOR_CORE = 8  # channels
 
 # Of scratch memory while algorithms are timed, the first that can be had. Only what the chosen ones need is kept.
 WORKSPACE_BYTES = (1 << 30, 256 << 20, 32 << 20)
 
 
 class ConvKernels(CudnnCaller):
-    """conv2d and its two gradients. NCHW, sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
+    """conv2d and its two gradients. Sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
 
     measure_convolutions = True  # see Note [plans]
 
@@ -43,17 +47,27 @@ class ConvKernels(CudnnCaller):
         padding: Pair,
         dilation: Pair,
         groups: int,
+        blocks: Pair = PLAIN,
     ) -> None:
         options = (x.shape, w.shape, out.shape, stride, padding, dilation, groups)
         if out.size:
-            self._convolve(FORWARD, x, w, out, b, options)
+            self._convolve(FORWARD, x, w, out, b, options, (blocks[0], 1, blocks[1]))
 
     def conv2d_backward_data(
-        self, dy: Array, w: Array, *, out: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
+        self,
+        dy: Array,
+        w: Array,
+        *,
+        out: Array,
+        stride: Pair,
+        padding: Pair,
+        dilation: Pair,
+        groups: int,
+        blocks: Pair = PLAIN,
     ) -> None:
         options = (out.shape, w.shape, dy.shape, stride, padding, dilation, groups)
         if out.size:
-            self._convolve(BACKWARD_DATA, w, dy, out, None, options)
+            self._convolve(BACKWARD_DATA, w, dy, out, None, options, (1, blocks[1], blocks[0]))
 
     def conv2d_backward_weight(
         self,
@@ -65,11 +79,12 @@ class ConvKernels(CudnnCaller):
         padding: Pair,
         dilation: Pair,
         groups: int,
+        blocks: Pair = PLAIN,
     ) -> None:
         dw, db = out if isinstance(out, tuple) else (out, None)
         if dy.size:
             options = (x.shape, dw.shape, dy.shape, stride, padding, dilation, groups)
-            self._convolve(BACKWARD_WEIGHT, x, dy, dw, db, options)
+            self._convolve(BACKWARD_WEIGHT, x, dy, dw, db, options, (*blocks, 1))
         else:  # of an empty batch
             for gradient in (dw, db):
                 if gradient is not None:
@@ -81,30 +96,71 @@ class ConvKernels(CudnnCaller):
         return []
 
     def _convolve(
-        self, direction: int, a: Array, b: Array, out: Array, bias: Array | None, options: tuple[Any, ...]
+        self,
+        direction: int,
+        a: Array,
+        b: Array,
+        out: Array,
+        bias: Array | None,
+        options: tuple[Any, ...],
+        blocks: tuple[int, int, int],
     ) -> None:
-        """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight."""
-        a, b = self._aligned(a), self._aligned(b)
-        target = self._target(out)
-        key = ("convolution", direction, out.dtype.char, state.allow_tf32, options)
-        plan = self._plan(key, lambda: self._make_plan(direction, a, b, target, options))
+        """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight.
+
+        ``blocks``: of a, b and out.
+        """
+        key = (direction, DTYPES[out.dtype.char], max(blocks) > 1, *options, state.allow_tf32)
+        plan, is_channels_last = self._plan(("convolution", *key), lambda: self._make_plan(key, a, b, out))
+        a, b = (
+            self._aligned(self._in(is_channels_last, x, had)) for x, had in zip((a, b), blocks, strict=False)
+        )
+        has_order = is_channels_last == (blocks[2] > 1) or has_one_order(out)
+        target = self._target(out) if has_order else self.empty(out.shape, out.dtype)
         workspace = self._workspace(plan.workspace_bytes)
         pointers = (array.data.ptr if array is not None else 0 for array in (a, b, target, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
-        self._deliver(target, out)
+        if has_order:
+            self._deliver(target, out)
+        else:
+            self._reorder(target, out, not is_channels_last)
 
-    def _make_plan(self, direction: int, a: Array, b: Array, out: Array, options: tuple[Any, ...]) -> Any:
-        """A plan with its algorithm chosen; ``out`` is overwritten."""
-        plan = self._new_plan("Convolution", direction, DTYPES[out.dtype.char], *options, state.allow_tf32)
+    def _in(self, is_channels_last: bool, x: Array, had: int) -> Array:
+        """``x``, which has blocks of ``had`` channels, with its channels last or row-major."""
+        if is_channels_last == (had > 1) or has_one_order(x):
+            return x
+        copy = self.empty(x.shape, x.dtype)
+        self._reorder(x, copy, is_channels_last)
+        return copy
+
+    def _reorder(self, x: Array, out: Array, is_channels_last: bool) -> None:
+        """Copy to channels last from row-major, or back."""
+        self.find("reorder")(x, out=out, blocks=(1, x.shape[1]) if is_channels_last else (x.shape[1], 1))
+
+    def _make_plan(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> tuple[Any, bool]:
+        """A plan with its algorithm chosen, and whether its channels are last.
+
+        cuDNN does not say which convolutions it knows with channels last; where it refuses, they are row-major.
+        """
+        if key[2]:
+            try:
+                return self._choose(key, a, b, out), True
+            except DeviceError:
+                key = (*key[:2], False, *key[3:])
+        return self._choose(key, a, b, out), False
+
+    def _choose(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> Any:
+        """A plan with its algorithm chosen; of the arrays only their memory is used."""
+        plan = self._new_plan("Convolution", *key)
         if not self.measure_convolutions or self.stream.is_capturing():
             plan.estimate(WORKSPACE_BYTES[0])
             return plan
+        a, b, target = self._aligned(a), self._aligned(b), self._target(out)
         for workspace_bytes in WORKSPACE_BYTES:
             try:
                 scratch = self.empty((workspace_bytes,), "uint8")
             except MemoryError:
                 continue
-            pointers = (array.data.ptr for array in (a, b, out, scratch))
+            pointers = (array.data.ptr for array in (a, b, target, scratch))
             plan.measure(self.stream.ptr, *pointers, workspace_bytes)
             return plan
         plan.estimate(0)
@@ -118,3 +174,25 @@ class ConvKernels(CudnnCaller):
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
             kept.append(self.empty((max(size_bytes, doubled),), "uint8"))
         return kept[-1]
+
+
+def blocks_wanted(
+    kernel: str, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], has_bias: bool, **geometry: Any
+) -> Pair | None:
+    """Blocks of x and y that suit tensor cores, which read the channels of a pixel together; see ../layout.py.
+
+    An image of few channels, as the first is, stays as it is. So does one whose bias is added afterwards (fuse.py).
+    """
+    if has_bias or geometry["groups"] > 1 or y[1] % TENSOR_CORE:
+        return None
+    return (1 if x[1] % TENSOR_CORE else x[1]), y[1]
+
+
+def uses_tensor_cores(x: View) -> bool:
+    """Whether products of such numbers are made by tensor cores."""
+    return bool(x.dtype == "float16" or (x.dtype == "float32" and state.allow_tf32))
+
+
+def has_one_order(x: Array) -> bool:
+    """Whether row-major and channels last are the same memory."""
+    return bool(x.shape[1] == 1 or x.shape[2:] == (1, 1))

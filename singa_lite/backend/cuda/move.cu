@@ -24,6 +24,22 @@ KERNEL gather(const T* from, U* to, Int n, Broadcast axes) {
   }
 }
 
+// Transposes every (rows, columns) matrix, a block a tile: both sides are touched in whole lines.
+KERNEL flip(const T* from, U* to, Int rows, Int columns) {
+  constexpr int kTile = 32;
+  __shared__ T tile[kTile][kTile + 1];
+  const Int across = (columns + kTile - 1) / kTile, tiles = (rows + kTile - 1) / kTile * across;
+  const Int matrix = blockIdx.x / tiles * rows * columns;
+  const Int top = blockIdx.x % tiles / across * kTile, left = blockIdx.x % across * kTile;
+  const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile, step = blockDim.x / kTile;
+  for (int i = first; i < kTile; i += step)
+    if (top + i < rows && left + lane < columns) tile[i][lane] = from[matrix + (top + i) * columns + left + lane];
+  __syncthreads();
+  for (int i = first; i < kTile; i += step)
+    if (left + i < columns && top + lane < rows)
+      to[matrix + (left + i) * rows + top + lane] = Convert<U, T>::of(tile[lane][i]);
+}
+
 // a relation as a sum of: 1 if it holds for a < b, 2 for a == b, 4 for a > b
 KERNEL compare(const T* from_a, const T* from_b, U* to, Int n, Broadcast axes, Int relation) {
   EACH(i, n) {

@@ -17,6 +17,7 @@ from .cublas import Cublas
 from .launch import THREADS, Launcher, by_value
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
+TILE = 32  # of flip in move.cu
 ONE_ZERO_FLOAT, ONE_ZERO_DOUBLE = np.array([1, 0], np.float32), np.array([1, 0], np.float64)  # alpha, beta
 # CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32, where those numbers stand
 GEMM_TYPES = {
@@ -44,6 +45,14 @@ class MoveKernels(Launcher):
 
     def transpose(self, x: Array, *, out: Array, axes: tuple[int, ...]) -> None:
         self._gather(x, out, tuple(x.strides[axis] for axis in axes))
+
+    def reorder(self, x: Array, *, out: Array, blocks: tuple[int, int]) -> None:
+        block, area = max(blocks), x.shape[2] * x.shape[3]
+        rows, columns = (block, area) if blocks[0] == 1 else (area, block)
+        tiles = -(-rows // TILE) * -(-columns // TILE)
+        if x.size:
+            matrices = x.size // (rows * columns)
+            self.launch("move.flip", x.dtype.char, matrices * tiles, THREADS, x, out, rows, columns)
 
     def broadcast_to(self, x: Array, *, out: Array) -> None:
         repeated = (0 if n == 1 else stride for n, stride in zip(x.shape, x.strides, strict=True))

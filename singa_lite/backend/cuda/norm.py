@@ -23,17 +23,25 @@ MOST_INFERRED = 65528  # of 65535 that cuDNN takes; parts of a multiple of 8 sam
 
 
 class NormKernels(CudnnCaller):
-    """batchnorm_2d over every axis but 1."""
+    """batchnorm_2d over every axis but 1; for ``block`` see ../layout.py."""
 
     def batchnorm_2d_train(
-        self, x: Array, scale: Array, bias: Array, *, out: tuple[Array, ...], momentum: float, eps: float
+        self,
+        x: Array,
+        scale: Array,
+        bias: Array,
+        *,
+        out: tuple[Array, ...],
+        momentum: float,
+        eps: float,
+        block: int = 1,
     ) -> None:
         y, mean, inverse_std, *running = out
         if not x.size:
             for statistic in out[1:]:
                 self.find("fill")(out=statistic, value=nan)  # 0 / 0
             return
-        plan = self._norm(x, MOST_TRAINED)
+        plan = self._norm(x, MOST_TRAINED, block > 1)
         x, target = self._aligned(x), self._target(y)
 
         def train(*channels: Array) -> None:
@@ -65,14 +73,22 @@ class NormKernels(CudnnCaller):
         self._deliver(target, out)
 
     def batchnorm_2d_backward(
-        self, dy: Array, x: Array, scale: Array, mean: Array, inverse_std: Array, *, out: tuple[Array, ...]
+        self,
+        dy: Array,
+        x: Array,
+        scale: Array,
+        mean: Array,
+        inverse_std: Array,
+        *,
+        out: tuple[Array, ...],
+        block: int = 1,
     ) -> None:
         dx, dscale, dbias = out
         if not x.size:
             for gradient in (dscale, dbias):
                 self.find("fill")(out=gradient, value=0.0)
             return
-        plan = self._norm(x, MOST_TRAINED)
+        plan = self._norm(x, MOST_TRAINED, block > 1)
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
 
         def backward(*channels: Array) -> None:
@@ -82,15 +98,15 @@ class NormKernels(CudnnCaller):
         self._with_channels(backward, (scale, mean, inverse_std, dscale, dbias), 3, 3)
         self._deliver(target, dx)
 
-    def _norm(self, x: Array, most: int) -> Any:
+    def _norm(self, x: Array, most: int, is_channels_last: bool = False) -> Any:
         """The plan for the shape of ``x``."""
         if x.shape[0] > most:
             raise DeviceError(
                 f"batchnorm_2d: cuDNN takes at most {most} samples, not {x.shape[0]}; train on smaller batches"
             )
         shape = x.shape if x.ndim == 4 else (*x.shape[:2], prod(x.shape[2:]), 1)
-        key = ("norm", x.dtype.char, shape)
-        return self._plan(key, lambda: self._new_plan("BatchNorm", DTYPES[x.dtype.char], shape))
+        key = (DTYPES[x.dtype.char], is_channels_last, shape)
+        return self._plan(("norm", *key), lambda: self._new_plan("BatchNorm", *key))
 
     def _with_channels(
         self, run: Callable[..., None], channels: tuple[Array, ...], given: int, written: int

@@ -15,6 +15,8 @@ int check(const Object& x, const Object& w, const Object& y, const Object& c) {
   if (x.kind != kTensor || w.kind != kFilter || y.kind != kTensor || c.kind != kConvolution)
     return fail(kBadParam, "kind of descriptor");
   if (x.dtype < 0 || x.dtype != w.dtype || x.dtype != y.dtype) return fail(kBadParam, "dtypes");
+  if (x.layout != w.layout || x.layout != y.layout) return fail(kNotSupported, "layouts");
+  if (x.layout != 0 && x.dtype == 1) return fail(kNotSupported, "float64 with channels last");
   if (c.compute != (x.dtype == 1 ? 1 : 0)) return fail(kNotSupported, "compute type");
   if (x.shape[0] != y.shape[0] || w.shape[0] != y.shape[1]) return fail(kBadParam, "batch or outputs");
   if (w.shape[0] % c.groups || x.shape[1] != w.shape[1] * c.groups) return fail(kBadParam, "channels and groups");

@@ -39,6 +39,19 @@ int destroy(Object* object) {
 std::size_t size_of(int dtype) { return dtype == 0 ? 4 : dtype == 1 ? 8 : 2; }
 std::size_t count(const Object& o) { return std::size_t(o.shape[0]) * o.shape[1] * o.shape[2] * o.shape[3]; }
 
+// The values of an image in the other order: from NCHW as it lies in memory, or back.
+std::vector<double> ordered(const Object& o, const std::vector<double>& values, bool is_to_memory) {
+  if (o.layout == 0) return values;
+  std::vector<double> result(values.size());
+  const std::size_t channels = o.shape[1], area = std::size_t(o.shape[2]) * o.shape[3];
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const std::size_t image = i / area / channels, channel = i / area % channels, place = i % area;
+    const std::size_t in_memory = (image * area + place) * channels + channel;
+    (is_to_memory ? result[in_memory] : result[i]) = values[is_to_memory ? i : in_memory];
+  }
+  return result;
+}
+
 std::vector<double> read(const Object& o, const void* data) {
   const std::size_t n = count(o);
   std::vector<double> values(n);
@@ -47,10 +60,11 @@ std::vector<double> read(const Object& o, const void* data) {
   if (o.dtype == 0) std::memcpy(floats.data(), data, n * 4);
   if (o.dtype == 2) singa_lite::half_to_float(static_cast<const std::uint16_t*>(data), floats.data(), n);
   if (o.dtype != 1) values.assign(floats.begin(), floats.end());
-  return values;
+  return ordered(o, values, false);
 }
 
-void write(const Object& o, const std::vector<double>& values, void* data) {
+void write(const Object& o, const std::vector<double>& plain, void* data) {
+  const std::vector<double> values = ordered(o, plain, true);
   const std::vector<float> floats(values.begin(), values.end());
   if (o.dtype == 1) std::memcpy(data, values.data(), values.size() * 8);
   if (o.dtype == 0) std::memcpy(data, floats.data(), floats.size() * 4);
@@ -97,9 +111,10 @@ int cudnnSetStream(Object* handle, const void* stream) {
 }
 
 int cudnnSetTensor4dDescriptor(Object* o, int layout, int dtype, int n, int c, int h, int w) {
-  if (o->kind != kTensor || layout != 0 || dtype < 0 || dtype > 2 || n < 1 || c < 1 || h < 1 || w < 1)
+  if (o->kind != kTensor || layout < 0 || layout > 1 || dtype < 0 || dtype > 2 || n < 1 || c < 1 || h < 1 || w < 1)
     return fail(kBadParam, "tensor");
   o->dtype = dtype;
+  o->layout = layout;
   const int shape[] = {n, c, h, w};
   std::memcpy(o->shape, shape, sizeof shape);
   return counted("cudnnSetTensor4dDescriptor");

@@ -16,7 +16,8 @@ int check(const Object* handle, int mode, const Object& x, const Object& other, 
           std::initializer_list<const void*> data, double eps, int most) {
   if (handle->kind != kHandle || handle->stream == nullptr) return fail(kBadParam, "no stream is set");
   if (mode != kSpatial) return fail(kNotSupported, "mode");
-  if (x.kind != kTensor || x.dtype < 0 || other.dtype != x.dtype || std::memcmp(x.shape, other.shape, sizeof x.shape))
+  if (x.kind != kTensor || x.dtype < 0 || other.dtype != x.dtype || other.layout != x.layout ||
+      std::memcmp(x.shape, other.shape, sizeof x.shape))
     return fail(kBadParam, "descriptors of x and y");
   const int expected[] = {1, x.shape[1], 1, 1};
   if (parameters.kind != kTensor || parameters.dtype != (x.dtype == 1 ? 1 : 0) ||

@@ -14,7 +14,7 @@ int check(const Object* handle, const Object& p, const Object& x, const Object& 
   if (handle->kind != kHandle || handle->stream == nullptr) return fail(kBadParam, "no stream is set");
   if (p.kind != kPooling || p.mode < 0 || x.kind != kTensor || y.kind != kTensor || x.dtype < 0 || x.dtype != y.dtype)
     return fail(kBadParam, "descriptors");
-  if (x.shape[0] != y.shape[0] || x.shape[1] != y.shape[1]) return fail(kBadParam, "batch or channels");
+  if (x.shape[0] != y.shape[0] || x.shape[1] != y.shape[1] || x.layout != y.layout) return fail(kBadParam, "batch or channels");
   for (int i = 0; i < 2; ++i)
     if (y.shape[2 + i] != 1 + (x.shape[2 + i] + 2 * p.padding[i] - p.window[i]) / p.stride[i])
       return fail(kBadParam, "output size");

@@ -28,6 +28,7 @@ struct Object {
   int padding[2] = {}, stride[2] = {}, dilation[2] = {}, compute = -1, groups = 1, math = 0;
   int window[2] = {}, mode = -1;  // of a pooling
   const void* stream = nullptr;
+  int layout = 0;
 };
 
 // What tests ask for. Defined in one file: several stand-ins in a process must not share them.
@@ -42,6 +43,7 @@ int destroy(Object* object);
 
 std::size_t size_of(int dtype);
 std::size_t count(const Object& o);
+// Values in the order of NCHW, whatever the layout in memory.
 std::vector<double> read(const Object& o, const void* data);
 void write(const Object& o, const std::vector<double>& values, void* data);
 double scalar(int dtype, const void* value);  // of alpha and beta beside data of this dtype

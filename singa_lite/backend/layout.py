@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of channels in memory for the images of a recorded step, kept from one kernel to the next.
 
-A convolution says in which blocks of channels it wants its images (native/kernels/layout.h, Note [blocks]); batch norm,
-pooling and what works element by element take the blocks they are given. Where two orders meet, a call "reorder" is put
-in between. What leaves the step, or meets any other kernel, is row-major as always.
+A convolution says in which blocks of channels it wants its images: in blocks of b they lie as (batch, channels / b,
+height, width, b), so 1 is row-major and all channels are channels-last. Batch norm, pooling and what works element by
+element take the blocks they are given. Where two orders meet, a call "reorder" is put in between. What leaves the step,
+or meets any other kernel, is row-major as always.
+
+The calls made here have attributes that only a lowered step has: ``blocks`` of convolutions, of x and y or of their
+gradients, and ``block`` of what is in KNOWS_BLOCKS.
 """
 
 from __future__ import annotations
@@ -12,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...graph import HostCall, KernelCall, Memory, View
-from .fuse import is_float32
+from ..graph import HostCall, KernelCall, Memory, View
+from .base import Call
 
-Call = KernelCall | HostCall
-ConvBlocks = Callable[..., tuple[int, int] | None]  # the compiled conv_blocks
+ConvBlocks = Callable[..., tuple[int, int] | None]
 PLAIN = 1
 
 CONVOLUTIONS = ("conv2d", "conv2d_backward_data", "conv2d_backward_weight")
@@ -46,9 +49,15 @@ KNOWS_BLOCKS = {
 IMAGES = {**LIKE_FIRST, **LIKE_SECOND, **LIKE_SHAPE}
 
 
-def lay_out(calls: list[Call], conv_blocks: ConvBlocks) -> list[Call]:
-    """The same step with the orders that its convolutions want."""
-    return _Layout(calls, conv_blocks).calls
+def lay_out(calls: list[Call], conv_blocks: ConvBlocks, accepts: Callable[[View], bool]) -> list[Call]:
+    """The same step with the orders that its convolutions want.
+
+    Args:
+        conv_blocks: called with the name of a convolution kernel, the shapes of x, w and y, whether there is a bias,
+            and the geometry; gives the blocks of x and y, or None for row-major.
+        accepts: whether an image may be laid out so.
+    """
+    return _Layout(calls, conv_blocks, accepts).calls
 
 
 def _is_image(view: View) -> bool:
@@ -66,8 +75,8 @@ def _is_image(view: View) -> bool:
 
 
 class _Layout:
-    def __init__(self, calls: list[Call], conv_blocks: ConvBlocks) -> None:
-        self._conv_blocks = conv_blocks
+    def __init__(self, calls: list[Call], conv_blocks: ConvBlocks, accepts: Callable[[View], bool]) -> None:
+        self._conv_blocks, self._accepts = conv_blocks, accepts
         self._free = _changeable(calls)
         self._blocks: dict[Memory, int] = {}  # of what is not plain
         # reordered, as long as nobody writes the original
@@ -90,12 +99,12 @@ class _Layout:
         views = [call.inputs[place] for place in inputs if place < len(call.inputs)]
         views += [call.outputs[place] for place in outputs]
         is_alike = call.kernel != "add" or call.inputs[0].shape == call.inputs[1].shape
-        return is_alike and all(map(_is_image, views)) and is_float32(call.outputs[0])
+        return is_alike and all(map(_is_image, views)) and self._accepts(call.outputs[0])
 
     def _convolution(self, call: KernelCall) -> None:
         x, w, y, geometry = _of_convolution(call)
         wanted = None
-        if is_float32(x) and is_float32(w) and all(map(_is_image, (x, y))):
+        if self._accepts(x) and self._accepts(w) and all(map(_is_image, (x, y))):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_blocks(call.kernel, x.shape, w.shape, y.shape, has_bias, **geometry)
         if wanted is None:
