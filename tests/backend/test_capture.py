@@ -423,6 +423,43 @@ def test_other_threads_use_the_device_while_host_calls_are_repeated(device: Any)
     assert next(iter(graphs.values())).graph.num_launches == 4
 
 
+@pytest.mark.parametrize("is_waited_for", [False, True])
+def test_other_threads_wait_while_a_step_is_captured(
+    device: Any, monkeypatch: Any, is_waited_for: bool
+) -> None:
+    backend = device.backend
+    a, b = backend.zeros((3,), "float32"), backend.zeros((3,), "float32")
+    seen: list[Any] = []
+    threads: list[threading.Thread] = []
+    if is_waited_for:
+        monkeypatch.setattr(backend.turn, "PATIENCE_S", 0.1)
+
+    def other() -> None:
+        try:
+            backend.run("add", b, b, out=b)
+            seen.append(backend.to_numpy(b)[0])
+        except GraphError as error:
+            seen.append(str(error))
+
+    def work() -> None:
+        backend.run("fill", out=a, value=1.0)
+        if backend.stream.is_capturing():
+            threads.append(threading.Thread(target=other))
+            threads[-1].start()
+            threads[-1].join(60 if is_waited_for else 0.1)
+
+    [step] = backend.bake([HostCall(work, ())])
+    backend.run("fill", out=b, value=1.0)
+    for _ in range(4):
+        step()
+    [thread] = threads
+    thread.join(60)
+    if is_waited_for:
+        assert "must not wait for a thread" in seen[0]
+    assert seen[0] == 2.0 or is_waited_for
+    assert backend.to_numpy(b)[0] == (1.0 if is_waited_for else 2.0)  # and no launch does it again
+
+
 def test_collectives_of_the_host_are_repeated(device: Any) -> None:
     """What a host call sends as numpy arrays may be other numbers at every step."""
     backend, communicator = device.backend, LocalCommunicator(World())

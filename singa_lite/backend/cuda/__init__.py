@@ -60,26 +60,31 @@ class CudaBackend(
         out: Array | tuple[Array, ...],
         attributes: dict[str, Any],
     ) -> None:
-        self.activate()
         method = self.find(kernel)
-        if self.rehearsal is None:
-            method(*inputs, out=out, **attributes)
-        else:
-            arrays = (*inputs, *(out if isinstance(out, tuple) else (out,)))
-            self.rehearsal.execute(lambda: method(*inputs, out=out, **attributes), kernel, arrays, attributes)
+        with self.turn:
+            self.activate()
+            if self.rehearsal is None:
+                method(*inputs, out=out, **attributes)
+            else:
+                arrays = (*inputs, *(out if isinstance(out, tuple) else (out,)))
+                self.rehearsal.execute(
+                    lambda: method(*inputs, out=out, **attributes), kernel, arrays, attributes
+                )
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         self.activate()
         return made(lambda: cupy.empty(tuple(shape), dtype))
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
-        self.activate()
-        return made(lambda: cupy.zeros(tuple(shape), dtype))
+        with self.turn:
+            self.activate()
+            return made(lambda: cupy.zeros(tuple(shape), dtype))
 
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
         self._refuse_in_capture("brings values of the host to the device")
-        self.activate()
-        return cupy.array(values, order="C")  # by way of pinned memory, so the host goes on at once
+        with self.turn:
+            self.activate()
+            return cupy.array(values, order="C")  # by way of pinned memory, so the host goes on at once
 
     def root(self, array: Array) -> Array:
         while array.base is not None:
@@ -104,9 +109,10 @@ class CudaBackend(
 
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
         self._refuse_in_capture("reads values of the device")
-        self.activate()
-        values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C")
         self.synchronize()
+        with self.turn:
+            self.activate()
+            values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C")
         return values
 
     def may_share_memory(self, a: Array, b: Array) -> bool:
@@ -115,7 +121,11 @@ class CudaBackend(
 
     def synchronize(self) -> None:
         self._refuse_in_capture("waits for the device")
-        self.stream.synchronize()
+        with self.turn:  # CUDA forbids to wait for a stream while another thread captures it
+            self.activate()
+            done = cupy.cuda.Event(disable_timing=True)
+            done.record(self.stream)
+        done.synchronize()
         self._check()
 
     def _check(self) -> None:

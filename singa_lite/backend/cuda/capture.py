@@ -144,7 +144,7 @@ class CapturedCalls:
         self.is_repeating = False
         self.num_launches = 0
         self._graph: Any = None
-        with self._in_force():
+        with backend.turn, self._in_force():
             backend.stream.begin_capture()
             try:
                 for call in calls:
@@ -189,20 +189,25 @@ class CapturedCalls:
 
     def launch(self) -> None:
         """Start the graph with the numbers that ``repeat`` or the capture stored."""
-        self.backend.activate()
-        numbers = b"".join(self._numbers)
-        if numbers != self._stored:
-            values = np.frombuffer(numbers, np.int64).tolist()
-            for first in range(0, len(values), STORED_AT_ONCE):
-                part = values[first : first + STORED_AT_ONCE]
-                packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
-                place = self._on_device[first : first + len(part)]
-                self.backend.launch("store.store", "l", 1, 64, place, packed)
-            self._stored = numbers
-        self._graph.launch(self.backend.stream)
+        with self.backend.turn:
+            self.backend.activate()
+            self._store(b"".join(self._numbers))
+            self._graph.launch(self.backend.stream)
         self.num_launches += 1
         for work in self._works[-1:]:
             work.relaunched()
+
+    def _store(self, numbers: bytes) -> None:
+        """Bring the numbers to the device, unless they are there."""
+        if numbers == self._stored:
+            return
+        values = np.frombuffer(numbers, np.int64).tolist()
+        for first in range(0, len(values), STORED_AT_ONCE):
+            part = values[first : first + STORED_AT_ONCE]
+            packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
+            place = self._on_device[first : first + len(part)]
+            self.backend.launch("store.store", "l", 1, 64, place, packed)
+        self._stored = numbers
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ is the one place where they are made, so that a captured step can hand out addre
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import cupy
 import numpy as np
 
 from ...config import state
+from ...errors import GraphError
 from ..base import Array, Backend
 
 FOLDER = Path(__file__).parent
@@ -47,6 +49,29 @@ def by_value(numbers: Sequence[int], num_bytes: int) -> np.ndarray[Any, Any]:
     return np.frombuffer(packed.ljust(num_bytes, b"\0"), f"V{num_bytes}")
 
 
+class Turn:
+    """Which thread gives work to the stream: kernels share scratch memory, and a capture takes all that comes.
+
+    Raises:
+        GraphError: at ``with``, where another thread has had its turn for a minute.
+    """
+
+    PATIENCE_S = 60.0
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=self.PATIENCE_S):
+            raise GraphError(
+                f"the GPU was wanted for {self.PATIENCE_S:g} s while another thread captured a step on it: Python in "
+                "a captured step must not wait for a thread that computes on the same device"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class Launcher(Backend):
     """What the families of kernels share.
 
@@ -61,6 +86,7 @@ class Launcher(Backend):
         self.num_processors = int(device.attributes["MultiProcessorCount"])
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._stream_address = self.stream.ptr
+        self.turn = Turn()
         self.stream.use()
         self._functions: dict[tuple[str, str], Any] = {}
         self._modules: dict[tuple[str, str], Any] = {}

@@ -77,6 +77,17 @@ class Stream:
         return self.tape is not None
 
 
+class Event:
+    def __init__(self, disable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
 NULL = Stream(null=True)
 
 
@@ -130,6 +141,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Device",
+    "Event",
     "MemoryPointer",
     "MemoryPool",
     "Stream",
