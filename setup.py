@@ -79,6 +79,14 @@ def run_tool(tool: str, *arguments: object) -> None:
         raise CompileError(f"{error}\n{CURE}") from None
 
 
+def configure(build: Path, *options: str) -> None:
+    """Let CMake find its tools anew: those of an earlier isolated build are gone. Object files that fit are kept."""
+    (build / "CMakeCache.txt").unlink(missing_ok=True)
+    for found in (build / "CMakeFiles").glob("[0-9]*"):  # the compiler, by version of CMake
+        shutil.rmtree(found)
+    run_tool("cmake", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING", *options)
+
+
 class CMakeBuild(build_ext):
     """Run CMake once for all extensions, straight into the folder where setuptools expects them."""
 
@@ -89,14 +97,15 @@ class CMakeBuild(build_ext):
 
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
         build = Path(self.build_temp).resolve()
-        # --fresh: a cache left by an earlier isolated build names tools that are gone
-        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING",
-                 f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
-                 f"-DPython_EXECUTABLE={sys.executable}",
-                 f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                 *onednn_options())  # fmt: skip
+        configure(build,
+                  f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+                  f"-DPython_EXECUTABLE={sys.executable}",
+                  f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                  *onednn_options())  # fmt: skip
         for path in target.glob("libdnnl.*"):  # of an earlier build
             path.unlink()
+        # linking it copies libdnnl anew
+        Path(self.get_ext_fullpath("singa_lite._kernels")).unlink(missing_ok=True)
         run_tool("cmake", "--build", build)
         if (target / BUNDLED).exists():
             for path in files_of("onednn-cpu-gomp", *LICENCES):
@@ -120,9 +129,8 @@ class NativeTests(Command):
 
     def run(self) -> None:
         build = ROOT / "build" / ("sanitize" if self.sanitize else "native_tests")
-        run_tool("cmake", "--fresh", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING",
-                 "-DSINGA_LITE_TESTS=ON", f"-DSINGA_LITE_SANITIZE={'ON' if self.sanitize else 'OFF'}",
-                 *onednn_options())  # fmt: skip
+        sanitize = "ON" if self.sanitize else "OFF"
+        configure(build, "-DSINGA_LITE_TESTS=ON", f"-DSINGA_LITE_SANITIZE={sanitize}", *onednn_options())
         run_tool("cmake", "--build", build)
         try:
             run_tool(

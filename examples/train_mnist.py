@@ -4,6 +4,7 @@
     python examples/train_mnist.py                                   one process
     singa-lite run -n 2 examples/train_mnist.py --epochs 10          two processes of this machine
     singa-lite run -n 4 examples/train_mnist.py --dist-option fp16   four, gradients as half floats
+    singa-lite run -n 2 examples/train_mnist.py --graph              steps are recorded once and replayed
     mpiexec -n 2 python examples/train_mnist.py                      MPI or, with srun, Slurm
 
 Every sample of an epoch is used exactly once and every test image is counted, whatever the number of
@@ -35,6 +36,9 @@ def parse_arguments():
     parser.add_argument("--dist-option", default="fp32")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
+    parser.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, default=False, help="record the steps"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="folder for plot and checkpoint")
@@ -54,7 +58,7 @@ def main():
     dev.SetRandSeed(arguments.seed)
     model = CNN()
     model.set_optimizer(sgd)
-    model.compile([tensor.zeros((arguments.batch_size, 1, 28, 28), dev)])
+    model.compile([tensor.zeros((arguments.batch_size, 1, 28, 28), dev)], use_graph=arguments.graph)
     sampler = data.ShardedSampler(
         len(mnist.train_labels), arguments.batch_size, sgd.global_rank, sgd.world_size, seed=arguments.seed
     )
@@ -86,6 +90,11 @@ def main():
             print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
 
     if is_first:
+        for record in model.graph_info():
+            print(
+                f"graph of {record.inputs}: {record.num_kernels} kernels, {record.num_host_calls} calls of Python"
+                + (f"; runs eagerly: {record.refusal}" if record.refusal else "")
+            )
         arguments.out.mkdir(parents=True, exist_ok=True)
         checkpoint = arguments.out / "mnist_cnn.zip"
         model.save_states(checkpoint, {"epochs": np.array(arguments.epochs)})

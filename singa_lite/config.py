@@ -30,8 +30,9 @@ SWITCHES = {
 
 
 class OfThread(threading.local):
-    """What each thread has of its own: one that loads data is no part of the step that another records."""
+    """What each thread has of its own: one that evaluates or loads data is no part of the step of another."""
 
+    training: bool = False
     recording: bool = True
     recorder: Any = None
     hosting: Any = None
@@ -43,14 +44,14 @@ class State:
     """The mutable globals.
 
     Attributes:
-        training: True while operators record for ``backward`` and dropout/batch-norm train.
+        training: True while operators of this thread record for ``backward`` and dropout/batch-norm train.
         numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
         recording: False inside ``autograd.no_grad()`` of this thread.
         recorder: what listens to every kernel of this thread while a step is recorded (graph.Recorder), else None.
         hosting: that recorder while it runs a host call, when it does not listen.
         rehearsal: what is asked instead of the device while this thread captures a CUDA graph, or repeats its host
             calls (backend.cuda.capture.CapturedCalls), else None.
-        of_thread: where these four are kept.
+        of_thread: where these of a thread are kept.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         default_device: the CPU device (device.Device), made at first use.
@@ -58,7 +59,6 @@ class State:
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
-    training: bool = False
     of_thread: OfThread = field(default_factory=OfThread)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
@@ -66,6 +66,14 @@ class State:
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     allow_tf32: bool = False
+
+    @property
+    def training(self) -> bool:
+        return self.of_thread.training
+
+    @training.setter
+    def training(self, training: bool) -> None:
+        self.of_thread.training = training
 
     @property
     def recording(self) -> bool:

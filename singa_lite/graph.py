@@ -134,7 +134,7 @@ class Recorder:
     Attributes:
         calls: kernels and host calls, in their order.
         refusal: why the step must not be replayed; None if it may be.
-        phase: "Forward", and "Backward" once autograd.backward was called.
+        phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
     def __init__(self, tensors_in: Callable[[Any], list[Any]]) -> None:

@@ -93,12 +93,7 @@ class Model(Layer):
         """
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
-        training, state.training = state.training, False  # so that batch norm keeps its statistics
-        try:
-            with autograd.no_grad():
-                self.forward(*inputs)
-        finally:
-            state.training = training
+        self._evaluate(*inputs)
         self._is_compiled = True
         self._prepare()
         self.train(is_train)
@@ -122,13 +117,22 @@ class Model(Layer):
         return self._records.info()
 
     def train(self, mode: bool = True) -> None:
-        """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` too."""
+        """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` of this thread too."""
         self.training = mode
         state.training = mode
 
     def eval(self) -> None:
         """Switch to evaluation mode. Hides no collective: see ``DistOpt.synchronize``."""
         self.train(False)
+
+    def _evaluate(self, *inputs: Any, **options: Any) -> Any:
+        """``forward`` in evaluation, whatever other models of this thread do: no statistics change, none is dropped."""
+        training, state.training = state.training, False
+        try:
+            with autograd.no_grad():
+                return self.forward(*inputs, **options)
+        finally:
+            state.training = training
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """What a subclass writes: forward, loss, ``self.optimizer(loss)``; returns what the caller wants."""
@@ -137,8 +141,7 @@ class Model(Layer):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """``train_one_batch`` in training mode, ``forward`` in evaluation mode."""
         if not self.training:
-            with autograd.no_grad():
-                return self.forward(*inputs, **options)
+            return self._evaluate(*inputs, **options)
         if not self._is_compiled:
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
         state.training = True

@@ -43,11 +43,11 @@ def copy_sources(folder: Path) -> Path:
     return folder
 
 
-def pip_wheel(source: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`pip wheel` with the tools of this environment, so that no network is needed."""
+def pip_wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`pip wheel` into ``out`` with the tools of this environment, so that no network is needed."""
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
     return subprocess.run(
-        [*command, "--wheel-dir", str(source / "out"), str(source)],
+        [*command, "--wheel-dir", str(out), str(source)],
         capture_output=True,
         text=True,
         timeout=500,
@@ -73,7 +73,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(source):
-    done = pip_wheel(source)
+    done = pip_wheel(source, source / "out")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     (path,) = (source / "out").glob("*.whl")
     return zipfile.ZipFile(path)
@@ -104,11 +104,11 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
-def load_from(folder: Path, module: str) -> str:
-    """The file of a compiled module of the package in ``folder``, or why it does not load."""
+def load_from(folder: Path, module: str, question: str = "''") -> str:
+    """The file of a compiled module of the package in ``folder``, and a question's answer; or why it does not load."""
     code = (
         f"import sys; sys.path.insert(0, {str(folder)!r}); from singa_lite import _native; "
-        f"module, reason = _native.load({module!r}); print(module.__file__ if module else reason)"
+        f"module, reason = _native.load({module!r}); print(*((module.__file__, {question}) if module else (reason,)))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
@@ -128,26 +128,27 @@ def test_the_wheel_carries_onednn_and_its_licences(wheel):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
-def test_a_build_without_onednn_has_kernels_of_its_own(tmp_path):
-    source = copy_sources(tmp_path / "source")
-    done = pip_wheel(source, SINGA_LITE_ONEDNN="off")
+def test_a_rebuild_without_onednn_has_kernels_of_its_own_and_nothing_of_onednn(wheel, source, tmp_path):
+    """In the folder of the build before, most of whose object files still hold."""
+    done = pip_wheel(source, tmp_path, SINGA_LITE_ONEDNN="off")
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    (path,) = (source / "out").glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
-        assert not any("libdnnl" in name for name in wheel.namelist())
-        wheel.extractall(tmp_path / "unpacked")
-    assert load_from(tmp_path / "unpacked", "_kernels").startswith(str(tmp_path / "unpacked"))
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as plain:
+        assert not any("libdnnl" in name for name in plain.namelist())
+        plain.extractall(tmp_path / "unpacked")
+    found = load_from(tmp_path / "unpacked", "_kernels", "module.onednn == ''")
+    assert found.startswith(str(tmp_path / "unpacked")) and found.split()[1] == "True"
 
 
 def test_a_misspelt_switch_is_an_error(tmp_path):
-    done = pip_wheel(copy_sources(tmp_path / "source"), SINGA_LITE_ONEDNN="none")
+    done = pip_wheel(copy_sources(tmp_path / "source"), tmp_path, SINGA_LITE_ONEDNN="none")
     assert done.returncode != 0
     assert "SINGA_LITE_ONEDNN must be on or off, not 'none'" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing is compiled elsewhere")
 def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
-    done = pip_wheel(copy_sources(tmp_path / "source"), CXX="/bin/false")
+    done = pip_wheel(copy_sources(tmp_path / "source"), tmp_path, CXX="/bin/false")
     assert done.returncode != 0
     assert "/bin/false" in done.stdout + done.stderr
     assert "needs a C++17 compiler (Debian, Ubuntu: apt install g++)" in done.stdout + done.stderr

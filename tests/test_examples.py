@@ -56,6 +56,10 @@ def accuracies(output):
     return [float(text) for text in re.findall(r"Evaluation accuracy = ([\d.]+)", output)]
 
 
+def losses_of(output):
+    return [float(text) for text in re.findall(r"Training loss = ([\d.]+), training accuracy", output)]
+
+
 def test_autograd_script_learns_on_one_process_and_two(digits):
     script = ROOT / "examples" / "mnist_autograd.py"
     for command in ([sys.executable, script], [sys.executable, script, 2], [*LAUNCH_2, script]):
@@ -74,13 +78,19 @@ def test_model_script_learns_with_every_option(digits, option):
 def test_train_mnist_tells_what_it_does_and_leaves_plot_and_checkpoint(digits, tmp_path):
     script = [ROOT / "examples" / "train_mnist.py", "--epochs", 3, "--out", tmp_path, "--dist-option", "fp16"]
     output = run(digits, *LAUNCH_2, *script)
+    losses = losses_of(output)
     assert "world size 2, transport shm, device Device(cpu), effective batch 64 x 2 = 128" in output
     assert "dist_option fp16, reduction mean over ranks" in output
     assert [int(epoch) for epoch in re.findall(r"Starting Epoch (\d):", output)] == [0, 1, 2]
-    losses = [float(text) for text in re.findall(r"Training loss = ([\d.]+), training accuracy", output)]
     assert len(losses) == 3 and losses[2] < losses[0]
     assert output.count("images/s") == 3 and output.count("bytes sent per step") == 3
+    assert "graph of" not in output
     assert (tmp_path / "mnist_cnn.zip").exists() and (tmp_path / "mnist_cnn.png").stat().st_size > 10_000
+
+    replayed = run(digits, *LAUNCH_2, *script, "--epochs", 1, "--graph")
+    graphs = re.findall(r"graph of (.*): (\d+) kernels, \d+ calls of Python\n", replayed)
+    assert graphs and all("'fp16'" in inputs and int(kernels) > 5 for inputs, kernels in graphs)
+    np.testing.assert_allclose(losses_of(replayed), losses[:1], rtol=1e-3)
 
 
 def test_train_mnist_without_data_says_what_to_do(tmp_path):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded steps: a replay does what the eager step does, with new inputs, options and random numbers."""
 
+from itertools import groupby
+
 import numpy as np
 import pytest
 
@@ -426,6 +428,48 @@ def test_time_profiling_prints_phases_calls_or_synchronisation(capsys):
     assert len(calls) == 30 and calls[0] == "OP_ID0. conv2d" and calls[-1] == "OP_ID29. Dist.update"
     synchronisation = [seconds(line)[0] for line in profiled(capsys, 3)[1:]]
     assert len(synchronisation) == 10 and all(". Dist." in label for label in synchronisation)
+
+
+class TwoLosses(model.Model):
+    """A step whose second loss is computed after the gradients of the first, or, ``amid``, while they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = layer.Linear(3), layer.Linear(1)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+    def train_one_batch(self, x, amid):
+        one = autograd.reduce_sum(autograd.tanh(self.first(x)))
+        pairs = autograd.backward(one)
+        pairs = pairs if amid else [(param, gradient * 0.5) for param, gradient in pairs]
+        two = autograd.reduce_sum(autograd.sigmoid(self.second(x)))
+        self.optimizer.update_all([*pairs, *autograd.backward(two)])
+        return two
+
+
+@pytest.mark.parametrize("amid", [False, True])
+def test_each_loss_of_a_step_has_its_calls_in_the_right_phase(as_recorded, amid):
+    net, device = TwoLosses(), get_default_device()
+    net.set_optimizer(opt.SGD(lr=0.1))
+    x = from_numpy(np.ones((2, 4), np.float32))
+    net.compile([x], use_graph=True)
+    device.SetVerbosity(1)
+    try:
+        for _ in range(2):
+            net(x, amid)
+        (entries,) = device.profile.entries.values()
+    finally:
+        device.SetVerbosity(0)
+    places = [
+        (phase, [entry.name for entry in group]) for phase, group in groupby(entries, lambda e: e.phase)
+    ]
+    assert [phase for phase, _ in places] == ["Forward", "Backward"] * 2
+    forward, backward = ([name for phase, names in places if phase == wanted for name in names]
+                         for wanted in ("Forward", "Backward"))  # fmt: skip
+    assert not {"tanh_backward", "sigmoid_backward"} & set(forward) and {"tanh", "sigmoid"} <= set(forward)
+    assert not {"tanh", "sigmoid"} & set(backward) and {"tanh_backward", "sigmoid_backward"} <= set(backward)
 
 
 def test_the_first_replays_are_not_counted(capsys):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model: compile, modes, options, checkpoints."""
 
+import threading
 import zipfile
 
 import numpy as np
@@ -44,9 +45,9 @@ def batch(step, size=8):
     return Tensor(data=rng.standard_normal((size, 2, 6, 6))), Tensor(data=rng.integers(0, 4, size))
 
 
-def compiled(communicator=None, optimizer=None, use_graph=False):
+def compiled(communicator=None, optimizer=None, use_graph=False, kind=Net):
     get_default_device().SetRandSeed(5)
-    net = Net()
+    net = kind()
     net.set_optimizer(
         opt.DistOpt(
             optimizer or opt.SGD(lr=0.1, momentum=0.9),
@@ -89,6 +90,63 @@ def test_training_lowers_the_loss_and_eval_leaves_no_trace():
     before = values(net)
     first, second = (to_numpy(net(batch(0)[0])) for _ in range(2))
     assert first.tobytes() == second.tobytes() and values(net) == before
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_thread_that_evaluates_leaves_another_one_training(use_graph):
+    evaluated = compiled()
+    before, seen = values(evaluated), []
+
+    def evaluate():
+        evaluated.eval()
+        seen.extend([evaluated(batch(9)[0]), autograd.training])
+
+    class Disturbed(Net):
+        def forward(self, x):
+            if autograd.training:  # in the midst of a training step, not of compile
+                thread = threading.Thread(target=evaluate)
+                thread.start()
+                thread.join(60)
+            return super().forward(x)
+
+    nets = [compiled(use_graph=use_graph, kind=kind) for kind in (Net, Disturbed)]
+    for net in nets:
+        get_default_device().SetRandSeed(7)
+        for step in range(3):
+            net(*batch(step))
+    assert autograd.training is True and seen[1::2] == [False] * (1 if use_graph else 3)
+    assert values(nets[1]) == values(nets[0]) and values(evaluated) == before
+
+
+def test_a_thread_starts_in_evaluation_and_keeps_its_own_training_flag():
+    seen = []
+
+    def work():
+        seen.append(autograd.training)
+        autograd.training = True
+        barrier.wait(60)
+        barrier.wait(60)
+        seen.append(autograd.training)
+
+    barrier = threading.Barrier(2)
+    thread = threading.Thread(target=work)
+    autograd.training = True
+    thread.start()
+    barrier.wait(60)
+    autograd.training = False
+    barrier.wait(60)
+    thread.join(60)
+    assert seen == [False, True] and autograd.training is False
+
+
+def test_a_model_in_evaluation_leaves_no_trace_while_another_of_its_thread_trains():
+    teacher, student = compiled(), compiled()
+    teacher.eval()
+    expected, before = to_numpy(teacher(batch(0)[0])), values(teacher)
+    student.train()
+    student(*batch(0))
+    np.testing.assert_array_equal(to_numpy(teacher(batch(0)[0])), expected)
+    assert values(teacher) == before and autograd.training is True
 
 
 @pytest.mark.parametrize("use_graph", [False, True])

@@ -39,19 +39,13 @@ std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire,
   return engine.start(std::move(request));
 }
 
-// `in` to or from bfloat16, whose bits Python sees as uint16.
-void float_to_bfloat16_array(const py::handle& in, const py::handle& out, std::size_t count) {
-  const auto* from = static_cast<const float*>(memory_of(in, false));
-  auto* to = static_cast<std::uint16_t*>(const_cast<void*>(memory_of(out, true)));
+// The loop Convert on arrays; Python sees the bits of a half or a bfloat16 as those of any 16-bit dtype.
+template <auto Convert, typename From, typename To>
+void convert(const py::handle& in, const py::handle& out, std::size_t count) {
+  const auto* from = static_cast<const From*>(memory_of(in, false));
+  auto* to = static_cast<To*>(const_cast<void*>(memory_of(out, true)));
   py::gil_scoped_release release;
-  float_to_bfloat16(from, to, count);
-}
-
-void bfloat16_to_float_array(const py::handle& in, const py::handle& out, std::size_t count) {
-  const auto* from = static_cast<const std::uint16_t*>(memory_of(in, false));
-  auto* to = static_cast<float*>(const_cast<void*>(memory_of(out, true)));
-  py::gil_scoped_release release;
-  bfloat16_to_float(from, to, count);
+  Convert(from, to, count);
 }
 
 // In slices, so that Ctrl-C is heard.
@@ -94,6 +88,8 @@ PYBIND11_MODULE(_comm, m) {
       .def("abort", &Engine::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
 
-  m.def("float_to_bfloat16", &float_to_bfloat16_array);
-  m.def("bfloat16_to_float", &bfloat16_to_float_array);
+  m.def("float_to_half", &convert<float_to_half, float, std::uint16_t>);
+  m.def("half_to_float", &convert<half_to_float, std::uint16_t, float>);
+  m.def("float_to_bfloat16", &convert<float_to_bfloat16, float, std::uint16_t>);
+  m.def("bfloat16_to_float", &convert<bfloat16_to_float, std::uint16_t, float>);
 }

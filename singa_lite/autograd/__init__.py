@@ -53,7 +53,7 @@ class _Autograd(ModuleType):
 
     @property
     def training(self) -> bool:
-        """Whether operators record for backward, and dropout and batch norm train. False at the start."""
+        """Whether operators record for backward, and dropout and batch norm train. Each thread starts with False."""
         return state.training
 
     @training.setter

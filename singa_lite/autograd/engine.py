@@ -97,12 +97,15 @@ class Operator:
         device = common_device(type(self).__name__, inputs)
         recording = state.training and state.recording
         context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
+        recorder = state.recorder
+        if recorder is not None and any(context.needs_grad):  # arithmetic on gradients is not recorded
+            recorder.phase = "Forward"
         result = self.forward(context, *(tensor.data for tensor in inputs))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
-        if state.recorder is not None:
+        if recorder is not None:
             given = tuple(tensor.data for tensor in inputs)
-            state.recorder.check_made(type(self).__name__, device.backend, arrays, given)
+            recorder.check_made(type(self).__name__, device.backend, arrays, given)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
@@ -242,16 +245,19 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     arrived = [gradients.pop((node, index), None) for index in range(len(node.outputs))]
     if all(gradient is None for gradient in arrived):
         return
+    recorder = state.recorder
+    if recorder is not None:  # again, where forward passes and steps of this walk alternate
+        recorder.phase = "Backward"
     dys = [
         gradient.array if gradient is not None else context.backend.zeros(shape, dtype)
         for gradient, (shape, dtype) in zip(arrived, node.outputs, strict=True)
     ]
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
-    if state.recorder is not None:
+    if recorder is not None:
         made = tuple(array for array in results if array is not None)
         given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
-        state.recorder.check_made(f"the gradient of {type(node.op).__name__}", context.backend, made, given)
+        recorder.check_made(f"the gradient of {type(node.op).__name__}", context.backend, made, given)
     shares_memory = context.backend.may_share_memory
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:

@@ -4,6 +4,8 @@
 What lives here: rounding arrays on their way and widening what comes. What does not: who sends them where.
 bfloat16 is the upper half of a float32: its range, with 8 bits of precision. An array of it holds the bits as uint16,
 a dtype that no array of a collective has. Arrays may be numpy's or, with the same operators, on a GPU.
+What is too large becomes infinite, without a warning. A NaN becomes quiet and keeps its sign and the upper bits of its
+payload, either way, compiled or not; a GPU may change its payload.
 """
 
 from __future__ import annotations
@@ -16,33 +18,59 @@ from .. import _native
 
 # ``wire_dtype`` -> the dtype of the array that travels
 WIRE_DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
-BFLOAT16 = WIRE_DTYPES["bfloat16"]
+FLOAT16, BFLOAT16 = WIRE_DTYPES.values()
+# dtype of the array that travels -> the compiled loops that narrow and widen it
+LOOPS = {FLOAT16: ("float_to_half", "half_to_float"), BFLOAT16: ("float_to_bfloat16", "bfloat16_to_float")}
 Array = np.ndarray[Any, Any]
 
 
 def narrow(values: Array, wire: np.dtype[Any]) -> Array:
     """Contiguous ``values`` as an array of ``wire``, to nearest, ties to even; themselves if that is their dtype."""
-    if wire != BFLOAT16:
+    if wire not in LOOPS or values.dtype != np.float32:
         return values.astype(wire, copy=False)
-    native = _native.load("_comm")[0] if isinstance(values, np.ndarray) else None
+    native = _compiled(values)
     if native is None:
-        return bfloat16_bits(values)
-    bits = np.empty(values.shape, BFLOAT16)
-    native.float_to_bfloat16(values, bits, values.size)
-    return bits
+        return bfloat16_bits(values) if wire == BFLOAT16 else float16_values(values)
+    narrowed = np.empty(values.shape, wire)
+    getattr(native, LOOPS[wire][0])(values, narrowed, values.size)
+    return narrowed
 
 
 def widen(values: Array) -> Array:
     """What ``narrow`` gave as float32; an array that never was narrow as it is."""
-    if values.dtype == np.float16:
-        return values.astype(np.float32)
-    if values.dtype != BFLOAT16:
+    if values.dtype not in LOOPS:
         return values
-    native = _native.load("_comm")[0] if isinstance(values, np.ndarray) else None
+    native = _compiled(values)
     if native is None:
-        return bfloat16_values(values)
+        return bfloat16_values(values) if values.dtype == BFLOAT16 else float32_values(values)
     wide = np.empty(values.shape, np.float32)
-    native.bfloat16_to_float(values, wide, values.size)
+    getattr(native, LOOPS[values.dtype][1])(values, wide, values.size)
+    return wide
+
+
+def _compiled(values: Array) -> Any:  # Any: a compiled module
+    """What has the compiled loops, or None if it is not built, or if ``values`` are not for them."""
+    is_plain = isinstance(values, np.ndarray) and values.flags.c_contiguous
+    return _native.load("_comm")[0] if is_plain else None
+
+
+def float16_values(values: Array) -> Array:
+    """float32 ``values`` as float16 without native code, the same bits (numpy's, but for NaN)."""
+    if not isinstance(values, np.ndarray):
+        return values.astype(FLOAT16)  # type: ignore[unreachable]
+    with np.errstate(over="ignore"):
+        narrowed = values.astype(FLOAT16)
+    is_nan = np.isnan(values)
+    bits = values.view(np.uint32)[is_nan]
+    narrowed.view(np.uint16)[is_nan] = bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x3FF
+    return narrowed
+
+
+def float32_values(values: Array) -> Array:
+    """float16 ``values`` as float32 without native code, the same bits."""
+    wide = values.astype(np.float32)
+    if isinstance(values, np.ndarray):
+        wide.view(np.uint32)[np.isnan(values)] |= 0x400000
     return wide
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from singa_lite import autograd
+from singa_lite import autograd, layer
 from singa_lite.autograd.ops.window import output_size
-from singa_lite.device import get_default_device
+from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DTypeError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -394,8 +394,53 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ),
     ("float ids", lambda: autograd.cross_entropy(ones(2, 3), ones(2)), DTypeError, "int32 or int64"),
     ("logits", lambda: autograd.softmax_cross_entropy(ones(2), ids(0, 0)), ShapeError, r"\(N, C\)"),
+    (
+        "softmax loss of nothing",
+        lambda: autograd.softmax_cross_entropy(ones(0, 3), ids()),
+        ShapeError,
+        r"x has shape \(0, 3\): there is no mean loss of nothing",
+    ),
+    ("loss of nothing", lambda: autograd.cross_entropy(ones(0, 3), ones(0, 3)), ShapeError, "no mean loss"),
+    ("loss of no class", lambda: autograd.cross_entropy(ones(2, 0), ids(0, 0)), ShapeError, "no mean loss"),
+    (
+        "mse of nothing",
+        lambda: autograd.mse_loss(ones(0, 3), ones(0, 3)),
+        ShapeError,
+        r"\(0, 3\).* no mean loss",
+    ),
+    (
+        "batchnorm of nothing",
+        lambda: autograd.batchnorm_2d(ones(0, 3, 4, 4), ones(3), ones(3), ones(3), ones(3)),
+        ShapeError,
+        r"\(0, 3, 4, 4\): there is no mean of a batch of nothing",
+    ),
     ("mse shapes", lambda: autograd.mse_loss(ones(2, 1), ones(2)), ShapeError, "one shape"),
 ]
+
+
+def test_an_empty_batch_goes_through_a_network_in_evaluation(device: Device) -> None:
+    autograd.training = False
+    net = [
+        layer.Conv2d(4, 3, padding=1),
+        layer.BatchNorm2d(),
+        layer.ReLU(),
+        layer.MaxPool2d(2),
+        layer.Flatten(),
+    ]
+    for size in (2, 0):
+        x = ones(size, 3, 6, 6)
+        for each in net:
+            x = each(x)
+        assert x.shape == (size, 36)
+    assert layer.BatchNorm2d()(ones(0, 5)).shape == (0, 5)
+
+
+def test_an_empty_batch_adds_nothing_to_gradients(device: Device) -> None:
+    conv, linear = layer.Conv2d(4, 3), layer.Linear(2)
+    for size in (2, 0):
+        y = linear(autograd.flatten(conv(ones(size, 3, 6, 6))))
+        slopes = autograd.gradients(autograd.reduce_sum(y))
+    assert len(slopes) == 4 and not any(to_numpy(slope).any() for slope in slopes.values())
 
 
 @pytest.mark.parametrize(("_", "call", "error", "message"), BAD_CALLS, ids=[row[0] for row in BAD_CALLS])

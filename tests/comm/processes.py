@@ -9,9 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 LIMIT_S = 60  # far above what any of these takes; a hang must fail, not stall
+Result = TypeVar("Result")
 WORLD = re.compile(r"SINGA_LITE_|PMI|OMPI_|MV2_|SLURM_|OMP_NUM_THREADS")
 
 
@@ -38,6 +42,12 @@ def run_command(command: list[str], **environment: str) -> subprocess.CompletedP
         timeout=LIMIT_S,
         env=fresh_environment(**environment),
     )
+
+
+def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What the calls return, made at the same time: jobs that mostly wait need not wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
 def run_ranks_of(script: Path, num_ranks: int, *arguments: str, **environment: str):

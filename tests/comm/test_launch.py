@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from processes import (
     assert_nothing_left,
+    at_once,
     fresh_environment,
     launch_command,
     run_command,
@@ -169,21 +171,53 @@ def test_a_wrong_command_line_says_what_is_wrong(tmp_path, arguments, message):
 # ---- endings -----------------------------------------------------------------------------------------
 
 
-def test_the_first_failure_ends_all_ranks_and_names_itself(tmp_path):
-    text = "time.sleep(.2 * rank)\nif rank == 1:\n    sys.exit('no more')\ntime.sleep(600)"
-    result = run_ranks_of(write_script(tmp_path, HEAD + text), 3)
+# what ends a job whose other ranks would go on -> (ranks, script)
+ENDINGS = {
+    "a message": (3, "time.sleep(.2 * rank)\nif rank == 1:\n    sys.exit('no more')\ntime.sleep(600)"),
+    "an exit code": (2, "if rank == 1:\n    sys.exit(7)\ntime.sleep(600)"),
+    "a signal": (2, "if rank == 1:\n    os.kill(os.getpid(), 9)\ntime.sleep(600)"),
+    "SIGTERM is ignored": (
+        2,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank:\n    sys.exit(3)\ntime.sleep(600)",
+    ),
+    "a rank is stopped": (
+        2,
+        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory):
+    """What came of the jobs of ENDINGS, which run at the same time: most of it they wait for ranks to go."""
+    folder = tmp_path_factory.mktemp("endings")
+    scripts = [
+        write_script(folder, HEAD + text, f"{number}.py") for number, (_, text) in enumerate(ENDINGS.values())
+    ]
+    sizes = [size for size, _ in ENDINGS.values()]
+    results = at_once([partial(run_ranks_of, *job) for job in zip(scripts, sizes, strict=True)])
+    assert_nothing_left(folder)
+    return dict(zip(ENDINGS, results, strict=True))
+
+
+def test_the_first_failure_ends_all_ranks_and_names_itself(endings):
+    result = endings["a message"]
     assert result.returncode == 1
     assert "singa-lite run: rank 1 failed first (exit code 1)\n  no more\n" in result.stderr
-    assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_exit_code_is_that_of_the_first_failure(tmp_path, end, code):
-    text = f"if rank == 1:\n    {end}\ntime.sleep(600)"
-    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
-    assert result.returncode == code
-    assert "rank 1 failed first" in result.stderr
-    assert_nothing_left(tmp_path)
+@pytest.mark.parametrize(("ending", "code"), [("an exit code", 7), ("a signal", 137)])
+def test_the_exit_code_is_that_of_the_first_failure(endings, ending, code):
+    assert endings[ending].returncode == code
+    assert "rank 1 failed first" in endings[ending].stderr
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(endings):
+    assert endings["SIGTERM is ignored"].returncode == 3
+
+
+def test_a_stopped_rank_is_killed_with_the_others(endings):
+    assert endings["a rank is stopped"].returncode == 4
 
 
 def test_an_echo_is_not_taken_for_the_cause(tmp_path):
@@ -195,20 +229,6 @@ def test_an_echo_is_not_taken_for_the_cause(tmp_path):
     assert summary.startswith("singa-lite run: rank 1 failed first (exit code 1)\n  Traceback")
     assert summary.endswith("  ValueError: the cause\n")
     assert "rank 1 has left" in result.stderr  # the others' error is shown as well
-
-
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
-    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank:\n    sys.exit(3)\ntime.sleep(600)"
-    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
-    assert result.returncode == 3
-    assert_nothing_left(tmp_path)
-
-
-def test_a_stopped_rank_is_killed_with_the_others(tmp_path):
-    text = "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)"
-    result = run_ranks_of(write_script(tmp_path, HEAD + text), 2)
-    assert result.returncode == 4
-    assert_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(5)"])

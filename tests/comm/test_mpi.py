@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import sys
 import time
 
 import numpy as np
 import pytest
-from processes import LIMIT_S, assert_nothing_left, run_command, write_script
+from processes import LIMIT_S, assert_nothing_left, at_once, run_command, write_script
 from ranks import _mpiexec, mpi_missing, run_ranks
 
 from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES, combine
@@ -49,27 +51,36 @@ def data_of(rank, num_elements, dtype):
 def reduced(communicator, num_elements, dtype, op):
     array = data_of(communicator.rank, num_elements, dtype)
     communicator.all_reduce(array, op).wait()
-    scattered = communicator.reduce_scatter(data_of(communicator.rank, 12 * num_elements, dtype), op).wait()
+    scattered = communicator.reduce_scatter(data_of(communicator.rank, 6 * num_elements, dtype), op).wait()
     at_root = data_of(communicator.rank, num_elements, dtype)
     communicator.reduce(at_root, op, communicator.size - 1).wait()
     return array, scattered, at_root
 
 
+SUMS = {("float32", 7), ("float32", 3 * CHUNK_ELEMENTS + 5), ("float16", 7), ("float16", 30001)}
+
+
+def all_reduced(communicator):
+    return {case: reduced(communicator, case[1], case[0], "mean") for case in sorted(SUMS)}
+
+
+@functools.cache
+def sums_of(size):
+    return over_mpi(all_reduced, size)
+
+
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("num_elements", [7, 3 * CHUNK_ELEMENTS + 5])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("dtype", "num_elements"), sorted(SUMS))
 def test_sums_run_in_rank_order_small_and_large(size, num_elements, dtype):
-    num_elements = num_elements if dtype == "float32" else min(num_elements, 30001)
-    wide = "float32"
-    results = over_mpi(reduced, size, num_elements, dtype, "mean")
+    results = [result[dtype, num_elements] for result in sums_of(size)]
 
     def expected(count):
-        total = data_of(0, count, dtype).astype(wide)
+        total = data_of(0, count, dtype).astype("float32")
         for rank in range(1, size):
-            total = total + data_of(rank, count, dtype).astype(wide)
+            total = total + data_of(rank, count, dtype).astype("float32")
         return (total / np.float32(size)).astype(dtype)
 
-    whole, rows = expected(num_elements), np.split(expected(12 * num_elements), size)
+    whole, rows = expected(num_elements), np.split(expected(6 * num_elements), size)
     for rank, (array, scattered, at_root) in enumerate(results):
         np.testing.assert_array_equal(array, whole)
         np.testing.assert_array_equal(scattered, rows[rank])
@@ -77,32 +88,36 @@ def test_sums_run_in_rank_order_small_and_large(size, num_elements, dtype):
         np.testing.assert_array_equal(at_root, whole if is_root else data_of(rank, num_elements, dtype))
 
 
-def narrowed(communicator, num_elements):
-    array = data_of(communicator.rank, num_elements, "float32")
-    communicator.all_reduce(array, "sum", wire_dtype="float16").wait()
-    return array
+def narrowed(communicator, *lengths):
+    arrays = [data_of(communicator.rank, num_elements, "float32") for num_elements in lengths]
+    for array in arrays:
+        communicator.all_reduce(array, "sum", wire_dtype="float16").wait()
+    return arrays
 
 
-@pytest.mark.parametrize("num_elements", [5, CHUNK_ELEMENTS + 3])
-def test_half_on_the_wire_is_summed_in_float32(num_elements):
-    halves = [data_of(rank, num_elements, "float32").astype("float16").astype("float32") for rank in range(3)]
-    expected = ((halves[0] + halves[1]) + halves[2]).astype("float16").astype("float32")
-    for array in over_mpi(narrowed, 3, num_elements):
-        np.testing.assert_array_equal(array, expected)
+def test_half_on_the_wire_is_summed_in_float32():
+    for arrays in over_mpi(narrowed, 3, 5, CHUNK_ELEMENTS + 3):
+        for array in arrays:
+            sources = [data_of(rank, len(array), "float32") for rank in range(3)]
+            halves = [source.astype("float16").astype("float32") for source in sources]
+            expected = ((halves[0] + halves[1]) + halves[2]).astype("float16").astype("float32")
+            np.testing.assert_array_equal(array, expected)
 
 
-def extremes(communicator, num_elements):
-    array = np.full(num_elements, communicator.rank, "float32")
-    array[communicator.rank] = np.nan
-    largest, smallest = array.copy(), array.copy()
-    communicator.all_reduce([largest], "max").wait()
-    communicator.all_reduce([smallest], "min").wait()
-    return largest, smallest
+def extremes(communicator, *lengths):
+    found = []
+    for num_elements in lengths:
+        array = np.full(num_elements, communicator.rank, "float32")
+        array[communicator.rank] = np.nan
+        largest, smallest = array.copy(), array.copy()
+        communicator.all_reduce([largest], "max").wait()
+        communicator.all_reduce([smallest], "min").wait()
+        found.append((largest, smallest))
+    return found
 
 
-@pytest.mark.parametrize("num_elements", [4, SMALL_BYTES])
-def test_nan_wins_in_max_and_min(num_elements):
-    for largest, smallest in over_mpi(extremes, 3, num_elements):
+def test_nan_wins_in_max_and_min():
+    for largest, smallest in itertools.chain(*over_mpi(extremes, 3, 4, SMALL_BYTES)):
         assert np.isnan(largest[:3]).all() and np.isnan(smallest[:3]).all()
         assert (largest[3:] == 2).all() and (smallest[3:] == 0).all()
 
@@ -152,9 +167,14 @@ def disagreeing(communicator, num_elements):
     communicator.all_reduce(array, "sum", name="conv1.W").wait()
 
 
-@pytest.mark.parametrize("num_elements", [3, 50_000])
-def test_ranks_that_disagree_name_each_other_and_both_calls(num_elements):
-    for rank, error in enumerate(over_mpi(disagreeing, 3, num_elements, return_exceptions=True)):
+def over_mpi_at_once(function, size, all_lengths=(3, 50_000), **options):
+    """What the ranks of one job for each length return; the jobs run at the same time."""
+    return at_once([functools.partial(over_mpi, function, size, length, **options) for length in all_lengths])
+
+
+def test_ranks_that_disagree_name_each_other_and_both_calls():
+    jobs = over_mpi_at_once(disagreeing, 3, return_exceptions=True)
+    for rank, error in [pair for errors in jobs for pair in enumerate(errors)]:
         assert isinstance(error, CommError)
         text = str(error)
         assert text.startswith(f"rank {rank}: ") and "rank 1 calls broadcast #0 'fc.b'" in text
@@ -178,12 +198,11 @@ def one_step_more(communicator, num_elements):
         time.sleep(1)  # the other rank's message must arrive although this one does nothing
 
 
-@pytest.mark.parametrize("num_elements", [3, 50_000])
-def test_a_rank_that_makes_one_step_more_learns_that_the_others_closed(num_elements):
-    results = over_mpi(one_step_more, 3, num_elements, return_exceptions=True)
-    assert results[0] is None and results[2] is None
-    assert isinstance(results[1], CommError)
-    assert "all_reduce #1" in str(results[1]) and "has closed its communicator" in str(results[1])
+def test_a_rank_that_makes_one_step_more_learns_that_the_others_closed():
+    for results in over_mpi_at_once(one_step_more, 3, return_exceptions=True):
+        assert results[0] is None and results[2] is None
+        assert isinstance(results[1], CommError)
+        assert "all_reduce #1" in str(results[1]) and "has closed its communicator" in str(results[1])
 
 
 def used_after_close(communicator):
@@ -209,12 +228,11 @@ def late(communicator, num_elements):
         return str(error), time.monotonic() - started < 3
 
 
-@pytest.mark.parametrize("num_elements", [3, 50_000])
-def test_a_late_rank_is_named(num_elements):
-    results = over_mpi(late, 2, num_elements, communicator_timeout_s=0.5)
-    assert results[1] == "late"
-    text, in_time = results[0]
-    assert text.startswith("rank 0: all_reduce #0 'conv1.W': waited 0.5 s for rank 1") and in_time
+def test_a_late_rank_is_named():
+    for results in over_mpi_at_once(late, 2, communicator_timeout_s=0.5):
+        assert results[1] == "late"
+        text, in_time = results[0]
+        assert text.startswith("rank 0: all_reduce #0 'conv1.W': waited 0.5 s for rank 1") and in_time
 
 
 # ---- whole jobs --------------------------------------------------------------------------------------
@@ -232,11 +250,21 @@ AGAIN = "\ncommunicator.all_reduce(array, 'sum', name='conv1.W').wait()\n"
 
 
 def mpi_job(folder, text, size=3, timeout_s=300, num_elements=4):
-    script = write_script(folder, text)
+    script = write_script(folder, text, f"script{num_elements}.py")
     mpiexec = _mpiexec()
     assert mpiexec
     command = [mpiexec, "-n", str(size), sys.executable, str(script), str(timeout_s), str(num_elements)]
     return run_command(command, **OPEN_MPI)
+
+
+def mpi_jobs(folder, text, all_lengths=(4, 50_000), **options):
+    """One job for each length, at the same time."""
+    return at_once(
+        [
+            functools.partial(mpi_job, folder, text, num_elements=num_elements, **options)
+            for num_elements in all_lengths
+        ]
+    )
 
 
 def test_mpiexec_makes_the_world(tmp_path):
@@ -249,22 +277,24 @@ def test_mpiexec_makes_the_world(tmp_path):
     assert sorted(result.stdout.splitlines()) == expected
 
 
-@pytest.mark.parametrize("num_elements", [4, 50_000])
-def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path, num_elements):
+def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path):
     text = STEP + "if rank == 1:\n    raise ValueError('the cause')" + AGAIN
-    result = mpi_job(tmp_path, text, num_elements=num_elements)
-    assert result.returncode != 0
-    assert "rank 1 of 3 failed:\nTraceback" in result.stderr and "\nValueError: the cause" in result.stderr
-    for rank in (0, 2):
-        assert f"rank {rank}: all_reduce #1 'conv1.W': rank 1 gave up: ValueError: the cause" in result.stderr
+    for result in mpi_jobs(tmp_path, text):
+        errors = result.stderr
+        assert result.returncode != 0
+        assert "rank 1 of 3 failed:\nTraceback" in errors and "\nValueError: the cause" in errors
+        for rank in (0, 2):
+            assert f"rank {rank}: all_reduce #1 'conv1.W': rank 1 gave up: ValueError: the cause" in errors
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)"])
-def test_a_rank_that_leaves_early_ends_the_job(tmp_path, end):
-    result = mpi_job(tmp_path, STEP + f"if rank == 1:\n    {end}" + AGAIN)
-    assert result.returncode != 0
-    assert "rank 0: all_reduce #1 'conv1.W': rank 1 has closed its communicator" in result.stderr
+def test_a_rank_that_leaves_early_ends_the_job(tmp_path):
+    for code in (0, 3):
+        (tmp_path / str(code)).mkdir()
+    texts = {code: STEP + f"if rank == 1:\n    sys.exit({code})" + AGAIN for code in (0, 3)}
+    for result in at_once([functools.partial(mpi_job, tmp_path / str(code), texts[code]) for code in texts]):
+        assert result.returncode != 0
+        assert "rank 0: all_reduce #1 'conv1.W': rank 1 has closed its communicator" in result.stderr
     assert_nothing_left(tmp_path)
 
 
@@ -274,19 +304,18 @@ def test_a_killed_rank_ends_the_job(tmp_path):
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("num_elements", [4, 50_000])
-def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path, num_elements):
+def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
     text = STEP + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)" + AGAIN
-    result = mpi_job(tmp_path, text, timeout_s=1, num_elements=num_elements)
-    assert result.returncode != 0
-    assert "all_reduce #1 'conv1.W': waited 1 s for rank 1" in result.stderr
+    for result in mpi_jobs(tmp_path, text, timeout_s=1):
+        assert result.returncode != 0
+        assert "all_reduce #1 'conv1.W': waited 1 s for rank 1" in result.stderr
     assert_nothing_left(tmp_path)
 
 
 def test_a_caught_time_out_still_ends_the_job(tmp_path):
     text = STEP + "if rank == 1:\n    time.sleep(600)\n"
     text += "try:\n    communicator.barrier()\nexcept RuntimeError:\n    print('caught')\n"
-    result = mpi_job(tmp_path, text, size=2, timeout_s=5)
+    result = mpi_job(tmp_path, text, size=2, timeout_s=2)
     assert result.returncode != 0 and result.stdout == "caught\n"
     assert_nothing_left(tmp_path)
 

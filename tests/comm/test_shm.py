@@ -207,7 +207,7 @@ def full(world: World) -> str:
     if world.rank == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
-    text = open_world(world)
+    text = open_world(world, timeout_s=0.5)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return text
 
@@ -255,7 +255,7 @@ def test_a_rank_taken_twice_is_an_error() -> None:
 
 
 def missing(world: World) -> str:
-    return "" if world.rank == 1 else open_world(world)
+    return "" if world.rank == 1 else open_world(world, timeout_s=0.5)
 
 
 def test_a_rank_that_never_starts_is_named() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding to bfloat16 and back, compiled and not, against the definition in float64."""
+"""Rounding to 16 bits and back, compiled and not: bfloat16 against its definition, float16 against numpy's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bfloat16 import nearest_bfloat16
 
 from singa_lite import _native
 from singa_lite.comm import wire
-from singa_lite.comm.wire import BFLOAT16, WIRE_DTYPES, narrow, widen
+from singa_lite.comm.wire import BFLOAT16, FLOAT16, WIRE_DTYPES, narrow, widen
 
 EVERY = np.arange(1 << 16, dtype=np.uint16)
 
@@ -66,6 +66,56 @@ def test_every_bfloat16_survives_the_way_there_and_back(path):
     assert (values.view(np.uint32) == EVERY.astype(np.uint32) << 16).all()
     quiet = np.where(np.isnan(values), EVERY | 0x40, EVERY)
     np.testing.assert_array_equal(narrow(values, BFLOAT16), quiet)
+
+
+def test_every_float16_survives_the_way_there_and_back(path):
+    values = widen(EVERY.view(FLOAT16))
+    assert values.dtype == np.float32
+    is_nan = np.isnan(EVERY.view(FLOAT16))
+    expected = EVERY.view(FLOAT16).astype(np.float32)  # what numpy makes of a NaN depends on the processor
+    np.testing.assert_array_equal(values[~is_nan].view(np.uint32), expected[~is_nan].view(np.uint32))
+    sign_and_payload = (EVERY & 0x8000).astype(np.uint32) << 16 | (EVERY & 0x3FF).astype(np.uint32) << 13
+    np.testing.assert_array_equal(values[is_nan].view(np.uint32), (sign_and_payload | 0x7FC00000)[is_nan])
+    quiet = np.where(is_nan, EVERY | 0x200, EVERY)
+    np.testing.assert_array_equal(narrow(values, FLOAT16).view(np.uint16), quiet)
+
+
+def test_floats_round_to_float16_as_numpy_does(path):
+    every = EVERY.view(FLOAT16)
+    steps = np.sort(every[np.isfinite(every)]).astype(np.float32)
+    half_way = (steps[1:] + steps[:-1]) / 2  # exact
+    top = np.float32([65519.996, 65520, -65520, 1e30, np.inf, -np.inf, 2.0**-25, 2.9802326e-08, 1e-45, -0.0])
+    beside = [np.nextafter(half_way, np.float32(way)) for way in (-np.inf, np.inf)]
+    values = np.concatenate([every_kind_of_float(), half_way, *beside, top])
+    values = values[~np.isnan(values)]
+    with np.errstate(over="ignore"):
+        expected = values.astype(FLOAT16)
+    got = narrow(values, FLOAT16)
+    assert got.dtype == FLOAT16
+    np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (0x7F800001, 0x7E00),  # signalling NaN, none of whose bits would be left
+        (0xFFFFFFFF, 0xFFFF),
+        (0xFFC12345, 0xFE09),
+        (0x7FA02000, 0x7F01),
+    ],
+)
+def test_a_nan_becomes_a_quiet_float16_and_keeps_sign_and_upper_payload(path, bits, expected):
+    got = narrow(bits_to_floats([bits] * 19), FLOAT16)
+    assert got.view(np.uint16).tolist() == [expected] * 19
+
+
+def test_an_array_with_gaps_is_converted_as_its_copy(path):
+    values = every_kind_of_float()[:1000].reshape(10, 100).T
+    for wire_dtype in (FLOAT16, BFLOAT16):
+        there = narrow(np.ascontiguousarray(values), wire_dtype)
+        np.testing.assert_array_equal(narrow(values, wire_dtype).view(np.uint16), there.view(np.uint16))
+        gaps = np.asfortranarray(there)
+        np.testing.assert_array_equal(widen(gaps).view(np.uint32), widen(there).view(np.uint32))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5)])

@@ -46,6 +46,14 @@ def check_ndim(where: str, name: str, tensor: Tensor, ndim: int, axes: str) -> N
         raise ShapeError(f"{where}: {name} must have {ndim} axes {axes}, but its shape is {tensor.shape}")
 
 
+def check_some(where: str, what: str, tensor: Tensor) -> None:
+    """Raise ShapeError if ``tensor`` has no element to take ``what`` of."""
+    if tensor.size() == 0:
+        raise ShapeError(
+            f"{where}: x has shape {tensor.shape}: there is no {what} of nothing; leave empty batches out"
+        )
+
+
 def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor, Tensor]:
     """Both as Tensors, a number taking dtype and device of the other; DTypeError for anything else."""
     if isinstance(a, Tensor):

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ...errors import DTypeError, ShapeError
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_ndim, check_tensors, like
+from ._common import check_floats, check_ndim, check_some, check_tensors, like
 
 
 def check_labels(where: str, x: Tensor, t: object) -> None:
@@ -15,10 +15,11 @@ def check_labels(where: str, x: Tensor, t: object) -> None:
     check_ndim(where, "x", x, 2, "(N, C)")
     if not isinstance(t, Tensor):
         raise DTypeError(f"{where}: expected a Tensor of labels, got {type(t).__name__}")
-    if t.shape not in (x.shape, x.shape[:1]) or x.size() == 0:
+    if t.shape not in (x.shape, x.shape[:1]):
         raise ShapeError(
             f"{where}: labels must be class ids {x.shape[:1]} or a matrix {x.shape}, but t has {t.shape}"
         )
+    check_some(where, "mean loss", x)
     if t.ndim() == 1 and t.dtype.kind != "i":
         raise DTypeError(
             f"{where}: class ids must be int32 or int64, got {t.dtype}; convert with as_type(int32)"
@@ -58,7 +59,7 @@ def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
         Shape (1,), the dtype of ``x``. Labels get no gradient.
 
     Raises:
-        ShapeError: shapes do not fit, or an id is out of range.
+        ShapeError: shapes do not fit, the batch is empty, or an id is out of range.
         DTypeError: class ids of a float dtype.
     """
     return SoftMaxCrossEntropy()(x, t)  # type: ignore[no-any-return]
@@ -102,10 +103,11 @@ class MeanSquareError(Operator):
     def check(self, *inputs: Tensor) -> None:
         check_tensors("mse_loss", *inputs)
         check_floats("mse_loss", *inputs)
-        if inputs[0].shape != inputs[1].shape or inputs[0].size() == 0:
+        if inputs[0].shape != inputs[1].shape:
             raise ShapeError(
                 f"mse_loss: x and t must have one shape, got {inputs[0].shape} and {inputs[1].shape}"
             )
+        check_some("mse_loss", "mean loss", inputs[0])
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         loss = context.empty((1,), inputs[0].dtype)
@@ -131,6 +133,6 @@ def mse_loss(x: Tensor, t: Tensor) -> Tensor:
         Shape (1,), the dtype of ``x``.
 
     Raises:
-        ShapeError: the shapes differ.
+        ShapeError: the shapes differ, or hold no element.
     """
     return MeanSquareError()(x, t)  # type: ignore[no-any-return]

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from ...config import state
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats
+from ._common import check_floats, check_some
 
 
 def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float]:
@@ -30,6 +31,8 @@ class BatchNorm2d(Operator):
         check_floats("batchnorm_2d", *inputs)
         if x.ndim() not in (2, 4):
             raise ShapeError(f"batchnorm_2d: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
+        if state.training:
+            check_some("batchnorm_2d", "mean of a batch", x)
         named = zip(
             ("scale", "bias", "running_mean", "running_var"), (*inputs[1:], *self.running), strict=True
         )
@@ -97,6 +100,7 @@ def batchnorm_2d(
 
     Raises:
         ShapeError, DTypeError, DeviceError: one of the per-channel tensors does not fit ``x``.
+        ShapeError: x is empty while training; otherwise the result is then empty too.
         OptionError: momentum or eps out of range.
 
     Source: Ioffe, Szegedy, "Batch Normalization", 2015.
