@@ -51,9 +51,9 @@ std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std
 }
 
 std::shared_ptr<NcclOp> start(NcclCommunicator& communicator, int kind, int op, int dtype, int root, std::uintptr_t in,
-                              std::uintptr_t out, std::size_t count, std::string name, std::uintptr_t stream) {
+                              std::uintptr_t out, std::size_t count, std::string_view name, std::uintptr_t stream) {
   return communicator.start({Kind(kind), ReduceOp(op), DType(dtype), root, reinterpret_cast<const void*>(in),
-                             reinterpret_cast<void*>(out), count, std::move(name)},
+                             reinterpret_cast<void*>(out), count, name},
                             stream_of(stream));
 }
 
