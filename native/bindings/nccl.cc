@@ -84,8 +84,7 @@ PYBIND11_MODULE(_nccl, m) {
       .def("unique_id", &unique_id);
 
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
-      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); })
-      .def_readonly("is_captured", &NcclOp::is_captured);
+      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
            py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true), py::arg("is_blocking"))

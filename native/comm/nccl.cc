@@ -94,7 +94,8 @@ std::shared_ptr<NcclOp> NcclCommunicator::start(const NcclRequest& request, Cuda
     fail(where(op->label()) + ": " + error.what());
   }
   check();
-  if (!op->is_captured) keep(op);
+  if (op->is_captured) op->has_ended = true;
+  else keep(op);
   return op;
 }
 

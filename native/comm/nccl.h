@@ -58,7 +58,7 @@ struct NcclOp {
   Event ended;
   double running_since_s = 0;
   bool is_captured = false;  // part of a CUDA graph: it runs when that is launched, and is not watched
-  std::atomic<bool> has_ended{false};
+  std::atomic<bool> has_ended{false};  // so that its arrays need not be kept here
 };
 
 // How often this process is a forked child of one that had loaded this, without asking the kernel.

@@ -39,6 +39,8 @@ class DispatchCommunicator(Communicator):
 
     def side(self, array: object) -> Communicator:
         """The communicator that moves ``array``."""
+        if self._nccl is not None and type(array) is self._nccl.kind:
+            return self._nccl
         if not is_cuda_array(array) or self.size == 1:
             return self.host
         if self._nccl is None:
@@ -89,6 +91,12 @@ class DispatchCommunicator(Communicator):
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
         host = self.host.new_group(ranks, name=name)
         return None if host is None else DispatchCommunicator(host, self._gpu_arrays, self)
+
+    def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
+        if self._nccl is not None and type(array) is self._nccl.kind:
+            self._nccl._check_array(array, op, writes=writes)
+        else:
+            super()._check_array(array, op, writes=writes)
 
     def _check_kind(self, array: object) -> None:
         if not is_cuda_array(array):

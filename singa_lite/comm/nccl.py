@@ -28,11 +28,25 @@ _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _NO_OP = 4
 _DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
+_FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
 class GpuArrays(Protocol):
-    """What happens to arrays on the way: on the current stream, without waiting for it."""
+    """What happens to arrays on the way: on the current stream, without waiting for it.
+
+    Attributes:
+        kind: the arrays' type; all of it can be written. Other types are asked by their __cuda_array_interface__.
+    """
+
+    @property
+    def kind(self) -> type[Any]: ...
+
+    def address(self, array: Any) -> int:
+        """Where the array lies."""
+
+    def stream(self, device: int) -> int:
+        """Handle of the stream that is current for GPU ``device``; 1 is CUDA's default one."""
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """A new array of undefined content."""
@@ -45,12 +59,20 @@ class GpuArrays(Protocol):
 
 
 class CupyArrays:
-    """cupy's arrays."""
+    """cupy's arrays, without their __cuda_array_interface__: cupy builds that anew whenever it is asked for."""
 
     def __init__(self) -> None:
         import cupy
 
         self._cupy = cupy
+        self.kind: type[Any] = cupy.ndarray
+        self._current_stream = cupy.cuda.get_current_stream
+
+    def address(self, array: Any) -> int:
+        return array.data.ptr  # type: ignore[no-any-return]
+
+    def stream(self, device: int) -> int:
+        return self._current_stream(device).ptr or 1
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._cupy.empty(tuple(shape), dtype)
@@ -67,11 +89,14 @@ class CupyArrays:
 class NcclWork(Work):
     """A collective of an NcclCommunicator in flight."""
 
+    _half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
+    is_ordered = False
+
     def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, result: Array | None) -> None:
-        self._communicator, self._op = communicator, op  # op: native
-        self._array, self._result = array, result
-        self._half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
-        self.is_ordered = False
+        self._communicator = communicator
+        self._op = op  # native
+        self._array = array
+        self._result = result
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
         """Hold the current stream back until the collective has ended; the host does not wait.
@@ -80,10 +105,13 @@ class NcclWork(Work):
         """
         if is_repeating():
             return self._result
-        self._communicator._native.wait(self._op, _stream(self._array))
+        communicator, array = self._communicator, self._array
+        is_usual = type(array) is communicator.kind
+        stream = communicator._stream(communicator.device) if is_usual else _stream_of(array)
+        communicator._wait(self._op, stream)
         if self._half is not None:
             half, divisor, out = self._half
-            self._communicator._arrays.widen(half, divisor, out)
+            communicator._arrays.widen(half, divisor, out)
             self._half = None
         self.is_ordered = True
         return self._result
@@ -136,6 +164,7 @@ class NcclCommunicator(Communicator):
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
         self._arrays = arrays if arrays is not None else CupyArrays()
+        self.kind, self._address, self._stream = self._arrays.kind, self._arrays.address, self._arrays.stream
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
         _check_ranks(everyone)
@@ -157,6 +186,7 @@ class NcclCommunicator(Communicator):
             parent._native if parent is not None else None,
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
+        self._give, self._wait = self._native.start, self._native.wait
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
@@ -178,7 +208,8 @@ class NcclCommunicator(Communicator):
 
     def watch(self, array: Array, name: str) -> None:
         """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""
-        self._native.watch(_stream(array), name)
+        is_usual = type(array) is self.kind
+        self._native.watch(self._stream(self.device) if is_usual else _stream_of(array), name)
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -226,14 +257,14 @@ class NcclCommunicator(Communicator):
         while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
             in_flight.popleft()
         count = array.size if kind != _REDUCE_SCATTER else out.size
-        code, interface = _DTYPES[np.dtype(array.dtype)], _interface(array)
-        source, target = interface["data"][0], _interface(out)["data"][0]
-        native = self._native.start(
-            kind, op, code, root, source, target, count, name, interface.get("stream") or 1
-        )
+        if type(array) is self.kind:
+            source, stream = self._address(array), self._stream(self.device)
+        else:
+            source, stream = _address_of(array), _stream_of(array)
+        target = source if out is array else self._address(out)
+        native = self._give(kind, op, _DTYPES[array.dtype], root, source, target, count, name, stream)
         work = NcclWork(self, native, array, result)
-        if not native.is_captured:
-            in_flight.append(work)
+        in_flight.append(work)
         return work
 
     def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
@@ -241,6 +272,11 @@ class NcclCommunicator(Communicator):
         if host is None:
             return None
         return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self)
+
+    def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
+        if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:
+            return  # the usual array, soon found to be right; a closed communicator is noticed below
+        super()._check_array(array, op, writes=writes)
 
     def _check_kind(self, array: object) -> None:
         if isinstance(array, np.ndarray) and not is_cuda_array(array):
@@ -259,7 +295,7 @@ def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
 def device_of(array: Array) -> int:
     """Number of the GPU that a CUDA array lives on."""
     driver = _load().Driver(_driver_names())
-    return int(driver.device_of(_interface(array)["data"][0]))
+    return int(driver.device_of(_address_of(array)))
 
 
 def _load() -> Any:
@@ -315,11 +351,15 @@ def _host_identity() -> str:
         return file.read().strip() + os.readlink("/proc/self/ns/pid")
 
 
+def _address_of(array: Any) -> int:
+    return int(_interface(array)["data"][0])
+
+
+def _stream_of(array: Any) -> int:
+    """Handle of the stream that is current; without one, CUDA's default stream."""
+    return _interface(array).get("stream") or 1
+
+
 def _interface(array: Any) -> dict[str, Any]:
     interface: dict[str, Any] = array.__cuda_array_interface__
     return interface
-
-
-def _stream(array: Any) -> int:
-    """Handle of the stream that is current; without one, CUDA's default stream."""
-    return _interface(array).get("stream") or 1

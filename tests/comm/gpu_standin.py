@@ -112,6 +112,15 @@ def on_gpu(values: Any) -> HostArray:
 class HostArrays:
     """What cupy is for the real communicator."""
 
+    kind = HostArray
+
+    def address(self, array: HostArray) -> int:
+        return array.ctypes.data
+
+    def stream(self, device: int) -> int:
+        assert device == 0 and Gpu.get().stream.value
+        return Gpu.get().stream.value
+
     def empty(self, shape: Sequence[int], dtype: Any) -> HostArray:
         return on_gpu(np.empty(shape, dtype))
 

@@ -22,9 +22,18 @@ from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
 from singa_lite.device import Device
-from singa_lite.errors import CommError, DTypeError
+from singa_lite.errors import CommError, DTypeError, ShapeError
 from singa_lite.tensor import Tensor
-from tests.comm.gpu_standin import Gpu, GpuBackend, HostArrays, ThroughNccl, build, host_of, on_gpu
+from tests.comm.gpu_standin import (
+    Gpu,
+    GpuBackend,
+    HostArray,
+    HostArrays,
+    ThroughNccl,
+    build,
+    host_of,
+    on_gpu,
+)
 from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, run_facts
 
 # where NCCL's own way differs from the contract, as NcclCommunicator says; checked below in its own way
@@ -230,11 +239,11 @@ def test_arrays_of_dropped_works_are_kept_alive():
 
 
 def captures(world: World) -> tuple[bool, int]:
-    """What becomes part of a graph is neither watched nor kept here: the graph's owner does that."""
+    """What becomes part of a graph is neither watched nor kept here for long: the graph's owner does that."""
     c, gpu = make(world), Gpu.get()
     array = on_gpu(np.ones(10, np.float32))
     gpu.cuda.standin_capture(gpu.stream, 1)
-    work = c.all_reduce(array, "sum")
+    *_, work = (c.all_reduce(array, "sum") for _ in range(3))
     kept, was_done = len(c._in_flight), work.done()
     work.wait()
     time.sleep(0.05)  # several looks of the watching thread
@@ -247,7 +256,7 @@ def captures(world: World) -> tuple[bool, int]:
 
 
 def test_a_captured_collective_is_not_watched():
-    assert run(captures, 2) == [(True, 0)] * 2
+    assert run(captures, 2) == [(True, 1)] * 2
 
 
 # ---- who takes part ------------------------------------------------------------------------------------
@@ -511,6 +520,30 @@ def test_a_world_of_one_needs_no_nccl(monkeypatch):
     array = on_gpu(np.array([1.0, 70000.0], np.float32))
     c.all_reduce(array, "mean", wire_dtype="float16").wait()
     assert array.tolist() == [1.0, np.inf] and c.all_gather(array).wait().shape == (1, 2)
+
+
+class ForeignArray(HostArray):
+    """Of a library that the communicator does not know."""
+
+
+def takes_foreign_arrays(world: World) -> tuple[list[float], str]:
+    c = make(world)
+    foreign = on_gpu(np.full(3, c.rank + 1.0)).view(ForeignArray)
+    c.all_reduce(foreign, "mean").wait()
+    Gpu.get().synchronize()
+    with pytest.raises(ShapeError) as raised:
+        c.all_reduce(on_gpu(np.ones((3, 2))).view(ForeignArray).T, "sum")
+    with pytest.raises(ShapeError):
+        c.all_reduce(on_gpu(np.ones((3, 2))).T, "sum")
+    with pytest.raises(DTypeError):
+        c.all_reduce(on_gpu(np.ones(3, np.int32)), "mean")
+    c.close()
+    return foreign.tolist(), str(raised.value)
+
+
+def test_arrays_of_another_library_travel_by_their_interface():
+    for values, text in run(takes_foreign_arrays, 2):
+        assert values == [1.5] * 3 and "is not contiguous" in text
 
 
 def joins_by_ticket(world: World) -> tuple[list[float], list[float], str]:
