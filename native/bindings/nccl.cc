@@ -81,8 +81,12 @@ PYBIND11_MODULE(_nccl, m) {
   py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "Library")
       .def(py::init<const Names&>(), py::arg("names"), release)
       .def_readonly("version", &NcclLibrary::version)
+      .def_property_readonly("registers", &NcclLibrary::registers)
       .def("unique_id", &unique_id);
 
+  py::class_<NcclMemory, std::shared_ptr<NcclMemory>>(m, "Memory")
+      .def_property_readonly("address", [](const NcclMemory& memory) { return std::uintptr_t(memory.address()); })
+      .def_property_readonly("bytes", &NcclMemory::bytes);
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
       .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
@@ -93,6 +97,7 @@ PYBIND11_MODULE(_nccl, m) {
            release)
       .def("watch", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
             c.watch(stream_of(stream), name); }, release)
+      .def("allocate", &NcclCommunicator::allocate, release)
       .def("is_done", &NcclCommunicator::is_done, release)
       .def("check", &NcclCommunicator::check, release)
       .def("abort", &NcclCommunicator::abort, release)

@@ -43,6 +43,57 @@ std::string NcclOp::label() const {
          std::to_string(count) + "]" + (op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(op) + ")");
 }
 
+// ---- memory -------------------------------------------------------------------------------------------
+
+NcclMemory::NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
+                       CudaContext context, std::size_t bytes)
+    : library_(std::move(library)),
+      driver_(std::move(driver)),
+      context_(context),
+      bytes_(bytes),
+      forks_(num_forks()) {
+  ContextScope scope(*driver_, context_);
+  if (library_->mem_alloc(&address_, bytes) != kNcclSuccess) address_ = nullptr;
+}
+
+NcclMemory::~NcclMemory() {
+  if (address_ == nullptr || forks_ != num_forks()) return;
+  try {
+    ContextScope scope(*driver_, context_);
+    if (driver_->synchronize()) library_->mem_free(address_);  // else someone captures or the GPU is lost: it stays
+  } catch (const CudaError&) {  // the GPU is lost
+  }
+}
+
+std::shared_ptr<NcclMemory> NcclCommunicator::allocate(std::size_t bytes) {
+  check();
+  if (!library_->registers()) return nullptr;
+  auto memory = std::make_shared<NcclMemory>(library_, driver_, context_, bytes);
+  if (memory->address() == nullptr) return nullptr;
+  ContextScope scope(*driver_, context_);
+  std::lock_guard lock(nccl_);
+  void* handle = nullptr;
+  if (comm_ == nullptr || library_->comm_register(comm_, memory->address(), bytes, &handle) != kNcclSuccess) return nullptr;
+  registered_.emplace_back(memory, handle);
+  return memory;
+}
+
+// Before NCCL's end, and once nothing uses the memory any more. (An abort does it by itself.)
+void NcclCommunicator::deregister_all(double limit_s) {
+  if (registered_.empty()) return;
+  const double start_s = now_s();
+  while (!in_flight_.empty() && !driver_->has_happened(in_flight_.back()->ended.get())) {
+    if (now_s() - start_s > limit_s) throw CommError("a collective does not end");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::lock_guard lock(nccl_);
+  for (const auto& [_, handle] : registered_)
+    if (comm_ != nullptr && handle != nullptr) library_->comm_deregister(comm_, handle);
+  registered_.clear();
+}
+
+// ---- the start ----------------------------------------------------------------------------------------
+
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
                                    const NcclId& id, int rank, int size, int device, double timeout_s,
                                    const std::vector<std::pair<int, int>>& peers, const NcclCommunicator* parent,
@@ -280,11 +331,13 @@ void NcclCommunicator::fail(const std::string& text) {
 }
 
 void NcclCommunicator::abort(const std::string& reason) {
+  if (is_forked()) return;
   fail(where("this communicator is broken by an earlier failure: ") + reason);
   close();
 }
 
 void NcclCommunicator::close() {
+  if (is_forked()) return;  // all of it, the watching thread too, is the parent's
   bool is_idle, is_well;
   {
     std::lock_guard lock(mutex_);
@@ -300,6 +353,7 @@ void NcclCommunicator::close() {
   try {
     ContextScope scope(*driver_, context_);
     if (!is_idle && !peers_.dead().empty()) throw CommError("");
+    deregister_all(std::min(timeout_s_, kLeaveS));
     {
       std::lock_guard lock(nccl_);
       library_->check(library_->finalize(comm_), "ncclCommFinalize");
@@ -314,17 +368,20 @@ void NcclCommunicator::close() {
 // Ends NCCL's communicator in the way given, in a thread that is left to itself if it takes too long.
 void NcclCommunicator::leave(NcclLibrary::Status (*how)(NcclHandle)) {
   NcclHandle comm;
+  decltype(registered_) memory;  // may go only after NCCL's end
   {
     std::lock_guard lock(nccl_);
     comm = std::exchange(comm_, nullptr);
+    memory.swap(registered_);
   }
   if (comm == nullptr) return;
   auto promise = std::make_shared<std::promise<void>>();
   std::future<void> has_left = promise->get_future();
-  std::thread([how, comm, promise, driver = driver_, context = context_] {
+  std::thread([how, comm, promise, memory = std::move(memory), driver = driver_, context = context_]() mutable {
     try {
       ContextScope scope(*driver, context);
       how(comm);
+      memory.clear();
     } catch (const CudaError&) {  // the GPU is lost, and NCCL's communicator with it
     }
     promise->set_value();

@@ -61,6 +61,27 @@ struct NcclOp {
   std::atomic<bool> has_ended{false};  // so that its arrays need not be kept here
 };
 
+// GPU memory of NCCL's own allocator. Freed by the last who holds it, once the GPU has nothing to do.
+class NcclMemory {
+ public:
+  // address() is nullptr if there is not enough memory.
+  NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, CudaContext context,
+             std::size_t bytes);
+  ~NcclMemory();
+  NcclMemory(const NcclMemory&) = delete;
+  NcclMemory& operator=(const NcclMemory&) = delete;
+  void* address() const { return address_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  const std::shared_ptr<const NcclLibrary> library_;
+  const std::shared_ptr<const Driver> driver_;
+  const CudaContext context_;
+  const std::size_t bytes_;
+  const int forks_;
+  void* address_ = nullptr;
+};
+
 // How often this process is a forked child of one that had loaded this, without asking the kernel.
 int num_forks();
 
@@ -86,7 +107,10 @@ class NcclCommunicator {
   void watch(CudaStream stream, const std::string& name);
   // Throws CommError if this communicator is broken.
   void check();
-  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed.
+  // New memory, registered with NCCL until close() or abort(); nullptr if this NCCL has none (before 2.19), or fails.
+  std::shared_ptr<NcclMemory> allocate(std::size_t bytes);
+  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
+  // forked child.
   void close();
   void abort(const std::string& reason);
   bool is_forked() const { return forks_ != num_forks(); }
@@ -97,6 +121,7 @@ class NcclCommunicator {
   void give(const NcclRequest& request, NcclOp& op, CudaStream stream);
   void keep(std::shared_ptr<NcclOp> op);
   NcclLibrary::Status call_nccl(const NcclRequest& request);
+  void deregister_all(double limit_s);
   void settle(const std::function<std::string()>& label, double limit_s, const std::function<void()>& interrupt = {});
   NcclLibrary::Status state();
   void watch_all();
@@ -121,6 +146,7 @@ class NcclCommunicator {
 
   std::mutex nccl_;  // around every call of NCCL; none of them waits for a peer. Taken after mutex_ where both are.
   NcclHandle comm_ = nullptr;  // nullptr once destroyed or aborted
+  std::vector<std::pair<std::shared_ptr<NcclMemory>, void*>> registered_;  // and NCCL's handle
 
   std::mutex mutex_;  // of what follows
   std::condition_variable wake_;

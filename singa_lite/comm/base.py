@@ -46,6 +46,9 @@ class Graph(Protocol):
 class MakesArrays(Protocol):
     """A backend, as far as a communicator needs one."""
 
+    @property
+    def name(self) -> str: ...
+
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any: ...
 
 
@@ -294,7 +297,10 @@ class Communicator(ABC):
         return self._new_group(members, name)
 
     def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's."""
+        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's.
+
+        All ranks must call it alike, as they do collectives: some memory is only of use if all have it.
+        """
         if backend is None:
             return np.zeros(num_elements, dtype)
         zeros: Array = backend.zeros((num_elements,), dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Array, Communicator, ReduceOp, Work, is_cuda_array
+from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
 from .nccl import GpuArrays, NcclCommunicator, device_of
 
 
@@ -54,6 +54,11 @@ class DispatchCommunicator(Communicator):
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
+
+    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
+        if self._nccl is not None and self.size > 1:
+            return self._nccl.buffer(num_elements, dtype, backend)
+        return super().buffer(num_elements, dtype, backend)
 
     def check(self) -> None:
         if self._nccl is not None:

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import _native, config
+from ..config import state
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
-from .base import DTYPES, Array, Communicator, Graph, ReduceOp, Work, is_cuda_array
+from .base import DTYPES, Array, Communicator, Graph, MakesArrays, ReduceOp, Work, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES, narrow, widen
 
 # The numbers of native/comm/types.h.
@@ -29,6 +30,7 @@ _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _NO_OP = 4
 _DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
+REGISTERED_BYTES = 1 << 20  # below this a buffer is ordinary memory: NCCL's comes in pieces of 2 MiB or more
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
@@ -50,6 +52,9 @@ class GpuArrays(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """A new array of undefined content."""
+
+    def wrap(self, address: int, count: int, dtype: Any, owner: object, device: int) -> Any:
+        """An array of zeros, shape (count,), in memory of GPU ``device`` that ``owner`` keeps."""
 
     def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
         """A copy of a float32 array as wire.py's ``narrow`` makes it."""
@@ -77,6 +82,12 @@ class CupyArrays:
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         return self._cupy.empty(tuple(shape), dtype)
 
+    def wrap(self, address: int, count: int, dtype: Any, owner: object, device: int) -> Any:
+        cuda, num_bytes = self._cupy.cuda, count * np.dtype(dtype).itemsize
+        place = cuda.MemoryPointer(cuda.UnownedMemory(address, num_bytes, owner, device), 0)
+        place.memset_async(0, num_bytes)
+        return self._cupy.ndarray((count,), dtype, place)
+
     def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
         return narrow(array, wire)
 
@@ -84,6 +95,22 @@ class CupyArrays:
         out[...] = widen(half)
         if divisor != 1.0:
             out /= np.float32(divisor)
+
+
+class Lease:
+    """Registered memory while an array lies in it; afterwards the next array of its size gets it.
+
+    Args:
+        memory: native.
+        free: of each size in bytes, what no array lies in; emptied for good when the communicator ends.
+    """
+
+    def __init__(self, memory: Any, free: dict[int, list[Any]]) -> None:
+        self._memory, self._free = memory, free
+
+    def __del__(self) -> None:
+        if self._memory.bytes in self._free:
+            self._free[self._memory.bytes].append(self._memory)
 
 
 class NcclWork(Work):
@@ -191,6 +218,9 @@ class NcclCommunicator(Communicator):
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
         self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
+        self._free: dict[int, list[Any]] = {}  # registered memory, see Lease
+        are_apart = 1 < self.size == len({other["gpu"] for other in everyone})
+        self._registers = are_apart and all(other["registers"] for other in everyone)
 
     @property
     def is_alone(self) -> bool:
@@ -202,6 +232,32 @@ class NcclCommunicator(Communicator):
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
+
+    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
+        """A flat array of zeros in memory that NCCL has registered, so that it need not copy; else an ordinary one.
+
+        NCCL forbids that some ranks give it registered memory and others not. So the ranks agree, by the host,
+        on every buffer of 1 MiB or more (``REGISTERED_BYTES``): where one cannot have such memory, none gets it.
+        In a captured step, whose memory is the graph's, at one rank, where ranks share a GPU and before NCCL 2.19
+        it is ordinary. Registered memory is used again for the next buffer of its size once its array is gone.
+        """
+        num_bytes = num_elements * np.dtype(dtype).itemsize
+        is_ours = backend is not None and backend.name == "cuda" and num_bytes >= REGISTERED_BYTES
+        if not (self._registers and is_ours) or state.of_thread.rehearsal is not None:
+            return super().buffer(num_elements, dtype, backend)
+        lease = self._lease(num_bytes)
+        answer = np.array([lease is not None], np.int32)
+        self.host.all_reduce(answer, "min", name="buffer").wait()
+        if lease is not None and answer[0]:
+            address = lease._memory.address
+            return self._arrays.wrap(address, num_elements, dtype, lease, self.device)  # type: ignore[no-any-return]
+        self._registers = False  # nor will the next time, here or elsewhere
+        return super().buffer(num_elements, dtype, backend)
+
+    def _lease(self, num_bytes: int) -> Lease | None:
+        free = self._free.setdefault(num_bytes, [])
+        memory = free.pop() if free else self._native.allocate(num_bytes)
+        return None if memory is None else Lease(memory, self._free)
 
     def check(self) -> None:
         self._native.check()
@@ -218,6 +274,7 @@ class NcclCommunicator(Communicator):
     def close(self) -> None:
         _leave(self._graphs, self._native.close)
         self._in_flight.clear()
+        self._free.clear()
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
         if wire_dtype is None:
@@ -318,6 +375,7 @@ def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
         library = native.Library(_native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2"))
         driver = native.Driver(_driver_names())
         mine |= {"version": library.version, "device": device, "gpu": driver.uuid(device)}
+        mine["registers"] = library.registers and config.env("SINGA_LITE_NCCL_REGISTER", "1") == "1"
         mine["id"] = library.unique_id().hex() if rank == 0 else ""
     except CommError as error:
         mine["failure"] = str(error)

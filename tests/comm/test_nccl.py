@@ -16,11 +16,13 @@ import pytest
 from ranks import RankDied, run_ranks
 
 from singa_lite import autograd, opt, singa_wrap
+from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
+from singa_lite.config import state
 from singa_lite.device import Device
 from singa_lite.errors import CommError, DTypeError, ShapeError
 from singa_lite.tensor import Tensor
@@ -257,6 +259,156 @@ def captures(world: World) -> tuple[bool, int]:
 
 def test_a_captured_collective_is_not_watched():
     assert run(captures, 2) == [(True, 1)] * 2
+
+
+# ---- registered memory ---------------------------------------------------------------------------------
+
+LARGE = 300_000  # float32: above REGISTERED_BYTES
+
+
+def memory_in(library: ctypes.CDLL) -> tuple[int, int, int]:
+    """Of the stand-in: blocks allocated, registered, and misuses."""
+    return library.standin_memory(), library.standin_registered(), library.standin_misuses()
+
+
+def is_registered(library: ctypes.CDLL, array: Any) -> bool:
+    return bool(library.standin_is_registered(ctypes.c_void_p(array.ctypes.data)))
+
+
+def buffers(world: World) -> dict[str, Any]:
+    """What buffer() gives, and becomes of it: used, dropped and used again, alive when NCCL ends."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    backend = GpuBackend()
+    found: dict[str, Any] = {}
+    small, first, other = (
+        c.buffer(100, "float32", backend),
+        *(c.buffer(LARGE, "float32", backend) for _ in range(2)),
+    )
+    found["registered"] = [is_registered(library, array) for array in (small, first, other)]
+    gpu.run(lambda: np.add(first, c.rank + 1, out=first))  # onto zeros
+    c.all_reduce(first, "sum").wait()
+    gpu.synchronize()
+    found["values"] = sorted(set(first.tolist()))
+    place = first.ctypes.data
+    del first
+    c.all_reduce(other, "sum").wait()  # lets go of the array of the last one
+    again = c.buffer(LARGE, "float32", backend)
+    found["is used again"] = again.ctypes.data == place
+    gpu.synchronize()
+    found["is zero again"] = not again.any()
+    found["numpy"] = type(c.buffer(LARGE)) is np.ndarray
+    found["open"] = memory_in(library)
+    for _ in range(20):
+        c.all_reduce(again, "sum")  # nobody waits for them
+    c.close()
+    found["closed"] = memory_in(library)  # what no array lies in any more is free
+    gpu.synchronize()
+    again[:] = 5.0  # outlives the communicator
+    found["outlives"] = again[7]
+    del other, again
+    c._in_flight.clear()
+    found["gone"] = memory_in(library)
+    return found
+
+
+def test_large_buffers_are_registered_used_again_and_freed_after_their_last_use():
+    for found in run(buffers, 3):
+        assert found["registered"] == [False, True, True]
+        assert found["values"] == [6.0] and found["is used again"] and found["is zero again"]
+        assert found["numpy"] and found["open"] == (2, 2, 0)
+        assert found["closed"] == (2, 0, 0) and found["outlives"] == 5.0 and found["gone"] == (0, 0, 0)
+
+
+def ordinary_buffers(world: World) -> tuple[bool, float, int, str]:
+    """A buffer where some rank can have no registered one; the second must not try again."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    first, second = (c.buffer(LARGE, "float32", GpuBackend()) for _ in range(2))
+    were = "without_memory" not in library._name and any(is_registered(library, a) for a in (first, second))
+    gpu.run(lambda: first.fill(c.rank + 1.0))
+    c.all_reduce(first, "sum").wait()
+    gpu.synchronize()
+    value = float(first[0])
+    c.close()
+    return were, value, num_live(), type(second).__name__
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"STANDIN_FAULT": "alloc_fails", "STANDIN_RANK": "-1"},
+        {"STANDIN_FAULT": "register_fails", "STANDIN_RANK": "1"},
+        {"STANDIN_FAULT": "register_fails", "STANDIN_RANK": "-1"},
+        {"SINGA_LITE_NCCL_LIB": "without_memory"},
+        {"SINGA_LITE_NCCL_REGISTER": "0"},
+        {"STANDIN_UUID": "7", "STANDIN_VERSION": "23003", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    ],
+    ids=["allocation", "registration on one rank", "registration", "old NCCL", "switch", "shared GPU"],
+)
+def test_where_one_rank_has_no_registered_memory_none_gets_it(changes, libraries, monkeypatch):
+    for name, value in changes.items():
+        if value == "without_memory":
+            value = libraries[name].replace("nccl.so", "nccl_without_memory.so")
+        monkeypatch.setenv(name, value)
+    assert run(ordinary_buffers, 2) == [(False, 3.0, 0, "HostArray")] * 2
+
+
+def buffers_of_an_aborted_world(world: World) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    c, library = make(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array = c.buffer(LARGE, "float32", GpuBackend())
+    c.all_reduce(array, "sum").wait()
+    Gpu.get().synchronize()
+    c.abort("for a test")
+    after = memory_in(library)
+    del array
+    return after, memory_in(library)
+
+
+def test_an_abort_leaves_the_memory_of_arrays_that_live():
+    assert run(buffers_of_an_aborted_world, 2) == [((1, 0, 0), (0, 0, 0))] * 2
+
+
+def buffers_in_a_forked_child(world: World) -> tuple[str, tuple[int, int, int]]:
+    c, library = make(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array = c.buffer(LARGE, "float32", GpuBackend())
+    Gpu.get().synchronize()
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        del array
+        c._free.clear()
+        del c
+        os.write(writer, str(memory_in(library)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(reader, 100).decode()
+    c.close()
+    del array
+    return text, memory_in(library)
+
+
+def test_a_forked_child_frees_nothing_of_its_parents():
+    assert run(buffers_in_a_forked_child, 2) == [("(1, 1, 0)", (0, 0, 0))] * 2
+
+
+def dispatched_buffers(world: World) -> list[bool]:
+    """Before NCCL is there, and after; for numpy; and while a graph is captured."""
+    c, library = (
+        DispatchCommunicator(host_of(world), HostArrays()),
+        ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"]),
+    )
+    before = c.buffer(LARGE, "float32", GpuBackend())
+    c.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    after = c.buffer(LARGE, "float32", GpuBackend())
+    state.rehearsal = object()
+    captured = c.buffer(LARGE, "float32", GpuBackend())
+    state.rehearsal = None
+    found = [is_registered(library, array) for array in (before, after, captured)]
+    plain = c.buffer(LARGE, "float32", NumpyBackend())
+    c.close()
+    return [*found, type(plain) is np.ndarray]
+
+
+def test_buffers_are_registered_once_nccl_is_there_and_outside_of_captures():
+    assert run(dispatched_buffers, 2) == [[False, True, False, True]] * 2
 
 
 # ---- who takes part ------------------------------------------------------------------------------------
