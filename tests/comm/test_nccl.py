@@ -285,12 +285,12 @@ def buffers(world: World) -> dict[str, Any]:
         *(c.buffer(LARGE, "float32", backend) for _ in range(2)),
     )
     found["registered"] = [is_registered(library, array) for array in (small, first, other)]
-    gpu.run(lambda: np.add(first, c.rank + 1, out=first))  # onto zeros
+    gpu.run(functools.partial(np.add, first, c.rank + 1, out=first))  # onto zeros
     c.all_reduce(first, "sum").wait()
     gpu.synchronize()
     found["values"] = sorted(set(first.tolist()))
     place = first.ctypes.data
-    del first
+    first = None
     c.all_reduce(other, "sum").wait()  # lets go of the array of the last one
     again = c.buffer(LARGE, "float32", backend)
     found["is used again"] = again.ctypes.data == place
