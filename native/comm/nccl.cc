@@ -80,9 +80,14 @@ std::shared_ptr<NcclMemory> NcclCommunicator::allocate(std::size_t bytes) {
 
 // Before NCCL's end, and once nothing uses the memory any more. (An abort does it by itself.)
 void NcclCommunicator::deregister_all(double limit_s) {
-  if (registered_.empty()) return;
+  std::shared_ptr<NcclOp> last;
+  {
+    std::scoped_lock lock(mutex_, nccl_);
+    if (registered_.empty()) return;
+    if (!in_flight_.empty()) last = in_flight_.back();
+  }
   const double start_s = now_s();
-  while (!in_flight_.empty() && !driver_->has_happened(in_flight_.back()->ended.get())) {
+  while (last != nullptr && !driver_->has_happened(last->ended.get())) {
     if (now_s() - start_s > limit_s) throw CommError("a collective does not end");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -105,6 +110,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
       device_(device),
       timeout_s_(timeout_s),
       context_(driver_->primary_context(device)),
+      interrupt_(interrupt),
       peers_(peers) {
   ContextScope scope(*driver_, context_);
   stream_ = parent != nullptr ? parent->stream_ : std::make_shared<Stream>(driver_);
@@ -143,6 +149,9 @@ std::shared_ptr<NcclOp> NcclCommunicator::start(const NcclRequest& request, Cuda
     fail(error.what());
   } catch (const std::runtime_error& error) {
     fail(where(op->label()) + ": " + error.what());
+  } catch (...) {  // Ctrl-C, or no memory
+    fail(where(op->label()) + ": interrupted");
+    throw;
   }
   check();
   if (op->is_captured) op->has_ended = true;
@@ -157,8 +166,8 @@ void NcclCommunicator::give(const NcclRequest& request, NcclOp& op, CudaStream s
   driver_->wait(stream_->get(), op.ready.get());
   if (request.count > 0) {
     const NcclLibrary::Status status = call_nccl(request);
-    if (status != kNcclSuccess && status != kNcclInProgress) throw CommError(where(op.label()) + ": " + library_->text_of(status));
-    if (status == kNcclInProgress) settle([&] { return op.label(); }, timeout_s_);
+    if (status == kNcclInProgress) settle([&] { return op.label(); }, timeout_s_, interrupt_);
+    else if (status != kNcclSuccess) library_->check(status, where(op.label()));
   }
   driver_->record(op.ended.get(), stream_->get());
 }
@@ -243,8 +252,7 @@ void NcclCommunicator::settle(const std::function<std::string()>& label, double 
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (interrupt && turn % 100 == 0) interrupt();
-    const std::string dead = watcher_.joinable() ? "" : peers_.dead();
-    if (!dead.empty()) throw CommError(where(label()) + ": " + dead + " died");
+    if (const std::string dead = dead_peer(); !dead.empty()) throw CommError(where(label()) + ": " + dead + " died");
     if (now_s() - start_s > limit_s)
       throw CommError(where(label()) + ": waited " + seconds(limit_s) +
                       " in NCCL for the other ranks; one is stopped, too slow, or does not make this call");
@@ -254,8 +262,18 @@ void NcclCommunicator::settle(const std::function<std::string()>& label, double 
 NcclLibrary::Status NcclCommunicator::state() {
   std::lock_guard lock(nccl_);
   NcclLibrary::Status status = kNcclSuccess;
-  if (comm_ != nullptr) library_->check(library_->get_async_error(comm_, &status), "ncclCommGetAsyncError");
-  return status;
+  if (comm_ == nullptr) return status;
+  const NcclLibrary::Status failed = library_->get_async_error(comm_, &status);
+  return failed != kNcclSuccess ? failed : status;
+}
+
+// A peer of this host that has been dead for a while: what it gave before has arrived, or will not.
+std::string NcclCommunicator::dead_peer() {
+  std::lock_guard lock(peers_mutex_);
+  const std::string dead = peers_.dead();
+  if (dead.empty()) return "";
+  if (dead_since_s_ == 0) dead_since_s_ = now_s();
+  return now_s() - dead_since_s_ > kGraceS ? dead : "";
 }
 
 // ---- failure and the end ------------------------------------------------------------------------------
@@ -298,10 +316,7 @@ std::string NcclCommunicator::trouble() {
   if (status != kNcclSuccess && status != kNcclInProgress) return where(op.label()) + ": " + library_->text_of(status);
   if (op.running_since_s == 0 && driver_->has_happened(op.ready.get())) op.running_since_s = now_s();
   if (op.running_since_s == 0) return "";
-  if (const std::string dead = peers_.dead(); !dead.empty()) {
-    if (dead_since_s_ == 0) dead_since_s_ = now_s();
-    if (now_s() - dead_since_s_ > kGraceS) return where(op.label()) + ": " + dead + " died";
-  }
+  if (const std::string dead = dead_peer(); !dead.empty()) return where(op.label()) + ": " + dead + " died";
   if (now_s() - op.running_since_s <= timeout_s_) return "";
   return where(op.label()) + ": waited " + seconds(timeout_s_) +
          " in NCCL for the other ranks; one is stopped, too slow, or does not make this call";
@@ -309,10 +324,10 @@ std::string NcclCommunicator::trouble() {
 
 void NcclCommunicator::check() {
   if (is_usable_ && !is_forked()) return;
+  if (is_forked())  // before the mutex, which the parent's thread may have held
+    throw CommError(where("an NCCL communicator made before fork() is not usable in the child; make the world after"));
   std::lock_guard lock(mutex_);
   if (!error_.empty()) throw CommError(error_);
-  if (is_forked())
-    throw CommError(where("an NCCL communicator made before fork() is not usable in the child; make the world after"));
   if (is_closed_) throw CommError(where("this communicator is closed"));
 }
 

@@ -126,6 +126,7 @@ class NcclCommunicator {
   NcclLibrary::Status state();
   void watch_all();
   std::string trouble();
+  std::string dead_peer();
   void fail(const std::string& text);
   void leave(NcclLibrary::Status (*how)(NcclHandle));
 
@@ -155,7 +156,10 @@ class NcclCommunicator {
   bool is_closed_ = false, is_stopping_ = false;
   bool is_asleep_ = false;  // the watching thread: it looks no more until it is woken
   std::atomic<bool> is_usable_{true};  // neither broken nor closed
-  Peers peers_;  // the watching thread's alone, while there is one
+  const std::function<void()> interrupt_;
+
+  std::mutex peers_mutex_;  // of what follows; the last to be taken
+  Peers peers_;
   double dead_since_s_ = 0;
   std::thread watcher_;
 };

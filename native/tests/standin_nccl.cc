@@ -4,7 +4,8 @@
 // stopped answering "in progress", drops NaN in max and min, and waits for ever for a rank that does not come.
 //
 // STANDIN_FAULT on rank STANDIN_RANK (-1: all): init_hangs, init_fails, async_error, op_hangs, op_fails, dies,
-// end_hangs, abort_hangs; those of a collective strike at the third; alloc_fails (on all ranks), register_fails.
+// end_hangs, abort_hangs; those of a collective strike at the third; alloc_fails (on all ranks), register_fails;
+// give_hangs: the third collective stays "in progress", as one whose connections cannot be made.
 // STANDIN_VERSION: what ncclGetVersion says.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -178,6 +179,7 @@ int enqueue(Call call, void* stream) {
   const bool errs = is_third && has_fault("async_error", comm->rank);
   call.hangs = errs || (is_third && has_fault("op_hangs", comm->rank));
   comm->status = kInProgress;
+  if (is_third && has_fault("give_hangs", comm->rank)) return kInProgress;
   ++comm->queued;
   std::thread launcher([call, comm, stream, errs] {
     static Launch* const launch = find_launch();

@@ -595,6 +595,43 @@ def test_a_killed_peer_ends_a_host_synchronisation_with_its_error():
     assert isinstance(died, RankDied) and "'grad'" in text and "rank 1 (process" in text and "died" in text
 
 
+def third_of_a_dead_peer(world: World) -> str:
+    """Rank 1 ends while rank 0's call waits in NCCL for a connection to it."""
+    c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
+    for _ in range(2):
+        c.all_reduce(array, "sum").wait()
+    Gpu.get().synchronize()
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(lambda: c.all_reduce(array, "sum", name="grad"))
+
+
+def test_a_peer_that_dies_while_nccl_makes_connections_is_noticed(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "give_hangs")
+    text, died = run(third_of_a_dead_peer, 2, return_exceptions=True)
+    assert isinstance(died, RankDied) and "rank 0: all_reduce #2 'grad'" in text and "rank 1 (process" in text
+
+
+def interrupted(world: World) -> list[str]:
+    """Ctrl-C while NCCL makes connections; the communicator is broken then, not half used."""
+    c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
+    for _ in range(2):
+        c.all_reduce(array, "sum").wait()
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        c.all_reduce(array, "sum", name="grad")
+    text = caught(c.check)
+    c.close()
+    return [text, str(num_live())]
+
+
+def test_ctrl_c_is_heard_while_nccl_makes_connections(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "give_hangs")
+    for text, live in run(interrupted, 2):
+        assert "'grad'" in text and "interrupted" in text and live == "0"
+
+
 def forked(world: World) -> list[str]:
     c = make(world)
     reader, writer = os.pipe()
