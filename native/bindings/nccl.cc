@@ -57,6 +57,18 @@ std::shared_ptr<NcclOp> start(NcclCommunicator& communicator, int kind, int op, 
                             stream_of(stream));
 }
 
+// Memory that Python lets go of may have to wait for the GPU: not with the GIL, which a callback of CUDA's may need.
+std::shared_ptr<NcclMemory> allocate(NcclCommunicator& communicator, std::size_t bytes) {
+  std::shared_ptr<NcclMemory> memory = communicator.allocate(bytes);
+  if (memory == nullptr) return nullptr;
+  NcclMemory* const raw = memory.get();
+  return {raw, [memory](NcclMemory*) mutable {
+            if (PyGILState_Check() == 0) return memory.reset();
+            py::gil_scoped_release release;
+            memory.reset();
+          }};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_nccl, m) {
@@ -97,7 +109,7 @@ PYBIND11_MODULE(_nccl, m) {
            release)
       .def("watch", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
             c.watch(stream_of(stream), name); }, release)
-      .def("allocate", &NcclCommunicator::allocate, release)
+      .def("allocate", &allocate, release)
       .def("is_done", &NcclCommunicator::is_done, release)
       .def("check", &NcclCommunicator::check, release)
       .def("abort", &NcclCommunicator::abort, release)

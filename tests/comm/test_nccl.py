@@ -367,6 +367,24 @@ def test_an_abort_leaves_the_memory_of_arrays_that_live():
     assert run(buffers_of_an_aborted_world, 2) == [((1, 0, 0), (0, 0, 0))] * 2
 
 
+def reads_late(world: World) -> tuple[float, tuple[int, int, int]]:
+    """A kernel still reads the memory when its array goes, after NCCL's end."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array, seen = c.buffer(LARGE, "float32", GpuBackend()), np.zeros(1, np.float32)
+    gpu.synchronize()
+    array[:] = 3.0
+    place = ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float))  # does not keep it
+    c.close()
+    gpu.run(lambda: (time.sleep(0.3), seen.fill(place[5])))
+    del array
+    gpu.synchronize()
+    return float(seen[0]), memory_in(library)
+
+
+def test_registered_memory_is_freed_when_the_gpu_has_done_with_it():
+    assert run(reads_late, 2) == [(3.0, (0, 0, 0))] * 2
+
+
 def buffers_in_a_forked_child(world: World) -> tuple[str, tuple[int, int, int]]:
     c, library = make(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
     array = c.buffer(LARGE, "float32", GpuBackend())
