@@ -212,11 +212,13 @@ class Communicator(ABC):
         if op not in REDUCE_OPS:
             check_choice("all_reduce", "op", op, REDUCE_OPS)
         if isinstance(arrays, (list, tuple)):
-            for array in arrays:
-                self._check_array(array, op)
-                self._check_wire(array, wire_dtype, name)
-            works = [self.all_reduce(array, op, wire_dtype=wire_dtype, name=name) for array in arrays]
-            return WorkList(works, name)
+            if len(arrays) != 1:
+                for array in arrays:
+                    self._check_array(array, op)
+                    self._check_wire(array, wire_dtype, name)
+                works = [self.all_reduce(array, op, wire_dtype=wire_dtype, name=name) for array in arrays]
+                return WorkList(works, name)
+            arrays = arrays[0]
         self._check_array(arrays, op)
         payload = arrays.nbytes  # type: ignore[union-attr]
         if wire_dtype is not None:

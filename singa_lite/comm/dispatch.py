@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
-from .nccl import GpuArrays, NcclCommunicator, device_of
+from .gpu_arrays import GpuArrays
+from .nccl import NcclCommunicator, device_of
 
 
 class DispatchCommunicator(Communicator):
