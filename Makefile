@@ -35,7 +35,7 @@ sanitize: .venv-test/installed ## run the test programs of native/ under Address
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize
 
 gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
-	$(PYTHON) benchmarks/gpu_check.py
+	$(PYTHON) benchmarks/gpu/gpu_check.py
 
 lint: .venv-test/installed ## ruff, and mypy on the public signatures
 	.venv-test/bin/ruff check .

@@ -23,6 +23,7 @@ SWITCHES = {
     "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
     "SINGA_LITE_NCCL_BLOCKING": "1: NCCL's calls return sooner, but its start and connections have no deadline",
     "SINGA_LITE_CUDA_LIB": "libcuda.so.1 to open, instead of the loader's",
+    "SINGA_LITE_NCCL_REGISTER": "0: buffers are ordinary GPU memory, not NCCL's registered (default 1)",
     "SINGA_LITE_CUDNN_LIB": "path of libcudnn.so.9, instead of searching for it",
     "SINGA_LITE_CACHE": "folder for fetched data (default ~/.cache/singa_lite)",
     "MNIST_DIR": "folder with the four MNIST IDX files, instead of fetching them",

@@ -263,7 +263,8 @@ def made(make: Callable[[], Result]) -> Result:
 
 def is_repeating() -> bool:
     """Whether host calls of a CUDA graph are being repeated: nothing must be given to the device."""
-    return state.rehearsal is not None and bool(state.rehearsal.is_repeating)
+    rehearsal = state.of_thread.rehearsal
+    return rehearsal is not None and bool(rehearsal.is_repeating)
 
 
 def move_to(tensor: Any, array: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "gpu"
 HEAD = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nfrom gpu_rows import report\n"
 HANGS = "import subprocess, time\nsubprocess.Popen(['sleep', '{seconds}'])\ntime.sleep(100)\n"
 
@@ -87,6 +87,17 @@ def test_parts_beyond_the_budget_are_named_and_not_run(gpu_check, script, tmp_pa
     found = outcomes_in(tmp_path / "out")
     assert found["long"]["result"] == "cut off after 6 s"
     assert found["late"]["result"] == "not run: no time left" and not found["late"]["rows"]
+    assert "| late | not run: no time left | 0 |" in (tmp_path / "out" / "gpu-check.md").read_text()
+
+
+def test_parts_that_all_hang_take_no_longer_than_the_budget(gpu_check, script, tmp_path, monkeypatch):
+    """Each part gets what is left of the budget, not its own deadline."""
+    monkeypatch.setattr(gpu_check, "LEAST_S", 1)
+    given = []
+    monkeypatch.setattr(gpu_check, "run_part", lambda *call: (given.append(call[3]), time.sleep(0.5)))
+    parts = {str(number): ([script("hang", "")], 100.0) for number in range(10)}
+    gpu_check.check(parts, 3.2, tmp_path / "out")
+    assert len(given) == 5 and given == sorted(given, reverse=True) and all(0 < left <= 3.2 for left in given)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -95,7 +106,8 @@ def test_a_run_that_is_ended_has_written_what_was_found(script, tmp_path, number
     driver = script("driver", f"""
 import pathlib, signal, gpu_check
 signal.signal(signal.SIGTERM, gpu_check.stop)
-gpu_check.check({{'slow': ([{slow!r}], 90)}}, 90, pathlib.Path({str(tmp_path)!r}, 'out'))
+parts = {{'slow': ([{slow!r}], 90), 'next': ([{slow!r}], 90)}}
+gpu_check.check(parts, 180, pathlib.Path({str(tmp_path)!r}, 'out'))
 """)  # fmt: skip
     job = subprocess.Popen([sys.executable, driver], start_new_session=True)
     try:
@@ -107,6 +119,7 @@ gpu_check.check({{'slow': ([{slow!r}], 90)}}, 90, pathlib.Path({str(tmp_path)!r}
         was_told = number == signal.SIGTERM
         assert found["result"] == ("cut off: gpu_check.py was ended" if was_told else "running")
         assert is_running(f"{slow}") is not was_told
+        assert outcomes_in(tmp_path / "out")["next"]["result"] == "not run: no time left"
     finally:
         for process in running(str(slow)) + running("sleep", str(1234 + number)):
             os.kill(process, signal.SIGKILL)

@@ -51,10 +51,22 @@ std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std
 }
 
 std::shared_ptr<NcclOp> start(NcclCommunicator& communicator, int kind, int op, int dtype, int root, std::uintptr_t in,
-                              std::uintptr_t out, std::size_t count, std::string name, std::uintptr_t stream) {
+                              std::uintptr_t out, std::size_t count, std::string_view name, std::uintptr_t stream) {
   return communicator.start({Kind(kind), ReduceOp(op), DType(dtype), root, reinterpret_cast<const void*>(in),
-                             reinterpret_cast<void*>(out), count, std::move(name)},
+                             reinterpret_cast<void*>(out), count, name},
                             stream_of(stream));
+}
+
+// Memory that Python lets go of may have to wait for the GPU: not with the GIL, which a callback of CUDA's may need.
+std::shared_ptr<NcclMemory> allocate(NcclCommunicator& communicator, std::size_t bytes) {
+  std::shared_ptr<NcclMemory> memory = communicator.allocate(bytes);
+  if (memory == nullptr) return nullptr;
+  NcclMemory* const raw = memory.get();
+  return {raw, [memory](NcclMemory*) mutable {
+            if (PyGILState_Check() == 0) return memory.reset();
+            py::gil_scoped_release release;
+            memory.reset();
+          }};
 }
 
 }  // namespace
@@ -81,11 +93,14 @@ PYBIND11_MODULE(_nccl, m) {
   py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "Library")
       .def(py::init<const Names&>(), py::arg("names"), release)
       .def_readonly("version", &NcclLibrary::version)
+      .def_property_readonly("registers", &NcclLibrary::registers)
       .def("unique_id", &unique_id);
 
+  py::class_<NcclMemory, std::shared_ptr<NcclMemory>>(m, "Memory")
+      .def_property_readonly("address", [](const NcclMemory& memory) { return std::uintptr_t(memory.address()); })
+      .def_property_readonly("bytes", &NcclMemory::bytes);
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
-      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); })
-      .def_readonly("is_captured", &NcclOp::is_captured);
+      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
            py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true), py::arg("is_blocking"))
@@ -94,6 +109,7 @@ PYBIND11_MODULE(_nccl, m) {
            release)
       .def("watch", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
             c.watch(stream_of(stream), name); }, release)
+      .def("allocate", &allocate, release)
       .def("is_done", &NcclCommunicator::is_done, release)
       .def("check", &NcclCommunicator::check, release)
       .def("abort", &NcclCommunicator::abort, release)

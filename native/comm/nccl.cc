@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/nccl.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <future>
@@ -10,8 +12,8 @@ namespace singa_lite {
 
 namespace {
 
-constexpr std::size_t kRing = 64;     // more collectives than a step has in flight
 constexpr double kLookS = 0.005;      // how soon an error is noticed; each look costs some microseconds
+constexpr int kIdleLooks = 100;       // in a row that found nothing in flight; a step's collectives rarely wake the thread
 constexpr double kGraceS = 1.0;       // for what a peer gave before it ended
 constexpr double kLeaveS = 10.0;      // NCCL's end may wait for peers that are gone
 constexpr int kSpins = 1000;          // NCCL mostly takes less than this to put a collective on the stream
@@ -26,7 +28,76 @@ std::string seconds(double value) {
   return (text.back() == '.' ? text.substr(0, text.size() - 1) : text) + " s";
 }
 
+std::atomic<int> forks{0};
+
 }  // namespace
+
+int num_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  return forks + 0 * registered;
+}
+
+std::string NcclOp::label() const {
+  if (is_graph) return "'" + name + "'";
+  return std::string(name_of(kind)) + " #" + std::to_string(sequence) + " '" + name + "' (" + name_of(dtype) + "[" +
+         std::to_string(count) + "]" + (op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(op) + ")");
+}
+
+// ---- memory -------------------------------------------------------------------------------------------
+
+NcclMemory::NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
+                       CudaContext context, std::size_t bytes)
+    : library_(std::move(library)),
+      driver_(std::move(driver)),
+      context_(context),
+      bytes_(bytes),
+      forks_(num_forks()) {
+  ContextScope scope(*driver_, context_);
+  if (library_->mem_alloc(&address_, bytes) != kNcclSuccess) address_ = nullptr;
+}
+
+NcclMemory::~NcclMemory() {
+  if (address_ == nullptr || forks_ != num_forks()) return;
+  try {
+    ContextScope scope(*driver_, context_);
+    if (driver_->synchronize()) library_->mem_free(address_);  // else someone captures or the GPU is lost: it stays
+  } catch (const CudaError&) {  // the GPU is lost
+  }
+}
+
+std::shared_ptr<NcclMemory> NcclCommunicator::allocate(std::size_t bytes) {
+  check();
+  if (!library_->registers()) return nullptr;
+  auto memory = std::make_shared<NcclMemory>(library_, driver_, context_, bytes);
+  if (memory->address() == nullptr) return nullptr;
+  ContextScope scope(*driver_, context_);
+  std::lock_guard lock(nccl_);
+  void* handle = nullptr;
+  if (comm_ == nullptr || library_->comm_register(comm_, memory->address(), bytes, &handle) != kNcclSuccess) return nullptr;
+  registered_.emplace_back(memory, handle);
+  return memory;
+}
+
+// Before NCCL's end, and once nothing uses the memory any more. (An abort does it by itself.)
+void NcclCommunicator::deregister_all(double limit_s) {
+  std::shared_ptr<NcclOp> last;
+  {
+    std::scoped_lock lock(mutex_, nccl_);
+    if (registered_.empty()) return;
+    if (!in_flight_.empty()) last = in_flight_.back();
+  }
+  const double start_s = now_s();
+  while (last != nullptr && !driver_->has_happened(last->ended.get())) {
+    if (now_s() - start_s > limit_s) throw CommError("");  // close() aborts then
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::lock_guard lock(nccl_);
+  for (const auto& [_, handle] : registered_)
+    if (comm_ != nullptr && handle != nullptr) library_->comm_deregister(comm_, handle);
+  registered_.clear();
+}
+
+// ---- the start ----------------------------------------------------------------------------------------
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
                                    const NcclId& id, int rank, int size, int device, double timeout_s,
@@ -39,7 +110,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
       device_(device),
       timeout_s_(timeout_s),
       context_(driver_->primary_context(device)),
-      ring_(kRing),
+      interrupt_(interrupt),
       peers_(peers) {
   ContextScope scope(*driver_, context_);
   stream_ = parent != nullptr ? parent->stream_ : std::make_shared<Stream>(driver_);
@@ -47,7 +118,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
   config.blocking = is_blocking;
   try {
     library_->check(library_->init(&comm_, size_, id, rank_, &config), where("NCCL's start"));
-    settle("NCCL's start", timeout_s_, interrupt);
+    settle([] { return "NCCL's start"; }, timeout_s_, interrupt);
     watcher_ = std::thread([this] { watch_all(); });
   } catch (...) {
     leave(library_->abort);
@@ -62,52 +133,61 @@ NcclCommunicator::~NcclCommunicator() { close(); }
 std::shared_ptr<NcclOp> NcclCommunicator::start(const NcclRequest& request, CudaStream stream) {
   check();
   ContextScope scope(*driver_, context_);
-  const std::string label = std::string(name_of(request.kind)) + " #" + std::to_string(sequence_) + " '" +
-                            request.name + "' (" + name_of(request.dtype) + "[" + std::to_string(request.count) + "]" +
-                            (request.op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(request.op) + ")");
+  std::shared_ptr<NcclOp> op = next_op(request.name);
+  op->kind = request.kind;
+  op->op = request.op;
+  op->dtype = request.dtype;
+  op->count = request.count;
+  op->sequence = sequence_;
   if (const int device = driver_->device_of(request.in); device != device_)
-    throw CommError(where(label) + ": the array lives on GPU " + std::to_string(device) +
+    throw CommError(where(op->label()) + ": the array lives on GPU " + std::to_string(device) +
                     ", but this rank's communicator drives GPU " + std::to_string(device_));
   ++sequence_;
-  std::shared_ptr<NcclOp> op = next_op(label);
   try {
-    op->is_captured = driver_->is_capturing(stream);
-    driver_->record(op->ready.get(), stream);
-    driver_->wait(stream_->get(), op->ready.get());
-    if (request.count > 0) {
-      call_nccl(request);
-      settle(label, timeout_s_);
-    }
-    driver_->record(op->ended.get(), stream_->get());
+    give(request, *op, stream);
   } catch (const CommError& error) {
     fail(error.what());
   } catch (const std::runtime_error& error) {
-    fail(where(label) + ": " + error.what());
+    fail(where(op->label()) + ": " + error.what());
+  } catch (...) {  // Ctrl-C, or no memory
+    fail(where(op->label()) + ": interrupted");
+    throw;
   }
   check();
-  if (!op->is_captured) keep(op);
+  if (op->is_captured) op->has_ended = true;
+  else keep(op);
   return op;
 }
 
-void NcclCommunicator::call_nccl(const NcclRequest& request) {
-  const auto& [kind, op, dtype, root, in, out, count, name] = request;
+// Puts the collective on this communicator's stream, behind its input and before its end's event.
+void NcclCommunicator::give(const NcclRequest& request, NcclOp& op, CudaStream stream) {
+  op.is_captured = driver_->is_capturing(stream);
+  driver_->record(op.ready.get(), stream);
+  driver_->wait(stream_->get(), op.ready.get());
+  if (request.count > 0) {
+    const NcclLibrary::Status status = call_nccl(request);
+    if (status == kNcclInProgress) settle([&] { return op.label(); }, timeout_s_, interrupt_);
+    else if (status != kNcclSuccess) library_->check(status, where(op.label()));
+  }
+  driver_->record(op.ended.get(), stream_->get());
+}
+
+// Gives one collective to NCCL: success if it is on the stream, or in progress.
+NcclLibrary::Status NcclCommunicator::call_nccl(const NcclRequest& request) {
+  const auto& [kind, op, dtype, root, in, out, count, _] = request;
   const int type = kDTypes[std::size_t(dtype)], operation = kOps[std::size_t(op)];
   void* const stream = stream_->get();
   std::lock_guard lock(nccl_);
-  if (comm_ == nullptr) return;  // aborted just now; the caller's check() says why
-  NcclLibrary::Status status = kNcclSuccess;
+  if (comm_ == nullptr) return kNcclSuccess;  // aborted just now; the caller's check() says why
   switch (kind) {
-    case Kind::kAllReduce: status = library_->all_reduce(in, out, count, type, operation, comm_, stream); break;
+    case Kind::kAllReduce: return library_->all_reduce(in, out, count, type, operation, comm_, stream);
     case Kind::kReduce:
-      status = library_->reduce(in, rank_ == root ? out : nullptr, count, type, operation, root, comm_, stream);
-      break;
-    case Kind::kBroadcast: status = library_->broadcast(in, out, count, type, root, comm_, stream); break;
-    case Kind::kAllGather: status = library_->all_gather(in, out, count, type, comm_, stream); break;
-    case Kind::kReduceScatter:
-      status = library_->reduce_scatter(in, out, count, type, operation, comm_, stream);
-      break;
+      return library_->reduce(in, rank_ == root ? out : nullptr, count, type, operation, root, comm_, stream);
+    case Kind::kBroadcast: return library_->broadcast(in, out, count, type, root, comm_, stream);
+    case Kind::kAllGather: return library_->all_gather(in, out, count, type, comm_, stream);
+    case Kind::kReduceScatter: return library_->reduce_scatter(in, out, count, type, operation, comm_, stream);
   }
-  library_->check(status, where(std::string(name_of(kind)) + " #" + std::to_string(sequence_ - 1) + " '" + name + "'"));
+  return kNcclSuccess;  // there is no other kind
 }
 
 void NcclCommunicator::wait(const NcclOp& op, CudaStream stream) {
@@ -125,43 +205,56 @@ bool NcclCommunicator::is_done(NcclOp& op) {
 void NcclCommunicator::watch(CudaStream stream, const std::string& name) {
   check();
   ContextScope scope(*driver_, context_);
-  std::shared_ptr<NcclOp> op = next_op("'" + name + "'");
+  std::shared_ptr<NcclOp> op = next_op(name);
+  op->is_graph = true;
   driver_->record(op->ready.get(), stream_->get());
   driver_->record(op->ended.get(), stream);
   keep(std::move(op));
 }
 
-std::shared_ptr<NcclOp> NcclCommunicator::next_op(std::string label) {
-  std::shared_ptr<NcclOp>& place = ring_[next_++ % kRing];
-  if (place.use_count() != 1) place = std::make_shared<NcclOp>(driver_);
-  place->label = std::move(label);
-  place->running_since_s = 0;
-  place->is_captured = place->has_ended = false;
-  return place;
+std::shared_ptr<NcclOp> NcclCommunicator::next_op(std::string_view name) {
+  std::unique_ptr<NcclOp> op;
+  {
+    std::lock_guard lock(pool_->mutex);
+    if (!pool_->free.empty()) {
+      op = std::move(pool_->free.back());
+      pool_->free.pop_back();
+    }
+  }
+  if (op == nullptr) op = std::make_unique<NcclOp>(driver_);
+  op->name = name;
+  op->running_since_s = 0;
+  op->is_graph = op->is_captured = op->has_ended = false;
+  return {op.release(), [pool = pool_](NcclOp* ended) {
+            std::unique_ptr<NcclOp> owner(ended);
+            // a forked child may find the mutex held for ever
+            if (std::unique_lock lock(pool->mutex, std::try_to_lock); lock) pool->free.push_back(std::move(owner));
+          }};
 }
 
 void NcclCommunicator::keep(std::shared_ptr<NcclOp> op) {
   std::lock_guard lock(mutex_);
   in_flight_.push_back(std::move(op));
-  if (in_flight_.size() == 1) wake_.notify_one();
+  if (is_asleep_) wake_.notify_one();
 }
 
-void NcclCommunicator::settle(const std::string& label, double limit_s, const std::function<void()>& interrupt) {
+// Waits until NCCL has done what it was given; `label` says what that is.
+void NcclCommunicator::settle(const std::function<std::string()>& label, double limit_s,
+                              const std::function<void()>& interrupt) {
   const double start_s = now_s();
   for (int turn = 1;; ++turn) {
     const NcclLibrary::Status status = state();
-    library_->check(status, where(label));
-    if (status != kNcclInProgress) return;
+    if (status == kNcclSuccess) return;
+    library_->check(status, where(label()));
     if (turn <= kSpins) {
       std::this_thread::yield();
       continue;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (interrupt && turn % 100 == 0) interrupt();
-    const std::string dead = watcher_.joinable() ? "" : peers_.dead();
-    if (!dead.empty()) throw CommError(where(label) + ": " + dead + " died");
+    if (const std::string dead = dead_peer(); !dead.empty()) throw CommError(where(label()) + ": " + dead + " died");
     if (now_s() - start_s > limit_s)
-      throw CommError(where(label) + ": waited " + seconds(limit_s) +
+      throw CommError(where(label()) + ": waited " + seconds(limit_s) +
                       " in NCCL for the other ranks; one is stopped, too slow, or does not make this call");
   }
 }
@@ -169,8 +262,18 @@ void NcclCommunicator::settle(const std::string& label, double limit_s, const st
 NcclLibrary::Status NcclCommunicator::state() {
   std::lock_guard lock(nccl_);
   NcclLibrary::Status status = kNcclSuccess;
-  if (comm_ != nullptr) library_->check(library_->get_async_error(comm_, &status), "ncclCommGetAsyncError");
-  return status;
+  if (comm_ == nullptr) return status;
+  const NcclLibrary::Status failed = library_->get_async_error(comm_, &status);
+  return failed != kNcclSuccess ? failed : status;
+}
+
+// A peer of this host that has been dead for a while: what it gave before has arrived, or will not.
+std::string NcclCommunicator::dead_peer() {
+  std::lock_guard lock(peers_mutex_);
+  const std::string dead = peers_.dead();
+  if (dead.empty()) return "";
+  if (dead_since_s_ == 0) dead_since_s_ = now_s();
+  return now_s() - dead_since_s_ > kGraceS ? dead : "";
 }
 
 // ---- failure and the end ------------------------------------------------------------------------------
@@ -180,9 +283,13 @@ void NcclCommunicator::watch_all() {
     ContextScope scope(*driver_, context_);
     driver_->relax_captures();
     std::unique_lock lock(mutex_);
+    int idle_looks = 0;
     while (!is_stopping_ && error_.empty()) {
-      if (in_flight_.empty()) {
+      idle_looks = in_flight_.empty() ? idle_looks + 1 : 0;
+      if (idle_looks > kIdleLooks) {
+        is_asleep_ = true;
         wake_.wait(lock);
+        is_asleep_ = false;
         continue;
       }
       wake_.wait_for(lock, std::chrono::duration<double>(kLookS));
@@ -206,24 +313,21 @@ std::string NcclCommunicator::trouble() {
   if (in_flight_.empty()) return "";
   NcclOp& op = *in_flight_.front();
   const NcclLibrary::Status status = state();
-  if (status != kNcclSuccess && status != kNcclInProgress) return where(op.label) + ": " + library_->text_of(status);
+  if (status != kNcclSuccess && status != kNcclInProgress) return where(op.label()) + ": " + library_->text_of(status);
   if (op.running_since_s == 0 && driver_->has_happened(op.ready.get())) op.running_since_s = now_s();
   if (op.running_since_s == 0) return "";
-  if (const std::string dead = peers_.dead(); !dead.empty()) {
-    if (dead_since_s_ == 0) dead_since_s_ = now_s();
-    if (now_s() - dead_since_s_ > kGraceS) return where(op.label) + ": " + dead + " died";
-  }
+  if (const std::string dead = dead_peer(); !dead.empty()) return where(op.label()) + ": " + dead + " died";
   if (now_s() - op.running_since_s <= timeout_s_) return "";
-  return where(op.label) + ": waited " + seconds(timeout_s_) +
+  return where(op.label()) + ": waited " + seconds(timeout_s_) +
          " in NCCL for the other ranks; one is stopped, too slow, or does not make this call";
 }
 
 void NcclCommunicator::check() {
   if (is_usable_ && !is_forked()) return;
+  if (is_forked())  // before the mutex, which the parent's thread may have held
+    throw CommError(where("an NCCL communicator made before fork() is not usable in the child; make the world after"));
   std::lock_guard lock(mutex_);
   if (!error_.empty()) throw CommError(error_);
-  if (is_forked())
-    throw CommError(where("an NCCL communicator made before fork() is not usable in the child; make the world after"));
   if (is_closed_) throw CommError(where("this communicator is closed"));
 }
 
@@ -242,11 +346,13 @@ void NcclCommunicator::fail(const std::string& text) {
 }
 
 void NcclCommunicator::abort(const std::string& reason) {
+  if (is_forked()) return;
   fail(where("this communicator is broken by an earlier failure: ") + reason);
   close();
 }
 
 void NcclCommunicator::close() {
+  if (is_forked()) return;  // all of it, the watching thread too, is the parent's
   bool is_idle, is_well;
   {
     std::lock_guard lock(mutex_);
@@ -262,11 +368,12 @@ void NcclCommunicator::close() {
   try {
     ContextScope scope(*driver_, context_);
     if (!is_idle && !peers_.dead().empty()) throw CommError("");
+    deregister_all(std::min(timeout_s_, kLeaveS));
     {
       std::lock_guard lock(nccl_);
       library_->check(library_->finalize(comm_), "ncclCommFinalize");
     }
-    settle("NCCL's end", std::min(timeout_s_, kLeaveS));
+    settle([] { return "NCCL's end"; }, std::min(timeout_s_, kLeaveS));
     leave(library_->destroy);
   } catch (const std::runtime_error&) {  // there is no one left to tell
     leave(library_->abort);
@@ -276,17 +383,20 @@ void NcclCommunicator::close() {
 // Ends NCCL's communicator in the way given, in a thread that is left to itself if it takes too long.
 void NcclCommunicator::leave(NcclLibrary::Status (*how)(NcclHandle)) {
   NcclHandle comm;
+  decltype(registered_) memory;  // may go only after NCCL's end
   {
     std::lock_guard lock(nccl_);
     comm = std::exchange(comm_, nullptr);
+    memory.swap(registered_);
   }
   if (comm == nullptr) return;
   auto promise = std::make_shared<std::promise<void>>();
   std::future<void> has_left = promise->get_future();
-  std::thread([how, comm, promise, driver = driver_, context = context_] {
+  std::thread([how, comm, promise, memory = std::move(memory), driver = driver_, context = context_]() mutable {
     try {
       ContextScope scope(*driver, context);
       how(comm);
+      memory.clear();
     } catch (const CudaError&) {  // the GPU is lost, and NCCL's communicator with it
     }
     promise->set_value();

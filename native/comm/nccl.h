@@ -20,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -38,19 +39,51 @@ struct NcclRequest {
   const void* in;
   void* out;
   std::size_t count;  // elements of `in`; of `out` for reduce_scatter
-  std::string name;
+  std::string_view name;
 };
 
-// A collective that was started.
+// A collective that was started, or a graph that is watched.
 struct NcclOp {
   explicit NcclOp(const std::shared_ptr<const Driver>& driver) : ready(driver), ended(driver) {}
-  std::string label;
+  std::string label() const;  // its place, name and content, for errors
+
+  bool is_graph = false;
+  Kind kind{};
+  ReduceOp op{};
+  DType dtype{};
+  std::size_t count = 0;
+  std::uint64_t sequence = 0;
+  std::string name;
   Event ready;  // its input is written
   Event ended;
   double running_since_s = 0;
   bool is_captured = false;  // part of a CUDA graph: it runs when that is launched, and is not watched
-  std::atomic<bool> has_ended{false};
+  std::atomic<bool> has_ended{false};  // so that its arrays need not be kept here
 };
+
+// GPU memory of NCCL's own allocator. Freed by the last who holds it, once the GPU has nothing to do.
+class NcclMemory {
+ public:
+  // address() is nullptr if there is not enough memory.
+  NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, CudaContext context,
+             std::size_t bytes);
+  ~NcclMemory();
+  NcclMemory(const NcclMemory&) = delete;
+  NcclMemory& operator=(const NcclMemory&) = delete;
+  void* address() const { return address_; }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  const std::shared_ptr<const NcclLibrary> library_;
+  const std::shared_ptr<const Driver> driver_;
+  const CudaContext context_;
+  const std::size_t bytes_;
+  const int forks_;
+  void* address_ = nullptr;
+};
+
+// How often this process is a forked child of one that had loaded this, without asking the kernel.
+int num_forks();
 
 class NcclCommunicator {
  public:
@@ -74,20 +107,26 @@ class NcclCommunicator {
   void watch(CudaStream stream, const std::string& name);
   // Throws CommError if this communicator is broken.
   void check();
-  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed.
+  // New memory, registered with NCCL until close() or abort(); nullptr if this NCCL has none (before 2.19), or fails.
+  std::shared_ptr<NcclMemory> allocate(std::size_t bytes);
+  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
+  // forked child.
   void close();
   void abort(const std::string& reason);
-  bool is_forked() const { return process_ != getpid(); }
+  bool is_forked() const { return forks_ != num_forks(); }
 
  private:
   std::string where(const std::string& label) const { return "rank " + std::to_string(rank_) + ": " + label; }
-  std::shared_ptr<NcclOp> next_op(std::string label);
+  std::shared_ptr<NcclOp> next_op(std::string_view name);
+  void give(const NcclRequest& request, NcclOp& op, CudaStream stream);
   void keep(std::shared_ptr<NcclOp> op);
-  void call_nccl(const NcclRequest& request);
-  void settle(const std::string& label, double limit_s, const std::function<void()>& interrupt = {});
+  NcclLibrary::Status call_nccl(const NcclRequest& request);
+  void deregister_all(double limit_s);
+  void settle(const std::function<std::string()>& label, double limit_s, const std::function<void()>& interrupt = {});
   NcclLibrary::Status state();
   void watch_all();
   std::string trouble();
+  std::string dead_peer();
   void fail(const std::string& text);
   void leave(NcclLibrary::Status (*how)(NcclHandle));
 
@@ -95,23 +134,32 @@ class NcclCommunicator {
   const std::shared_ptr<const Driver> driver_;
   const int rank_, size_, device_;
   const double timeout_s_;
-  const int process_ = getpid();
+  const int forks_ = num_forks();
   CudaContext context_;
   std::shared_ptr<Stream> stream_;
   std::uint64_t sequence_ = 0;
-  std::vector<std::shared_ptr<NcclOp>> ring_;  // those no one else holds are used again, for their events
-  std::size_t next_ = 0;
+  // Ops that nobody holds any more, to be used again for their events.
+  struct Pool {
+    std::mutex mutex;
+    std::vector<std::unique_ptr<NcclOp>> free;
+  };
+  const std::shared_ptr<Pool> pool_ = std::make_shared<Pool>();
 
   std::mutex nccl_;  // around every call of NCCL; none of them waits for a peer. Taken after mutex_ where both are.
   NcclHandle comm_ = nullptr;  // nullptr once destroyed or aborted
+  std::vector<std::pair<std::shared_ptr<NcclMemory>, void*>> registered_;  // and NCCL's handle
 
   std::mutex mutex_;  // of what follows
   std::condition_variable wake_;
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;
+  bool is_asleep_ = false;  // the watching thread: it looks no more until it is woken
   std::atomic<bool> is_usable_{true};  // neither broken nor closed
-  Peers peers_;  // the watching thread's alone, while there is one
+  const std::function<void()> interrupt_;
+
+  std::mutex peers_mutex_;  // of what follows; the last to be taken
+  Peers peers_;
   double dead_since_s_ = 0;
   std::thread watcher_;
 };

@@ -24,6 +24,7 @@ Driver::Driver(const std::vector<std::string>& names) try : library_(names) {
   get(current_device_, "cuCtxGetDevice");
   get(push_, "cuCtxPushCurrent_v2");
   get(pop_, "cuCtxPopCurrent_v2");
+  get(synchronize_, "cuCtxSynchronize");
   get(pointer_attribute_, "cuPointerGetAttribute");
   get(exchange_capture_mode_, "cuThreadExchangeStreamCaptureMode");
   get(is_capturing_, "cuStreamIsCapturing");
@@ -83,6 +84,8 @@ void Driver::relax_captures() const {
   int mode = kCaptureRelaxed;
   check(exchange_capture_mode_(&mode), "cuThreadExchangeStreamCaptureMode");
 }
+
+bool Driver::synchronize() const noexcept { return synchronize_() == kSuccess; }
 
 bool Driver::is_capturing(CudaStream stream) const {
   int status = 0;

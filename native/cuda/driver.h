@@ -36,6 +36,8 @@ class Driver {
   void pop() const noexcept;
   // Lets the calling thread query events while another one captures a graph.
   void relax_captures() const;
+  // Waits for all work of the calling thread's context; false if that failed, as while a graph is captured.
+  bool synchronize() const noexcept;
   bool is_capturing(CudaStream stream) const;
   void wait(CudaStream stream, CudaEvent event) const;
   void record(CudaEvent event, CudaStream stream) const;
@@ -56,6 +58,7 @@ class Driver {
   Status (*current_device_)(int*);
   Status (*push_)(CudaContext);
   Status (*pop_)(CudaContext*);
+  Status (*synchronize_)();
   Status (*pointer_attribute_)(void*, int, const void*);
   Status (*exchange_capture_mode_)(int*);
   Status (*is_capturing_)(CudaStream, int*);

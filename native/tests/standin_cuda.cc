@@ -27,9 +27,20 @@ int number(const char* name, int otherwise) {
   return text != nullptr ? std::atoi(text) : otherwise;
 }
 
+class Queue;
+
+// All streams, which live for ever: a queue's thread may be in it.
+std::set<Queue*>& queues() {
+  static auto& all = *new std::set<Queue*>;
+  return all;
+}
+
 class Queue {
  public:
-  Queue() : thread_([this] { work(); }) { thread_.detach(); }
+  Queue() : thread_([this] { work(); }) {
+    thread_.detach();
+    queues().insert(this);
+  }
 
   void add(std::function<void()> task) {
     std::lock_guard lock(mutex_);
@@ -76,7 +87,7 @@ struct EventState {
 };
 using EventHandle = std::shared_ptr<EventState>*;
 
-// Streams live for ever: a queue's thread may be in it. 0, 1 and 2 are the default streams.
+// 0, 1 and 2 are the default streams.
 Queue& queue_of(void* stream) {
   static std::mutex mutex;
   static auto& defaults = *new std::map<void*, Queue*>;
@@ -122,6 +133,12 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 int cuCtxGetDevice(int* device) { return *device = 0, contexts > 0 ? kSuccess : kNoContext; }
 int cuCtxPushCurrent_v2(void*) { return ++contexts, kSuccess; }
 int cuCtxPopCurrent_v2(void**) { return --contexts, kSuccess; }
+int cuCtxSynchronize() {
+  if (contexts == 0) return kNoContext;
+  if (!capturing().empty()) return kCapturing;
+  for (Queue* queue : std::set<Queue*>(queues())) queue->drain();
+  return kSuccess;
+}
 int cuPointerGetAttribute(void* value, int, const void*) {
   *static_cast<int*>(value) = number("STANDIN_MEMORY_DEVICE", 0);
   return kSuccess;

@@ -4,7 +4,9 @@
 // stopped answering "in progress", drops NaN in max and min, and waits for ever for a rank that does not come.
 //
 // STANDIN_FAULT on rank STANDIN_RANK (-1: all): init_hangs, init_fails, async_error, op_hangs, op_fails, dies,
-// end_hangs, abort_hangs; those of a collective strike at the third. STANDIN_VERSION: what ncclGetVersion says.
+// end_hangs, abort_hangs; those of a collective strike at the third; alloc_fails (on all ranks), register_fails;
+// give_hangs: the third collective stays "in progress", as one whose connections cannot be made.
+// STANDIN_VERSION: what ncclGetVersion says.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -16,6 +18,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -53,6 +57,11 @@ struct Call {
 };
 
 std::atomic<int> live{0};
+
+std::mutex memory_mutex;
+std::map<char*, std::size_t> memory;           // of ncclMemAlloc
+std::map<char*, Comm*> registered;
+std::atomic<int> misuses{0};  // memory freed while registered, registered twice, or of no communicator any more
 
 bool has_fault(const char* fault, int rank) {
   const char* wanted = std::getenv("STANDIN_FAULT");
@@ -170,6 +179,7 @@ int enqueue(Call call, void* stream) {
   const bool errs = is_third && has_fault("async_error", comm->rank);
   call.hangs = errs || (is_third && has_fault("op_hangs", comm->rank));
   comm->status = kInProgress;
+  if (is_third && has_fault("give_hangs", comm->rank)) return kInProgress;
   ++comm->queued;
   std::thread launcher([call, comm, stream, errs] {
     static Launch* const launch = find_launch();
@@ -246,6 +256,51 @@ int ncclCommInitRankConfig(void** out, int size, Id id, int rank, void* config) 
 }
 int ncclCommGetAsyncError(void* comm, int* status) { return *status = static_cast<Comm*>(comm)->status, kSuccess; }
 
+#ifndef STANDIN_WITHOUT_MEMORY
+int ncclMemAlloc(void** out, std::size_t bytes) {
+  if (has_fault("alloc_fails", -1)) return kCudaError;
+  const std::size_t granule = 2 << 20, whole = (bytes + granule - 1) / granule * granule;
+  char* made = static_cast<char*>(std::aligned_alloc(4096, whole));
+  std::memset(made, 0xff, whole);
+  std::lock_guard lock(memory_mutex);
+  memory[made] = whole;
+  *out = made;
+  return kSuccess;
+}
+int ncclMemFree(char* address) {
+  std::lock_guard lock(memory_mutex);
+  const auto found = memory.find(address);
+  if (found == memory.end() || registered.count(address) != 0) return ++misuses, kInvalidArgument;
+  std::memset(address, 0xff, found->second);  // who still reads it sees NaN
+  memory.erase(found);  // the bytes themselves stay, so that who still writes there harms nobody
+  return kSuccess;
+}
+int ncclCommRegister(Comm* comm, char* address, std::size_t bytes, void** handle) {
+  std::lock_guard lock(memory_mutex);
+  if (has_fault("register_fails", comm->rank)) return kInternal;
+  const auto found = memory.find(address);
+  if (found == memory.end() || bytes > found->second || !registered.emplace(address, comm).second)
+    return ++misuses, kInvalidArgument;
+  *handle = address;
+  return kSuccess;
+}
+int ncclCommDeregister(Comm* comm, void* handle) {
+  std::lock_guard lock(memory_mutex);
+  const auto found = registered.find(static_cast<char*>(handle));
+  if (found == registered.end() || found->second != comm || comm->queued > 0) return ++misuses, kInvalidArgument;
+  registered.erase(found);
+  return kSuccess;
+}
+#endif
+
+void forget(Comm* comm, bool is_aborted) {
+  std::lock_guard lock(memory_mutex);
+  for (auto place = registered.begin(); place != registered.end();) {
+    if (place->second == comm && !is_aborted) ++misuses;
+    place = place->second == comm ? registered.erase(place) : std::next(place);
+  }
+}
+
 // Freed communicators are kept: a thread of the stand-in may still look at them.
 int ncclCommFinalize(void* handle) {
   Comm* comm = static_cast<Comm*>(handle);
@@ -258,6 +313,7 @@ int ncclCommFinalize(void* handle) {
   return kInProgress;
 }
 int ncclCommDestroy(void* handle) {
+  forget(static_cast<Comm*>(handle), false);
   --live;
   return static_cast<Comm*>(handle)->status == kSuccess ? kSuccess : kInvalidUsage;
 }
@@ -266,6 +322,7 @@ int ncclCommAbort(void* handle) {
   comm->is_aborted = true;
   shm_unlink(comm->name.c_str());
   while (has_fault("abort_hangs", comm->rank)) rest();
+  forget(comm, true);
   --live;
   return kSuccess;
 }
@@ -288,5 +345,10 @@ int ncclReduceScatter(const char* in, char* out, std::size_t count, int dtype, i
 
 // For the tests: communicators that were neither destroyed nor aborted.
 int standin_live() { return live; }
+// And memory: allocated, registered, and calls that a real NCCL would answer with wrong results or a crash.
+int standin_memory() { return int(memory.size()); }
+int standin_registered() { return int(registered.size()); }
+int standin_misuses() { return misuses; }
+int standin_is_registered(char* address) { return int(registered.count(address)); }
 
 }  // extern "C"

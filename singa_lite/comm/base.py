@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..config import state
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph import made
 from .wire import WIRE_DTYPES
@@ -25,13 +26,14 @@ from .wire import WIRE_DTYPES
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
+_TRAVELS = frozenset(DTYPES)  # sooner searched
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
 
 
 def is_cuda_array(array: object) -> bool:
     """Whether ``array`` lives on a GPU, by CUDA's array interface."""
-    return hasattr(array, "__cuda_array_interface__")
+    return type(array) is not np.ndarray and hasattr(array, "__cuda_array_interface__")
 
 
 class Graph(Protocol):
@@ -43,6 +45,9 @@ class Graph(Protocol):
 
 class MakesArrays(Protocol):
     """A backend, as far as a communicator needs one."""
+
+    @property
+    def name(self) -> str: ...
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any: ...
 
@@ -139,11 +144,6 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
     return -(-share * (size - 1) * payload // size)
 
 
-def _begun(array: Array, start: Callable[[], Work]) -> Work:
-    """``start()``; on the GPU it becomes a part of the CUDA graph that is captured, if any, and isn't repeated."""
-    return made(start) if is_cuda_array(array) else start()
-
-
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
 
@@ -209,17 +209,23 @@ class Communicator(ABC):
         Returns:
             Work; its wait() returns None.
         """
-        check_choice("all_reduce", "op", op, REDUCE_OPS)
-        check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-
-        def start(array: Array) -> Work:
-            self._check_op(array, op)
-            if wire_dtype is not None and array.dtype != np.float32:
-                raise DTypeError(f"all_reduce {name}: wire_dtype needs float32 arrays, not {array.dtype}")
-            work = _begun(array, lambda: self._all_reduce(array, op, wire_dtype, name))
-            return self._count(work, "all_reduce", array.size * (2 if wire_dtype else array.itemsize), name)
-
-        return self._each(arrays, start, name)
+        if op not in REDUCE_OPS:
+            check_choice("all_reduce", "op", op, REDUCE_OPS)
+        if isinstance(arrays, (list, tuple)):
+            if len(arrays) != 1:
+                for array in arrays:
+                    self._check_array(array, op)
+                    self._check_wire(array, wire_dtype, name)
+                works = [self.all_reduce(array, op, wire_dtype=wire_dtype, name=name) for array in arrays]
+                return WorkList(works, name)
+            arrays = arrays[0]
+        self._check_array(arrays, op)
+        payload = arrays.nbytes  # type: ignore[union-attr]
+        if wire_dtype is not None:
+            self._check_wire(arrays, wire_dtype, name)
+            payload //= 2
+        work = self._starter(self._all_reduce)(arrays, op, wire_dtype, name)
+        return self._count(work, "all_reduce", payload, name)
 
     def reduce(
         self, arrays: Array | Sequence[Array], op: ReduceOp, root: int = 0, *, name: str = "reduce"
@@ -229,43 +235,37 @@ class Communicator(ABC):
         self._check_root("reduce", root)
 
         def start(array: Array) -> Work:
-            self._check_op(array, op)
-            return self._count(
-                _begun(array, lambda: self._reduce(array, op, root, name)), "reduce", array.nbytes, name
-            )
+            work = self._starter(self._reduce)(array, op, root, name)
+            return self._count(work, "reduce", array.nbytes, name)
 
-        return self._each(arrays, start, name)
+        return self._each(arrays, op, start, name)
 
     def broadcast(self, arrays: Array | Sequence[Array], root: int = 0, *, name: str = "broadcast") -> Work:
         """Copy rank ``root``'s ``arrays`` over those of every other rank."""
         self._check_root("broadcast", root)
 
         def start(array: Array) -> Work:
-            return self._count(
-                _begun(array, lambda: self._broadcast(array, root, name)), "broadcast", array.nbytes, name
-            )
+            work = self._starter(self._broadcast)(array, root, name)
+            return self._count(work, "broadcast", array.nbytes, name)
 
-        return self._each(arrays, start, name)
+        return self._each(arrays, None, start, name)
 
     def all_gather(self, array: Array, *, name: str = "all_gather") -> Work:
         """Collect every rank's ``array``; wait() returns a new array (size, *array.shape), in rank order."""
         self._check_array(array, writes=False)
-        return self._count(
-            _begun(array, lambda: self._all_gather(array, name)), "all_gather", array.nbytes, name
-        )
+        work = self._starter(self._all_gather)(array, name)
+        return self._count(work, "all_gather", array.nbytes, name)
 
     def reduce_scatter(self, array: Array, op: ReduceOp, *, name: str = "reduce_scatter") -> Work:
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
         check_choice("reduce_scatter", "op", op, REDUCE_OPS)
-        self._check_array(array, writes=False)
-        self._check_op(array, op)
+        self._check_array(array, op, writes=False)
         if array.ndim == 0 or array.shape[0] % self.size:
             raise ShapeError(
                 f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
             )
-        return self._count(
-            _begun(array, lambda: self._reduce_scatter(array, op, name)), "reduce_scatter", array.nbytes, name
-        )
+        work = self._starter(self._reduce_scatter)(array, op, name)
+        return self._count(work, "reduce_scatter", array.nbytes, name)
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""
@@ -299,7 +299,10 @@ class Communicator(ABC):
         return self._new_group(members, name)
 
     def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's."""
+        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's.
+
+        All ranks must call it alike, as they do collectives: some memory is only of use if all have it.
+        """
         if backend is None:
             return np.zeros(num_elements, dtype)
         zeros: Array = backend.zeros((num_elements,), dtype)
@@ -338,30 +341,53 @@ class Communicator(ABC):
 
     # ---- checks ------------------------------------------------------------------------------------
 
-    def _each(self, arrays: Array | Sequence[Array], start: Callable[[Array], Work], name: str) -> Work:
+    def _each(
+        self,
+        arrays: Array | Sequence[Array],
+        op: ReduceOp | None,
+        start: Callable[[Array], Work],
+        name: str,
+    ) -> Work:
         if not isinstance(arrays, (list, tuple)):
-            self._check_array(arrays)
+            self._check_array(arrays, op)
             return start(arrays)  # type: ignore[arg-type]
         for array in arrays:
-            self._check_array(array)
+            self._check_array(array, op)
         return WorkList([start(array) for array in arrays], name)
+
+    def _starter(self, start: Callable[..., Work]) -> Callable[..., Work]:
+        """``start(array, ...)``; on the GPU it becomes a part of the CUDA graph that is captured, if any."""
+        if state.of_thread.rehearsal is None:
+            return start
+        return lambda array, *rest: (
+            made(lambda: start(array, *rest)) if is_cuda_array(array) else start(array, *rest)
+        )
 
     def _count(self, work: Work, collective: str, payload: int, name: str) -> Work:
         work.name = name
         work.bytes_payload = payload
-        work.bytes_sent = ring_bytes(collective, payload, self.size)
+        work.bytes_sent = ring_bytes(collective, payload, self.world.size)
         return work
 
-    def _check_array(self, array: Any, writes: bool = True) -> None:
+    def _check_wire(self, array: Any, wire_dtype: str | None, name: str) -> None:
+        check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        if wire_dtype is not None and array.dtype != np.float32:
+            raise DTypeError(f"all_reduce {name}: wire_dtype needs float32 arrays, not {array.dtype}")
+
+    def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
+        """Raise for an array that cannot travel, or be combined by ``op``."""
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
         self._check_kind(array)
-        if array.dtype not in DTYPES:
+        dtype, flags = array.dtype, array.flags
+        if dtype not in _TRAVELS:
             known = ", ".join(str(dtype) for dtype in DTYPES)
-            raise DTypeError(f"{self!r}: dtype {array.dtype} does not travel; use one of {known}")
-        if not array.flags.c_contiguous:
+            raise DTypeError(f"{self!r}: dtype {dtype} does not travel; use one of {known}")
+        if op == "mean" and dtype.kind != "f":
+            raise DTypeError(f"{self!r}: the mean of {dtype} is not an integer; use op='sum'")
+        if not flags.c_contiguous:
             raise ShapeError(f"{self!r}: array of shape {array.shape} is not contiguous; pass a copy")
-        if writes and not getattr(array.flags, "writeable", True):  # cupy's always are
+        if writes and not getattr(flags, "writeable", True):  # cupy's always are
             raise ShapeError(f"{self!r}: array of shape {array.shape} is read-only; pass a copy")
 
     def _check_kind(self, array: object) -> None:
@@ -372,10 +398,6 @@ class Communicator(ABC):
             )
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
-
-    def _check_op(self, array: Array, op: ReduceOp) -> None:
-        if op == "mean" and array.dtype.kind != "f":
-            raise DTypeError(f"{self!r}: the mean of {array.dtype} is not an integer; use op='sum'")
 
     def _check_root(self, where: str, root: int) -> None:
         if not 0 <= root < self.size:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Array, Communicator, ReduceOp, Work, is_cuda_array
-from .nccl import GpuArrays, NcclCommunicator, device_of
+from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
+from .gpu_arrays import GpuArrays
+from .nccl import NcclCommunicator, device_of
 
 
 class DispatchCommunicator(Communicator):
@@ -39,6 +40,8 @@ class DispatchCommunicator(Communicator):
 
     def side(self, array: object) -> Communicator:
         """The communicator that moves ``array``."""
+        if self._nccl is not None and type(array) is self._nccl.kind:
+            return self._nccl
         if not is_cuda_array(array) or self.size == 1:
             return self.host
         if self._nccl is None:
@@ -52,6 +55,11 @@ class DispatchCommunicator(Communicator):
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
+
+    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
+        if self._nccl is not None and self.size > 1:
+            return self._nccl.buffer(num_elements, dtype, backend)
+        return super().buffer(num_elements, dtype, backend)
 
     def check(self) -> None:
         if self._nccl is not None:
@@ -89,6 +97,12 @@ class DispatchCommunicator(Communicator):
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
         host = self.host.new_group(ranks, name=name)
         return None if host is None else DispatchCommunicator(host, self._gpu_arrays, self)
+
+    def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
+        if self._nccl is not None and type(array) is self._nccl.kind:
+            self._nccl._check_array(array, op, writes=writes)
+        else:
+            super()._check_array(array, op, writes=writes)
 
     def _check_kind(self, array: object) -> None:
         if not is_cuda_array(array):

@@ -4,6 +4,14 @@
 What lives here: arrays, who takes part on which GPU, the lifetime of arrays in flight. What does not: order on
 the GPU, noticing failures and everything that waits, which is native (native/comm/nccl.h tells how); numpy
 arrays, which go to the host communicator (dispatch.py).
+
+Note [scaling]: a mean is one call, ncclAvg, which for floats is NCCL's sum of values multiplied by 1/N on their way
+in. What is scaled by a kernel of ours would lose by that: what travels in 16 bits is divided in float32 after its sum
+(a half divided before may vanish), and so is fp16's scale undone; sparse sums are not NCCL's. So no operator of NCCL's
+with another factor (ncclRedOpCreatePreMulSum) is made.
+
+Note [groups]: a group gets a communicator by an id of its own, not by ncclCommSplit, which all ranks of the parent
+would have to call while it is idle, and whose saving, shared channels (splitShare), would bind the ends of both.
 """
 
 from __future__ import annotations
@@ -12,66 +20,56 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from .. import _native, config
+from ..config import state
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
-from .base import DTYPES, Array, Communicator, Graph, ReduceOp, Work, is_cuda_array
-from .wire import BFLOAT16, WIRE_DTYPES, narrow, widen
+from .base import DTYPES, Array, Communicator, Graph, MakesArrays, ReduceOp, Work, is_cuda_array
+from .gpu_arrays import CupyArrays, GpuArrays
+from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
 _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
 _NO_OP = 4
 _DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
+_FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
+REGISTERED_BYTES = 1 << 20  # below this a buffer is ordinary memory: NCCL's comes in pieces of 2 MiB or more
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
-class GpuArrays(Protocol):
-    """What happens to arrays on the way: on the current stream, without waiting for it."""
+class Lease:
+    """Registered memory while an array lies in it; afterwards the next array of its size gets it.
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A new array of undefined content."""
+    Args:
+        memory: native.
+        free: of each size in bytes, what no array lies in; emptied for good when the communicator ends.
+    """
 
-    def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
-        """A copy of a float32 array as wire.py's ``narrow`` makes it."""
+    def __init__(self, memory: Any, free: dict[int, list[Any]]) -> None:
+        self._memory, self._free = memory, free
 
-    def widen(self, half: Any, divisor: float, out: Any) -> None:
-        """Write what ``narrow`` made, divided by ``divisor``, into float32 ``out``."""
-
-
-class CupyArrays:
-    """cupy's arrays."""
-
-    def __init__(self) -> None:
-        import cupy
-
-        self._cupy = cupy
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        return self._cupy.empty(tuple(shape), dtype)
-
-    def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
-        return narrow(array, wire)
-
-    def widen(self, half: Any, divisor: float, out: Any) -> None:
-        out[...] = widen(half)
-        if divisor != 1.0:
-            out /= np.float32(divisor)
+    def __del__(self) -> None:
+        if self._memory.bytes in self._free:
+            self._free[self._memory.bytes].append(self._memory)
 
 
 class NcclWork(Work):
     """A collective of an NcclCommunicator in flight."""
 
+    _half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
+    is_ordered = False
+
     def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, result: Array | None) -> None:
-        self._communicator, self._op = communicator, op  # op: native
-        self._array, self._result = array, result
-        self._half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
-        self.is_ordered = False
+        self._communicator = communicator
+        self._op = op  # native
+        self._array = array
+        self._result = result
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
         """Hold the current stream back until the collective has ended; the host does not wait.
@@ -80,10 +78,13 @@ class NcclWork(Work):
         """
         if is_repeating():
             return self._result
-        self._communicator._native.wait(self._op, _stream(self._array))
+        communicator, array = self._communicator, self._array
+        is_usual = type(array) is communicator.kind
+        stream = communicator._stream(communicator.device) if is_usual else _stream_of(array)
+        communicator._wait(self._op, stream)
         if self._half is not None:
             half, divisor, out = self._half
-            self._communicator._arrays.widen(half, divisor, out)
+            communicator._arrays.widen(half, divisor, out)
             self._half = None
         self.is_ordered = True
         return self._result
@@ -136,6 +137,7 @@ class NcclCommunicator(Communicator):
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
         self._arrays = arrays if arrays is not None else CupyArrays()
+        self.kind, self._address, self._stream = self._arrays.kind, self._arrays.address, self._arrays.stream
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
         _check_ranks(everyone)
@@ -157,10 +159,14 @@ class NcclCommunicator(Communicator):
             parent._native if parent is not None else None,
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
+        self._give, self._wait = self._native.start, self._native.wait
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
         self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
+        self._free: dict[int, list[Any]] = {}  # registered memory, see Lease
+        are_apart = 1 < self.size == len({other["gpu"] for other in everyone})
+        self._registers = are_apart and all(other["registers"] for other in everyone)
 
     @property
     def is_alone(self) -> bool:
@@ -173,12 +179,39 @@ class NcclCommunicator(Communicator):
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
 
+    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
+        """A flat array of zeros in memory that NCCL has registered, so that it need not copy; else an ordinary one.
+
+        NCCL forbids that some ranks give it registered memory and others not. So the ranks agree, by the host,
+        on every buffer of 1 MiB or more (``REGISTERED_BYTES``): where one cannot have such memory, none gets it.
+        In a captured step, whose memory is the graph's, at one rank, where ranks share a GPU and before NCCL 2.19
+        it is ordinary. Registered memory is used again for the next buffer of its size once its array is gone.
+        """
+        num_bytes = num_elements * np.dtype(dtype).itemsize
+        is_ours = backend is not None and backend.name == "cuda" and num_bytes >= REGISTERED_BYTES
+        if not (self._registers and is_ours) or state.of_thread.rehearsal is not None:
+            return super().buffer(num_elements, dtype, backend)
+        lease = self._lease(num_bytes)
+        answer = np.array([lease is not None], np.int32)
+        self.host.all_reduce(answer, "min", name="buffer").wait()
+        if lease is not None and answer[0]:
+            address = lease._memory.address
+            return self._arrays.wrap(address, num_elements, dtype, lease, self.device)  # type: ignore[no-any-return]
+        self._registers = False  # nor will the next time, here or elsewhere
+        return super().buffer(num_elements, dtype, backend)
+
+    def _lease(self, num_bytes: int) -> Lease | None:
+        free = self._free.setdefault(num_bytes, [])
+        memory = free.pop() if free else self._native.allocate(num_bytes)
+        return None if memory is None else Lease(memory, self._free)
+
     def check(self) -> None:
         self._native.check()
 
     def watch(self, array: Array, name: str) -> None:
         """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""
-        self._native.watch(_stream(array), name)
+        is_usual = type(array) is self.kind
+        self._native.watch(self._stream(self.device) if is_usual else _stream_of(array), name)
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -187,6 +220,7 @@ class NcclCommunicator(Communicator):
     def close(self) -> None:
         _leave(self._graphs, self._native.close)
         self._in_flight.clear()
+        self._free.clear()
 
     def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
         if wire_dtype is None:
@@ -226,14 +260,14 @@ class NcclCommunicator(Communicator):
         while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
             in_flight.popleft()
         count = array.size if kind != _REDUCE_SCATTER else out.size
-        code, interface = _DTYPES[np.dtype(array.dtype)], _interface(array)
-        source, target = interface["data"][0], _interface(out)["data"][0]
-        native = self._native.start(
-            kind, op, code, root, source, target, count, name, interface.get("stream") or 1
-        )
+        if type(array) is self.kind:
+            source, stream = self._address(array), self._stream(self.device)
+        else:
+            source, stream = _address_of(array), _stream_of(array)
+        target = source if out is array else self._address(out)
+        native = self._give(kind, op, _DTYPES[array.dtype], root, source, target, count, name, stream)
         work = NcclWork(self, native, array, result)
-        if not native.is_captured:
-            in_flight.append(work)
+        in_flight.append(work)
         return work
 
     def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
@@ -241,6 +275,11 @@ class NcclCommunicator(Communicator):
         if host is None:
             return None
         return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self)
+
+    def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
+        if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:
+            return  # the usual array, soon found to be right; a closed communicator is noticed below
+        super()._check_array(array, op, writes=writes)
 
     def _check_kind(self, array: object) -> None:
         if isinstance(array, np.ndarray) and not is_cuda_array(array):
@@ -259,7 +298,7 @@ def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
 def device_of(array: Array) -> int:
     """Number of the GPU that a CUDA array lives on."""
     driver = _load().Driver(_driver_names())
-    return int(driver.device_of(_interface(array)["data"][0]))
+    return int(driver.device_of(_address_of(array)))
 
 
 def _load() -> Any:
@@ -282,6 +321,7 @@ def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
         library = native.Library(_native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2"))
         driver = native.Driver(_driver_names())
         mine |= {"version": library.version, "device": device, "gpu": driver.uuid(device)}
+        mine["registers"] = library.registers and config.env("SINGA_LITE_NCCL_REGISTER", "1") == "1"
         mine["id"] = library.unique_id().hex() if rank == 0 else ""
     except CommError as error:
         mine["failure"] = str(error)
@@ -315,11 +355,15 @@ def _host_identity() -> str:
         return file.read().strip() + os.readlink("/proc/self/ns/pid")
 
 
+def _address_of(array: Any) -> int:
+    return int(_interface(array)["data"][0])
+
+
+def _stream_of(array: Any) -> int:
+    """Handle of the stream that is current; without one, CUDA's default stream."""
+    return _interface(array).get("stream") or 1
+
+
 def _interface(array: Any) -> dict[str, Any]:
     interface: dict[str, Any] = array.__cuda_array_interface__
     return interface
-
-
-def _stream(array: Any) -> int:
-    """Handle of the stream that is current; without one, CUDA's default stream."""
-    return _interface(array).get("stream") or 1

@@ -32,6 +32,7 @@ def build(folder: Path) -> dict[str, str]:
     """Compile the stand-ins; returns the environment that makes singa_lite open them."""
     builds = {"cuda": ("standin_cuda.cc",), "nccl": ("standin_nccl.cc",)}
     builds["nccl_without_id"] = ("standin_nccl.cc", "-DSTANDIN_WITHOUT_ID")
+    builds["nccl_without_memory"] = ("standin_nccl.cc", "-DSTANDIN_WITHOUT_MEMORY")
     compilers = []
     for name, arguments in builds.items():
         command = [
@@ -112,8 +113,24 @@ def on_gpu(values: Any) -> HostArray:
 class HostArrays:
     """What cupy is for the real communicator."""
 
+    kind = HostArray
+
+    def address(self, array: HostArray) -> int:
+        return array.ctypes.data
+
+    def stream(self, device: int) -> int:
+        assert device == 0 and Gpu.get().stream.value
+        return Gpu.get().stream.value
+
     def empty(self, shape: Sequence[int], dtype: Any) -> HostArray:
         return on_gpu(np.empty(shape, dtype))
+
+    def wrap(self, address: int, count: int, dtype: str, owner: object, device: int) -> HostArray:
+        memory = (ctypes.c_char * (count * np.dtype(dtype).itemsize)).from_address(address)
+        memory.owner = owner
+        array = on_gpu(np.frombuffer(memory, dtype))
+        Gpu.get().run(lambda: array.fill(0))
+        return array
 
     def narrow(self, array: HostArray, wire: np.dtype) -> HostArray:
         half = self.empty(array.shape, wire)

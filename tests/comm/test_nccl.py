@@ -16,15 +16,26 @@ import pytest
 from ranks import RankDied, run_ranks
 
 from singa_lite import autograd, opt, singa_wrap
+from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
+from singa_lite.config import state
 from singa_lite.device import Device
-from singa_lite.errors import CommError, DTypeError
+from singa_lite.errors import CommError, DTypeError, ShapeError
 from singa_lite.tensor import Tensor
-from tests.comm.gpu_standin import Gpu, GpuBackend, HostArrays, ThroughNccl, build, host_of, on_gpu
+from tests.comm.gpu_standin import (
+    Gpu,
+    GpuBackend,
+    HostArray,
+    HostArrays,
+    ThroughNccl,
+    build,
+    host_of,
+    on_gpu,
+)
 from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, run_facts
 
 # where NCCL's own way differs from the contract, as NcclCommunicator says; checked below in its own way
@@ -230,11 +241,11 @@ def test_arrays_of_dropped_works_are_kept_alive():
 
 
 def captures(world: World) -> tuple[bool, int]:
-    """What becomes part of a graph is neither watched nor kept here: the graph's owner does that."""
+    """What becomes part of a graph is neither watched nor kept here for long: the graph's owner does that."""
     c, gpu = make(world), Gpu.get()
     array = on_gpu(np.ones(10, np.float32))
     gpu.cuda.standin_capture(gpu.stream, 1)
-    work = c.all_reduce(array, "sum")
+    *_, work = (c.all_reduce(array, "sum") for _ in range(3))
     kept, was_done = len(c._in_flight), work.done()
     work.wait()
     time.sleep(0.05)  # several looks of the watching thread
@@ -247,7 +258,175 @@ def captures(world: World) -> tuple[bool, int]:
 
 
 def test_a_captured_collective_is_not_watched():
-    assert run(captures, 2) == [(True, 0)] * 2
+    assert run(captures, 2) == [(True, 1)] * 2
+
+
+# ---- registered memory ---------------------------------------------------------------------------------
+
+LARGE = 300_000  # float32: above REGISTERED_BYTES
+
+
+def memory_in(library: ctypes.CDLL) -> tuple[int, int, int]:
+    """Of the stand-in: blocks allocated, registered, and misuses."""
+    return library.standin_memory(), library.standin_registered(), library.standin_misuses()
+
+
+def is_registered(library: ctypes.CDLL, array: Any) -> bool:
+    return bool(library.standin_is_registered(ctypes.c_void_p(array.ctypes.data)))
+
+
+def buffers(world: World) -> dict[str, Any]:
+    """What buffer() gives, and becomes of it: used, dropped and used again, alive when NCCL ends."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    backend = GpuBackend()
+    found: dict[str, Any] = {}
+    small, first, other = (
+        c.buffer(100, "float32", backend),
+        *(c.buffer(LARGE, "float32", backend) for _ in range(2)),
+    )
+    found["registered"] = [is_registered(library, array) for array in (small, first, other)]
+    gpu.run(functools.partial(np.add, first, c.rank + 1, out=first))  # onto zeros
+    c.all_reduce(first, "sum").wait()
+    gpu.synchronize()
+    found["values"] = sorted(set(first.tolist()))
+    place = first.ctypes.data
+    first = None
+    c.all_reduce(other, "sum").wait()  # lets go of the array of the last one
+    again = c.buffer(LARGE, "float32", backend)
+    found["is used again"] = again.ctypes.data == place
+    gpu.synchronize()
+    found["is zero again"] = not again.any()
+    found["numpy"] = type(c.buffer(LARGE)) is np.ndarray
+    found["open"] = memory_in(library)
+    for _ in range(20):
+        c.all_reduce(again, "sum")  # nobody waits for them
+    c.close()
+    found["closed"] = memory_in(library)  # what no array lies in any more is free
+    gpu.synchronize()
+    again[:] = 5.0  # outlives the communicator
+    found["outlives"] = again[7]
+    del other, again
+    c._in_flight.clear()
+    found["gone"] = memory_in(library)
+    return found
+
+
+def test_large_buffers_are_registered_used_again_and_freed_after_their_last_use():
+    for found in run(buffers, 3):
+        assert found["registered"] == [False, True, True]
+        assert found["values"] == [6.0] and found["is used again"] and found["is zero again"]
+        assert found["numpy"] and found["open"] == (2, 2, 0)
+        assert found["closed"] == (2, 0, 0) and found["outlives"] == 5.0 and found["gone"] == (0, 0, 0)
+
+
+def ordinary_buffers(world: World) -> tuple[bool, float, int, str]:
+    """A buffer where some rank can have no registered one; the second must not try again."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    first, second = (c.buffer(LARGE, "float32", GpuBackend()) for _ in range(2))
+    were = "without_memory" not in library._name and any(is_registered(library, a) for a in (first, second))
+    gpu.run(lambda: first.fill(c.rank + 1.0))
+    c.all_reduce(first, "sum").wait()
+    gpu.synchronize()
+    value = float(first[0])
+    c.close()
+    return were, value, num_live(), type(second).__name__
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"STANDIN_FAULT": "alloc_fails", "STANDIN_RANK": "-1"},
+        {"STANDIN_FAULT": "register_fails", "STANDIN_RANK": "1"},
+        {"STANDIN_FAULT": "register_fails", "STANDIN_RANK": "-1"},
+        {"SINGA_LITE_NCCL_LIB": "without_memory"},
+        {"SINGA_LITE_NCCL_REGISTER": "0"},
+        {"STANDIN_UUID": "7", "STANDIN_VERSION": "23003", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    ],
+    ids=["allocation", "registration on one rank", "registration", "old NCCL", "switch", "shared GPU"],
+)
+def test_where_one_rank_has_no_registered_memory_none_gets_it(changes, libraries, monkeypatch):
+    for name, value in changes.items():
+        if value == "without_memory":
+            value = libraries[name].replace("nccl.so", "nccl_without_memory.so")
+        monkeypatch.setenv(name, value)
+    assert run(ordinary_buffers, 2) == [(False, 3.0, 0, "HostArray")] * 2
+
+
+def buffers_of_an_aborted_world(world: World) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    c, library = make(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array = c.buffer(LARGE, "float32", GpuBackend())
+    c.all_reduce(array, "sum").wait()
+    Gpu.get().synchronize()
+    c.abort("for a test")
+    after = memory_in(library)
+    del array
+    return after, memory_in(library)
+
+
+def test_an_abort_leaves_the_memory_of_arrays_that_live():
+    assert run(buffers_of_an_aborted_world, 2) == [((1, 0, 0), (0, 0, 0))] * 2
+
+
+def reads_late(world: World) -> tuple[float, tuple[int, int, int]]:
+    """A kernel still reads the memory when its array goes, after NCCL's end."""
+    c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array, seen = c.buffer(LARGE, "float32", GpuBackend()), np.zeros(1, np.float32)
+    gpu.synchronize()
+    array[:] = 3.0
+    place = ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float))  # does not keep it
+    c.close()
+    gpu.run(lambda: (time.sleep(0.3), seen.fill(place[5])))
+    del array
+    gpu.synchronize()
+    return float(seen[0]), memory_in(library)
+
+
+def test_registered_memory_is_freed_when_the_gpu_has_done_with_it():
+    assert run(reads_late, 2) == [(3.0, (0, 0, 0))] * 2
+
+
+def buffers_in_a_forked_child(world: World) -> tuple[str, tuple[int, int, int]]:
+    c, library = make(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    array = c.buffer(LARGE, "float32", GpuBackend())
+    Gpu.get().synchronize()
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        del array
+        c._free.clear()
+        del c
+        os.write(writer, str(memory_in(library)).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(reader, 100).decode()
+    c.close()
+    del array
+    return text, memory_in(library)
+
+
+def test_a_forked_child_frees_nothing_of_its_parents():
+    assert run(buffers_in_a_forked_child, 2) == [("(1, 1, 0)", (0, 0, 0))] * 2
+
+
+def dispatched_buffers(world: World) -> list[bool]:
+    """Before NCCL is there, and after; for numpy; and while a graph is captured."""
+    c, library = (
+        DispatchCommunicator(host_of(world), HostArrays()),
+        ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"]),
+    )
+    before = c.buffer(LARGE, "float32", GpuBackend())
+    c.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    after = c.buffer(LARGE, "float32", GpuBackend())
+    state.rehearsal = object()
+    captured = c.buffer(LARGE, "float32", GpuBackend())
+    state.rehearsal = None
+    found = [is_registered(library, array) for array in (before, after, captured)]
+    plain = c.buffer(LARGE, "float32", NumpyBackend())
+    c.close()
+    return [*found, type(plain) is np.ndarray]
+
+
+def test_buffers_are_registered_once_nccl_is_there_and_outside_of_captures():
+    assert run(dispatched_buffers, 2) == [[False, True, False, True]] * 2
 
 
 # ---- who takes part ------------------------------------------------------------------------------------
@@ -434,6 +613,43 @@ def test_a_killed_peer_ends_a_host_synchronisation_with_its_error():
     assert isinstance(died, RankDied) and "'grad'" in text and "rank 1 (process" in text and "died" in text
 
 
+def third_of_a_dead_peer(world: World) -> str:
+    """Rank 1 ends while rank 0's call waits in NCCL for a connection to it."""
+    c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
+    for _ in range(2):
+        c.all_reduce(array, "sum").wait()
+    Gpu.get().synchronize()
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return caught(lambda: c.all_reduce(array, "sum", name="grad"))
+
+
+def test_a_peer_that_dies_while_nccl_makes_connections_is_noticed(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "give_hangs")
+    text, died = run(third_of_a_dead_peer, 2, return_exceptions=True)
+    assert isinstance(died, RankDied) and "rank 0: all_reduce #2 'grad'" in text and "rank 1 (process" in text
+
+
+def interrupted(world: World) -> list[str]:
+    """Ctrl-C while NCCL makes connections; the communicator is broken then, not half used."""
+    c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
+    for _ in range(2):
+        c.all_reduce(array, "sum").wait()
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(KeyboardInterrupt):
+        c.all_reduce(array, "sum", name="grad")
+    text = caught(c.check)
+    c.close()
+    return [text, str(num_live())]
+
+
+def test_ctrl_c_is_heard_while_nccl_makes_connections(monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "give_hangs")
+    for text, live in run(interrupted, 2):
+        assert "'grad'" in text and "interrupted" in text and live == "0"
+
+
 def forked(world: World) -> list[str]:
     c = make(world)
     reader, writer = os.pipe()
@@ -511,6 +727,30 @@ def test_a_world_of_one_needs_no_nccl(monkeypatch):
     array = on_gpu(np.array([1.0, 70000.0], np.float32))
     c.all_reduce(array, "mean", wire_dtype="float16").wait()
     assert array.tolist() == [1.0, np.inf] and c.all_gather(array).wait().shape == (1, 2)
+
+
+class ForeignArray(HostArray):
+    """Of a library that the communicator does not know."""
+
+
+def takes_foreign_arrays(world: World) -> tuple[list[float], str]:
+    c = make(world)
+    foreign = on_gpu(np.full(3, c.rank + 1.0)).view(ForeignArray)
+    c.all_reduce(foreign, "mean").wait()
+    Gpu.get().synchronize()
+    with pytest.raises(ShapeError) as raised:
+        c.all_reduce(on_gpu(np.ones((3, 2))).view(ForeignArray).T, "sum")
+    with pytest.raises(ShapeError):
+        c.all_reduce(on_gpu(np.ones((3, 2))).T, "sum")
+    with pytest.raises(DTypeError):
+        c.all_reduce(on_gpu(np.ones(3, np.int32)), "mean")
+    c.close()
+    return foreign.tolist(), str(raised.value)
+
+
+def test_arrays_of_another_library_travel_by_their_interface():
+    for values, text in run(takes_foreign_arrays, 2):
+        assert values == [1.5] * 3 and "is not contiguous" in text
 
 
 def joins_by_ticket(world: World) -> tuple[list[float], list[float], str]:

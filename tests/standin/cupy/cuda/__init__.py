@@ -91,9 +91,9 @@ class Event:
 NULL = Stream(null=True)
 
 
-def get_current_stream() -> Stream:
+def get_current_stream(device_id: int = -1) -> Stream:
     streams = _current()
-    return streams.get(streams[-1], NULL)
+    return streams.get(streams[-1] if device_id < 0 else device_id, NULL)
 
 
 def do(what: Callable[[], None]) -> None:

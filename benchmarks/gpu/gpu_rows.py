@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # steps.py is there
 QUICK = os.environ.get("GPU_CHECK_QUICK") == "1"
 TORCH_DEVICE = os.environ.get("GPU_CHECK_TORCH", "cuda")
 ROUNDS = 2 if QUICK else 11

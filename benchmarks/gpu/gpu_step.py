@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a training step on one GPU beside PyTorch: same model, batch, optimizer and TF32 setting, one process.
 
-    python benchmarks/gpu_step.py                          CNN, ResNet-18 and ResNet-50 beside eager PyTorch
-    python benchmarks/gpu_step.py cnn --compile            beside torch.compile(mode="reduce-overhead")
+    python benchmarks/gpu/gpu_step.py                          CNN, ResNet-18 and ResNet-50 beside eager PyTorch
+    python benchmarks/gpu/gpu_step.py cnn --compile            beside torch.compile(mode="reduce-overhead")
 
 All steps take turns; a turn is some steps and a wait for the device; medians of turns. Graph mode is held against the
 faster of PyTorch's row-major and channels_last steps. cudnn.benchmark is on there. First without TF32, then with it on

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What our all_reduce adds to ncclAllReduce, on one GPU.
 
-    python benchmarks/gpu_all_reduce.py
+    python benchmarks/gpu/gpu_all_reduce.py
 
 With one rank nothing travels, and in place NCCL has nothing to do at all: this measures the overhead of a call alone,
 Python, checks, events and streams, beside a plain call of the same library by ctypes on the same memory and stream,

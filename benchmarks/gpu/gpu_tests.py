@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tests marked gpu, backend parity among them: a process for each file, a line for each failure.
 
-    python benchmarks/gpu_tests.py
-    python benchmarks/gpu_tests.py tests/backend --select "not gpu"       on a machine without a GPU
+    python benchmarks/gpu/gpu_tests.py
+    python benchmarks/gpu/gpu_tests.py tests/backend --select "not gpu"       on a machine without a GPU
 
 A kernel that spoils the GPU's context spoils one file only. Works with pytest alone: without pytest-timeout a test that
 hangs ends with the run, without hypothesis the files that need it are named. Exits 1 if a test failed.
@@ -25,7 +25,7 @@ from typing import Any
 
 from gpu_rows import QUICK, report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # the most telling files first
 FIRST = ("backend/test_kernels", "backend/test_cuda", "backend", "autograd", "layer", "opt", "")
 FILE_TIMEOUT_S = 80
@@ -69,7 +69,7 @@ def pytest(*arguments: str, timeout_s: float = 60, **variables: str) -> tuple[in
         options += ["-o", "timeout=60", "-o", "timeout_method=signal"]
     else:  # without strict settings, among which are the missing plugin's
         options += ["-o", "addopts="]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "gpu"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     variables = {**os.environ, "PYTHONPATH": path, **variables}
     with tempfile.TemporaryFile("w+") as output:  # not a pipe, which a test's forgotten child would hold open

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to find the 1 % of largest magnitude of 25 million float32 elements on a GPU, beside torch.topk.
 
-    python benchmarks/gpu_top_k.py
+    python benchmarks/gpu/gpu_top_k.py
 
 Both in turn on the same values (gradients: normal; equal: many elements of the border's size), medians. The kernel
 takes the values, and gives indices in order and the chosen values; torch.topk(sorted=False) is handed the magnitudes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first minute on a GPU: does a step run, does the loss fall, and are its losses those of the CPU?
 
-    python benchmarks/gpu_smoke.py
+    python benchmarks/gpu/gpu_smoke.py
 
 The CNN of the examples, same initial weights, 50 steps of SGD on the same batches, in float32 and float16, on the CPU,
 on the GPU eagerly, and on the GPU with recorded steps; the figure is the largest relative difference of a loss.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from gpu_rows import QUICK, explain, report
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from model.cnn import CNN
 
 from singa_lite import device, opt, tensor

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DistOpt costs on one GPU: a step that packs, reduces by NCCL and unpacks every bucket, beside one without it.
 
-    python benchmarks/gpu_dist_opt.py
+    python benchmarks/gpu/gpu_dist_opt.py
 
 A world of one normally skips all of that; here it is forced by giving DistOpt an NCCL communicator of one rank. Both
 steps take turns in one process, medians. Exits 1 when a recorded step is above 1.05 times the one without DistOpt.

@@ -2,19 +2,21 @@
 """Check everything that needs an NVIDIA GPU, without a network, in 8 minutes: build, tests, figures, one report.
 
     make gpu-check
-    python benchmarks/gpu_check.py --parts machine build smoke --budget 180
-    OUT=/tmp/results python benchmarks/gpu_check.py
+    python benchmarks/gpu/gpu_check.py --parts machine build smoke --budget 180
+    OUT=/tmp/results python benchmarks/gpu/gpu_check.py
 
 Each part is a script beside this one, in a process of its own with a deadline; what crashes or hangs is noted and the
-next part runs. gpu-check.json and gpu-check.md (in $OUT, else build/gpu-check) are written anew with every row that
-comes, so whatever cuts the run off leaves what was found until then; gpu-check.log has all output. Nothing in the
-checkout is changed: build/gpu-check/tree gets a copy, built with the packages this Python has. Exits 1 if something
-failed or a required figure was missed.
+next part runs. The most valuable come first, and none gets more than what is left of the budget; those beyond it are
+named. gpu-check.json and gpu-check.md (in $OUT, else build/gpu-check) are written anew with every row that comes, so
+whatever cuts the run off leaves what was found until then; gpu-check.log has all output. Nothing outside of
+build/gpu-check is changed (and $OUT): its tree is a copy of the checkout, built with the packages this Python has, and
+CUDA's, cupy's and PyTorch's caches are there. Exits 1 if something failed or a required figure was missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -29,11 +31,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "gpu-check"
 BUDGET_S = 465  # under 8 minutes with the last report
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 TAIL_LINES = 25  # of the output of a part that failed
+# where CUDA, cupy and PyTorch keep what they compile, in the home folder by default
+CACHES = (
+    "CUDA_CACHE_PATH",
+    "CUPY_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+)
+LEAST_S = 5  # a part gets no less
+NOT_RUN = "not run: no time left"
 
 # name -> (script and arguments, deadline in s), most valuable first: what the budget does not reach is not run
 PARTS: dict[str, tuple[Sequence[str], float]] = {
@@ -60,14 +72,14 @@ class Outcome:
 
     Attributes:
         part: its name in PARTS.
-        result: "passed", or what happened instead.
+        result: "passed", "running", or what happened instead.
         seconds: how long it ran.
         rows: what it found, as ``gpu_rows.report`` writes it.
         tail: the last lines it printed, unless it passed.
     """
 
     part: str
-    result: str = "running"
+    result: str = NOT_RUN
     seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
@@ -99,14 +111,12 @@ def check(parts: Mapping[str, tuple[Sequence[str], float]], budget_s: float, out
     """Run ``parts`` one after the other and keep the report in ``out`` up to date."""
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes = [Outcome(name) for name in parts]  # whatever ends this run: what it has not reached is said
     with (out / "gpu-check.log").open("w+", errors="replace") as log:
-        for name, (command, deadline_s) in parts.items():
-            outcomes.append(outcome := Outcome(name))
+        for outcome, (name, (command, deadline_s)) in zip(outcomes, parts.items(), strict=True):
             left = budget_s - (time.monotonic() - began)
-            if left < 5:
-                outcome.result = "not run: no time left"
-            else:
+            if left >= LEAST_S:
+                outcome.result = "running"
                 write_report(outcomes, out)
                 print(f"--- {name}", file=log, flush=True)
                 run_part(outcome, outcomes, command, min(deadline_s, left), out, log)
@@ -161,7 +171,7 @@ def command_line(command: Sequence[str]) -> list[str]:
     """The script, of the built tree if that has it; an absolute path stays."""
     script, *arguments = command
     folder = ROOT if script in ("gpu_machine.py", "gpu_build.py") else tree()
-    return [str(folder / "benchmarks" / script), *arguments]
+    return [str(folder / "benchmarks" / "gpu" / script), *arguments]
 
 
 def tree() -> Path:
@@ -172,7 +182,8 @@ def tree() -> Path:
 
 def environment(rows: Path) -> dict[str, str]:
     path = [str(tree()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "GPU_CHECK_ROWS": str(rows)}
+    caches = {name: str(SCRATCH / "cache" / name.lower()) for name in CACHES}
+    return {**os.environ, **caches, "PYTHONPATH": os.pathsep.join(path), "GPU_CHECK_ROWS": str(rows)}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -206,6 +217,7 @@ def write_report(outcomes: Sequence[Outcome], out: Path) -> None:
         temporary.replace(out / name)
 
 
+@functools.cache
 def commit() -> str:
     """The checkout's commit, "+" if files differ from it; "unknown" without git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks with NVIDIA's NCCL: on a GPU each, or on one where NCCL >= 2.30 lets ranks share it.
 
-    python benchmarks/gpu_ranks.py
+    python benchmarks/gpu/gpu_ranks.py
 
 Each rank trains the CNN on other data, 4 steps of every dist_option, eagerly and recorded; after them all ranks must
 hold the same bits (partialUpdate: after ``synchronize``), and their all-reduce must be numpy's sum. Exits 1 if not.
@@ -20,7 +20,7 @@ import numpy as np
 from gpu_machine import library_version
 from gpu_rows import explain, report
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS, STEPS, BATCH = 2, 4, 8
 OPTIONS = {"fp32": None, "fp16": None, "partialUpdate": None, "sparseTopK": 0.05, "sparseThreshold": 0.001}

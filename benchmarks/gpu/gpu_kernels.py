@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run every own CUDA kernel, alone or under compute-sanitizer.
 
-    python benchmarks/gpu_kernels.py
-    python benchmarks/gpu_kernels.py --tool memcheck
-    python benchmarks/gpu_kernels.py --tool racecheck
+    python benchmarks/gpu/gpu_kernels.py
+    python benchmarks/gpu/gpu_kernels.py --tool memcheck
+    python benchmarks/gpu/gpu_kernels.py --tool racecheck
 
 The calls are the samples of tests/backend/test_kernels.py in three dtypes, and larger arrays where a kernel cuts them
 in pieces. Every array is an allocation of its own, so that a write beside it is seen. A kernel of the .cu files that
@@ -24,7 +24,7 @@ import numpy as np
 from gpu_machine import find_tool
 from gpu_rows import QUICK, report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = ("float32", "float16", "float64")
 LARGE = 40_000 if QUICK else 300_000
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gpu_rows import report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "gpu-check" / "tree"
 WHEELS = ROOT / "build" / "gpu-check" / "wheel"
 SOURCES = ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", "native")
