@@ -54,8 +54,9 @@ def standin_cupy() -> Iterator[None]:
 
 def standin_cudnn(*options: str) -> Path:
     """The stand-in of libcudnn, compiled with ``options``; kept in build/ for the next run."""
-    sources = [ROOT / "native" / place for place in ("tests/standin/libcudnn.cc", "common/half.cc")]
-    text = "".join(source.read_text() for source in sources) + "".join(options)
+    folder = ROOT / "native/tests/standin/cudnn"
+    sources = [*sorted(folder.glob("*.cc")), ROOT / "native/common/half.cc"]
+    text = "".join(source.read_text() for source in (folder / "standin.h", *sources)) + "".join(options)
     library = ROOT / "build" / "standin" / f"cudnn-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -88,28 +89,31 @@ def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
         monkeypatch.setattr(
             sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16)
         )
-        monkeypatch.setattr(type(state.cuda_devices[0].backend), "_make_plan", _make_plan_for_capture)
+        monkeypatch.setattr(type(state.cuda_devices[0].backend), "_new_plan", _new_plan_for_capture)
     device: Device = state.cuda_devices[0]
     return device
 
 
 class PlanForCapture:
-    """A convolution whose runs can be captured: the stand-in libcudnn computes at once and knows no streams."""
+    """A plan whose work can be captured: the stand-in libcudnn computes at once and knows no streams."""
+
+    STARTS = frozenset({"run", "train", "infer", "forward", "backward"})
 
     def __init__(self, plan: Any) -> None:
         self._plan = plan
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plan, name)
+        found = getattr(self._plan, name)
+        if name not in self.STARTS:
+            return found
+        return lambda *arguments: sys.modules["singa_lite.backend.cuda"].cupy.cuda.do(
+            lambda: found(*arguments)
+        )
 
-    def run(self, *arguments: Any) -> None:
-        arguments = tuple(map(int, arguments))
-        sys.modules["singa_lite.backend.cuda"].cupy.cuda.do(lambda: self._plan.run(*arguments))
 
-
-def _make_plan_for_capture(self: Any, *arguments: Any) -> PlanForCapture:
+def _new_plan_for_capture(self: Any, *arguments: Any) -> PlanForCapture:
     return PlanForCapture(
-        sys.modules["singa_lite.backend.cuda.conv"].ConvKernels._make_plan(self, *arguments)
+        sys.modules["singa_lite.backend.cuda.cudnn"].CudnnCaller._new_plan(self, *arguments)
     )
 
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's view of native/cuda/cudnn.h: addresses of device memory and streams are integers, the GIL is released, and
-// CudnnError is Python's DeviceError. singa_lite/backend/cuda/conv.py is its door.
+// Python's view of native/cuda: addresses of device memory and streams are integers, the GIL is released, and
+// CudnnError is Python's DeviceError. singa_lite/backend/cuda/cudnn.py is its door.
 #include "cuda/cudnn.h"
 
 #include <pybind11/pybind11.h>
@@ -8,52 +8,35 @@
 
 #include <cstdint>
 
+#include "cuda/convolution.h"
+
 namespace py = pybind11;
 using namespace singa_lite::cudnn;
 
 namespace {
 
 using Address = std::uintptr_t;
-using Four = std::array<int, 4>;
-using Two = std::array<int, 2>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 void* at(Address address) { return reinterpret_cast<void*>(address); }
 
-std::unique_ptr<Convolution> make(std::shared_ptr<Handle> handle, int direction, int dtype, Four x, Four w, Four y,
-                                  Two stride, Two padding, Two dilation, int groups, bool allow_tf32) {
-  if (direction < 0 || direction > 2 || dtype < 0 || dtype > 2) throw py::value_error("direction and dtype are 0, 1 or 2");
-  const Geometry geometry{DType(dtype), x, w, y, stride, padding, dilation, groups};
+DType dtype_of(int number) {
+  if (number < 0 || number > 2) throw py::value_error("dtype is 0, 1 or 2");
+  return DType(number);
+}
+
+std::unique_ptr<Convolution> make_convolution(std::shared_ptr<Handle> handle, int direction, int dtype, Shape x,
+                                              Shape w, Shape y, Pair stride, Pair padding, Pair dilation, int groups,
+                                              bool allow_tf32) {
+  if (direction < 0 || direction > 2) throw py::value_error("direction is 0, 1 or 2");
+  const Geometry geometry{dtype_of(dtype), x, w, y, stride, padding, dilation, groups};
   return std::make_unique<Convolution>(std::move(handle), Direction(direction), geometry, allow_tf32);
 }
 
-}  // namespace
-
-PYBIND11_MODULE(_cudnn, m) {
-  m.doc() = "Convolutions through libcudnn.so.9, opened at run time; singa_lite/backend/cuda/conv.py is their door.";
-  // Kept for the life of the process: exceptions may be translated while the interpreter shuts down.
-  static PyObject* device_error =
-      py::object(py::module_::import("singa_lite.errors").attr("DeviceError")).release().ptr();
-  py::register_exception_translator([](std::exception_ptr pointer) {
-    try {
-      if (pointer) std::rethrow_exception(pointer);
-    } catch (const CudnnError& error) {
-      PyErr_SetString(device_error, error.what());
-    }
-  });
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-  py::class_<Cudnn, std::shared_ptr<Cudnn>>(m, "Cudnn")
-      .def(py::init<std::vector<std::string>>(), py::arg("names"), Unlocked())
-      .def_property_readonly("name", &Cudnn::name)
-      .def_property_readonly("version", &Cudnn::version);
-
-  py::class_<Handle, std::shared_ptr<Handle>>(m, "Handle")
-      .def(py::init([](std::shared_ptr<Cudnn> cudnn) { return std::make_shared<Handle>(std::move(cudnn)); }),
-           py::arg("cudnn"), Unlocked());
-
+void bind_convolution(py::module_& m) {
   py::class_<Convolution>(m, "Convolution")
-      .def(py::init(&make), py::arg("handle"), py::arg("direction"), py::arg("dtype"), py::arg("x"), py::arg("w"),
-           py::arg("y"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
+      .def(py::init(&make_convolution), py::arg("handle"), py::arg("direction"), py::arg("dtype"), py::arg("x"),
+           py::arg("w"), py::arg("y"), py::arg("stride"), py::arg("padding"), py::arg("dilation"), py::arg("groups"),
            py::arg("allow_tf32"))
       .def("measure",
            [](Convolution& self, Address stream, Address a, Address b, Address out, Address workspace,
@@ -67,4 +50,31 @@ PYBIND11_MODULE(_cudnn, m) {
       .def_property_readonly("algorithm", &Convolution::algorithm)
       .def_property_readonly("math", [](const Convolution& self) { return int(self.math()); })
       .def_property_readonly("workspace_bytes", &Convolution::workspace_bytes);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cudnn, m) {
+  m.doc() = "libcudnn.so.9, opened at run time; singa_lite/backend/cuda/cudnn.py is its door.";
+  // Kept for the life of the process: exceptions may be translated while the interpreter shuts down.
+  static PyObject* device_error =
+      py::object(py::module_::import("singa_lite.errors").attr("DeviceError")).release().ptr();
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const CudnnError& error) {
+      PyErr_SetString(device_error, error.what());
+    }
+  });
+
+  py::class_<Cudnn, std::shared_ptr<Cudnn>>(m, "Cudnn")
+      .def(py::init<std::vector<std::string>>(), py::arg("names"), Unlocked())
+      .def_property_readonly("name", &Cudnn::name)
+      .def_property_readonly("version", &Cudnn::version);
+
+  py::class_<Handle, std::shared_ptr<Handle>>(m, "Handle")
+      .def(py::init([](std::shared_ptr<Cudnn> cudnn) { return std::make_shared<Handle>(std::move(cudnn)); }),
+           py::arg("cudnn"), Unlocked());
+
+  bind_convolution(m);
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles only if the prototypes and numbers of native/cuda/cudnn.h are those of NVIDIA's cudnn.h. Not part of the
+// Compiles only if the prototypes and numbers of native/cuda are those of NVIDIA's cudnn.h. Not part of the
 // build: tests/backend/test_cudnn.py compiles it where that header is installed.
 #include <cudnn.h>
 
 #include <cstddef>
 #include <type_traits>
 
+#include "cuda/convolution.h"
 #include "cuda/cudnn.h"
 
 namespace ours = singa_lite::cudnn;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (native/tests/standin/libcudnn.cc)."""
+"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (native/tests/standin/cudnn/)."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_an_old_cudnn_is_refused(
 def test_a_missing_function_is_named(
     counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn("-DWITHOUT_BIAS")))
+    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn("-DcudnnAddTensor=cudnnAddNothing")))
     with pytest.raises(DeviceError, match=r"\(version 92800\) has no function cudnnAddTensor"):
         forward(backend)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions by cuDNN, through ``_cudnn``.
+"""Convolutions by cuDNN.
 
 What lives here: which plan a call uses, its workspace, and the cases cuDNN doesn't take. What does not: cuDNN's
-calls and the choice of an algorithm (native/cuda/cudnn.h).
+calls and the choice of an algorithm (native/cuda/convolution.h).
 
 Note [plans]: a plan is made once for every direction, dtype, shape and option, and remembered. Its algorithm is the
 fastest of those timed on the call's own arrays, deterministic ones first. Nothing can be timed while the stream is
@@ -15,43 +15,19 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from ... import _native
 from ...config import state
-from ...errors import DeviceError
 from ..base import Array
-from .launch import Launcher
+from .cudnn import DTYPES, CudnnCaller, is_aligned
 
 Pair = tuple[int, int]
 
-DTYPES = {"f": 0, "d": 1, "e": 2}  # cuDNN's numbers
 FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT = range(3)
-ALIGNMENT = 16  # bytes; the kernels for float16 load that much at once
 
 # Of scratch memory while algorithms are timed, the first that can be had. Only what the chosen ones need is kept.
 WORKSPACE_BYTES = (1 << 30, 256 << 20, 32 << 20)
-MOST_PLANS = 4096  # a few KB each; the oldest goes first
 
 
-def open_cudnn() -> Any:  # Any: a class of the compiled module
-    """cuDNN 9; DeviceError with the cure where it cannot be had."""
-    module, reason = _native.load("_cudnn")
-    if module is None:
-        raise DeviceError(f"convolutions on CUDA need the compiled module _cudnn: {reason}")
-    try:
-        return module.Cudnn(_native.library_names("SINGA_LITE_CUDNN_LIB", "nvidia.cudnn", "libcudnn.so.9"))
-    except DeviceError as error:
-        raise DeviceError(
-            f"{error}; install nvidia-cudnn-cu12 or nvidia-cudnn-cu13 to match the CUDA of cupy, or name the "
-            "library in SINGA_LITE_CUDNN_LIB"
-        ) from None
-
-
-def is_aligned(x: Array) -> bool:
-    """Whether ``x`` begins where cuDNN's fastest kernels want it."""
-    return bool(x.data.ptr % ALIGNMENT == 0)
-
-
-class ConvKernels(Launcher):
+class ConvKernels(CudnnCaller):
     """conv2d and its two gradients. NCHW, sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
 
     measure_convolutions = True  # see Note [plans]
@@ -100,17 +76,6 @@ class ConvKernels(Launcher):
                     self.find("fill")(out=gradient, value=0.0)
 
     @cached_property
-    def _cudnn(self) -> tuple[Any, Any]:
-        """The compiled module and this device's handle."""
-        library = open_cudnn()
-        module, _ = _native.load("_cudnn")
-        return module, module.Handle(library)  # type: ignore[union-attr]
-
-    @cached_property
-    def _plans(self) -> dict[tuple[object, ...], Any]:
-        return {}
-
-    @cached_property
     def _workspaces(self) -> list[Array]:
         """Grows by doubling, and keeps the smaller ones: a captured graph may hold their addresses."""
         return []
@@ -121,30 +86,17 @@ class ConvKernels(Launcher):
         """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight."""
         a, b = self._aligned(a), self._aligned(b)
         target = out if is_aligned(out) else self.empty(out.shape, out.dtype)
-        key = (direction, out.dtype.char, state.allow_tf32, options)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._make_plan(direction, a, b, target, options)
-            if len(self._plans) > MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
+        key = ("convolution", direction, out.dtype.char, state.allow_tf32, options)
+        plan = self._plan(key, lambda: self._make_plan(direction, a, b, target, options))
         workspace = self._workspace(plan.workspace_bytes)
         pointers = (array.data.ptr if array is not None else 0 for array in (a, b, target, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
         if target is not out:
             self.find("copy")(target, out=out)
 
-    def _aligned(self, x: Array) -> Array:
-        """``x``, or an aligned copy."""
-        if is_aligned(x):
-            return x
-        copy = self.empty(x.shape, x.dtype)
-        self.find("copy")(x, out=copy)
-        return copy
-
     def _make_plan(self, direction: int, a: Array, b: Array, out: Array, options: tuple[Any, ...]) -> Any:
         """A plan with its algorithm chosen; ``out`` is overwritten."""
-        module, handle = self._cudnn
-        plan = module.Convolution(handle, direction, DTYPES[out.dtype.char], *options, state.allow_tf32)
+        plan = self._new_plan("Convolution", direction, DTYPES[out.dtype.char], *options, state.allow_tf32)
         if not self.measure_convolutions or self.stream.is_capturing():
             plan.estimate(WORKSPACE_BYTES[0])
             return plan

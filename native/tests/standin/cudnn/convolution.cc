@@ -1,90 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stand-in for libcudnn.so.9 on host memory, for tests alone: the calls singa_lite uses, computed by their definition
-// in double, as strict about descriptors as the real library. tests/backend/test_cudnn.py compiles and drives it.
-//
-// The environment injects faults: STANDIN_CUDNN_VERSION is the version told, STANDIN_CUDNN_FAIL names a call that
-// fails, STANDIN_CUDNN_MATH the only arithmetic it proposes. WITHOUT_BIAS leaves out a function.
+// Convolutions.
 #include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <map>
-#include <string>
-#include <vector>
 
-#include "common/half.h"
+#include "tests/standin/cudnn/standin.h"
+
+using namespace standin;
 
 namespace {
 
-enum Status { kSuccess, kNotInitialized = 1001, kBadParam = 2000, kMisaligned = 2003, kTooSmall = 2006, kNotSupported = 3000 };
-
-struct Object {
-  int kind;  // 0 handle, 1 tensor, 2 filter, 3 convolution
-  int dtype = -1, shape[4] = {};
-  int padding[2] = {}, stride[2] = {}, dilation[2] = {}, compute = -1, groups = 1, math = 0;
-  const void* stream = nullptr;
-};
-
-std::map<std::string, int> calls;
-std::string reason;
-int live = 0;
 int last_run[2] = {-1, -1};  // algorithm, math
-
-int fail(int status, const std::string& why) {
-  reason = why;
-  return status;
-}
-
-int counted(const char* name) {
-  ++calls[name];
-  const char* failing = std::getenv("STANDIN_CUDNN_FAIL");
-  return failing != nullptr && std::string(failing) == name ? fail(5000, "as the test wished") : kSuccess;
-}
-
-template <int kind>
-int create(Object** object, const char* name) {
-  if (const int status = counted(name)) return status;
-  ++live;
-  *object = new Object{kind};
-  return kSuccess;
-}
-
-int destroy(Object* object) {
-  --live;
-  delete object;
-  return kSuccess;
-}
-
-std::size_t size_of(int dtype) { return dtype == 0 ? 4 : dtype == 1 ? 8 : 2; }
-std::size_t count(const Object& o) { return std::size_t(o.shape[0]) * o.shape[1] * o.shape[2] * o.shape[3]; }
-
-std::vector<double> read(const Object& o, const void* data) {
-  const std::size_t n = count(o);
-  std::vector<double> values(n);
-  std::vector<float> floats(n);
-  if (o.dtype == 1) std::memcpy(values.data(), data, n * 8);
-  if (o.dtype == 0) std::memcpy(floats.data(), data, n * 4);
-  if (o.dtype == 2) singa_lite::half_to_float(static_cast<const std::uint16_t*>(data), floats.data(), n);
-  if (o.dtype != 1) values.assign(floats.begin(), floats.end());
-  return values;
-}
-
-void write(const Object& o, const std::vector<double>& values, void* data) {
-  const std::vector<float> floats(values.begin(), values.end());
-  if (o.dtype == 1) std::memcpy(data, values.data(), values.size() * 8);
-  if (o.dtype == 0) std::memcpy(data, floats.data(), floats.size() * 4);
-  if (o.dtype == 2) singa_lite::float_to_half(floats.data(), static_cast<std::uint16_t*>(data), floats.size());
-}
-
-double scalar(int dtype, const void* value) {
-  return dtype == 1 ? *static_cast<const double*>(value) : *static_cast<const float*>(value);
-}
 
 // The descriptors of one convolution fit each other: every rule the real library has for them.
 int check(const Object& x, const Object& w, const Object& y, const Object& c) {
-  if (x.kind != 1 || w.kind != 2 || y.kind != 1 || c.kind != 3) return fail(kBadParam, "kind of descriptor");
+  if (x.kind != kTensor || w.kind != kFilter || y.kind != kTensor || c.kind != kConvolution)
+    return fail(kBadParam, "kind of descriptor");
   if (x.dtype < 0 || x.dtype != w.dtype || x.dtype != y.dtype) return fail(kBadParam, "dtypes");
   if (c.compute != (x.dtype == 1 ? 1 : 0)) return fail(kNotSupported, "compute type");
   if (x.shape[0] != y.shape[0] || w.shape[0] != y.shape[1]) return fail(kBadParam, "batch or outputs");
@@ -166,64 +95,30 @@ int run_check(const Object& x, const Object& w, const Object& y, const Object& c
   return kSuccess;
 }
 
-void blend(const Object& o, std::vector<double>& values, const void* alpha, const void* beta, void* data) {
-  const double a = scalar(o.dtype, alpha), b = scalar(o.dtype, beta);
-  std::vector<double> before(values.size());
-  if (b != 0) before = read(o, data);
-  for (std::size_t i = 0; i < values.size(); ++i) values[i] = a * values[i] + (b != 0 ? b * before[i] : 0);
-  write(o, values, data);
-}
-
 }  // namespace
 
 extern "C" {
 
-int standin_cudnn_calls(const char* name) { return calls[name]; }
-int standin_cudnn_live() { return live; }
 int standin_cudnn_last(int which) { return last_run[which]; }
 
-std::size_t cudnnGetVersion() {
-  const char* version = std::getenv("STANDIN_CUDNN_VERSION");
-  return version != nullptr ? std::strtoull(version, nullptr, 10) : 92800;
-}
-const char* cudnnGetErrorString(int status) {
-  return status == kBadParam ? "BAD_PARAM" : status == kNotSupported ? "NOT_SUPPORTED" : "STATUS";
-}
-void cudnnGetLastErrorString(char* message, std::size_t size) { std::snprintf(message, size, "%s", reason.c_str()); }
-
-int cudnnCreate(Object** handle) { return create<0>(handle, "cudnnCreate"); }
-int cudnnCreateTensorDescriptor(Object** o) { return create<1>(o, "cudnnCreateTensorDescriptor"); }
-int cudnnCreateFilterDescriptor(Object** o) { return create<2>(o, "cudnnCreateFilterDescriptor"); }
-int cudnnCreateConvolutionDescriptor(Object** o) { return create<3>(o, "cudnnCreateConvolutionDescriptor"); }
-int cudnnDestroy(Object* o) { return destroy(o); }
-int cudnnDestroyTensorDescriptor(Object* o) { return destroy(o); }
+int cudnnCreateFilterDescriptor(Object** o) { return create(o, kFilter, "cudnnCreateFilterDescriptor"); }
+int cudnnCreateConvolutionDescriptor(Object** o) { return create(o, kConvolution, "cudnnCreateConvolutionDescriptor"); }
 int cudnnDestroyFilterDescriptor(Object* o) { return destroy(o); }
 int cudnnDestroyConvolutionDescriptor(Object* o) { return destroy(o); }
-int cudnnSetStream(Object* handle, const void* stream) {
-  handle->stream = stream;
-  return counted("cudnnSetStream");
-}
+int cudnnSetTensor4dDescriptor(Object* o, int layout, int dtype, int n, int c, int h, int w);
 
-int cudnnSetTensor4dDescriptor(Object* o, int layout, int dtype, int n, int c, int h, int w) {
-  if (o->kind != 1 || layout != 0 || dtype < 0 || dtype > 2 || n < 1 || c < 1 || h < 1 || w < 1)
-    return fail(kBadParam, "tensor");
-  o->dtype = dtype;
-  const int shape[] = {n, c, h, w};
-  std::memcpy(o->shape, shape, sizeof shape);
-  return counted("cudnnSetTensor4dDescriptor");
-}
 int cudnnSetFilter4dDescriptor(Object* o, int dtype, int layout, int k, int c, int h, int w) {
-  if (o->kind != 2) return fail(kBadParam, "filter");
+  if (o->kind != kFilter) return fail(kBadParam, "filter");
   if (const int status = counted("cudnnSetFilter4dDescriptor")) return status;
-  o->kind = 1;
+  o->kind = kTensor;
   const int status = cudnnSetTensor4dDescriptor(o, layout, dtype, k, c, h, w);
-  o->kind = 2;
+  o->kind = kFilter;
   return status;
 }
 int cudnnSetConvolution2dDescriptor(Object* o, int ph, int pw, int sh, int sw, int dh, int dw, int mode, int compute) {
-  if (o->kind != 3 || mode != 1 || ph < 0 || pw < 0 || sh < 1 || sw < 1 || dh < 1 || dw < 1)
+  if (o->kind != kConvolution || mode != 1 || ph < 0 || pw < 0 || sh < 1 || sw < 1 || dh < 1 || dw < 1)
     return fail(kBadParam, "convolution");
-  *o = Object{3, -1, {}, {ph, pw}, {sh, sw}, {dh, dw}, compute};
+  *o = Object{kConvolution, -1, {}, {ph, pw}, {sh, sw}, {dh, dw}, compute};
   return counted("cudnnSetConvolution2dDescriptor");
 }
 int cudnnSetConvolutionGroupCount(Object* o, int groups) {
@@ -322,7 +217,6 @@ int cudnnConvolutionBackwardFilter(Object*, const void* alpha, Object* x, const 
   return kSuccess;
 }
 
-#ifndef WITHOUT_BIAS
 int cudnnAddTensor(Object*, const void* alpha, Object* a, const void* a_data, const void* beta, Object* c,
                    void* c_data) {
   if (const int status = counted("cudnnAddTensor")) return status;
@@ -335,7 +229,6 @@ int cudnnAddTensor(Object*, const void* alpha, Object* a, const void* a_data, co
   blend(*c, cs, alpha, beta, c_data);
   return kSuccess;
 }
-#endif
 int cudnnConvolutionBackwardBias(Object*, const void* alpha, Object* y, const void* y_data, const void* beta, Object* b,
                                  void* b_data) {
   if (const int status = counted("cudnnConvolutionBackwardBias")) return status;

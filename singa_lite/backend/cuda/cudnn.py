@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cuDNN, through ``_cudnn``: what the families of kernels that call it share.
+
+What lives here: the library, a device's handle, plans that are remembered, alignment. What does not: cuDNN's calls
+(native/cuda/), and which plan a kernel needs (conv.py, norm.py, pool.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any
+
+from ... import _native
+from ...errors import DeviceError
+from ..base import Array
+from .launch import Launcher
+
+DTYPES = {"f": 0, "d": 1, "e": 2}  # cuDNN's numbers
+ALIGNMENT = 16  # bytes; the kernels for float16 load that much at once
+MOST_PLANS = 4096  # a few KB each; the oldest goes first
+
+
+def open_cudnn() -> Any:  # Any: a class of the compiled module
+    """cuDNN 9; DeviceError with the cure where it cannot be had."""
+    module, reason = _native.load("_cudnn")
+    if module is None:
+        raise DeviceError(f"cuDNN is called by the compiled module _cudnn: {reason}")
+    try:
+        return module.Cudnn(_native.library_names("SINGA_LITE_CUDNN_LIB", "nvidia.cudnn", "libcudnn.so.9"))
+    except DeviceError as error:
+        raise DeviceError(
+            f"{error}; install nvidia-cudnn-cu12 or nvidia-cudnn-cu13 to match the CUDA of cupy, or name the "
+            "library in SINGA_LITE_CUDNN_LIB"
+        ) from None
+
+
+def is_aligned(x: Array) -> bool:
+    """Whether ``x`` begins where cuDNN's fastest kernels want it."""
+    return bool(x.data.ptr % ALIGNMENT == 0)
+
+
+class CudnnCaller(Launcher):
+    """A backend that calls cuDNN."""
+
+    @cached_property
+    def _cudnn(self) -> tuple[Any, Any]:
+        """The compiled module and this device's handle."""
+        library = open_cudnn()
+        module, _ = _native.load("_cudnn")
+        return module, module.Handle(library)  # type: ignore[union-attr]
+
+    @cached_property
+    def _plans(self) -> dict[Hashable, Any]:
+        return {}
+
+    def _plan(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` gave when ``key`` came first."""
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make()
+            if len(self._plans) > MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+        return plan
+
+    def _new_plan(self, family: str, *arguments: Any) -> Any:
+        """An object of the class ``family`` of the compiled module, on this device's handle."""
+        module, handle = self._cudnn
+        return getattr(module, family)(handle, *arguments)
+
+    def _aligned(self, x: Array) -> Array:
+        """``x``, or an aligned copy."""
+        if is_aligned(x):
+            return x
+        copy = self.empty(x.shape, x.dtype)
+        self.find("copy")(x, out=copy)
+        return copy
