@@ -2,6 +2,7 @@
 #include "cuda/cudnn.h"
 
 #include "cuda/convolution.h"
+#include "cuda/rnn.h"
 
 namespace singa_lite::cudnn {
 
@@ -33,6 +34,7 @@ Cudnn::Cudnn(const std::vector<std::string>& names) : library_(open(names)) {
   load(destroy_tensor, "cudnnDestroyTensorDescriptor");
   load(set_tensor, "cudnnSetTensor4dDescriptor");
   convolution = std::make_shared<ConvolutionCalls>(*this);
+  recurrent = std::make_shared<RecurrentCalls>(*this);
 }
 
 void Cudnn::throw_missing(const std::string& symbol) const {
@@ -71,6 +73,11 @@ const void* scalar(DType dtype, bool one) {
 const char* name_of(DType dtype) {
   static constexpr const char* kNames[] = {"float32", "float64", "float16"};
   return kNames[int(dtype)];
+}
+
+Math math_of(DType dtype, bool allow_tf32) {
+  if (dtype == DType::kFloat16) return Math::kTensorOp;
+  return dtype == DType::kFloat32 && !allow_tf32 ? Math::kFma : Math::kDefault;
 }
 
 }  // namespace singa_lite::cudnn

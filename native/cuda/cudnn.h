@@ -27,6 +27,7 @@ struct CudnnError : std::runtime_error {
 enum Status : int { kSuccess = 0 };
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2 };
 enum class Layout : int { kNchw = 0 };
+enum class Math : int { kDefault = 0, kTensorOp = 1, kFma = 3 };
 
 using Opaque = void*;  // cuDNN's handles and descriptors
 using Create = Status(Opaque*);
@@ -39,6 +40,7 @@ using SetTensor = Status(Opaque, Layout, DType, int n, int c, int h, int w);
 
 // The functions of a family, found when the library is opened.
 struct ConvolutionCalls;
+struct RecurrentCalls;
 
 // The library and the functions used of it.
 class Cudnn {
@@ -64,6 +66,7 @@ class Cudnn {
   SetStream* set_stream;
   SetTensor* set_tensor;
   std::shared_ptr<const ConvolutionCalls> convolution;
+  std::shared_ptr<const RecurrentCalls> recurrent;
 
  private:
   [[noreturn]] void throw_missing(const std::string& symbol) const;
@@ -118,6 +121,8 @@ using Pair = std::array<int, 2>;   // (height, width)
 // 1 or 0 in the type that cuDNN reads beside data of `dtype`.
 const void* scalar(DType dtype, bool one);
 const char* name_of(DType dtype);
+// The arithmetic of products: cuDNN's default rounds float32 inputs to TF32 where the device has it.
+Math math_of(DType dtype, bool allow_tf32);
 
 // "name (1, 2)"
 template <std::size_t n>

@@ -8,6 +8,7 @@
 
 #include "cuda/convolution.h"
 #include "cuda/cudnn.h"
+#include "cuda/rnn.h"
 
 namespace ours = singa_lite::cudnn;
 
@@ -65,6 +66,23 @@ SAME(ours::Run, cudnnConvolutionForward);
 SAME(ours::Run, cudnnConvolutionBackwardData);
 SAME(ours::Run, cudnnConvolutionBackwardFilter);
 
+SAME(ours::Create, cudnnCreateRNNDescriptor);
+SAME(ours::Create, cudnnCreateRNNDataDescriptor);
+SAME(ours::Create, cudnnCreateDropoutDescriptor);
+SAME(ours::Destroy, cudnnDestroyRNNDescriptor);
+SAME(ours::Destroy, cudnnDestroyRNNDataDescriptor);
+SAME(ours::Destroy, cudnnDestroyDropoutDescriptor);
+SAME(ours::SetTensorNd, cudnnSetTensorNdDescriptor);
+SAME(ours::SetDropout, cudnnSetDropoutDescriptor);
+SAME(ours::SetRnn, cudnnSetRNNDescriptor_v8);
+SAME(ours::SetRnnData, cudnnSetRNNDataDescriptor);
+SAME(ours::WeightSize, cudnnGetRNNWeightSpaceSize);
+SAME(ours::WeightPlace, cudnnGetRNNWeightParams);
+SAME(ours::TemporarySizes, cudnnGetRNNTempSpaceSizes);
+SAME(ours::RnnForward, cudnnRNNForward);
+SAME(ours::RnnBackwardData, cudnnRNNBackwardData_v8);
+SAME(ours::RnnBackwardWeights, cudnnRNNBackwardWeights_v8);
+
 #define EQUAL(mine, theirs) static_assert(int(mine) == int(theirs), #theirs)
 EQUAL(ours::kSuccess, CUDNN_STATUS_SUCCESS);
 EQUAL(ours::DType::kFloat32, CUDNN_DATA_FLOAT);
@@ -76,6 +94,23 @@ EQUAL(ours::Math::kDefault, CUDNN_DEFAULT_MATH);
 EQUAL(ours::Math::kTensorOp, CUDNN_TENSOR_OP_MATH);
 EQUAL(ours::Math::kFma, CUDNN_FMA_MATH);
 EQUAL(ours::Determinism::kDeterministic, CUDNN_DETERMINISTIC);
+EQUAL(ours::RnnMode::kRelu, CUDNN_RNN_RELU);
+EQUAL(ours::RnnMode::kTanh, CUDNN_RNN_TANH);
+EQUAL(ours::RnnMode::kLstm, CUDNN_LSTM);
+EQUAL(ours::RnnMode::kGru, CUDNN_GRU);
+EQUAL(ours::RnnAlgorithm::kStandard, CUDNN_RNN_ALGO_STANDARD);
+EQUAL(ours::BiasMode::kNone, CUDNN_RNN_NO_BIAS);
+EQUAL(ours::BiasMode::kDouble, CUDNN_RNN_DOUBLE_BIAS);
+EQUAL(ours::Directions::kOne, CUDNN_UNIDIRECTIONAL);
+EQUAL(ours::Directions::kBoth, CUDNN_BIDIRECTIONAL);
+EQUAL(ours::InputMode::kLinear, CUDNN_LINEAR_INPUT);
+EQUAL(ours::SequenceLayout::kUnpacked, CUDNN_RNN_DATA_LAYOUT_SEQ_MAJOR_UNPACKED);
+EQUAL(ours::SequenceLayout::kPacked, CUDNN_RNN_DATA_LAYOUT_SEQ_MAJOR_PACKED);
+EQUAL(ours::PaddedIo::kOff, CUDNN_RNN_PADDED_IO_DISABLED);
+EQUAL(ours::PaddedIo::kOn, CUDNN_RNN_PADDED_IO_ENABLED);
+EQUAL(ours::ForwardMode::kInference, CUDNN_FWD_MODE_INFERENCE);
+EQUAL(ours::ForwardMode::kTraining, CUDNN_FWD_MODE_TRAINING);
+EQUAL(ours::WeightGradient::kAdd, CUDNN_WGRAD_MODE_ADD);
 static_assert(CUDNN_VERSION / 10000 == ours::Cudnn::kOldest / 10000, "the major version");
 
 #define SAME_RESULTS(theirs)                                                                            \

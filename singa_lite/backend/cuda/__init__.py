@@ -25,6 +25,7 @@ from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
 from .random import RandomKernels
+from .recurrent import RecurrentKernels
 from .select import SelectKernels
 from .update import UpdateKernels
 
@@ -35,6 +36,7 @@ class CudaBackend(
     ConvKernels,
     PoolKernels,
     NormKernels,
+    RecurrentKernels,
     LossKernels,
     RandomKernels,
     UpdateKernels,
