@@ -70,14 +70,14 @@ class RecurrentKernels:
     ) -> None:
         stack = Stack(input_size=x.shape[2], **options)
         steps, batch, _ = x.shape
-        x, w = wide(x), wide(w)
+        alive = alive_rows(steps, lengths)
+        x, w = only(wide(x), alive), wide(w)
         last = out[1 : 1 + stack.num_states]
         flat = out[1 + stack.num_states].view(x.dtype) if len(out) > 1 + stack.num_states else None
         if flat is None:
             flat = np.empty(num_kept(stack, steps, batch), x.dtype)
         reserve = Reserve(flat, stack, steps, batch)
         y = out[0] if out[0].dtype == x.dtype else np.empty(out[0].shape, x.dtype)
-        alive = alive_rows(steps, lengths)
         cells = stack.split(w)
         for layer, (given, made) in enumerate(pairwise([x, *reserve.outputs, y])):
             for direction in range(stack.num_directions):
@@ -102,15 +102,15 @@ class RecurrentKernels:
         num_states = 2 if options["mode"] == "lstm" else 1
         dlast, (x, w), states = inputs[:num_states], inputs[num_states:][:2], inputs[num_states + 2 : -1]
         stack = Stack(input_size=x.shape[2], **options)
-        x, w, y = wide(x), wide(w), wide(inputs[-1])
+        alive = alive_rows(len(x), lengths)
+        x, w, y = only(wide(x), alive), wide(w), wide(inputs[-1])
         dw, dstart, reserve_bytes = out[0], out[1 : 1 + num_states], out[1 + num_states]
         dx = out[2 + num_states] if len(out) > 2 + num_states else None
         reserve = Reserve(reserve_bytes.view(x.dtype), stack, *x.shape[:2])
         dweights = dw if dw.dtype == x.dtype else np.empty(dw.shape, x.dtype)
-        alive = alive_rows(len(x), lengths)
         cells, dcells = stack.split(w), stack.split(dweights)
         layers = [x, *reserve.outputs, y]
-        dmade = wide(dy)
+        dmade = only(wide(dy), alive)
         for layer in reversed(range(stack.num_layers)):
             given, made = layers[layer], layers[layer + 1]
             dgiven = np.zeros(given.shape, x.dtype) if layer > 0 or dx is not None else None
@@ -137,6 +137,11 @@ def alive_rows(steps: int, lengths: tuple[int, ...] | None) -> Array | None:
     if lengths is None:
         return None
     return (np.arange(steps)[:, None] < np.array(lengths, np.int64))[:, :, None]
+
+
+def only(x: Array, alive: Array | None) -> Array:
+    """``x`` with zeros behind the ends, whatever stands there."""
+    return x if alive is None else np.where(alive, x, 0).astype(x.dtype, copy=False)
 
 
 def rows_of(x: Array) -> Array:
@@ -191,7 +196,7 @@ class Walk:
         """From gradients of all outputs and of the last state to those of the gates and of the first state."""
         for t in reversed(self._order):
             later = list(slopes)
-            dh = later[0] + dy[t] if self._alive is None else later[0] + dy[t] * self._alive[t]
+            dh = later[0] + dy[t]
             c_before = None if self._c_before is None else self._c_before[t]
             slopes = self._cell.backward(
                 self._kept,
