@@ -9,6 +9,8 @@
 #include <cstdint>
 
 #include "cuda/convolution.h"
+#include "cuda/norm.h"
+#include "cuda/pool.h"
 #include "cuda/rnn.h"
 
 namespace py = pybind11;
@@ -51,6 +53,51 @@ void bind_convolution(py::module_& m) {
       .def_property_readonly("algorithm", &Convolution::algorithm)
       .def_property_readonly("math", [](const Convolution& self) { return int(self.math()); })
       .def_property_readonly("workspace_bytes", &Convolution::workspace_bytes);
+}
+
+void bind_norm(py::module_& m) {
+  py::class_<BatchNorm>(m, "BatchNorm")
+      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, Shape x) {
+             return std::make_unique<BatchNorm>(std::move(handle), dtype_of(dtype), x);
+           }),
+           py::arg("handle"), py::arg("dtype"), py::arg("x"))
+      .def("train",
+           [](BatchNorm& self, Address stream, Address x, Address scale, Address bias, Address y, Address mean,
+              Address inverse_std, Address running_mean, Address running_var, double momentum, double eps) {
+             self.train(at(stream), at(x), at(scale), at(bias), at(y), at(mean), at(inverse_std), at(running_mean),
+                        at(running_var), momentum, eps);
+           },
+           Unlocked())
+      .def("infer",
+           [](BatchNorm& self, Address stream, Address x, Address scale, Address bias, Address mean, Address var,
+              Address y, double eps) {
+             self.infer(at(stream), at(x), at(scale), at(bias), at(mean), at(var), at(y), eps);
+           },
+           Unlocked())
+      .def("backward",
+           [](BatchNorm& self, Address stream, Address dy, Address x, Address scale, Address mean, Address inverse_std,
+              Address dx, Address dscale, Address dbias) {
+             self.backward(at(stream), at(dy), at(x), at(scale), at(mean), at(inverse_std), at(dx), at(dscale),
+                           at(dbias));
+           },
+           Unlocked());
+}
+
+void bind_pool(py::module_& m) {
+  py::class_<AveragePool>(m, "AveragePool")
+      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, Shape x, Shape y, Pair kernel_size, Pair stride,
+                       Pair padding, bool count_include_pad) {
+             const Windows windows{dtype_of(dtype), x, y, kernel_size, stride, padding, count_include_pad};
+             return std::make_unique<AveragePool>(std::move(handle), windows);
+           }),
+           py::arg("handle"), py::arg("dtype"), py::arg("x"), py::arg("y"), py::arg("kernel_size"), py::arg("stride"),
+           py::arg("padding"), py::arg("count_include_pad"))
+      .def("forward",
+           [](AveragePool& self, Address stream, Address x, Address y) { self.forward(at(stream), at(x), at(y)); },
+           Unlocked())
+      .def("backward",
+           [](AveragePool& self, Address stream, Address dy, Address dx) { self.backward(at(stream), at(dy), at(dx)); },
+           Unlocked());
 }
 
 std::unique_ptr<Recurrent> make_recurrent(std::shared_ptr<Handle> handle, int dtype, int mode, int input_size,
@@ -120,5 +167,7 @@ PYBIND11_MODULE(_cudnn, m) {
            py::arg("cudnn"), Unlocked());
 
   bind_convolution(m);
+  bind_norm(m);
+  bind_pool(m);
   bind_recurrent(m);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuDNN 9, opened at run time: what all families of calls share. Each family (convolution.h, ...) has a file with the
-// functions it uses and what is planned with them.
+// cuDNN 9, opened at run time: what all families of calls share. Each family (convolution.h, norm.h, pool.h) has a file
+// with the functions it uses and what is planned with them.
 //
 // No file of NVIDIA's is needed to build this. Prototypes and numbers are our own; native/tests/cudnn_header.cc
 // compares them with NVIDIA's header where there is one.
@@ -38,8 +38,10 @@ using LastErrorText = void(char*, std::size_t);
 using SetStream = Status(Opaque handle, Opaque stream);
 using SetTensor = Status(Opaque, Layout, DType, int n, int c, int h, int w);
 
-// The functions of a family, found when the library is opened.
+// The functions of each family.
 struct ConvolutionCalls;
+struct NormCalls;
+struct PoolCalls;
 struct RecurrentCalls;
 
 // The library and the functions used of it.
@@ -66,6 +68,8 @@ class Cudnn {
   SetStream* set_stream;
   SetTensor* set_tensor;
   std::shared_ptr<const ConvolutionCalls> convolution;
+  std::shared_ptr<const NormCalls> norm;
+  std::shared_ptr<const PoolCalls> pool;
   std::shared_ptr<const RecurrentCalls> recurrent;
 
  private:

@@ -30,7 +30,6 @@ SOURCES = {  # file -> the element types it is used with, in numpy's letters
     "random": ("e", "f", "d"),
     "update": ("e", "f", "d"),
     "pool": ("eB", "fB", "dB", "ei", "fi", "di"),
-    "norm": ("e", "f", "d"),
     "select": ("ei", "fi", "fl", "di", "dl"),
 }
 # of the stand-in itself

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from ..base import Array
@@ -11,7 +13,7 @@ from ._wide import wide
 
 def channel_rows(x: Array) -> Array:
     """(N, C, ...) as (N, C, rest), float32 or wider."""
-    return wide(x).reshape(x.shape[0], x.shape[1], -1)
+    return wide(x).reshape(*x.shape[:2], prod(x.shape[2:]))
 
 
 def per_channel(v: Array) -> Array:

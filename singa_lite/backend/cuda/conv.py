@@ -17,7 +17,7 @@ from typing import Any
 
 from ...config import state
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, is_aligned
+from .cudnn import DTYPES, CudnnCaller
 
 Pair = tuple[int, int]
 
@@ -85,14 +85,13 @@ class ConvKernels(CudnnCaller):
     ) -> None:
         """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight."""
         a, b = self._aligned(a), self._aligned(b)
-        target = out if is_aligned(out) else self.empty(out.shape, out.dtype)
+        target = self._target(out)
         key = ("convolution", direction, out.dtype.char, state.allow_tf32, options)
         plan = self._plan(key, lambda: self._make_plan(direction, a, b, target, options))
         workspace = self._workspace(plan.workspace_bytes)
         pointers = (array.data.ptr if array is not None else 0 for array in (a, b, target, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
-        if target is not out:
-            self.find("copy")(target, out=out)
+        self._deliver(target, out)
 
     def _make_plan(self, direction: int, a: Array, b: Array, out: Array, options: tuple[Any, ...]) -> Any:
         """A plan with its algorithm chosen; ``out`` is overwritten."""

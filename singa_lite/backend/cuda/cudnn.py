@@ -75,3 +75,12 @@ class CudnnCaller(Launcher):
         copy = self.empty(x.shape, x.dtype)
         self.find("copy")(x, out=copy)
         return copy
+
+    def _target(self, out: Array) -> Array:
+        """Where the result for ``out`` is computed: ``out``, or an aligned array."""
+        return out if is_aligned(out) else self.empty(out.shape, out.dtype)
+
+    def _deliver(self, target: Array, out: Array) -> None:
+        """Bring what was computed in ``target`` to ``out``."""
+        if target is not out:
+            self.find("copy")(target, out=out)

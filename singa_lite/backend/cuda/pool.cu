@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Max and average pooling for pool.py; U is the type of the indices. n is the number of elements of out, one a
-// thread. Gradients are gathered, not scattered: no atomics, so the same call gives the same bits.
+// Max pooling for pool.py; U is the type of the indices. n is the number of elements of out, one a thread. Gradients
+// are gathered, not scattered: no atomics, so the same call gives the same bits.
 
 #define WINDOW Int h, Int w, Int out_h, Int out_w, Int k_h, Int k_w, Int s_h, Int s_w, Int p_h, Int p_w
 #define GEOMETRY \
@@ -14,11 +14,6 @@ struct Window {
   // the windows i, from first_over to last_over, that contain element `at`
   __device__ int first_over(int at) const { return at + p < k ? 0 : (at + p - k) / s + 1; }
   __device__ int last_over(int at) const { return (at + p) / s < out ? (at + p) / s : out - 1; }
-  // how many elements of window i are image, not padding
-  __device__ int inside(int i) const {
-    const int from = first(i), to = from + k;
-    return (to < size ? to : size) - (from > 0 ? from : 0);
-  }
 };
 
 // Element i of (planes, height, width).
@@ -66,37 +61,6 @@ KERNEL max_pool_2d_backward(const T* dy, const U* indices, T* dx, Int n, WINDOW)
         const int number = (place.row - rows.first(r)) * columns.k + place.column - columns.first(c);
         if (int(indices[from]) == number) total += widen(dy[from]);
       }
-    dx[i] = narrow<T>(total);
-  }
-}
-
-// The number of elements by which a window's sum is divided.
-__device__ inline A divisor(const Window& rows, const Window& columns, int r, int c, Int count_include_pad) {
-  return count_include_pad ? A(rows.k * columns.k) : A(rows.inside(r) * columns.inside(c));
-}
-
-KERNEL avg_pool_2d(const T* x, T* y, Int n, WINDOW, Int count_include_pad) {
-  GEOMETRY
-  EACH(i, n) {
-    const Place place(i, out_h, out_w);
-    const int top = rows.first(place.row), left = columns.first(place.column);
-    const T* image = x + place.plane * h * w;
-    A total = 0;
-    for (int r = top > 0 ? top : 0; r < top + rows.k && r < rows.size; ++r)
-      for (int c = left > 0 ? left : 0; c < left + columns.k && c < columns.size; ++c)
-        total += widen(image[Int(r) * w + c]);
-    y[i] = narrow<T>(A(total / divisor(rows, columns, place.row, place.column, count_include_pad)));
-  }
-}
-
-KERNEL avg_pool_2d_backward(const T* dy, T* dx, Int n, WINDOW, Int count_include_pad) {
-  GEOMETRY
-  EACH(i, n) {
-    const Place place(i, h, w);
-    A total = 0;
-    for (int r = rows.first_over(place.row); r <= rows.last_over(place.row); ++r)
-      for (int c = columns.first_over(place.column); c <= columns.last_over(place.column); ++c)
-        total += widen(dy[(place.plane * out_h + r) * out_w + c]) / divisor(rows, columns, r, c, count_include_pad);
     dx[i] = narrow<T>(total);
   }
 }

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2-D pooling, in pool.cu. cuDNN's pooling keeps no indices, and its gradient needs x, which our kernels don't get."""
+"""2-D pooling: averages by cuDNN (native/cuda/pool.h), maxima in pool.cu.
+
+cuDNN has no answer for maxima: its pooling gives no indices, and its gradient reads x and y, which would have to be
+kept until then, where ours reads indices of a byte each.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..base import Array
-from .launch import Launcher
+from .cudnn import DTYPES, CudnnCaller
 
 Pair = tuple[int, int]
-
-NO_INDICES = "B"  # of average pooling: any type that indices may have
 
 
 def window(x: Array, y: Array, kernel_size: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
@@ -16,7 +20,7 @@ def window(x: Array, y: Array, kernel_size: Pair, stride: Pair, padding: Pair) -
     return (*x.shape[2:], *y.shape[2:], *kernel_size, *stride, *padding)
 
 
-class PoolKernels(Launcher):
+class PoolKernels(CudnnCaller):
     """Max and average pooling and their gradients."""
 
     def max_pool_2d(
@@ -35,8 +39,11 @@ class PoolKernels(Launcher):
     def avg_pool_2d(
         self, x: Array, *, out: Array, kernel_size: Pair, stride: Pair, padding: Pair, count_include_pad: bool
     ) -> None:
-        geometry = (*window(x, out, kernel_size, stride, padding), int(count_include_pad))
-        self.each("pool.avg_pool_2d", x.dtype.char + NO_INDICES, out.size, x, out, out.size, *geometry)
+        if out.size:
+            plan = self._average(x, out, kernel_size, stride, padding, count_include_pad)
+            x, target = self._aligned(x), self._target(out)
+            plan.forward(self.stream.ptr, x.data.ptr, target.data.ptr)
+            self._deliver(target, out)
 
     def avg_pool_2d_backward(
         self,
@@ -48,7 +55,15 @@ class PoolKernels(Launcher):
         padding: Pair,
         count_include_pad: bool,
     ) -> None:
-        geometry = (*window(out, dy, kernel_size, stride, padding), int(count_include_pad))
-        self.each(
-            "pool.avg_pool_2d_backward", dy.dtype.char + NO_INDICES, out.size, dy, out, out.size, *geometry
+        if out.size:
+            plan = self._average(out, dy, kernel_size, stride, padding, count_include_pad)
+            dy, target = self._aligned(dy), self._target(out)
+            plan.backward(self.stream.ptr, dy.data.ptr, target.data.ptr)
+            self._deliver(target, out)
+
+    def _average(self, x: Array, y: Array, *options: Pair | bool) -> Any:
+        """The plan for these shapes; options: kernel_size, stride, padding, count_include_pad."""
+        key = ("average", x.dtype.char, x.shape, y.shape, options)
+        return self._plan(
+            key, lambda: self._new_plan("AveragePool", DTYPES[x.dtype.char], x.shape, y.shape, *options)
         )

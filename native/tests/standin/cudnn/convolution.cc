@@ -40,7 +40,8 @@ void products(const Object& x, const Object& w, const Object& y, const Object& c
             const int row = i * c.stride[0] - c.padding[0] + p * c.dilation[0];
             const int column = j * c.stride[1] - c.padding[1] + q * c.dilation[1];
             if (row < 0 || row >= x.shape[2] || column < 0 || column >= x.shape[3]) continue;
-            const int of_x = ((n * x.shape[1] + o / each * channels + channel) * x.shape[2] + row) * x.shape[3] + column;
+            const int plane = n * x.shape[1] + o / each * channels + channel;
+            const int of_x = (plane * x.shape[2] + row) * x.shape[3] + column;
             visit(of_x, o * channels * kh * kw + k, ((n * w.shape[0] + o) * y.shape[2] + i) * y.shape[3] + j);
           }
 }
@@ -70,8 +71,8 @@ int list(const Object& y, const Object& c, int asked, int* found, Performance* r
   return kSuccess;
 }
 
-int find(const Object* handle, const Object& x, const Object& w, const Object& y, const Object& c, int asked, int* found,
-         Performance* results, void* workspace, std::size_t bytes, void* out, std::size_t out_bytes) {
+int find(const Object* handle, const Object& x, const Object& w, const Object& y, const Object& c, int asked,
+         int* found, Performance* results, void* workspace, std::size_t bytes, void* out, std::size_t out_bytes) {
   if (handle->stream == nullptr) return fail(kBadParam, "no stream is set");
   if (const int status = check(x, w, y, c)) return status;
   std::memset(out, 0xff, out_bytes);
@@ -194,9 +195,9 @@ int cudnnConvolutionForward(Object*, const void* alpha, Object* x, const void* x
   blend(*y, ys, alpha, beta, y_data);
   return kSuccess;
 }
-int cudnnConvolutionBackwardData(Object*, const void* alpha, Object* w, const void* w_data, Object* y, const void* y_data,
-                                 Object* c, int algorithm, void* workspace, std::size_t bytes, const void* beta,
-                                 Object* x, void* x_data) {
+int cudnnConvolutionBackwardData(Object*, const void* alpha, Object* w, const void* w_data, Object* y,
+                                 const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
+                                 const void* beta, Object* x, void* x_data) {
   if (const int status = counted("cudnnConvolutionBackwardData")) return status;
   if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
   const auto ws = read(*w, w_data), ys = read(*y, y_data);

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <vector>
@@ -19,12 +20,13 @@
 namespace standin {
 
 enum Status { kSuccess, kBadParam = 2000, kMisaligned = 2003, kTooSmall = 2006, kNotSupported = 3000 };
-enum Kind { kHandle, kTensor, kFilter, kConvolution };
+enum Kind { kHandle, kTensor, kFilter, kConvolution, kPooling };
 
 struct Object {
   int kind;
   int dtype = -1, shape[4] = {};
   int padding[2] = {}, stride[2] = {}, dilation[2] = {}, compute = -1, groups = 1, math = 0;
+  int window[2] = {}, mode = -1;  // of a pooling
   const void* stream = nullptr;
 };
 
