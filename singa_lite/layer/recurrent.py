@@ -255,7 +255,8 @@ class CudnnRNN(Layer):
         dropout: share of each layer's output but the last's that is zeroed while training, 0 <= . < 1.
         bidirectional: whether every layer runs in both directions; outputs are joined, forward first.
         rnn_mode: "lstm", "gru", "relu", "tanh", or "vanilla", which is tanh.
-        use_mask: whether calls give ``seq_lengths``. They are read on the host, so such steps run eagerly.
+        use_mask: whether calls give ``seq_lengths``. Those of a Tensor are read on the host, so such steps run eagerly;
+            with a tuple of ints as an argument of the step each tuple has a record of its own.
         return_sequences: True: the outputs of all steps; False: the last layer's state after the last step. SINGA's
             second is the output of step T, of which the backward direction has seen one step only.
 

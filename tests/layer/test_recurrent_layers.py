@@ -199,6 +199,42 @@ def test_weights_start_as_singas() -> None:
     assert W.var() == pytest.approx(0.2**2 / 3, rel=0.1) and to_numpy(stack.W)[-100:].any()
 
 
+class Masked(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = layer.CudnnRNN(3, use_mask=True, return_sequences=False)
+
+    def forward(self, x: Tensor, lengths: Any) -> Tensor:
+        return self.recurrent(x, seq_lengths=lengths)
+
+    def train_one_batch(self, x: Tensor, lengths: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.forward(x, lengths)
+        loss = autograd.mse_loss(y, t)
+        self.optimizer(loss)
+        return y, loss
+
+
+@ON_EACH_DEVICE
+def test_steps_see_new_lengths_with_and_without_a_record() -> None:
+    x, t = Tensor(data=normal(3, 5, 2)), Tensor(data=normal(3, 3))
+    losses: list[list[float]] = [[], [], []]
+    for number, use_graph in enumerate((False, True, True)):
+        made = Masked()
+        made.set_optimizer(opt.SGD(lr=0.1))
+        x.device.SetRandSeed(1)
+        made.compile([x, Tensor(data=np.array([1, 2, 3], "int32"))], use_graph=use_graph)
+        for lengths in [(1, 2, 3), (5, 5, 5), (2, 2, 1), (5, 5, 5)] * 2:
+            given = lengths if number < 2 else Tensor(data=np.array(lengths, "int32"))
+            losses[number].append(made(x, given, t)[1].item())
+        refusals = [info.refusal for info in made.graph_info()]
+        if number < 2:
+            assert refusals == [None] * 3 * number
+        else:
+            assert len(refusals) == 1 and "reads values on the host" in refusals[0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
+
+
 class Net(model.Model):
     def __init__(self, kind: str) -> None:
         super().__init__()
