@@ -23,9 +23,10 @@ REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 8e-3, "float32": 1e-5, "float64": 1e-12}  # of the largest element
 FMA, DEFAULT_MATH, TENSOR_OP = 3, 0, 1  # cuDNN's numbers
 
-pytestmark = pytest.mark.skipif(
-    _native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"
-)
+pytestmark = [
+    pytest.mark.skipif(_native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"),
+    *([] if no_gpu() else [pytest.mark.gpu]),
+]
 
 
 @pytest.fixture
