@@ -103,6 +103,24 @@ def test_train_mnist_without_data_says_what_to_do(tmp_path):
     assert "Starting Epoch" not in done.stdout
 
 
+def test_train_adding_learns_to_add_on_two_processes(tmp_path):
+    script = [
+        ROOT / "examples" / "train_adding.py",
+        "--mode",
+        "gru",
+        "--length",
+        8,
+        "--steps",
+        200,
+        "--hidden",
+        16,
+    ]
+    output = run(tmp_path, *LAUNCH_2, *script)
+    assert "world size 2, device Device(cpu), gru, dist_option fp32" in output
+    [error] = re.findall(r"Mean square error of 1000 new sequences = ([\d.]+)", output)
+    assert float(error) < 0.02  # to answer 1 always has 1/6
+
+
 def test_benchmark_of_dist_options_reports_every_option(digits, tmp_path):
     output = run(
         digits, sys.executable, ROOT / "benchmarks" / "dist_options.py", "--epochs", 1, "--out", tmp_path,

@@ -11,6 +11,7 @@
 #include "cuda/convolution.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
+#include "cuda/rnn.h"
 
 namespace py = pybind11;
 using namespace singa_lite::cudnn;
@@ -102,6 +103,48 @@ void bind_pool(py::module_& m) {
            Unlocked());
 }
 
+std::unique_ptr<Recurrent> make_recurrent(std::shared_ptr<Handle> handle, int dtype, int mode, int input_size,
+                                          int hidden_size, int num_layers, bool bidirectional, bool bias, int steps,
+                                          int batch, std::vector<int> lengths, bool allow_tf32) {
+  if (mode < 0 || mode > 3) throw py::value_error("mode is 0, 1, 2 or 3");
+  if (!lengths.empty() && int(lengths.size()) != batch) throw py::value_error("one length for each sequence");
+  const Stack stack{dtype_of(dtype), RnnMode(mode), input_size, hidden_size, num_layers, bidirectional, bias, steps,
+                    batch, std::move(lengths)};
+  return std::make_unique<Recurrent>(std::move(handle), stack, allow_tf32);
+}
+
+void bind_recurrent(py::module_& m) {
+  py::class_<Recurrent>(m, "Recurrent")
+      .def(py::init(&make_recurrent), py::arg("handle"), py::arg("dtype"), py::arg("mode"), py::arg("input_size"),
+           py::arg("hidden_size"), py::arg("num_layers"), py::arg("bidirectional"), py::arg("bias"), py::arg("steps"),
+           py::arg("batch"), py::arg("lengths"), py::arg("allow_tf32"))
+      .def("forward",
+           [](Recurrent& self, Address stream, Address x, Address weights, Address h0, Address c0, Address y,
+              Address hy, Address cy, Address workspace, Address reserve) {
+             self.forward(at(stream), at(x), at(weights), at(h0), at(c0), at(y), at(hy), at(cy), at(workspace),
+                          at(reserve));
+           },
+           Unlocked())
+      .def("backward",
+           [](Recurrent& self, Address stream, Address dy, Address dhy, Address dcy, Address x, Address weights,
+              Address h0, Address c0, Address y, Address dx, Address dweights, Address dh0, Address dc0,
+              Address workspace, Address reserve) {
+             self.backward(at(stream), at(dy), at(dhy), at(dcy), at(x), at(weights), at(h0), at(c0), at(y), at(dx),
+                           at(dweights), at(dh0), at(dc0), at(workspace), at(reserve));
+           },
+           Unlocked())
+      .def_property_readonly("pieces",
+                             [](const Recurrent& self) {
+                               std::vector<std::array<std::size_t, 3>> pieces;
+                               for (const auto& [ours, theirs, count] : self.pieces())
+                                 pieces.push_back({ours, theirs, count});
+                               return pieces;
+                             })
+      .def_property_readonly("weight_bytes", &Recurrent::weight_bytes)
+      .def_property_readonly("reserve_bytes", &Recurrent::reserve_bytes)
+      .def_property_readonly("workspace_bytes", &Recurrent::workspace_bytes);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cudnn, m) {
@@ -129,4 +172,5 @@ PYBIND11_MODULE(_cudnn, m) {
   bind_convolution(m);
   bind_norm(m);
   bind_pool(m);
+  bind_recurrent(m);
 }

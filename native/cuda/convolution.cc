@@ -63,10 +63,7 @@ Convolution::Convolution(std::shared_ptr<Handle> handle, Direction direction, co
                                Mode::kCrossCorrelation, compute),
         "cudnnSetConvolution2dDescriptor");
   check(calls_.set_groups(convolution_, groups), "cudnnSetConvolutionGroupCount");
-  // cuDNN's default arithmetic rounds float32 inputs to TF32 where the device has it
-  wanted_math_ = dtype == DType::kFloat16                 ? Math::kTensorOp
-                 : dtype == DType::kFloat32 && !allow_tf32 ? Math::kFma
-                                                          : Math::kDefault;
+  wanted_math_ = math_of(dtype, allow_tf32);
   set_math(wanted_math_);
   a_ = direction == Direction::kBackwardData ? w_ : x_;
   b_ = direction == Direction::kForward ? w_ : y_;

@@ -11,7 +11,6 @@ namespace singa_lite::cudnn {
 
 // cuDNN's numbers.
 enum class Mode : int { kCrossCorrelation = 1 };
-enum class Math : int { kDefault = 0, kTensorOp = 1, kFma = 3 };
 enum class Determinism : int { kDeterministic = 1 };
 
 // What cuDNN says of one algorithm.

@@ -4,6 +4,7 @@
 #include "cuda/convolution.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
+#include "cuda/rnn.h"
 
 namespace singa_lite::cudnn {
 
@@ -37,6 +38,7 @@ Cudnn::Cudnn(const std::vector<std::string>& names) : library_(open(names)) {
   convolution = std::make_shared<ConvolutionCalls>(*this);
   norm = std::make_shared<NormCalls>(*this);
   pool = std::make_shared<PoolCalls>(*this);
+  recurrent = std::make_shared<RecurrentCalls>(*this);
 }
 
 void Cudnn::throw_missing(const std::string& symbol) const {
@@ -75,6 +77,11 @@ const void* scalar(DType dtype, bool one) {
 const char* name_of(DType dtype) {
   static constexpr const char* kNames[] = {"float32", "float64", "float16"};
   return kNames[int(dtype)];
+}
+
+Math math_of(DType dtype, bool allow_tf32) {
+  if (dtype == DType::kFloat16) return Math::kTensorOp;
+  return dtype == DType::kFloat32 && !allow_tf32 ? Math::kFma : Math::kDefault;
 }
 
 }  // namespace singa_lite::cudnn

@@ -27,6 +27,7 @@ struct CudnnError : std::runtime_error {
 enum Status : int { kSuccess = 0 };
 enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2 };
 enum class Layout : int { kRowMajor = 0, kChannelsLast = 1 };  // NCHW, NHWC
+enum class Math : int { kDefault = 0, kTensorOp = 1, kFma = 3 };
 
 using Opaque = void*;  // cuDNN's handles and descriptors
 using Create = Status(Opaque*);
@@ -41,6 +42,7 @@ using SetTensor = Status(Opaque, Layout, DType, int n, int c, int h, int w);
 struct ConvolutionCalls;
 struct NormCalls;
 struct PoolCalls;
+struct RecurrentCalls;
 
 // The library and the functions used of it.
 class Cudnn {
@@ -68,6 +70,7 @@ class Cudnn {
   std::shared_ptr<const ConvolutionCalls> convolution;
   std::shared_ptr<const NormCalls> norm;
   std::shared_ptr<const PoolCalls> pool;
+  std::shared_ptr<const RecurrentCalls> recurrent;
 
  private:
   [[noreturn]] void throw_missing(const std::string& symbol) const;
@@ -122,6 +125,8 @@ using Pair = std::array<int, 2>;   // (height, width)
 // 1 or 0 in the type that cuDNN reads beside data of `dtype`.
 const void* scalar(DType dtype, bool one);
 const char* name_of(DType dtype);
+// The arithmetic of products: cuDNN's default rounds float32 inputs to TF32 where the device has it.
+Math math_of(DType dtype, bool allow_tf32);
 
 // "name (1, 2)"
 template <std::size_t n>

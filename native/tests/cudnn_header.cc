@@ -10,6 +10,7 @@
 #include "cuda/cudnn.h"
 #include "cuda/norm.h"
 #include "cuda/pool.h"
+#include "cuda/rnn.h"
 
 namespace ours = singa_lite::cudnn;
 
@@ -76,6 +77,23 @@ SAME(ours::SetPooling, cudnnSetPooling2dDescriptor);
 SAME(ours::PoolForward, cudnnPoolingForward);
 SAME(ours::PoolBackward, cudnnPoolingBackward);
 
+SAME(ours::Create, cudnnCreateRNNDescriptor);
+SAME(ours::Create, cudnnCreateRNNDataDescriptor);
+SAME(ours::Create, cudnnCreateDropoutDescriptor);
+SAME(ours::Destroy, cudnnDestroyRNNDescriptor);
+SAME(ours::Destroy, cudnnDestroyRNNDataDescriptor);
+SAME(ours::Destroy, cudnnDestroyDropoutDescriptor);
+SAME(ours::SetTensorNd, cudnnSetTensorNdDescriptor);
+SAME(ours::SetDropout, cudnnSetDropoutDescriptor);
+SAME(ours::SetRnn, cudnnSetRNNDescriptor_v8);
+SAME(ours::SetRnnData, cudnnSetRNNDataDescriptor);
+SAME(ours::WeightSize, cudnnGetRNNWeightSpaceSize);
+SAME(ours::WeightPlace, cudnnGetRNNWeightParams);
+SAME(ours::TemporarySizes, cudnnGetRNNTempSpaceSizes);
+SAME(ours::RnnForward, cudnnRNNForward);
+SAME(ours::RnnBackwardData, cudnnRNNBackwardData_v8);
+SAME(ours::RnnBackwardWeights, cudnnRNNBackwardWeights_v8);
+
 #define EQUAL(mine, theirs) static_assert(int(mine) == int(theirs), #theirs)
 EQUAL(ours::kSuccess, CUDNN_STATUS_SUCCESS);
 EQUAL(ours::DType::kFloat32, CUDNN_DATA_FLOAT);
@@ -93,6 +111,23 @@ EQUAL(ours::PoolMode::kAverageWithPadding, CUDNN_POOLING_AVERAGE_COUNT_INCLUDE_P
 EQUAL(ours::PoolMode::kAverageWithoutPadding, CUDNN_POOLING_AVERAGE_COUNT_EXCLUDE_PADDING);
 EQUAL(ours::NanPropagation::kPropagate, CUDNN_PROPAGATE_NAN);
 static_assert(CUDNN_BN_MIN_EPSILON <= 1e-5, "backward gives that eps; forward any above 0");
+EQUAL(ours::RnnMode::kRelu, CUDNN_RNN_RELU);
+EQUAL(ours::RnnMode::kTanh, CUDNN_RNN_TANH);
+EQUAL(ours::RnnMode::kLstm, CUDNN_LSTM);
+EQUAL(ours::RnnMode::kGru, CUDNN_GRU);
+EQUAL(ours::RnnAlgorithm::kStandard, CUDNN_RNN_ALGO_STANDARD);
+EQUAL(ours::BiasMode::kNone, CUDNN_RNN_NO_BIAS);
+EQUAL(ours::BiasMode::kDouble, CUDNN_RNN_DOUBLE_BIAS);
+EQUAL(ours::Directions::kOne, CUDNN_UNIDIRECTIONAL);
+EQUAL(ours::Directions::kBoth, CUDNN_BIDIRECTIONAL);
+EQUAL(ours::InputMode::kLinear, CUDNN_LINEAR_INPUT);
+EQUAL(ours::SequenceLayout::kUnpacked, CUDNN_RNN_DATA_LAYOUT_SEQ_MAJOR_UNPACKED);
+EQUAL(ours::SequenceLayout::kPacked, CUDNN_RNN_DATA_LAYOUT_SEQ_MAJOR_PACKED);
+EQUAL(ours::PaddedIo::kOff, CUDNN_RNN_PADDED_IO_DISABLED);
+EQUAL(ours::PaddedIo::kOn, CUDNN_RNN_PADDED_IO_ENABLED);
+EQUAL(ours::ForwardMode::kInference, CUDNN_FWD_MODE_INFERENCE);
+EQUAL(ours::ForwardMode::kTraining, CUDNN_FWD_MODE_TRAINING);
+EQUAL(ours::WeightGradient::kAdd, CUDNN_WGRAD_MODE_ADD);
 static_assert(CUDNN_VERSION / 10000 == ours::Cudnn::kOldest / 10000, "the major version");
 
 #define SAME_RESULTS(theirs)                                                                            \

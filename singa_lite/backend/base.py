@@ -91,6 +91,13 @@ KERNELS = {
     "batchnorm_2d_backward": "(dy, x, scale, mean, inverse_std) -> (dx, dscale, dbias)",
     "softmax": "(x) -> y; axis",
     "softmax_backward": "(dy, y) -> dx; axis",
+    # recurrent layers: T steps, N batch, I features, H hidden, D directions, L layers; w packed and the attributes
+    # mode, hidden_size, num_layers, bidirectional, bias as in recurrent.py; c only for lstm; lengths: None, or N
+    # ints: where each sequence ends; behind it y is 0, and hy and cy are the states where it ends
+    "recurrent": "(x (T, N, I), w, h0 (L D, N, H)[, c0]) -> (y (T, N, D H), hy[, cy][, reserve]), the last of "
+    "recurrent_reserve_bytes, for the gradient",
+    "recurrent_backward": "(dy, dhy[, dcy], x, w, h0[, c0], y) -> (dw, dh0[, dc0], reserve[, dx]), the reserve in "
+    "place and of no use afterwards",
     # losses: mean over the batch, shape (1,); labels: ids (N,) of an integer dtype, or rows (N, C) of any
     # dtype, divided by their sum (a row of zeros adds nothing)
     "softmax_cross_entropy": "(x (N, C), labels) -> (loss, probabilities (N, C))",
@@ -199,6 +206,10 @@ class Backend(ABC):
     def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
         """What a replay runs in this order, for calls on arrays that stay where they are; the default: one by one."""
         return list(calls)
+
+    def recurrent_reserve_bytes(self, x_shape: tuple[int, ...], dtype: Any, **attributes: Any) -> int:
+        """Size of the uint8 array that a call of the kernel ``recurrent`` fills; dtype: x's; its attributes."""
+        raise OptionError(f"{self.name} backend: no kernel 'recurrent'")
 
     @abstractmethod
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:

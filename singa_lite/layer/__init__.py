@@ -9,9 +9,12 @@ from .linear import Linear
 from .loss import CrossEntropy, MeanSquareError, SoftMaxCrossEntropy
 from .norm import BatchNorm2d
 from .pool import AvgPool1d, AvgPool2d, MaxPool1d, MaxPool2d, Pooling2d
+from .recurrent import LSTM, RNN, CudnnRNN, RNN_Base
 from .shape import Add, Cat, Flatten, Reshape
 
 __all__ = [
+    "LSTM",
+    "RNN",
     "Add",
     "AvgPool1d",
     "AvgPool2d",
@@ -19,6 +22,7 @@ __all__ = [
     "Cat",
     "Conv2d",
     "CrossEntropy",
+    "CudnnRNN",
     "Dropout",
     "Flatten",
     "Layer",
@@ -27,6 +31,7 @@ __all__ = [
     "MaxPool2d",
     "MeanSquareError",
     "Pooling2d",
+    "RNN_Base",
     "ReLU",
     "Reshape",
     "Sigmoid",

@@ -15,6 +15,7 @@ import numpy as np
 from singa_lite import autograd
 from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, to_numpy
+from tests.recurrent_reference import recurrent_by_hand
 
 SEED = 11
 RNG = np.random.default_rng(8)
@@ -31,6 +32,7 @@ class Sample:
         attributes: keyword arguments.
         fixed: float64 arrays that follow the inputs and take no gradient.
         takes_list: whether the op wants its inputs as one list.
+        output: which output of several counts.
     """
 
     op: str
@@ -39,6 +41,7 @@ class Sample:
     attributes: dict[str, Any] = field(default_factory=dict)
     fixed: tuple[np.ndarray, ...] = ()
     takes_list: bool = False
+    output: int | None = None
 
     def call(self, *tensors: Tensor) -> Tensor:
         """Run the op on tensors that stand for ``inputs``, from a fixed random state."""
@@ -49,7 +52,7 @@ class Sample:
             result: Tensor = function(list(tensors), **self.attributes)
         else:
             result = function(*tensors, *extra, **self.attributes)
-        return result
+        return result if self.output is None else result[self.output]
 
 
 def apart(*shape: int) -> np.ndarray:
@@ -126,6 +129,28 @@ def kept_by_dropout(x: np.ndarray) -> np.ndarray:
     """What a dropout of 0.3 does to ``x``, read off the same mask applied to ones."""
     ones = Sample("dropout", (), lambda: np.ones(0), {"ratio": 0.3}).call(Tensor(data=np.ones(x.shape, "f")))
     return x * (to_numpy(ones) > 0) / 0.7
+
+
+def recurrent_samples(mode: str, *, size: int = 2, hidden: int = 3, **options: Any) -> list[Sample]:
+    """One sample an output; three steps of two sequences."""
+    gates = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}[mode]
+    layers, directions = options.get("num_layers", 1), 2 if options.get("bidirectional") else 1
+    columns = [size, *[directions * hidden] * (layers - 1)]
+    biases = 2 if options.get("bias", True) else 0
+    count = sum(directions * gates * hidden * (n + hidden + biases) for n in columns)
+    states = [normal(layers * directions, 2, hidden) for _ in range(2 if mode == "lstm" else 1)]
+    inputs = (normal(3, 2, size), 0.7 * normal(count), *states)
+    options = {"mode": mode, "hidden_size": hidden, **options}
+    return [
+        Sample(
+            "recurrent",
+            inputs,
+            lambda *arrays, number=number: recurrent_by_hand(*arrays, **options)[number],
+            options,
+            output=number,
+        )
+        for number in range(1 + len(states))
+    ]
 
 
 IDS = np.array([2, 0, 1, 2], np.int32)
@@ -244,4 +269,12 @@ SAMPLES = [
     Sample("cross_entropy", (positive(4, 3), IDS), loss_of),
     Sample("cross_entropy", (positive(4, 3), COUNTS), loss_of),
     Sample("mse_loss", (normal(4, 3), normal(4, 3)), lambda x, t: np.array([((x - t) ** 2).mean()])),
+    *recurrent_samples("tanh"),
+    *recurrent_samples("relu", hidden=2, bias=False),
+    *recurrent_samples("lstm"),
+    *recurrent_samples("lstm", size=1, hidden=2, num_layers=2, bidirectional=True, bias=False),
+    *recurrent_samples("gru"),
+    *recurrent_samples("gru", size=3, hidden=1, num_layers=3),
+    *recurrent_samples("gru", hidden=2, bidirectional=True, lengths=(2, 3)),
+    *recurrent_samples("lstm", hidden=2, num_layers=2, lengths=(3, 1)),
 ]

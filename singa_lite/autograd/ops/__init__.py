@@ -9,6 +9,7 @@ from .linear import add_bias, matmul
 from .loss import cross_entropy, mse_loss, softmax_cross_entropy
 from .norm import batchnorm_2d
 from .pool import avg_pool_2d, max_pool_2d
+from .recurrent import recurrent
 from .reduction import reduce_mean, reduce_sum
 from .shape import cat, flatten, pad, reshape, transpose
 
@@ -35,6 +36,7 @@ __all__ = [
     "negative",
     "pad",
     "pow",
+    "recurrent",
     "reduce_mean",
     "reduce_sum",
     "relu",

@@ -22,6 +22,7 @@ from .native import NativeKernels
 from .norm import NormKernels
 from .pool import PoolKernels
 from .random import RandomKernels
+from .recurrent import RecurrentKernels
 from .select import SelectKernels
 from .update import UpdateKernels
 
@@ -32,6 +33,7 @@ class NumpyBackend(
     ConvKernels,
     PoolKernels,
     NormKernels,
+    RecurrentKernels,
     LossKernels,
     RandomKernels,
     UpdateKernels,

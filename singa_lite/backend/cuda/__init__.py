@@ -27,6 +27,7 @@ from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
 from .random import RandomKernels
+from .recurrent import RecurrentKernels
 from .select import SelectKernels
 from .update import UpdateKernels
 
@@ -37,6 +38,7 @@ class CudaBackend(
     ConvKernels,
     PoolKernels,
     NormKernels,
+    RecurrentKernels,
     LossKernels,
     RandomKernels,
     UpdateKernels,
