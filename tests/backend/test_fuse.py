@@ -129,7 +129,8 @@ def lower(monkeypatch):
 
 
 channel_bias = View(Memory(64), 0, ROW, np.dtype("f4"), (4,))
-biased = call("conv2d", (x, w, channel_bias), y, groups=1)
+GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+biased = call("conv2d", (x, w, channel_bias), y, **GEOMETRY)
 addition = call("add", (x, elsewhere), y)
 
 
@@ -154,7 +155,7 @@ CUDA_APART = {
     "its input changes": [addition, call("copy", (array(),), x), relu],
     "the bias changes": [biased, host(True), relu],
     "a second reader of the convolution": [biased, relu, call("copy", (y,), array())],
-    "no bias": [conv, relu],
+    "no bias": [replace(conv, attributes=GEOMETRY), relu],
     "another shape": [addition, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
     "another shape of the convolution": [biased, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
     "integers": [replace(addition, out=replace(y, dtype=np.dtype("i4"))), relu],
