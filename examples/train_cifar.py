@@ -47,6 +47,10 @@ def parse_arguments():
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
     )
+    parser.add_argument(
+        "--precision", choices=("float32", "float16"), default="float32",
+        help="of parameters and gradients; float16 is meant for GPUs and slow elsewhere",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--cifar-dir", help="folder of the binary files, unpacked or as cifar-10-binary.tar.gz"
@@ -90,7 +94,8 @@ def main():
     dev.SetRandSeed(arguments.seed)
     model = make_model()
     model.set_optimizer(sgd)
-    model.compile([tensor.zeros((arguments.batch_size, 3, 32, 32), dev)], use_graph=arguments.graph)
+    inputs = tensor.Tensor((arguments.batch_size, 3, 32, 32), dev, arguments.precision)
+    model.compile([inputs], use_graph=arguments.graph)
     is_first = sgd.global_rank == 0
     if is_first:
         print(
@@ -109,7 +114,7 @@ def main():
         loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments)
         seconds = time.perf_counter() - start
         sgd.synchronize(model)  # the running statistics of batch norm are each rank's own
-        tested = evaluate(model, dev, cifar, sgd)
+        tested = evaluate(model, dev, cifar, sgd, arguments)
         loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
         history.append((loss, correct / len(cifar.train_labels), tested / len(cifar.test_labels)))
         if is_first:
@@ -146,9 +151,8 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments):
     model.train()
     loss_sum, correct, sent = 0.0, 0, 0
     for step, (x, y) in enumerate(data.prefetch(make_batches(cifar, sampler, arguments.seed))):
-        out, loss = model(
-            tensor.from_numpy(x, dev), tensor.from_numpy(y, dev), arguments.dist_option, arguments.spars
-        )
+        x, labels = tensor.from_numpy(x.astype(arguments.precision), dev), tensor.from_numpy(y, dev)
+        out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
         sent += sgd.bytes_sent
@@ -157,7 +161,7 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments):
     return loss_sum, correct, sent
 
 
-def evaluate(model, dev, cifar, sgd):
+def evaluate(model, dev, cifar, sgd, arguments):
     """The number of this rank's share of the test images that are classified correctly."""
     model.eval()
     share = data.partition(len(cifar.test_labels), sgd.global_rank, sgd.world_size)
@@ -165,7 +169,8 @@ def evaluate(model, dev, cifar, sgd):
     for start in range(share.start, share.stop, EVAL_BATCH):
         batch = slice(start, min(start + EVAL_BATCH, share.stop))
         x, y = data.make_batch(cifar.test_images, cifar.test_labels, batch, mean=MEAN, std=STD)
-        correct += np.count_nonzero(tensor.to_numpy(model(tensor.from_numpy(x, dev))).argmax(axis=1) == y)
+        out = model(tensor.from_numpy(x.astype(arguments.precision), dev))
+        correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
     return correct
 
 

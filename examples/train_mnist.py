@@ -39,6 +39,10 @@ def parse_arguments():
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=False, help="record the steps"
     )
+    parser.add_argument(
+        "--precision", choices=("float32", "float16"), default="float32",
+        help="of parameters and gradients; float16 is meant for GPUs and slow elsewhere",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="folder for plot and checkpoint")
@@ -58,7 +62,8 @@ def main():
     dev.SetRandSeed(arguments.seed)
     model = CNN()
     model.set_optimizer(sgd)
-    model.compile([tensor.zeros((arguments.batch_size, 1, 28, 28), dev)], use_graph=arguments.graph)
+    inputs = tensor.Tensor((arguments.batch_size, 1, 28, 28), dev, arguments.precision)
+    model.compile([inputs], use_graph=arguments.graph)
     sampler = data.ShardedSampler(
         len(mnist.train_labels), arguments.batch_size, sgd.global_rank, sgd.world_size, seed=arguments.seed
     )
@@ -80,7 +85,7 @@ def main():
         seconds = time.perf_counter() - start
         if arguments.dist_option == "partialUpdate":
             sgd.synchronize(model)  # between its turns a parameter differs from rank to rank
-        tested = evaluate(model, dev, mnist, sgd)
+        tested = evaluate(model, dev, mnist, sgd, arguments)
         loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
         history.append((loss, correct / len(mnist.train_labels), tested / len(mnist.test_labels)))
         if is_first:
@@ -108,9 +113,8 @@ def train_epoch(model, sgd, dev, mnist, sampler, arguments):
     loss_sum, correct, sent = 0.0, 0, 0
     for step, indices in enumerate(sampler):
         x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
-        out, loss = model(
-            tensor.from_numpy(x, dev), tensor.from_numpy(y, dev), arguments.dist_option, arguments.spars
-        )
+        x, labels = tensor.from_numpy(x.astype(arguments.precision), dev), tensor.from_numpy(y, dev)
+        out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
         sent += sgd.bytes_sent
@@ -119,7 +123,7 @@ def train_epoch(model, sgd, dev, mnist, sampler, arguments):
     return loss_sum, correct, sent
 
 
-def evaluate(model, dev, mnist, sgd):
+def evaluate(model, dev, mnist, sgd, arguments):
     """The number of this rank's share of the test images that are classified correctly."""
     model.eval()
     share = data.partition(len(mnist.test_labels), sgd.global_rank, sgd.world_size)
@@ -127,7 +131,8 @@ def evaluate(model, dev, mnist, sgd):
     for start in range(share.start, share.stop, EVAL_BATCH):
         batch = slice(start, min(start + EVAL_BATCH, share.stop))
         x, y = data.make_batch(mnist.test_images, mnist.test_labels, batch, mean=MEAN, std=STD)
-        correct += np.count_nonzero(tensor.to_numpy(model(tensor.from_numpy(x, dev))).argmax(axis=1) == y)
+        out = model(tensor.from_numpy(x.astype(arguments.precision), dev))
+        correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
     return correct
 
 

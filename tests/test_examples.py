@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example and the benchmark of dist_options, run as their docstrings say, on a few real digits."""
 
+import io
 import json
 import os
 import re
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,16 @@ def test_train_mnist_tells_what_it_does_and_leaves_plot_and_checkpoint(digits, t
     graphs = re.findall(r"graph of (.*): (\d+) kernels, \d+ calls of Python\n", replayed)
     assert graphs and all("'fp16'" in inputs and int(kernels) > 5 for inputs, kernels in graphs)
     np.testing.assert_allclose(losses_of(replayed), losses[:1], rtol=1e-3)
+
+
+def test_train_mnist_in_float16_follows_float32(digits, tmp_path):
+    script = [sys.executable, "examples/train_mnist.py", "--batch-size", 32, "--out", tmp_path, "--epochs", 1]
+    losses = [losses_of(run(digits, *script, "--precision", name)) for name in ("float32", "float16")]
+    with zipfile.ZipFile(tmp_path / "mnist_cnn.zip") as checkpoint:
+        states = np.load(io.BytesIO(checkpoint.read("tensor_dict.npz")))
+        assert {states[name].dtype.name for name in states if name.startswith("conv")} == {"float16"}
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
 
 
 def test_train_mnist_without_data_says_what_to_do(tmp_path):
