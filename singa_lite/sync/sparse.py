@@ -9,7 +9,7 @@ and so in their groups, it goes from the group that had the parameter last to th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,14 @@ class SparseSync(BucketedSync):
                 kept = dict(home.views(self._residuals[home]))[param]
                 bucket.backend.run("copy", kept, out=part)
                 self._moving[param] = bucket
+
+    def remember(self) -> Callable[[], None]:
+        homes, moved = dict(self._homes), dict(self._moved)
+
+        def bring_back() -> None:
+            self._homes, self._moved = homes, moved
+
+        return bring_back
 
     def after_update(self, params: list[Tensor]) -> None:
         self._moved.update(self._moving)  # not before: a step that fails or is begun anew finds all as it was

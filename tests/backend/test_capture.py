@@ -309,6 +309,33 @@ def test_a_changed_option_of_the_optimizer_is_captured_anew(device: Any) -> None
     assert seen[0] == seen[1]
 
 
+@pytest.mark.parametrize("option", ["local", "partialUpdate", "sparseTopK"])
+def test_what_one_optimizer_counts_is_not_counted_twice_where_another_changes(
+    device: Any, option: str
+) -> None:
+    class TwoLosses(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = opt.Adam(lr=0.01)
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            out = self.forward(x)
+            loss = self.loss(out, y)
+            self.optimizer(loss, *([] if option == "local" else [option]))
+            self.other(self.loss(self.forward(x * x), y))
+            return out, loss
+
+    seen = []
+    for use_graph in (False, True):
+        adam = opt.Adam(lr=opt.ExponentialDecay(0.1, 2, 0.7))
+        net = compiled(device, use_graph, adam if option == "local" else distributed(adam), TwoLosses)
+        seen.append(trained(net, device, range(4)))
+        net.other.beta_1 = opt.ExponentialDecay(0.9, 1, 0.9)  # from here on every step is another one
+        seen[-1] += trained(net, device, range(4, 9))
+        assert adam.step_counter == net.other.step_counter == 9
+    assert seen[0] == seen[1]
+
+
 def test_a_step_that_reads_values_in_its_update_says_so(device: Any) -> None:
     class Reads(opt.SGD):
         def update_all(self, pairs: Any) -> None:
