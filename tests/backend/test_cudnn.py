@@ -8,6 +8,10 @@ import gc
 import importlib.util
 import os
 import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +222,32 @@ def test_short_memory_leaves_the_algorithms_that_fit(
     monkeypatch.setattr(backend, "empty", empty)
     np.testing.assert_array_equal(forward(backend), 12)
     assert last_run(counters) == (0, FMA)  # without workspace
+
+
+def test_memory_to_time_with_stays_in_no_pool_that_is_kept(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = sys.modules["singa_lite.backend.cuda.conv"].cupy.cuda
+    using, empty = cuda.using_allocator, backend.empty
+    inside: list[Any] = []
+    seen: list[Any] = []
+
+    @contextmanager
+    def using_allocator(malloc: Any) -> Iterator[None]:
+        inside.append(weakref.ref(malloc.__self__))
+        with using(malloc):
+            yield
+        inside.pop()
+
+    def noted(shape: Any, dtype: Any) -> Any:
+        seen.extend(inside)
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(cuda, "using_allocator", using_allocator)
+    monkeypatch.setattr(backend, "empty", noted)
+    forward(backend)
+    gc.collect()
+    assert [pool() for pool in seen] == [None]
 
 
 def test_misaligned_arrays_are_copied(counters: ctypes.CDLL, backend: Any) -> None:
