@@ -100,6 +100,10 @@ class KernelCall:
         self.backend.execute(self.kernel, self.inputs, self.out, attributes)
 
 
+def nothing() -> None:
+    """What brings back nothing."""
+
+
 @dataclass(frozen=True)
 class HostCall:
     """Python that runs at every replay.
@@ -109,12 +113,15 @@ class HostCall:
         updates: whether it may write parameters or other arrays that kernels read.
         variant: tells before a replay what kind of step the call will make, where kinds run different kernels; None
             if the call must see values, so that it cannot be part of a CUDA graph.
+        remember: gives what brings Python's counters back to where they are now, for a step that is begun anew because
+            a call after this one did not do what a CUDA graph has.
     """
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
     updates: bool = True
     variant: Callable[[], Hashable] = lambda: 0
+    remember: Callable[[], Callable[[], None]] = lambda: nothing
     phase = "Dist"
 
     @property
@@ -225,9 +232,10 @@ class Recorder:
         *arguments: Any,
         updates: bool = True,
         variant: Callable[[], Hashable] = lambda: 0,
+        remember: Callable[[], Callable[[], None]] = lambda: nothing,
     ) -> Result:
         """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function, arguments, updates, variant))
+        self.calls.append(HostCall(function, arguments, updates, variant, remember))
         self._handed += [
             (tensor, self._memory(tensor.device.backend.root(tensor.data)))
             for tensor in self._tensors_in(arguments)
@@ -244,16 +252,18 @@ def host(
     *arguments: Any,
     updates: bool = True,
     variant: Callable[[], Hashable] = lambda: 0,
+    remember: Callable[[], Callable[[], None]] = lambda: nothing,
 ) -> Result:
     """Run ``function(*arguments)`` now, and at this place of every replay if the step is being recorded.
 
     Every tensor that the function reads and the step computes must be among the arguments, or in lists of them.
-    ``updates=False`` promises that it writes no array that kernels of the step read; what ``variant`` is says HostCall.
+    ``updates=False`` promises that it writes no array that kernels of the step read. What ``variant`` and
+    ``remember`` are says HostCall.
     """
     recorder: Recorder | None = state.recorder
     if recorder is None:
         return function(*arguments)
-    return recorder.host(function, *arguments, updates=updates, variant=variant)
+    return recorder.host(function, *arguments, updates=updates, variant=variant, remember=remember)
 
 
 def made(make: Callable[[], Result]) -> Result:

@@ -92,7 +92,7 @@ class _Layout:
             elif call.kernel in IMAGES and self._is_for_blocks(call):
                 self._images(call)
             else:
-                self._emit(replace(call, inputs=tuple(self._as(view, PLAIN, call) for view in call.inputs)))
+                self._in_order(call)
 
     def _is_for_blocks(self, call: KernelCall) -> bool:
         inputs, outputs = IMAGES[call.kernel]
@@ -108,7 +108,7 @@ class _Layout:
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_blocks(call.kernel, x.shape, w.shape, y.shape, has_bias, **geometry)
         if wanted is None:
-            self._emit(replace(call, inputs=tuple(self._as(view, PLAIN, call) for view in call.inputs)))
+            self._in_order(call)
             return
         of_written = {
             call.outputs[0].memory: wanted[0] if call.kernel == "conv2d_backward_data" else wanted[1]
@@ -138,6 +138,13 @@ class _Layout:
             self._choose(view, block)
         attributes = {**call.attributes, "block": block} if call.kernel in KNOWS_BLOCKS else call.attributes
         self._emit(replace(call, inputs=tuple(given), attributes=attributes))
+
+    def _in_order(self, call: KernelCall) -> None:
+        """A call on row-major arrays; what it writes is one from here on, even an image that had blocks."""
+        call = replace(call, inputs=tuple(self._as(view, PLAIN, call) for view in call.inputs))
+        for view in call.outputs:
+            self._blocks.pop(view.memory, None)
+        self._emit(call)
 
     def _choose(self, view: View, block: int) -> int:
         """Decide on the order of an image about to be written."""

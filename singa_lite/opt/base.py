@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Optimizer(ABC):
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
         pairs = list(autograd.backward(loss))
-        host(self._apply, pairs)
+        host(self._apply, pairs, remember=self.remember)
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Learn the names of a model's parameters; ``buffers`` are states without gradient.
@@ -84,6 +84,15 @@ class Optimizer(ABC):
     def step(self) -> None:
         """Count a step, on which schedules depend."""
         self.step_counter += 1
+
+    def remember(self) -> Callable[[], None]:
+        """See ``HostCall.remember``."""
+        counter = self.step_counter
+
+        def bring_back() -> None:
+            self.step_counter = counter
+
+        return bring_back
 
     def backward_and_update(self, loss: Tensor) -> None:
         """The same as calling the optimizer."""

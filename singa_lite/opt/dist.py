@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -158,7 +158,7 @@ class DistOpt(ArrayCollectives, Optimizer):
             host(self._push, name, param, grad, updates=False)
         host(self._flush, name, updates=False)
         host(self._receive, name, variant=lambda: self._look(name, threshold))
-        host(self._update, name, variant=kind)
+        host(self._update, name, variant=kind, remember=lambda: self._remember(name))
 
     # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.
 
@@ -226,6 +226,16 @@ class DistOpt(ArrayCollectives, Optimizer):
         scheme.after_update([param for param, _ in pairs])
         self.step()
         self._last = scheme
+
+    def _remember(self, name: str) -> Callable[[], None]:
+        """See ``HostCall.remember``."""
+        all_of_them = self.opt.remember(), self._schemes[name].remember()
+
+        def bring_back() -> None:
+            for each in all_of_them:
+                each()
+
+        return bring_back
 
     def backward_and_update(self, loss: Tensor, threshold: int | None = None) -> None:
         """dist_option "fp32"."""

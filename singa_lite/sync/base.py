@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..comm.base import Communicator, Work
 from ..errors import CheckpointError
-from ..graph import move_to
+from ..graph import move_to, nothing
 from ..tensor import Tensor
 from .bucket import Grouping
 
@@ -95,6 +95,10 @@ class SyncStrategy(ABC):
 
     def after_update(self, params: list[Tensor]) -> None:
         """Called when the optimizer has changed ``params``; schemes that average parameters do it here."""
+
+    def remember(self) -> Callable[[], None]:
+        """Gives what brings back to now that which ``after_update`` changes in Python, see ``HostCall.remember``."""
+        return nothing
 
     def record_key(self, options: StepOptions) -> Hashable:
         """Equal for steps that run the same kernels on the same arrays, as a captured graph does."""

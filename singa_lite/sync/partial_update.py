@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class PartialUpdate(SyncStrategy):
 
     def record_key(self, options: StepOptions) -> Hashable:
         return tuple(self._turns.values())
+
+    def remember(self) -> Callable[[], None]:
+        turns = dict(self._turns)
+        return lambda: self._turns.update(turns)
 
     def after_update(self, params: list[Tensor]) -> None:
         if not params:

@@ -42,7 +42,7 @@ class SparseTopK(SparseSync):
         check_share(options.spars)
 
     def record_key(self, options: StepOptions) -> Hashable:
-        return options.corr, options.spars  # which says how many elements are sent
+        return super().record_key(options), options.spars  # which says how many elements are sent
 
     def exchange(self, bucket: Bucket) -> Iterator[Work]:
         message = self.message(bucket)

@@ -81,6 +81,14 @@ def test_batched_matmul_has_a_gradient() -> None:
     np.testing.assert_array_equal(to_numpy(slopes[b]), np.full((2, 4, 5), 3.0))
 
 
+def test_a_product_over_no_elements_is_zero_and_has_a_gradient() -> None:
+    a, b = parameter(np.ones((2, 3, 0))), parameter(np.ones((0, 4)))
+    y = autograd.matmul(a, b)
+    np.testing.assert_array_equal(to_numpy(y), np.zeros((2, 3, 4)))
+    slopes = autograd.gradients(autograd.reduce_sum(y))
+    assert (slopes[a].shape, slopes[b].shape) == ((2, 3, 0), (0, 4))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_soft_labels_are_read_as_numbers(dtype: str) -> None:
     """SINGA reads their bits as integers: 1.15 for this row."""

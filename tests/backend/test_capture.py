@@ -253,6 +253,42 @@ def test_optimizer_states_that_were_set_are_what_a_graph_goes_on_from(device: An
         assert seen[0] == seen[1], option
 
 
+class TwoHeads(Net):
+    """Uses one or the other of two last layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = layer.Linear(5)
+
+    def forward(self, x: Tensor, head: int = 0) -> Tensor:
+        y = self.relu(self.first(x))
+        y = self.dropout(y) + self.relu(self.second(y))
+        return (self.other if head else self.third)(y)
+
+    def train_one_batch(self, x: Tensor, y: Tensor, head: int, option: str) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out = self.forward(x, head)
+        loss = self.loss(out, y)
+        self.optimizer(loss, option, 0.03)
+        return out, loss
+
+
+@pytest.mark.parametrize("option", ["sparseTopK", "sparseThreshold"])
+def test_residuals_go_from_graph_to_graph_with_their_parameters(device: Any, option: str) -> None:
+    seen = []
+    for use_graph in (False, True):
+        net = compiled(device, use_graph, distributed(opt.SGD(lr=0.1)), TwoHeads)
+        heads = [0, 1] * 4 + [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+        seen.append(
+            [
+                to_numpy(net(*batch(device, step), head, option)[1]).tobytes()
+                for step, head in enumerate(heads)
+            ]
+        )
+        seen[-1] += [to_numpy(value).tobytes() for value in net.get_states().values()]
+    assert seen[0] == seen[1]
+    assert sum(graph.num_launches for graph in graphs(net)) > 6
+
+
 def test_a_schedule_of_spars_gets_graphs_of_its_own(device: Any) -> None:
     seen = []
     for use_graph in (False, True):
@@ -270,6 +306,33 @@ def test_a_changed_option_of_the_optimizer_is_captured_anew(device: Any) -> None
         first = trained(net, device, range(3))
         net.optimizer.beta_1 = as_schedule("beta_1", 0.5)
         seen.append(first + trained(net, device, range(3, 6)))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("option", ["local", "partialUpdate", "sparseTopK"])
+def test_what_one_optimizer_counts_is_not_counted_twice_where_another_changes(
+    device: Any, option: str
+) -> None:
+    class TwoLosses(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = opt.Adam(lr=0.01)
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            out = self.forward(x)
+            loss = self.loss(out, y)
+            self.optimizer(loss, *([] if option == "local" else [option]))
+            self.other(self.loss(self.forward(x * x), y))
+            return out, loss
+
+    seen = []
+    for use_graph in (False, True):
+        adam = opt.Adam(lr=opt.ExponentialDecay(0.1, 2, 0.7))
+        net = compiled(device, use_graph, adam if option == "local" else distributed(adam), TwoLosses)
+        seen.append(trained(net, device, range(4)))
+        net.other.beta_1 = opt.ExponentialDecay(0.9, 1, 0.9)  # from here on every step is another one
+        seen[-1] += trained(net, device, range(4, 9))
+        assert adam.step_counter == net.other.step_counter == 9
     assert seen[0] == seen[1]
 
 

@@ -8,6 +8,9 @@ import gc
 import importlib.util
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +221,34 @@ def test_short_memory_leaves_the_algorithms_that_fit(
     monkeypatch.setattr(backend, "empty", empty)
     np.testing.assert_array_equal(forward(backend), 12)
     assert last_run(counters) == (0, FMA)  # without workspace
+
+
+def test_memory_to_time_with_is_not_of_the_pool_in_force(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conv = sys.modules["singa_lite.backend.cuda.conv"]
+    cuda, using, empty = conv.cupy.cuda, conv.cupy.cuda.using_allocator, backend.empty
+    pools: list[Any] = []
+    seen: list[Any] = []
+
+    @contextmanager
+    def using_allocator(malloc: Any) -> Iterator[None]:
+        pools.append(malloc.__self__)
+        with using(malloc):
+            yield
+        pools.pop()
+
+    def noted(shape: Any, dtype: Any) -> Any:
+        if shape == conv.WORKSPACE_BYTES[:1]:
+            seen.append(pools[-1])
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(cuda, "using_allocator", using_allocator)
+    monkeypatch.setattr(backend, "empty", noted)
+    kept = cuda.MemoryPool()
+    with using_allocator(kept.malloc):
+        forward(backend)
+    assert len(seen) == 1 and seen[0] is not kept
 
 
 def test_misaligned_arrays_are_copied(counters: ctypes.CDLL, backend: Any) -> None:

@@ -51,6 +51,11 @@ def test_broadcasting_is_done_in_order():
     assert laid(conv, call("add", (y, image((1, 16, 1, 1))), image())) == ["conv16", "reorder", "add"]
 
 
+def test_an_image_that_is_written_over_in_order_has_no_blocks_any_more():
+    over = call("add", (y, image((1, 16, 1, 1))), y)
+    assert laid(conv, over, call("exp", (y,), image())) == ["conv16", "reorder", "add", "exp"]
+
+
 def test_a_copy_in_blocks_serves_until_someone_may_write_the_original():
     one, other = (call("add", (y, kept), image()) for _ in range(2))
     assert laid(conv, one, other) == ["conv16", "reorder", "add", "add"]

@@ -235,6 +235,34 @@ def test_a_threshold_given_at_the_call_survives_a_checkpoint():
     assert all(to_numpy(other_params[name]).tobytes() == to_numpy(p).tobytes() for name, p in params.items())
 
 
+def two_heads(option, stop=None):
+    """Parameters after steps that use one head or the other, saved and loaded after ``stop`` steps."""
+    autograd.training = True
+
+    def make(values=None):
+        params = make_params() | {"other": Tensor(data=np.ones((HIDDEN, 1)), stores_grad=True, name="other")}
+        dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
+        dist.prepare(params, {})
+        for name, value in (values or {}).items():
+            params[name].copy_from_numpy(value)
+        return params, dist
+
+    params, dist = make()
+    for step, head in enumerate(["w2", "other", "w2", "w2", "other", "w2", "other", "other"]):
+        if step == stop:
+            states, values = dist.get_states(), {name: to_numpy(param) for name, param in params.items()}
+            params, dist = make(values)
+            dist.set_states(states)
+        dist(loss_of(params | {"w2": params[head]}, *batch_of(step, 0, 1)), option, 0.1)
+    return {name: to_numpy(param).tobytes() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("option", ["sparseTopK", "sparseThreshold"])
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_a_residual_goes_with_its_parameter_from_group_to_group(option, stop):
+    assert two_heads(option, stop) == two_heads(option)
+
+
 def test_an_earlier_state_forgets_what_came_later():
     _, dist = local(steps=1)
     early = dist.get_states()

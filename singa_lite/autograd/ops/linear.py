@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from ...errors import OptionError, ShapeError
@@ -23,6 +25,11 @@ def product_of(
     return out
 
 
+def rows_of(x: Array) -> Array:
+    """(..., k) as (rows, k); k may be 0."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
 class Matmul(Operator):
     def check(self, *inputs: Tensor) -> None:
         check_floats("matmul", *inputs)
@@ -37,18 +44,18 @@ class Matmul(Operator):
         x, w = inputs
         context.save(x, w)
         if w.ndim == 2:  # one big product instead of one per batch element
-            return product_of(context, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
+            return product_of(context, rows_of(x), w).reshape(*x.shape[:-1], w.shape[1])
         return product_of(context, x, w)
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (x, w), (needs_x, needs_w) = dys, context.saved, context.needs_grad
         dx = dw = None
         if w.ndim == 2:
-            rows = dy.reshape(-1, dy.shape[-1])
+            rows = rows_of(dy)
             if needs_x:
                 dx = product_of(context, rows, w, transpose_b=True).reshape(x.shape)
             if needs_w:
-                dw = product_of(context, x.reshape(-1, x.shape[-1]), rows, transpose_a=True)
+                dw = product_of(context, rows_of(x), rows, transpose_a=True)
             return dx, dw
         if needs_x:
             dx = sum_to(context, product_of(context, dy, w, transpose_b=True), x.shape)

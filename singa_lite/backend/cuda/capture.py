@@ -139,8 +139,7 @@ class CapturedCalls:
         self._numbers: list[bytes] = []
         self._next_number = 0
         self._stored = b""
-        backend.activate()
-        self._on_device = cupy.zeros(MAX_NUMBERS, np.int64)
+        self._on_device = backend.zeros((MAX_NUMBERS,), np.int64)
         self.is_repeating = False
         self.num_launches = 0
         self._graph: Any = None
@@ -172,6 +171,7 @@ class CapturedCalls:
             for call in self._calls
             if isinstance(call, KernelCall) and call.random is not None
         ]
+        befores = [call.remember() for call in self._calls if isinstance(call, HostCall)]
         self.is_repeating = True
         try:
             with self._in_force():
@@ -184,6 +184,8 @@ class CapturedCalls:
         except Changed:
             for call, random_state in reversed(draws):
                 call.random.set_random_state(random_state)
+            for bring_back in befores:
+                bring_back()
             return False
         return True
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import cupy
+
 from ...config import state
 from ...errors import DeviceError
 from ...graph import View
@@ -157,7 +159,9 @@ class ConvKernels(CudnnCaller):
         a, b, target = self._aligned(a), self._aligned(b), self._target(out)
         for workspace_bytes in WORKSPACE_BYTES:
             try:
-                scratch = self.empty((workspace_bytes,), "uint8")
+                # a pool of its own gives it back to the system; others, a graph's perhaps, would keep it
+                with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
+                    scratch = self.empty((workspace_bytes,), "uint8")
             except MemoryError:
                 continue
             pointers = (array.data.ptr for array in (a, b, target, scratch))
