@@ -30,7 +30,7 @@ class HalfMessage:
     def __init__(self, communicator: Communicator, backend: Backend, flat: Array, name: str) -> None:
         if flat.dtype != "float32":
             raise DTypeError(
-                f"fp16: {name} is {flat.dtype}; only float32 gradients travel as float16, use fp32"
+                f"fp16: {name} is {flat.dtype}; only float32 and float16 gradients travel as float16, use fp32"
             )
         self.communicator, self.backend, self.flat, self.name = communicator, backend, flat, name
         self.largest = backend.empty((1,), "float32")
@@ -54,7 +54,7 @@ class HalfMessage:
 
 
 class Fp16(BucketedSync):
-    """Half the bytes of fp32, see Note [half scale]. SINGA sums unscaled halves, which overflow."""
+    """Half the bytes of fp32, see Note [half scale]; float16 gradients travel as they are. SINGA's sums overflow."""
 
     names = ("fp16", "half")
 
@@ -66,6 +66,9 @@ class Fp16(BucketedSync):
         clip = self.options.clip_value
         if clip is not None:
             bucket.backend.run("clip", bucket.flat, out=bucket.flat, min=-clip, max=clip)
+        if bucket.dtype == "float16":  # as they are
+            yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))
+            return
         message = HalfMessage(self.communicator, bucket.backend, bucket.flat, bucket.name)
         self.wait(self.send(message.measure()))
         yield self.send(message.start("mean"))

@@ -157,11 +157,32 @@ def test_fp16_passes_nan_and_infinity_on(bad):
         assert not np.isfinite(result[1])
 
 
+def half_mean(communicator, values):
+    """The fp16 mean of float16 gradients, and the bytes it took."""
+    scheme = find_schemes()["fp16"](communicator, LARGE, LARGE)
+    scheme.begin(StepOptions())
+    mine = values[communicator.rank].astype(np.float16)
+    scheme.push(Tensor(mine.shape, dtype="float16", name="w"), Tensor(data=mine))
+    [(_, mean)] = scheme.finish()
+    return to_numpy(mean), scheme.bytes_payload
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fp16_sends_float16_gradients_as_they_are(size):
+    rng = np.random.default_rng(4)
+    values = rng.uniform(-60000, 60000, (3, 50)).astype(np.float16)  # their sum is no float16
+    for mean, payload in launch(half_mean, size, values):
+        assert mean.dtype == np.float16 and payload == 100
+        np.testing.assert_allclose(mean, values[:size].astype(np.float64).mean(axis=0), rtol=1e-3, atol=0.1)
+
+
 def test_fp16_refuses_float64_gradients():
     scheme = find_schemes()["fp16"](LocalCommunicator(World()), LARGE, LARGE)
     scheme.begin(StepOptions())
     scheme.push(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
-    with pytest.raises(DTypeError, match="only float32 gradients travel as float16"):
+    with pytest.raises(
+        DTypeError, match="w is float64; only float32 and float16 gradients travel as float16"
+    ):
         list(scheme.finish())
 
 
