@@ -19,7 +19,7 @@ from singa_lite import autograd, opt, singa_wrap
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
-from singa_lite.comm.nccl import NcclCommunicator
+from singa_lite.comm.nccl import NcclCommunicator, describe
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
 from singa_lite.config import state
@@ -407,6 +407,27 @@ def test_a_forked_child_frees_nothing_of_its_parents():
     assert run(buffers_in_a_forked_child, 2) == [("(1, 1, 0)", (0, 0, 0))] * 2
 
 
+def fuses(world: World) -> tuple[list[float], tuple[int, int, int], int]:
+    """SINGA's fused call packs into memory that is soon gone: the ranks need not agree on it, nor keep it."""
+    host, library = host_of(world), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    c = NcclCommunicator(host, 0, arrays=HostArrays())
+    device, asked = Device("cuda", 0, GpuBackend()), []
+    all_reduce = host.all_reduce
+    host.all_reduce = lambda *args, **options: (asked.append(options), all_reduce(*args, **options))[1]
+    dist = opt.DistOpt(communicator=c)
+    for more in range(3):
+        parts = [Tensor(data=np.full(LARGE + more, c.rank + 1.0), device=device) for _ in range(2)]
+        dist.fused_all_reduce(parts)
+    values = sorted(set(device.backend.to_numpy(parts[1].data).tolist()))
+    found = memory_in(library)
+    c.close()
+    return values, found, len(asked)
+
+
+def test_fused_calls_neither_register_memory_nor_wait_on_the_host():
+    assert run(fuses, 2) == [([3.0], (0, 0, 0), 0)] * 2
+
+
 def dispatched_buffers(world: World) -> list[bool]:
     """Before NCCL is there, and after; for numpy; and while a graph is captured."""
     c, library = (
@@ -436,6 +457,26 @@ def start_error(world: World) -> tuple[str, int]:
     """The error of making a communicator, and how many of NCCL's were left."""
     text = caught(lambda: make(world, 3).close())
     return text, num_live() if "without_id" not in os.environ["SINGA_LITE_NCCL_LIB"] else 0
+
+
+def test_info_asks_nccl_and_the_driver(monkeypatch):
+    assert describe() == "works: NCCL 2.28.9, one GPU a rank"
+    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", "libnone.so.1")
+    assert describe().startswith("no: CUDA's driver cannot be used: ") and "libnone.so.1" in describe()
+    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", "libnone.so.2")
+    assert describe().startswith("no: NCCL cannot be used: ") and "libnone.so.2" in describe()
+
+
+def shares_on_rank_0_alone(world: World) -> str:
+    if world.rank == 0:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return text_of_start(world)
+
+
+def test_ranks_share_a_gpu_only_if_all_are_told_to(monkeypatch):
+    monkeypatch.setenv("STANDIN_UUID", "7")
+    monkeypatch.setenv("STANDIN_VERSION", "23003")
+    assert all("ranks 0 and 1 both use GPU 0" in text for text in run(shares_on_rank_0_alone, 2))
 
 
 def test_two_ranks_on_one_gpu_are_an_error_on_both(monkeypatch):
