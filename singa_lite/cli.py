@@ -119,7 +119,8 @@ def _ask_mpi() -> str:
 
 def _ask(code: str) -> str:
     """The first line that Python code prints in a process of its own, so that nothing here can hang; or "no: why"."""
-    command = [sys.executable, "-c", code]
+    # -c puts the current folder first, where a package of this name may lie that is not the one running
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
     try:
         answer = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S

@@ -290,6 +290,17 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
 
 
+def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_path):
+    package = tmp_path / "singa_lite"
+    package.mkdir()
+    write_script(package, "raise ImportError('of the current folder')", "__init__.py")
+    root = str(Path(__file__).parents[2])
+    start = f"import os, sys; sys.path.insert(0, {root!r}); from singa_lite.cli import main; os.chdir({str(tmp_path)!r})"
+    result = run_command([sys.executable, "-c", f"{start}; main(['info'])"])
+    assert result.returncode == 0 and "transport nccl" in result.stdout, result.stderr
+    assert "of the current folder" not in result.stdout
+
+
 @pytest.mark.parametrize(
     "broken", ["raise ImportError('gone')", "raise RuntimeError('cannot load MPI library')"]
 )
