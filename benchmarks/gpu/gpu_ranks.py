@@ -23,7 +23,14 @@ from gpu_rows import explain, report
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS, STEPS, BATCH = 2, 4, 8
-OPTIONS = {"fp32": None, "fp16": None, "bf16": None, "partialUpdate": None, "sparseTopK": 0.05, "sparseThreshold": 0.001}
+OPTIONS = {
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+    "partialUpdate": None,
+    "sparseTopK": 0.05,
+    "sparseThreshold": 0.001,
+}
 SHARES_GPU = 23000  # NCCL 2.30
 
 

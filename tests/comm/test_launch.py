@@ -295,8 +295,8 @@ def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_p
     package.mkdir()
     write_script(package, "raise ImportError('of the current folder')", "__init__.py")
     root = str(Path(__file__).parents[2])
-    start = f"import os, sys; sys.path.insert(0, {root!r}); from singa_lite.cli import main; os.chdir({str(tmp_path)!r})"
-    result = run_command([sys.executable, "-c", f"{start}; main(['info'])"])
+    path = f"import os, sys; sys.path.insert(0, {root!r}); os.chdir({str(tmp_path)!r})"
+    result = run_command([sys.executable, "-c", f"{path}; from singa_lite.cli import main; main(['info'])"])
     assert result.returncode == 0 and "transport nccl" in result.stdout, result.stderr
     assert "of the current folder" not in result.stdout
 
