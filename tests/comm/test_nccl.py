@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import RankDied, run_ranks
+from ranks import RankDied, mpi_missing, run_ranks
 
 from singa_lite import autograd, opt, singa_wrap
 from singa_lite.backend.cpu import NumpyBackend
@@ -829,11 +829,41 @@ def test_both_constructors_of_singa_reach_nccl(joins):
     assert run(joins, 3) == [([6.0] * 3, [6.0] * 3, "0 live")] * 3
 
 
+def meets_by_mpi(host: Communicator) -> dict[str, Any]:
+    """MPI carries NCCL's id, what the ranks agree on, and numpy arrays; NCCL the rest, in groups as well."""
+    c, library = DispatchCommunicator(host, HostArrays()), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
+    theirs, mine = on_gpu(np.full(3, c.rank + 1.0)), np.full(3, c.rank + 1.0)
+    c.all_reduce([theirs, mine], "mean").wait()
+    bucket = c.buffer(LARGE, "float32", GpuBackend())
+    group = c.new_group([2, 0])
+    part = on_gpu(np.full(2, c.rank + 1.0))
+    if group is not None:
+        group.all_reduce(part, "sum").wait()
+    Gpu.get().synchronize()
+    found = {
+        "means": [theirs.tolist(), mine.tolist()],
+        "part": part.tolist(),
+        "registered": is_registered(library, bucket),
+    }
+    for communicator in (group, c):
+        if communicator is not None:
+            communicator.close_gpu()
+    return {**found, "live": num_live()}
+
+
+@pytest.mark.skipif(bool(mpi_missing()), reason=f"no MPI: {mpi_missing()}")
+def test_ranks_that_mpi_started_reach_nccl():
+    results = run_ranks(meets_by_mpi, 3, transport="mpi", timeout_s=LIMIT_S)
+    assert [found.pop("part") for found in results] == [[4.0] * 2, [2.0] * 2, [4.0] * 2]
+    assert results == [{"means": [[2.0] * 3] * 2, "registered": True, "live": 0}] * 3
+
+
 # ---- DistOpt -------------------------------------------------------------------------------------------
 
 OPTIONS = [
     {"dist_option": "fp32"},
     {"dist_option": "fp16"},
+    {"dist_option": "bf16"},
     {"dist_option": "partialUpdate"},
     {"dist_option": "sparseTopK", "spars": 0.3},
     {"dist_option": "sparseThreshold", "spars": 0.02},
@@ -888,7 +918,7 @@ def test_every_dist_option_trains_as_on_the_cpu_and_only_the_count_waits(options
     num_groups = 3  # of the sparse schemes, by the threshold of 10 elements
     for values, expected, waits in results:
         for name in expected:
-            tolerance = 1e-2 if options["dist_option"] == "fp16" else 1e-5
+            tolerance = {"fp16": 1e-2, "bf16": 3e-2}.get(options["dist_option"], 1e-5)
             np.testing.assert_allclose(values[name], expected[name], rtol=tolerance, atol=tolerance / 10)
         assert waits <= (num_groups if options["dist_option"] == "sparseThreshold" else 0)
     if options["dist_option"] != "partialUpdate":
