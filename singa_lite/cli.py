@@ -17,11 +17,16 @@ from . import _native
 from .comm.launch import launch
 from .comm.rendezvous import threads_per_rank
 
-MPI_LIMIT_S = 30.0  # a broken MPI may hang where it is asked for its name
+LIMIT_S = 30.0  # a broken MPI or driver may hang where it is asked for its name
 # MPI is not started: a name is all that is wanted, and starting may need a launcher
 ASK_MPI = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 )
+ASK_CUDA = (
+    "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
+    "print('works:', '; '.join(names)) if names else d.create_cuda_gpu()"
+)
+ASK_NCCL = "from singa_lite.comm.nccl import describe; print(describe())"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +68,8 @@ def info() -> str:
         ("transport local", "works: one process"),
         ("transport shm", "works: processes of this host" if module else f"no: {reason}"),
         ("transport mpi", _ask_mpi()),
-        ("transport nccl", "no: not built yet; arrays on CUDA devices cannot be communicated"),
+        ("transport nccl", _ask(ASK_NCCL)),
+        ("device cuda", _ask(ASK_CUDA)),
     ]
     return "\n".join(f"{name:16} {text}" for name, text in rows)
 
@@ -105,14 +111,23 @@ def _ask_mpi() -> str:
     """Whether mpi4py finds an MPI library, asked in a process of its own, so that nothing here can hang."""
     if importlib.util.find_spec("mpi4py") is None:
         return "no: mpi4py is not installed; pip install 'singa-lite[mpi]'"
-    command = [sys.executable, "-c", ASK_MPI]
+    answer = _ask(ASK_MPI)
+    if answer.startswith("no: "):
+        return f"no: mpi4py cannot load an MPI library ({answer[4:]}); pip install 'singa-lite[mpi]'"
+    return f"works under mpiexec: {answer}"
+
+
+def _ask(code: str) -> str:
+    """The first line that Python code prints in a process of its own, so that nothing here can hang; or "no: why"."""
+    # -c puts the current folder first, where a package of this name may lie that is not the one running
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
     try:
         answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=MPI_LIMIT_S
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
-        return f"no: mpi4py did not load its MPI library within {MPI_LIMIT_S:g} s"
+        return f"no: no answer within {LIMIT_S:g} s"
     if answer.returncode != 0:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return f"no: mpi4py cannot load an MPI library ({last}); pip install 'singa-lite[mpi]'"
-    return f"works under mpiexec: {answer.stdout.strip(chr(0)).strip().splitlines()[0]}"
+        return f"no: {last}"
+    return answer.stdout.strip(chr(0)).strip().splitlines()[0]

@@ -125,6 +125,22 @@ gpu_check.check(parts, 180, pathlib.Path({str(tmp_path)!r}, 'out'))
             os.kill(process, signal.SIGKILL)
 
 
+def test_a_machine_without_a_gpu_is_told_so_at_once(gpu_check, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "no_gpu", lambda: "no libcuda.so.1")
+    monkeypatch.setattr(gpu_check, "PARTS", {"machine": (["gpu_machine.py"], 60)})
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--out", str(tmp_path / "out")])
+    before = {number: signal.getsignal(number) for number in gpu_check.ENDS}
+    try:
+        assert gpu_check.main() == 2
+        assert "no NVIDIA GPU can be used here (no libcuda.so.1)" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        sys.argv += ["--parts", "machine"]
+        assert gpu_check.main() == 0 and "machine" in outcomes_in(tmp_path / "out")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_the_first_of_several_signals_counts(gpu_check):
     before = {number: signal.getsignal(number) for number in gpu_check.ENDS}
     try:

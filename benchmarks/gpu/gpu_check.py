@@ -10,15 +10,18 @@ next part runs. The most valuable come first, and none gets more than what is le
 named. gpu-check.json and gpu-check.md (in $OUT, else build/gpu-check) are written anew with every row that comes, so
 whatever cuts the run off leaves what was found until then; gpu-check.log has all output. Nothing outside of
 build/gpu-check is changed (and $OUT): its tree is a copy of the checkout, built with the packages this Python has, and
-CUDA's, cupy's and PyTorch's caches are there. Exits 1 if something failed or a required figure was missed.
+CUDA's, cupy's and PyTorch's caches are there. Exits 1 if something failed or a required figure was missed, 2 at once
+where there is no GPU; parts named by --parts run all the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,16 +92,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+    parser.add_argument("--parts", nargs="+", choices=PARTS, metavar="PART",
                         help="only these, in the order given: " + ", ".join(PARTS))  # fmt: skip
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or SCRATCH))
     arguments = parser.parse_args()
     for number in ENDS:
         signal.signal(number, stop)
-    outcomes = check({name: PARTS[name] for name in arguments.parts}, arguments.budget, arguments.out)
+    if arguments.parts is None and (reason := no_gpu()):
+        print(f"gpu-check: no NVIDIA GPU can be used here ({reason}), so nothing is built, tested or measured. "
+              "`--parts machine build` tries what needs none.", file=sys.stderr)  # fmt: skip
+        return 2
+    parts = {name: PARTS[name] for name in arguments.parts or PARTS}
+    outcomes = check(parts, arguments.budget, arguments.out)
     print((arguments.out / "gpu-check.md").read_text())
     return int(any(outcome.result != "passed" or missed(outcome) for outcome in outcomes))
+
+
+def no_gpu() -> str:
+    """Why there is no GPU here, "" if there may be one: a sign of one is enough, as the parts know better."""
+    signs = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi")
+    if signs or os.environ.get("GPU_CHECK_QUICK") == "1":
+        return ""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def stop(number: int, _: FrameType | None) -> None:

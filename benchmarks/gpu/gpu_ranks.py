@@ -23,7 +23,14 @@ from gpu_rows import explain, report
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS, STEPS, BATCH = 2, 4, 8
-OPTIONS = {"fp32": None, "fp16": None, "partialUpdate": None, "sparseTopK": 0.05, "sparseThreshold": 0.001}
+OPTIONS = {
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+    "partialUpdate": None,
+    "sparseTopK": 0.05,
+    "sparseThreshold": 0.001,
+}
 SHARES_GPU = 23000  # NCCL 2.30
 
 
@@ -36,6 +43,9 @@ def main() -> int:
     names = _native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2")
     version = library_version(names, "ncclGetVersion")
     number, gpus = version.split()[0], device.get_num_gpus()
+    if gpus == 0:  # create_device would take the CPU
+        report(title, None, note="skipped: no GPU")
+        return 0
     if gpus < RANKS and (not number.isdigit() or int(number) < SHARES_GPU):
         note = f"skipped: {gpus} GPU, and NCCL {version} does not let ranks share one (2.30 does)"
         report(title, None, note=note)

@@ -301,7 +301,8 @@ class Communicator(ABC):
     def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
         """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's.
 
-        All ranks must call it alike, as they do collectives: some memory is only of use if all have it.
+        All ranks must call it alike, as they do collectives: some memory is only of use if all have it. It may wait
+        for the ranks, and keep the memory for the next buffer of its size: for arrays that are kept, not for a call's.
         """
         if backend is None:
             return np.zeros(num_elements, dtype)

@@ -295,6 +295,15 @@ def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
     end()
 
 
+def describe() -> str:
+    """Whether CUDA arrays could travel from this process, "works: ..." or "no: ...". Opens NCCL and the driver."""
+    mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
+    if "failure" in mine:
+        return f"no: {mine['failure']}"
+    version = mine["version"]
+    return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
+
+
 def device_of(array: Array) -> int:
     """Number of the GPU that a CUDA array lives on."""
     driver = _load().Driver(_driver_names())
@@ -321,6 +330,7 @@ def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
         library = native.Library(_native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2"))
         driver = native.Driver(_driver_names())
         mine |= {"version": library.version, "device": device, "gpu": driver.uuid(device)}
+        mine["shares"] = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         mine["registers"] = library.registers and config.env("SINGA_LITE_NCCL_REGISTER", "1") == "1"
         mine["id"] = library.unique_id().hex() if rank == 0 else ""
     except CommError as error:
@@ -338,7 +348,7 @@ def _check_ranks(everyone: list[dict[str, Any]]) -> None:
                 f"NCCL: rank 0 has version {everyone[0]['version']}, rank {rank} {other['version']}; "
                 "install the same on every host"
             )
-    may_share = everyone[0]["version"] >= SHARES_GPU and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    may_share = everyone[0]["version"] >= SHARES_GPU and all(other["shares"] for other in everyone)
     ranks_on: dict[str, int] = {}
     for rank, other in enumerate(everyone):
         first = ranks_on.setdefault(other["gpu"], rank)

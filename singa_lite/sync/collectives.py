@@ -77,7 +77,7 @@ class ArrayCollectives:
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays, backend = _pack(self.communicator, [(_raw(part), _backend(part)) for part in tensor])
+        flat, arrays, backend = _pack([(_raw(part), _backend(part)) for part in tensor])
         if flat is not None:
             residual = None if accumulation is None else _raw(accumulation)
             self._sparsify(flat, residual, backend, spars, topK)
@@ -116,7 +116,7 @@ class ArrayCollectives:
         if not send:
             return None, [], None
         self._fused[kind] = []
-        return _pack(self.communicator, kept)
+        return _pack(kept)
 
 
 def _raw(tensor: RawOrTensor) -> Any:
@@ -138,7 +138,7 @@ def _backend(tensor: RawOrTensor) -> Backend:
     return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend
 
 
-def _pack(communicator: Communicator, kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
+def _pack(kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
     """Arrays of one dtype end to end as one flat array, they, and their backend; (None, [], None) of none."""
     if not kept:
         return None, [], None
@@ -147,6 +147,7 @@ def _pack(communicator: Communicator, kept: list[tuple[Any, Backend]]) -> tuple[
         raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
     if any(other is not backend for _, other in kept):
         raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
-    flat = communicator.buffer(sum(array.size for array in arrays), str(arrays[0].dtype), backend)
+    # soon gone, so no Communicator.buffer: ranks would have to agree on it at every call
+    flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
     backend.run("pack", *arrays, out=flat)
     return flat, arrays, backend

@@ -285,8 +285,20 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     rows = {line[:16].strip(): line[17:] for line in result.stdout.splitlines()}
     assert rows["transport local"].startswith("works")
     assert rows["transport shm"].startswith("works")
-    assert rows["transport nccl"].startswith("no: ")
+    assert rows["transport nccl"].startswith(("works: NCCL ", "no: NCCL", "no: CUDA's driver"))
+    assert rows["device cuda"].startswith(("works: name: ", "no: singa_lite.errors.DeviceError: "))
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
+
+
+def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_path):
+    package = tmp_path / "singa_lite"
+    package.mkdir()
+    write_script(package, "raise ImportError('of the current folder')", "__init__.py")
+    root = str(Path(__file__).parents[2])
+    path = f"import os, sys; sys.path.insert(0, {root!r}); os.chdir({str(tmp_path)!r})"
+    result = run_command([sys.executable, "-c", f"{path}; from singa_lite.cli import main; main(['info'])"])
+    assert result.returncode == 0 and "transport nccl" in result.stdout, result.stderr
+    assert "of the current folder" not in result.stdout
 
 
 @pytest.mark.parametrize(
