@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu, standin_cudnn
+from devices import no_gpu, standin_cudnn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,23 +32,10 @@ TOLERANCE = {"float16": 2e-3, "float32": 2e-6 if no_gpu() else 2e-5, "float64": 
 FMA, DEFAULT_MATH = 3, 0  # cuDNN's numbers
 PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
-pytestmark = pytest.mark.skipif(
-    _native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"
-)
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A backend that has planned nothing yet."""
-    return type(cuda_device(monkeypatch).backend)(0)
-
-
-@pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """The stand-in in place of cuDNN; its own functions, which count."""
-    if not no_gpu():
-        pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
-    return ctypes.CDLL(str(standin_cudnn()))
+pytestmark = [
+    pytest.mark.skipif(_native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"),
+    *([] if no_gpu() else [pytest.mark.gpu]),
+]
 
 
 def found(counters: ctypes.CDLL) -> int:
@@ -135,7 +122,11 @@ def convolutions(draw: Any) -> tuple[Any, dict[str, Any]]:
     return shapes, {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 if no_gpu() else 15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     case=convolutions(),
     dtype=st.sampled_from(list(TOLERANCE)),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu, standin_cudnn
+from devices import no_gpu, standin_cudnn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,20 +27,6 @@ pytestmark = [
     pytest.mark.skipif(_native.load("_cudnn")[0] is None, reason="_cudnn is not built on this platform"),
     *([] if no_gpu() else [pytest.mark.gpu]),
 ]
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A backend that has planned nothing yet."""
-    return type(cuda_device(monkeypatch).backend)(0)
-
-
-@pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """The stand-in in place of cuDNN; its own functions, which count."""
-    if not no_gpu():
-        pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
-    return ctypes.CDLL(str(standin_cudnn()))
 
 
 def calls(counters: ctypes.CDLL, name: str) -> int:

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of cuDNN share."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from devices import cuda_device, no_gpu, standin_cudnn
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A CUDA backend that has planned nothing yet."""
+    return type(cuda_device(monkeypatch).backend)(0)
+
+
+@pytest.fixture
+def counters() -> ctypes.CDLL:
+    """The stand-in in place of cuDNN; its own functions, which count."""
+    if not no_gpu():
+        pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
+    return ctypes.CDLL(str(standin_cudnn()))
