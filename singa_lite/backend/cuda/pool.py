@@ -2,7 +2,8 @@
 """2-D pooling: averages by cuDNN (native/cuda/pool.h), maxima in pool.cu.
 
 cuDNN has no answer for maxima: its pooling gives no indices, and its gradient reads x and y, which would have to be
-kept until then, where ours reads indices of a byte each.
+kept until then, where ours reads indices of a byte each. Nor does it say which of equal elements gets the gradient:
+here that is the first, as on the CPU.
 """
 
 from __future__ import annotations
