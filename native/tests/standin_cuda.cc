@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stand-in for libcuda.so.1 on machines without a GPU (test code, never installed). Device memory is host memory;
 // a stream is a queue that one thread works off in order, so that what is not ordered by an event comes out wrong.
+// What is given to a stream that is captured becomes a node of a graph, which runs its nodes in another order each
+// time, any that the order of streams and the events permit.
 // STANDIN_SLOW_MS: every piece of work on a stream begins that many milliseconds late.
 // STANDIN_UUID: the GPU's UUID is made of this number instead of the process's.
 #include <unistd.h>
@@ -15,12 +17,15 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <thread>
+#include <utility>
+#include <vector>
 
 namespace {
 
-enum Status { kSuccess = 0, kInvalidValue = 1, kNoContext = 201, kNotReady = 600, kCapturing = 900 };
+enum Status { kSuccess = 0, kInvalidValue = 1, kNoContext = 201, kNotReady = 600, kCapturing = 900, kIsolation = 905, kCapturedEvent = 907 };
 
 int number(const char* name, int otherwise) {
   const char* text = std::getenv(name);
@@ -28,6 +33,30 @@ int number(const char* name, int otherwise) {
 }
 
 class Queue;
+using Task = std::function<void()>;
+using Nodes = std::set<int>;  // what comes next comes after these
+
+struct Graph {
+  struct Node {
+    Task task;
+    Nodes after;
+  };
+  std::vector<Node> nodes;
+};
+using GraphHandle = std::shared_ptr<Graph>*;
+
+// The one capture that there may be at a time.
+struct Capture {
+  std::mutex mutex;
+  int number = 0;  // of this capture, 0 if there is none
+  Queue* origin = nullptr;
+  std::shared_ptr<Graph> graph;
+  std::map<Queue*, Nodes> ends;  // of the streams that take part
+};
+Capture& capture() {
+  static auto& only = *new Capture;
+  return only;
+}
 
 // All streams, which live for ever: a queue's thread may be in it.
 std::set<Queue*>& queues() {
@@ -42,7 +71,8 @@ class Queue {
     queues().insert(this);
   }
 
-  void add(std::function<void()> task) {
+  void add(Task task) {
+    if (is_capturing && add_to_graph(task)) return;
     std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
     changed_.notify_all();
@@ -54,6 +84,15 @@ class Queue {
   std::atomic<bool> is_capturing{false};
 
  private:
+  bool add_to_graph(const Task& task) {
+    Capture& now = capture();
+    std::lock_guard lock(now.mutex);
+    if (now.graph == nullptr) return false;
+    Nodes& ends = now.ends[this];
+    now.graph->nodes.push_back({task, ends});
+    ends = {int(now.graph->nodes.size()) - 1};
+    return true;
+  }
   void work() {
     const int slow_ms = number("STANDIN_SLOW_MS", 0);
     std::unique_lock lock(mutex_);
@@ -83,7 +122,8 @@ struct EventState {
   std::mutex mutex;
   std::condition_variable changed;
   unsigned long recorded = 0, happened = 0;
-  bool is_captured = false;  // what waits for it joins the capture, and nobody may ask whether it has happened
+  int capture = 0;  // in which it was recorded: what waits for it joins that, and nobody may ask whether it has happened
+  Nodes after;
 };
 using EventHandle = std::shared_ptr<EventState>*;
 
@@ -98,15 +138,25 @@ Queue& queue_of(void* stream) {
   return *queue;
 }
 
-// The streams that take part in the capture, if there is one.
-std::set<Queue*>& capturing() {
-  static auto& streams = *new std::set<Queue*>;
-  return streams;
-}
-
-void join_capture(Queue& queue) {
-  queue.is_capturing = true;
-  capturing().insert(&queue);
+// Runs every node after those it must come after, and else in an order that only the number of the run decides.
+void run(const Graph& graph, unsigned number) {
+  std::mt19937 random(number);
+  std::vector<int> waits_for, ready;
+  std::vector<std::vector<int>> before(graph.nodes.size());
+  for (int node = 0; node < int(graph.nodes.size()); ++node) {
+    const Nodes& after = graph.nodes[node].after;
+    waits_for.push_back(int(after.size()));
+    for (int other : after) before[other].push_back(node);
+    if (after.empty()) ready.push_back(node);
+  }
+  while (!ready.empty()) {
+    std::swap(ready[random() % ready.size()], ready.back());
+    const int node = ready.back();
+    ready.pop_back();
+    graph.nodes[node].task();
+    for (int other : before[node])
+      if (--waits_for[other] == 0) ready.push_back(other);
+  }
 }
 
 thread_local int contexts = 0;  // how many this thread has pushed
@@ -135,7 +185,7 @@ int cuCtxPushCurrent_v2(void*) { return ++contexts, kSuccess; }
 int cuCtxPopCurrent_v2(void**) { return --contexts, kSuccess; }
 int cuCtxSynchronize() {
   if (contexts == 0) return kNoContext;
-  if (!capturing().empty()) return kCapturing;
+  if (capture().number != 0) return kCapturing;
   for (Queue* queue : std::set<Queue*>(queues())) queue->drain();
   return kSuccess;
 }
@@ -153,7 +203,10 @@ int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
   return kSuccess;
 }
 int cuStreamDestroy_v2(void*) { return kSuccess; }
-int cuStreamSynchronize(void* stream) { return queue_of(stream).drain(), kSuccess; }
+int cuStreamSynchronize(void* stream) {
+  if (queue_of(stream).is_capturing) return kCapturing;
+  return queue_of(stream).drain(), kSuccess;
+}
 
 int cuEventCreate(void** event, unsigned flags) {
   if (contexts == 0) return kNoContext;
@@ -164,9 +217,17 @@ int cuEventCreate(void** event, unsigned flags) {
 int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(event), kSuccess; }
 int cuEventRecord(void* event, void* stream) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
+  Queue& queue = queue_of(stream);
   std::lock_guard lock(state->mutex);
-  state->is_captured = queue_of(stream).is_capturing;
-  queue_of(stream).add([state, turn = ++state->recorded] {
+  state->capture = 0;
+  if (queue.is_capturing) {
+    Capture& now = capture();
+    std::lock_guard capture_lock(now.mutex);
+    state->capture = now.number;
+    state->after = now.ends[&queue];
+    return kSuccess;
+  }
+  queue.add([state, turn = ++state->recorded] {
     std::lock_guard lock(state->mutex);
     state->happened = turn;
     state->changed.notify_all();
@@ -175,9 +236,18 @@ int cuEventRecord(void* event, void* stream) {
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
+  Queue& queue = queue_of(stream);
   std::lock_guard lock(state->mutex);
-  if (state->is_captured) join_capture(queue_of(stream));
-  queue_of(stream).add([state, turn = state->recorded] {
+  if (state->capture != 0) {
+    Capture& now = capture();
+    std::lock_guard capture_lock(now.mutex);
+    if (state->capture != now.number) return kCapturedEvent;
+    queue.is_capturing = true;
+    now.ends[&queue].insert(state->after.begin(), state->after.end());
+    return kSuccess;
+  }
+  if (queue.is_capturing) return kIsolation;
+  queue.add([state, turn = state->recorded] {
     std::unique_lock lock(state->mutex);
     state->changed.wait(lock, [&] { return state->happened >= turn; });
   });
@@ -186,7 +256,7 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
 int cuEventQuery(void* event) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
   std::lock_guard lock(state->mutex);
-  if (state->is_captured) return kCapturing;
+  if (state->capture != 0) return kCapturedEvent;
   return state->happened >= state->recorded ? kSuccess : kNotReady;
 }
 
@@ -195,11 +265,49 @@ int cuLaunchHostFunc(void* stream, void (*function)(void*), void* argument) {
   return kSuccess;
 }
 
-// For the tests: pretend that a graph is being captured, from `stream` on, or end that.
-void standin_capture(void* stream, int begins) {
-  if (begins != 0) return join_capture(queue_of(stream));
-  for (Queue* queue : capturing()) queue->is_capturing = false;
-  capturing().clear();
+// For the tests and the other stand-ins: work for a stream.
+void standin_add(void* stream, const Task* task) { queue_of(stream).add(*task); }
+
+// What the runtime's calls of a similar name do. The end gives null where a stream that took part was not joined.
+int standin_begin_capture(void* stream) {
+  static int captures = 0;
+  Capture& now = capture();
+  std::lock_guard lock(now.mutex);
+  if (now.number != 0) return kCapturing;
+  now.number = ++captures;
+  now.origin = &queue_of(stream);
+  now.graph = std::make_shared<Graph>();
+  now.ends[now.origin] = {};
+  now.origin->is_capturing = true;
+  return kSuccess;
 }
+void* standin_end_capture(void* stream) {
+  Capture& now = capture();
+  std::lock_guard lock(now.mutex);
+  if (now.origin != &queue_of(stream)) return nullptr;
+  const Nodes ends = now.ends[now.origin];
+  std::vector<int> open(ends.begin(), ends.end());
+  Nodes joined = ends;
+  while (!open.empty()) {
+    const int node = open.back();
+    open.pop_back();
+    for (int other : now.graph->nodes[node].after)
+      if (joined.insert(other).second) open.push_back(other);
+  }
+  const bool is_whole = joined.size() == now.graph->nodes.size();
+  for (const auto& [queue, _] : now.ends) queue->is_capturing = false;
+  auto graph = std::exchange(now.graph, nullptr);
+  now.number = 0;
+  now.origin = nullptr;
+  now.ends.clear();
+  return is_whole ? new std::shared_ptr<Graph>(graph) : nullptr;
+}
+int standin_launch(void* graph, void* stream) {
+  static std::atomic<unsigned> launches{0};
+  if (queue_of(stream).is_capturing) return kCapturing;
+  queue_of(stream).add([graph = *static_cast<GraphHandle>(graph), number = ++launches] { run(*graph, number); });
+  return kSuccess;
+}
+void standin_destroy(void* graph) { delete static_cast<GraphHandle>(graph); }
 
 }  // extern "C"

@@ -18,7 +18,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <string>
@@ -155,18 +157,15 @@ void run(const Call& call) {
   }
 }
 
-void run_and_forget(void* argument) {
-  Call* call = static_cast<Call*>(argument);
-  run(*call);
-  --call->comm->queued;
-  delete call;
-}
+void* symbol(const char* name) { return dlsym(dlopen(std::getenv("SINGA_LITE_CUDA_LIB"), RTLD_NOW), name); }
 
-using Launch = int(void*, void (*)(void*), void*);
-
-Launch* find_launch() {
-  void* cuda = dlopen(std::getenv("SINGA_LITE_CUDA_LIB"), RTLD_NOW);
-  return reinterpret_cast<Launch*>(dlsym(cuda, "cuLaunchHostFunc"));
+// The stream, or the graph it is captured into, holds the communicator until the collective is over or the graph gone.
+void launch(const Call& call, void* stream) {
+  static const auto add = reinterpret_cast<void (*)(void*, const std::function<void()>*)>(symbol("standin_add"));
+  ++call.comm->queued;
+  const std::shared_ptr<Comm> held(call.comm, [](Comm* comm) { --comm->queued; });
+  const std::function<void()> task = [call, held] { run(call); };
+  add(stream, &task);
 }
 
 // Answers "in progress" and puts the collective on the stream a little later, as NCCL's own thread does.
@@ -180,11 +179,9 @@ int enqueue(Call call, void* stream) {
   call.hangs = errs || (is_third && has_fault("op_hangs", comm->rank));
   comm->status = kInProgress;
   if (is_third && has_fault("give_hangs", comm->rank)) return kInProgress;
-  ++comm->queued;
   std::thread launcher([call, comm, stream, errs] {
-    static Launch* const launch = find_launch();
     std::this_thread::sleep_for(std::chrono::microseconds(500));
-    launch(stream, run_and_forget, new Call(call));
+    launch(call, stream);
     comm->status = kSuccess;
     if (!errs) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // the call has long returned

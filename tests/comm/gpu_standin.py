@@ -11,7 +11,8 @@ import ctypes
 import os
 import subprocess
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.cuda = ctypes.CDLL(os.environ["SINGA_LITE_CUDA_LIB"])
+        self.cuda.standin_end_capture.restype = ctypes.c_void_p
         self.cuda.cuInit(0)
         self.cuda.cuCtxPushCurrent_v2(None)
         self.stream = ctypes.c_void_p()
@@ -85,6 +87,15 @@ class Gpu:
         self._callbacks.append(HOST_FUNCTION(call))
         self.cuda.cuLaunchHostFunc(self.stream, self._callbacks[-1], None)
 
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Make a graph of what the stream is given in the ``with`` block."""
+        graph = Graph(self)
+        assert self.cuda.standin_begin_capture(self.stream) == 0
+        yield graph
+        graph.handle = ctypes.c_void_p(self.cuda.standin_end_capture(self.stream))
+        assert graph.handle, "a stream that took part in the capture was not joined"
+
     def synchronize(self) -> None:
         """Wait on the host until the stream has done all it was given."""
         self.cuda.cuStreamSynchronize(self.stream)
@@ -93,6 +104,21 @@ class Gpu:
             raise self._errors[0]
         for check in self.checks:
             check()
+
+
+class Graph:
+    """What was captured."""
+
+    handle: Any = None
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def launch(self) -> None:
+        assert self._gpu.cuda.standin_launch(self.handle, self._gpu.stream) == 0
+
+    def destroy(self) -> None:
+        self._gpu.cuda.standin_destroy(self.handle)
 
 
 class HostArray(np.ndarray):

@@ -210,17 +210,19 @@ class LateGraph:
 
     def __init__(self) -> None:
         self.live_at_end: list[int] = []
+        self.captured: Any = None
 
     def give_up(self) -> None:
         self.live_at_end.append(num_live())
+        self.captured.destroy()
 
 
 def ends_graphs(world: World, way: str) -> list[int]:
     c, gpu, graph = make(world), Gpu.get(), LateGraph()
-    gpu.cuda.standin_capture(gpu.stream, 1)
-    work = c.all_reduce(on_gpu(np.ones(10, np.float32)), "sum")
+    with gpu.capture() as graph.captured:
+        work = c.all_reduce(on_gpu(np.ones(10, np.float32)), "sum")
+        work.wait()
     work.captured_by(graph)
-    gpu.cuda.standin_capture(gpu.stream, 0)
     if way == "close":
         c.close()
     elif way == "abort":
@@ -240,25 +242,28 @@ def test_arrays_of_dropped_works_are_kept_alive():
     assert run(drops_works, 2) == [True, True]
 
 
-def captures(world: World) -> tuple[bool, int]:
+def captures(world: World) -> tuple[bool, int, list[float]]:
     """What becomes part of a graph is neither watched nor kept here for long: the graph's owner does that."""
     c, gpu = make(world), Gpu.get()
     array = on_gpu(np.ones(10, np.float32))
-    gpu.cuda.standin_capture(gpu.stream, 1)
-    *_, work = (c.all_reduce(array, "sum") for _ in range(3))
-    kept, was_done = len(c._in_flight), work.done()
-    work.wait()
-    time.sleep(0.05)  # several looks of the watching thread
-    gpu.cuda.standin_capture(gpu.stream, 0)
-    c.watch(array, "graph")
+    with gpu.capture() as graph:
+        *_, work = (c.all_reduce(array, "sum") for _ in range(3))
+        kept, was_done = len(c._in_flight), work.done()
+        work.wait()
+        time.sleep(0.05)  # several looks of the watching thread
+    for _ in range(2):
+        graph.launch()
+        c.watch(array, "graph")
     gpu.synchronize()
+    graph.destroy()
     c.check()
     c.close()
-    return was_done, kept
+    return was_done, kept, array.tolist()
 
 
 def test_a_captured_collective_is_not_watched():
-    assert run(captures, 2) == [(True, 1)] * 2
+    """The graph of three sums runs twice: 2 ranks, so 2**6."""
+    assert run(captures, 2) == [(True, 1, [64.0] * 10)] * 2
 
 
 # ---- registered memory ---------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """2-D pooling: averages by cuDNN (native/cuda/pool.h), maxima in pool.cu.
 
-cuDNN has no answer for maxima: its pooling gives no indices, and its gradient reads x and y, which would have to be
-kept until then, where ours reads indices of a byte each. Nor does it say which of equal elements gets the gradient:
-here that is the first, as on the CPU.
+cuDNN has no answer for maxima here: a kernel's backward needs its outputs alone, the place of each maximum. cuDNN's
+pooling calls give no places; their gradient reads x and y. Its graph API can write places, of channels-last images and
+in a signed byte: a second way beside the one that other images and larger windows would still need. Neither says which of equal
+elements gets the gradient; in pool.cu that is the first, as on the CPU. PyTorch's maxima are its own as well.
 """
 
 from __future__ import annotations
