@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from singa_lite.device import Device, create_cuda_gpu
 
 ROOT = Path(__file__).parents[1]
 STANDIN = Path(__file__).parent / "standin"
+NATIVE_TESTS = ROOT / "native" / "tests"
 
 
 def no_gpu() -> str:
@@ -53,28 +54,37 @@ def standin_cupy() -> Iterator[None]:
 
 
 def standin_cudnn(*options: str) -> Path:
-    """The stand-in of libcudnn, compiled with ``options``; kept in build/ for the next run."""
-    folder = ROOT / "native/tests/standin/cudnn"
+    """The stand-in of libcudnn, compiled with ``options``."""
+    folder = NATIVE_TESTS / "standin" / "cudnn"
     sources = [*sorted(folder.glob("*.cc")), ROOT / "native/common/half.cc"]
-    text = "".join(source.read_text() for source in (folder / "standin.h", *sources)) + "".join(options)
-    library = ROOT / "build" / "standin" / f"cudnn-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    return _compiled("cudnn", sources, [folder / "standin.h"], options)
+
+
+def standin_driver() -> Path:
+    """The stand-in of libcuda: streams, events and graphs on threads."""
+    return _compiled("cuda", [NATIVE_TESTS / "standin_cuda.cc"])
+
+
+def standin_nccl(*options: str) -> Path:
+    """The stand-in of libnccl over that, compiled with ``options``."""
+    return _compiled("nccl", [NATIVE_TESTS / "standin_nccl.cc"], (), options)
+
+
+def _compiled(
+    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), options: Sequence[str] = ()
+) -> Path:
+    """A shared library; kept in build/ for the next run."""
+    text = "".join(source.read_text() for source in (*headers, *sources)) + "".join(options)
+    library = ROOT / "build" / "standin" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder, library.name)
-            command = [
-                "g++",
-                "-std=c++17",
-                "-O1",
-                "-Wall",
-                "-Wextra",
-                "-fPIC",
-                "-shared",
-                "-o",
-                built,
-                *options,
-            ]
-            subprocess.run([*command, f"-I{ROOT / 'native'}", *sources], check=True, timeout=120)
+            command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", built, *options]
+            libraries = ["-lpthread", "-ldl", "-lrt"]
+            subprocess.run(
+                [*command, f"-I{ROOT / 'native'}", *sources, *libraries], check=True, timeout=120
+            )
             os.replace(built, library)
     return library
 
@@ -94,6 +104,13 @@ def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
+def cuda_device_of_rank() -> Device:
+    """The same in a process that ends with its test: there ``import cupy`` finds what the device uses."""
+    device = cuda_device(pytest.MonkeyPatch())
+    sys.modules["cupy"] = sys.modules["singa_lite.backend.cuda"].cupy
+    return device
+
+
 class PlanForCapture:
     """A plan whose work can be captured: the stand-in libcudnn computes at once and knows no streams."""
 
@@ -104,11 +121,12 @@ class PlanForCapture:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plan, name)
-        if name not in self.STARTS:
-            return found
-        return lambda *arguments: sys.modules["singa_lite.backend.cuda"].cupy.cuda.do(
-            lambda: found(*arguments)
-        )
+        cuda = sys.modules["singa_lite.backend.cuda"].cupy.cuda
+        if name in self.STARTS:
+            return lambda *arguments: cuda.do(lambda: found(*arguments))
+        if name == "measure":  # on arrays that are being written, perhaps
+            cuda.get_current_stream().synchronize()
+        return found
 
 
 def _new_plan_for_capture(self: Any, *arguments: Any) -> PlanForCapture:

@@ -3,7 +3,8 @@
 // a stream is a queue that one thread works off in order, so that what is not ordered by an event comes out wrong.
 // What is given to a stream that is captured becomes a node of a graph, which runs its nodes in another order each
 // time, any that the order of streams and the events permit.
-// STANDIN_SLOW_MS: every piece of work on a stream begins that many milliseconds late.
+// STANDIN_SLOW_MS: every piece of work on a stream begins that many milliseconds late; STANDIN_JITTER_US: every fourth
+// begins up to that many microseconds late.
 // STANDIN_UUID: the GPU's UUID is made of this number instead of the process's.
 #include <unistd.h>
 
@@ -94,7 +95,8 @@ class Queue {
     return true;
   }
   void work() {
-    const int slow_ms = number("STANDIN_SLOW_MS", 0);
+    const int slow_ms = number("STANDIN_SLOW_MS", 0), jitter_us = number("STANDIN_JITTER_US", 0);
+    std::mt19937 random(unsigned(reinterpret_cast<std::uintptr_t>(this)));
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [this] { return !tasks_.empty(); });
@@ -103,6 +105,8 @@ class Queue {
       is_busy_ = true;
       lock.unlock();
       if (slow_ms > 0) std::this_thread::sleep_for(std::chrono::milliseconds(slow_ms));
+      if (jitter_us > 0 && random() % 4 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % unsigned(jitter_us)));
       task();
       task = nullptr;
       lock.lock();

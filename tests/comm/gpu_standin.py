@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from devices import standin_driver, standin_nccl
 
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import Communicator, Work, World
@@ -25,31 +24,12 @@ from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.comm.wire import narrow, widen
 
-SOURCES = Path(__file__).parents[2] / "native" / "tests"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def build(folder: Path) -> dict[str, str]:
-    """Compile the stand-ins; returns the environment that makes singa_lite open them."""
-    builds = {"cuda": ("standin_cuda.cc",), "nccl": ("standin_nccl.cc",)}
-    builds["nccl_without_id"] = ("standin_nccl.cc", "-DSTANDIN_WITHOUT_ID")
-    builds["nccl_without_memory"] = ("standin_nccl.cc", "-DSTANDIN_WITHOUT_MEMORY")
-    compilers = []
-    for name, arguments in builds.items():
-        command = [
-            "g++",
-            "-O1",
-            "-std=c++17",
-            "-Wall",
-            "-Wextra",
-            "-shared",
-            "-fPIC",
-            "-o",
-            folder / f"{name}.so",
-        ]
-        compilers.append(subprocess.Popen([*command, *arguments, "-lpthread", "-ldl", "-lrt"], cwd=SOURCES))
-    assert [compiler.wait(120) for compiler in compilers] == [0] * len(compilers)
-    return {"SINGA_LITE_CUDA_LIB": str(folder / "cuda.so"), "SINGA_LITE_NCCL_LIB": str(folder / "nccl.so")}
+def libraries() -> dict[str, str]:
+    """The environment that makes singa_lite open the stand-ins."""
+    return {"SINGA_LITE_CUDA_LIB": str(standin_driver()), "SINGA_LITE_NCCL_LIB": str(standin_nccl())}
 
 
 class Gpu:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import standin_nccl
 from ranks import RankDied, mpi_missing, run_ranks
 
 from singa_lite import autograd, opt, singa_wrap
@@ -32,8 +33,8 @@ from tests.comm.gpu_standin import (
     HostArray,
     HostArrays,
     ThroughNccl,
-    build,
     host_of,
+    libraries,
     on_gpu,
 )
 from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, run_facts
@@ -50,14 +51,9 @@ CONTRACT = [check.__name__ for check in FACTS if check.__name__ not in OWN_WAY]
 LIMIT_S = 60
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("standins"))
-
-
 @pytest.fixture(autouse=True)
-def use_libraries(libraries, monkeypatch):
-    for name, value in libraries.items():
+def use_libraries(monkeypatch):
+    for name, value in libraries().items():
         monkeypatch.setenv(name, value)
 
 
@@ -328,7 +324,7 @@ def ordinary_buffers(world: World) -> tuple[bool, float, int, str]:
     """A buffer where some rank can have no registered one; the second must not try again."""
     c, gpu, library = make(world), Gpu.get(), ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"])
     first, second = (c.buffer(LARGE, "float32", GpuBackend()) for _ in range(2))
-    were = "without_memory" not in library._name and any(is_registered(library, a) for a in (first, second))
+    were = any(is_registered(library, array) for array in (first, second))
     gpu.run(lambda: first.fill(c.rank + 1.0))
     c.all_reduce(first, "sum").wait()
     gpu.synchronize()
@@ -349,11 +345,10 @@ def ordinary_buffers(world: World) -> tuple[bool, float, int, str]:
     ],
     ids=["allocation", "registration on one rank", "registration", "old NCCL", "switch", "shared GPU"],
 )
-def test_where_one_rank_has_no_registered_memory_none_gets_it(changes, libraries, monkeypatch):
+def test_where_one_rank_has_no_registered_memory_none_gets_it(changes, monkeypatch):
     for name, value in changes.items():
-        if value == "without_memory":
-            value = libraries[name].replace("nccl.so", "nccl_without_memory.so")
-        monkeypatch.setenv(name, value)
+        is_old = value == "without_memory"
+        monkeypatch.setenv(name, str(standin_nccl("-DSTANDIN_WITHOUT_MEMORY")) if is_old else value)
     assert run(ordinary_buffers, 2) == [(False, 3.0, 0, "HostArray")] * 2
 
 
@@ -461,7 +456,7 @@ def test_buffers_are_registered_once_nccl_is_there_and_outside_of_captures():
 def start_error(world: World) -> tuple[str, int]:
     """The error of making a communicator, and how many of NCCL's were left."""
     text = caught(lambda: make(world, 3).close())
-    return text, num_live() if "without_id" not in os.environ["SINGA_LITE_NCCL_LIB"] else 0
+    return text, num_live()
 
 
 def test_info_asks_nccl_and_the_driver(monkeypatch):
@@ -517,10 +512,8 @@ def text_of_start(world: World) -> str:
     return caught(lambda: make(world, 3).close())
 
 
-def test_a_missing_function_is_named(libraries, monkeypatch):
-    monkeypatch.setenv(
-        "SINGA_LITE_NCCL_LIB", libraries["SINGA_LITE_NCCL_LIB"].replace("nccl.so", "nccl_without_id.so")
-    )
+def test_a_missing_function_is_named(monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl("-DSTANDIN_WITHOUT_ID")))
     assert all("has no function ncclGetUniqueId" in text for text in run(text_of_start, 2))
 
 

@@ -17,20 +17,8 @@ from ._array import ndarray
 from ._kernels import RawModule
 
 
-class _Pool:
-    """The memory pool: counts how often it was emptied."""
-
-    emptied = 0
-
-    def free_all_blocks(self) -> None:
-        self.emptied += 1
-
-
-_POOL = _Pool()
-
-
-def get_default_memory_pool() -> _Pool:
-    return _POOL
+def get_default_memory_pool() -> cuda.MemoryPool:
+    return cuda.DEFAULT_POOL
 
 
 def empty(shape: Any, dtype: Any = float) -> ndarray:
@@ -39,14 +27,14 @@ def empty(shape: Any, dtype: Any = float) -> ndarray:
 
 def zeros(shape: Any, dtype: Any = float) -> ndarray:
     made = ndarray(shape, dtype)
-    cuda.do(lambda: made.host.fill(0))
+    cuda.do(lambda host=made.host: host.fill(0))
     return made
 
 
 def array(values: np.ndarray, order: str = "K") -> ndarray:
     assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
     made = ndarray(values.shape, values.dtype)
-    made.host[...] = values
+    cuda.do(lambda host=made.host, staged=values.copy(): np.copyto(host, staged))
     return made
 
 

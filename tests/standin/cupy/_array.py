@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
@@ -14,31 +15,64 @@ GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
 
 
-class Memory:
+class Block:
     """Bytes with a guard on both sides, NaNs at first."""
 
     def __init__(self, num_bytes: int) -> None:
         self.whole = np.full(num_bytes + 3 * GUARD, PATTERN, np.uint8)
         start = -self.whole.ctypes.data % GUARD + GUARD
         self.bytes = self.whole[start : start + num_bytes]
-        self.bytes[...] = 0xFF
         self.ptr = self.whole.ctypes.data + start
         self.sides = self.whole[:start], self.whole[start + num_bytes :]
-
-        if cuda.is_capturing():
-            cuda.do(
-                lambda: self and None
-            )  # it lives as long as the graph, as memory of the graph's own pool does
 
     def check(self) -> None:
         """Fail if something wrote beside the memory."""
         assert all((side == PATTERN).all() for side in self.sides), "a kernel wrote beside an array"
 
 
+class MemoryPool:
+    """Blocks that no array lies in, by size. As in cupy's, the next array of a size gets what the last one had, though
+    work that was given to a stream may not have come to it yet: right for that stream's work alone.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[Block]] = {}
+        self.emptied = 0
+
+    def malloc(self, num_bytes: int) -> MemoryPointer:
+        return MemoryPointer(Memory(num_bytes, self))
+
+    def free_all_blocks(self) -> None:
+        self.free.clear()
+        self.emptied += 1
+
+
+class Memory:
+    """A block while an array lies in it."""
+
+    def __init__(self, num_bytes: int, pool: MemoryPool) -> None:
+        self.pool = pool
+        unused = pool.free.setdefault(num_bytes, [])
+        self.block = unused.pop() if unused else Block(num_bytes)
+        self.bytes, self.ptr = self.block.bytes, self.block.ptr
+        cuda.do(lambda values=self.bytes: values.fill(0xFF))
+
+    def __del__(self) -> None:
+        self.pool.free.setdefault(len(self.bytes), []).append(self.block)
+
+
+class UnownedMemory:
+    """Memory of somebody else."""
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
+        self.ptr, self.owner = ptr, owner
+        self.bytes = np.frombuffer((ctypes.c_char * size).from_address(ptr), np.uint8)
+
+
 class MemoryPointer:
     """A place in memory."""
 
-    def __init__(self, mem: Memory, offset: int = 0) -> None:
+    def __init__(self, mem: Memory | UnownedMemory, offset: int = 0) -> None:
         self.mem, self.offset = mem, offset
 
     @property
@@ -49,13 +83,28 @@ class MemoryPointer:
         return MemoryPointer(self.mem, self.offset + num_bytes)
 
     def copy_from_device_async(self, source: MemoryPointer, num_bytes: int, stream: Any = None) -> None:
-        to, start = self.mem.bytes, source.offset
-        assert len(to) >= self.offset + num_bytes and len(source.mem.bytes) >= start + num_bytes
+        to = self.mem.bytes[self.offset : self.offset + num_bytes]
+        values = source.mem.bytes[source.offset : source.offset + num_bytes]
+        assert len(to) == len(values) == num_bytes
+        cuda.do(lambda: np.copyto(to, values))
 
-        def copy() -> None:
-            to[self.offset : self.offset + num_bytes] = source.mem.bytes[start : start + num_bytes]
+    def memset_async(self, value: int, num_bytes: int) -> None:
+        to = self.mem.bytes[self.offset : self.offset + num_bytes]
+        cuda.do(lambda: to.fill(value))
 
-        cuda.do(copy)
+
+def _elementwise(function: Any) -> Any:
+    """A method of arrays that applies a function of numpy's, and gives a new array."""
+
+    def call(self: ndarray, *others: Any) -> ndarray:
+        given = [x.host if isinstance(x, ndarray) else x for x in (self, *others)]
+        sample = function(*(np.ones((1,) * x.ndim, x.dtype) if isinstance(x, np.ndarray) else x for x in given))
+        made = ndarray(np.broadcast_shapes(*(np.shape(x) for x in given)), sample.dtype)
+        to = made.host
+        cuda.do(lambda: np.copyto(to, function(*given)))
+        return made
+
+    return call
 
 
 class ndarray:
@@ -65,7 +114,7 @@ class ndarray:
         self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, strides: Any = None
     ) -> None:
         shape, dtype = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,), np.dtype(dtype)
-        self.data = memptr or MemoryPointer(Memory(math.prod(shape) * dtype.itemsize))
+        self.data = memptr or cuda.malloc(math.prod(shape) * dtype.itemsize)
         self.host = np.ndarray(shape, dtype, self.data.mem.bytes.data, self.data.offset, strides)
         self.base: ndarray | None = None
 
@@ -85,6 +134,21 @@ class ndarray:
     itemsize = property(lambda self: self.host.itemsize)
     flags = property(lambda self: self.host.flags)
 
+    __add__ = _elementwise(np.add)
+    __mul__ = _elementwise(np.multiply)
+    __and__ = _elementwise(np.bitwise_and)
+    __or__ = _elementwise(np.bitwise_or)
+    __lshift__ = _elementwise(np.left_shift)
+    __rshift__ = _elementwise(np.right_shift)
+    __invert__ = _elementwise(np.invert)
+    __ne__ = _elementwise(np.not_equal)
+    __hash__ = object.__hash__
+
+    def __itruediv__(self, divisor: Any) -> ndarray:
+        to = self.host
+        cuda.do(lambda: np.divide(to, divisor, out=to))
+        return self
+
     def reshape(self, *shape: Any) -> ndarray:
         return self._view(self.host.reshape(*shape))
 
@@ -99,12 +163,13 @@ class ndarray:
         return self._view(self.host[places if Ellipsis in places else (*places, ...)])
 
     def __setitem__(self, place: Any, values: ndarray) -> None:
-        target = self[place]
-        cuda.do(lambda: np.copyto(target.host, values.host, casting="same_kind"))
+        target, given = self[place].host, values.host
+        cuda.do(lambda: np.copyto(target, given, casting="same_kind"))
 
     def astype(self, dtype: Any, copy: bool = True) -> ndarray:
         made = ndarray(self.shape, dtype)
-        cuda.do(lambda: np.copyto(made.host, self.host, casting="unsafe"))
+        to, values = made.host, self.host
+        cuda.do(lambda: np.copyto(to, values, casting="unsafe"))
         return made
 
     def copy(self) -> ndarray:
@@ -114,8 +179,7 @@ class ndarray:
         return len(self.host)
 
     def get(self, stream: Any = None, order: str = "C") -> np.ndarray:
-
-        assert not cuda.is_capturing(), "a captured stream cannot be waited for"
+        cuda.get_current_stream().synchronize()
         return np.array(self.host, order="C")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
@@ -123,7 +187,6 @@ class ndarray:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ._array import ndarray
+from ._array import Memory, ndarray
 from .cuda import do, get_current_stream
 
 HERE = Path(__file__).parent
@@ -76,15 +76,19 @@ class Function:
         assert len(args) == len(self.form), f"{self.name} takes {len(self.form)} arguments, not {len(args)}"
         given = [self.argument(value, wanted) for value, wanted in zip(args, self.form, strict=True)]
         addresses = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
-        memories = [value.data.mem for value in args if isinstance(value, ndarray)]
+        launch, blocks = self.launch, [
+            value.data.mem.block
+            for value in args
+            if isinstance(value, ndarray) and isinstance(value.data.mem, Memory)
+        ]
 
         def run(given: Any = given) -> None:  # given: what the addresses point to
             Function.calls += 1
-            status = self.launch(*grid, *block, addresses)
+            status = launch(*grid, *block, addresses)
             assert status == 0, (
                 f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
             )
-            for memory in memories:
+            for memory in blocks:
                 memory.check()
 
         do(run)

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices, streams and pinned memory of the stand-in: two GPUs, whose work is done when a call returns."""
+"""Devices, streams and pinned memory of the stand-in: two GPUs, whose work is done when a call returns.
+
+Where STANDIN_STREAMS names the stand-in libcuda (native/tests/standin_cuda.cc), work is done some time after the call,
+by its streams, which NCCL's stand-in knows as well; and a graph runs its work in another order each time.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._array import MemoryPointer
+from .._array import MemoryPointer, MemoryPool, UnownedMemory
 from . import runtime
 
 _LOCAL = threading.local()
@@ -57,6 +62,12 @@ class Stream:
         self.device_id = _current()[-1]
         self.tape: list[Callable[[], None]] | None = None
 
+    def add(self, what: Callable[[], None]) -> None:
+        if self.tape is None:
+            what()
+        else:
+            self.tape.append(what)
+
     def begin_capture(self) -> None:
         assert self.ptr and self.tape is None
         self.tape = []
@@ -75,6 +86,86 @@ class Stream:
 
     def is_capturing(self) -> bool:
         return self.tape is not None
+
+
+class Queues:
+    """The stand-in libcuda, as Python sees it."""
+
+    def __init__(self, library: str) -> None:
+        self.cuda = ctypes.CDLL(library)
+        self.cuda.standin_end_capture.restype = ctypes.c_void_p
+        self.cuda.cuCtxPushCurrent_v2(None)
+        self.errors: list[BaseException] = []
+        self.callbacks: list[Any] = []  # of what no graph keeps; they end with the process
+
+    def new(self) -> int:
+        stream = ctypes.c_void_p()
+        assert self.cuda.cuStreamCreateWithPriority(ctypes.byref(stream), 1, -5) == 0
+        assert stream.value
+        return stream.value
+
+    def callback(self, what: Callable[[], None]) -> Any:
+        def call(_: object) -> None:
+            try:
+                what()
+            except BaseException as error:
+                self.errors.append(error)
+
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call)
+
+    def check(self, status: int) -> None:
+        if self.errors:
+            raise self.errors[0]
+        if status:
+            raise runtime.CUDARuntimeError(f"the stand-in libcuda answers with {status}")
+
+
+class QueuedGraph:
+    """A CUDA graph in the stand-in libcuda."""
+
+    def __init__(self, handle: int | None, kept: list[Any]) -> None:
+        assert handle, "a stream that took part in the capture was not joined"
+        self.handle, self.kept, self.launches = handle, kept, 0
+
+    def launch(self, stream: QueuedStream) -> None:
+        self.launches += 1
+        QUEUES.check(QUEUES.cuda.standin_launch(ctypes.c_void_p(self.handle), ctypes.c_void_p(stream.ptr)))
+
+    def __del__(self) -> None:
+        QUEUES.callbacks += self.kept  # it may still run
+        QUEUES.cuda.standin_destroy(ctypes.c_void_p(self.handle))
+
+
+class QueuedStream(Stream):
+    """A stream of the stand-in libcuda; ``tape`` keeps the callbacks of a capture."""
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        super().__init__(null, non_blocking)
+        self.ptr = 0 if null else QUEUES.new()
+
+    def add(self, what: Callable[[], None]) -> None:
+        assert self.ptr, "work for the default stream"
+        callback = QUEUES.callback(what)
+        (QUEUES.callbacks if self.tape is None else self.tape).append(callback)
+        QUEUES.check(QUEUES.cuda.cuLaunchHostFunc(ctypes.c_void_p(self.ptr), callback, None))
+
+    def begin_capture(self) -> None:
+        super().begin_capture()
+        QUEUES.check(QUEUES.cuda.standin_begin_capture(ctypes.c_void_p(self.ptr)))
+
+    def end_capture(self) -> Any:
+        kept, self.tape = self.tape, None
+        assert kept is not None
+        return QueuedGraph(QUEUES.cuda.standin_end_capture(ctypes.c_void_p(self.ptr)), kept)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        QUEUES.check(QUEUES.cuda.cuStreamSynchronize(ctypes.c_void_p(self.ptr)))
+
+
+if "STANDIN_STREAMS" in os.environ:
+    QUEUES = Queues(os.environ["STANDIN_STREAMS"])
+    Stream = QueuedStream  # type: ignore[misc]
 
 
 class Event:
@@ -98,25 +189,29 @@ def get_current_stream(device_id: int = -1) -> Stream:
 
 def do(what: Callable[[], None]) -> None:
     """Work for the current stream: done at once, or captured."""
-    tape = get_current_stream().tape
-    if tape is None:
-        what()
-    else:
-        tape.append(what)
+    get_current_stream().add(what)
 
 
 def is_capturing() -> bool:
     return get_current_stream().tape is not None
 
 
-class MemoryPool:
-    def malloc(self, num_bytes: int) -> None:
-        raise NotImplementedError("the stand-in makes arrays without it")
+DEFAULT_POOL = MemoryPool()
+
+
+def malloc(num_bytes: int) -> MemoryPointer:
+    allocate = getattr(_LOCAL, "allocate", None) or DEFAULT_POOL.malloc
+    return allocate(num_bytes)
 
 
 @contextmanager
-def using_allocator(malloc: Callable[[int], None]) -> Iterator[None]:
-    yield
+def using_allocator(allocate: Callable[[int], MemoryPointer]) -> Iterator[None]:
+    before = getattr(_LOCAL, "allocate", None)
+    _LOCAL.allocate = allocate
+    try:
+        yield
+    finally:
+        _LOCAL.allocate = before
 
 
 class _Pinned(bytearray):
@@ -145,6 +240,7 @@ __all__ = [
     "MemoryPointer",
     "MemoryPool",
     "Stream",
+    "UnownedMemory",
     "alloc_pinned_memory",
     "do",
     "get_current_stream",
