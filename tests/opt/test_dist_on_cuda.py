@@ -8,6 +8,7 @@ order each time: what is not ordered by a stream or an event comes out wrong.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,24 @@ def batch(device: Device, rank: int, step: int) -> tuple[Tensor, Tensor]:
     return Tensor(data=x, device=device), Tensor(data=labels, device=device)
 
 
+class Hoard:
+    """Memory that the caller of a recorded step has taken meanwhile: a graph may not write there."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Any] = []
+
+    def take_all_that_is_free(self) -> None:
+        cupy = sys.modules["cupy"]
+        free = cupy.get_default_memory_pool().free
+        sizes = [num_bytes for num_bytes, blocks in free.items() for _ in blocks]
+        for num_bytes in sizes:
+            self._arrays.append(cupy.empty(num_bytes, np.uint8))
+            self._arrays[-1].data.memset_async(7, num_bytes)
+
+    def check(self) -> None:
+        assert all((array.get() == 7).all() for array in self._arrays)
+
+
 def train(device: Device, communicator: Communicator, option: str, use_graph: bool) -> dict[str, Any]:
     """What a rank sees and has after some steps."""
     net, rank = Net(), communicator.rank
@@ -72,7 +91,13 @@ def train(device: Device, communicator: Communicator, option: str, use_graph: bo
     rng = np.random.default_rng(1)
     start = {name: 0.3 * rng.random(x.shape) - 0.1 for name, x in net.get_states().items()}
     net.set_states({name: value.astype(np.float32) for name, value in start.items()})
-    losses = [net(*batch(device, rank, step), option)[1] for step in range(STEPS)]
+    losses: list[Tensor] = []
+    hoard = Hoard()
+    for step in range(STEPS):
+        losses.append(net(*batch(device, rank, step), option)[1])
+        if use_graph:
+            hoard.take_all_that_is_free()
+    hoard.check()
     return {
         "losses": [to_numpy(loss).item() for loss in losses],
         "states": {name: to_numpy(value) for name, value in net.get_states().items()},
