@@ -4,25 +4,20 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from standin import compiling
 
 from singa_lite.config import state
 from singa_lite.device import Device, create_cuda_gpu
 
 ROOT = Path(__file__).parents[1]
 STANDIN = Path(__file__).parent / "standin"
-NATIVE_TESTS = ROOT / "native" / "tests"
 
 
 def no_gpu() -> str:
@@ -55,38 +50,14 @@ def standin_cupy() -> Iterator[None]:
 
 def standin_cudnn(*options: str) -> Path:
     """The stand-in of libcudnn, compiled with ``options``."""
-    folder = NATIVE_TESTS / "standin" / "cudnn"
+    folder = compiling.NATIVE_TESTS / "standin" / "cudnn"
     sources = [*sorted(folder.glob("*.cc")), ROOT / "native/common/half.cc"]
-    return _compiled("cudnn", sources, [folder / "standin.h"], options)
-
-
-def standin_driver() -> Path:
-    """The stand-in of libcuda: streams, events and graphs on threads."""
-    return _compiled("cuda", [NATIVE_TESTS / "standin_cuda.cc"])
+    return compiling.library("cudnn", [*sources, compiling.driver()], [folder / "standin.h"], options)
 
 
 def standin_nccl(*options: str) -> Path:
-    """The stand-in of libnccl over that, compiled with ``options``."""
-    return _compiled("nccl", [NATIVE_TESTS / "standin_nccl.cc"], (), options)
-
-
-def _compiled(
-    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), options: Sequence[str] = ()
-) -> Path:
-    """A shared library; kept in build/ for the next run."""
-    text = "".join(source.read_text() for source in (*headers, *sources)) + "".join(options)
-    library = ROOT / "build" / "standin" / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            built = Path(folder, library.name)
-            command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", built, *options]
-            libraries = ["-lpthread", "-ldl", "-lrt"]
-            subprocess.run(
-                [*command, f"-I{ROOT / 'native'}", *sources, *libraries], check=True, timeout=120
-            )
-            os.replace(built, library)
-    return library
+    """The stand-in of libnccl, compiled with ``options``; its work is done by the stand-in of libcuda."""
+    return compiling.library("nccl", [compiling.NATIVE_TESTS / "standin_nccl.cc"], (), options)
 
 
 def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -99,7 +70,6 @@ def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
         monkeypatch.setattr(
             sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16)
         )
-        monkeypatch.setattr(type(state.cuda_devices[0].backend), "_new_plan", _new_plan_for_capture)
     device: Device = state.cuda_devices[0]
     return device
 
@@ -109,30 +79,6 @@ def cuda_device_of_rank() -> Device:
     device = cuda_device(pytest.MonkeyPatch())
     sys.modules["cupy"] = sys.modules["singa_lite.backend.cuda"].cupy
     return device
-
-
-class PlanForCapture:
-    """A plan whose work can be captured: the stand-in libcudnn computes at once and knows no streams."""
-
-    STARTS = frozenset({"run", "train", "infer", "forward", "backward"})
-
-    def __init__(self, plan: Any) -> None:
-        self._plan = plan
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._plan, name)
-        cuda = sys.modules["singa_lite.backend.cuda"].cupy.cuda
-        if name in self.STARTS:
-            return lambda *arguments: cuda.do(lambda: found(*arguments))
-        if name == "measure":  # on arrays that are being written, perhaps
-            cuda.get_current_stream().synchronize()
-        return found
-
-
-def _new_plan_for_capture(self: Any, *arguments: Any) -> PlanForCapture:
-    return PlanForCapture(
-        sys.modules["singa_lite.backend.cuda.cudnn"].CudnnCaller._new_plan(self, *arguments)
-    )
 
 
 def _make() -> None:

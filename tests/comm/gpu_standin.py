@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from devices import standin_driver, standin_nccl
+from devices import standin_nccl
+from standin import compiling
 
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import Communicator, Work, World
@@ -29,7 +30,7 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def libraries() -> dict[str, str]:
     """The environment that makes singa_lite open the stand-ins."""
-    return {"SINGA_LITE_CUDA_LIB": str(standin_driver()), "SINGA_LITE_NCCL_LIB": str(standin_nccl())}
+    return {"SINGA_LITE_CUDA_LIB": str(compiling.driver()), "SINGA_LITE_NCCL_LIB": str(standin_nccl())}
 
 
 class Gpu:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device_of_rank, no_gpu, standin_driver, standin_nccl
+from devices import cuda_device_of_rank, no_gpu, standin_nccl
 from ranks import run_ranks
+from standin import compiling
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite.comm import nccl
@@ -32,8 +33,7 @@ pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check 
 
 @pytest.fixture(autouse=True)
 def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(standin_driver()))
-    monkeypatch.setenv("STANDIN_STREAMS", str(standin_driver()))
+    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
     monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
@@ -42,7 +42,11 @@ class Net(model.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.pool = layer.Conv2d(4, 3, padding=1), layer.BatchNorm2d(), layer.MaxPool2d(2)
+        self.conv, self.norm, self.pool = (
+            layer.Conv2d(4, 3, padding=1),
+            layer.BatchNorm2d(),
+            layer.MaxPool2d(2),
+        )
         self.first, self.second = layer.Linear(40), layer.Linear(5)
         self.relu, self.loss = layer.ReLU(), layer.SoftMaxCrossEntropy()
 

@@ -2,9 +2,9 @@
 """2-D pooling: averages by cuDNN (native/cuda/pool.h), maxima in pool.cu.
 
 cuDNN has no answer for maxima here: a kernel's backward needs its outputs alone, the place of each maximum. cuDNN's
-pooling calls give no places; their gradient reads x and y. Its graph API can write places, of channels-last images and
-in a signed byte: a second way beside the one that other images and larger windows would still need. Neither says which of equal
-elements gets the gradient; in pool.cu that is the first, as on the CPU. PyTorch's maxima are its own as well.
+pooling calls give no places; their gradient reads x and y. Its graph API can write places, of channels-last images
+and in a signed byte: a second way beside the one that other images and larger windows would still need. Neither says
+which of equal elements gets the gradient; in pool.cu that is the first, as on the CPU. PyTorch's are its own too.
 """
 
 from __future__ import annotations

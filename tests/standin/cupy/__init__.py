@@ -34,7 +34,8 @@ def zeros(shape: Any, dtype: Any = float) -> ndarray:
 def array(values: np.ndarray, order: str = "K") -> ndarray:
     assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
     made = ndarray(values.shape, values.dtype)
-    cuda.do(lambda host=made.host, staged=values.copy(): np.copyto(host, staged))
+    host, staged = made.host, values.copy()
+    cuda.do(lambda: np.copyto(host, staged))
     return made
 
 

@@ -29,6 +29,11 @@ class Block:
         """Fail if something wrote beside the memory."""
         assert all((side == PATTERN).all() for side in self.sides), "a kernel wrote beside an array"
 
+    def __del__(self) -> None:
+        cuda._streams.graves.append(
+            self.whole
+        )  # cudaFree waits for the device; here the next wait of the host frees it
+
 
 class MemoryPool:
     """Blocks that no array lies in, by size. As in cupy's, the next array of a size gets what the last one had, though
@@ -98,7 +103,9 @@ def _elementwise(function: Any) -> Any:
 
     def call(self: ndarray, *others: Any) -> ndarray:
         given = [x.host if isinstance(x, ndarray) else x for x in (self, *others)]
-        sample = function(*(np.ones((1,) * x.ndim, x.dtype) if isinstance(x, np.ndarray) else x for x in given))
+        sample = function(
+            *(np.ones((1,) * x.ndim, x.dtype) if isinstance(x, np.ndarray) else x for x in given)
+        )
         made = ndarray(np.broadcast_shapes(*(np.shape(x) for x in given)), sample.dtype)
         to = made.host
         cuda.do(lambda: np.copyto(to, function(*given)))

@@ -76,14 +76,16 @@ class Function:
         assert len(args) == len(self.form), f"{self.name} takes {len(self.form)} arguments, not {len(args)}"
         given = [self.argument(value, wanted) for value, wanted in zip(args, self.form, strict=True)]
         addresses = (ctypes.c_void_p * len(given))(*(x.ctypes.data for x in given))
-        launch, blocks = self.launch, [
-            value.data.mem.block
-            for value in args
-            if isinstance(value, ndarray) and isinstance(value.data.mem, Memory)
-        ]
+        launch, blocks = (
+            self.launch,
+            [
+                value.data.mem.block
+                for value in args
+                if isinstance(value, ndarray) and isinstance(value.data.mem, Memory)
+            ],
+        )
 
         def run(given: Any = given) -> None:  # given: what the addresses point to
-            Function.calls += 1
             status = launch(*grid, *block, addresses)
             assert status == 0, (
                 f"{self.name}: " + ("threads wait for each other", "a bad size of launch")[status - 1]
@@ -91,6 +93,7 @@ class Function:
             for memory in blocks:
                 memory.check()
 
+        Function.calls += 1
         do(run)
 
     def argument(self, value: Any, wanted: str) -> np.ndarray:

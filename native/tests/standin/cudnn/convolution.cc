@@ -75,10 +75,12 @@ int list(const Object& y, const Object& c, int asked, int* found, Performance* r
 
 int find(const Object* handle, const Object& x, const Object& w, const Object& y, const Object& c, int asked,
          int* found, Performance* results, void* workspace, std::size_t bytes, void* out, std::size_t out_bytes) {
-  if (handle->stream == nullptr) return fail(kBadParam, "no stream is set");
   if (const int status = check(x, w, y, c)) return status;
-  std::memset(out, 0xff, out_bytes);
-  std::memset(workspace, 0xff, std::min(bytes, std::size_t(1) << 16));
+  const int started = start(handle, [=] {
+    std::memset(out, 0xff, out_bytes);
+    std::memset(workspace, 0xff, std::min(bytes, std::size_t(1) << 16));
+  });
+  if (started) return started;
   list(y, c, asked, found, results);
   for (int i = 0; i < *found; ++i)
     if (results[i].memory > bytes) results[i].status = kTooSmall;
@@ -86,13 +88,12 @@ int find(const Object* handle, const Object& x, const Object& w, const Object& y
 }
 
 int run_check(const Object& x, const Object& w, const Object& y, const Object& c, const void* a_data,
-              const void* b_data, const void* out_data, int algorithm, void* workspace, std::size_t bytes) {
+              const void* b_data, const void* out_data, int algorithm, std::size_t bytes) {
   if (const int status = check(x, w, y, c)) return status;
   for (const void* data : {a_data, b_data, out_data})
     if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return fail(kMisaligned, "alignment");
   if (algorithm < 0 || algorithm > 3) return fail(kNotSupported, "algorithm");
   if (bytes < workspace_of(algorithm, y)) return fail(kTooSmall, "workspace");
-  if (bytes > 0) std::memset(workspace, 0xff, bytes);
   last_run[0] = algorithm;
   last_run[1] = c.math;
   return kSuccess;
@@ -186,62 +187,70 @@ int cudnnGetConvolutionBackwardFilterWorkspaceSize(Object*, Object* x, Object* y
   return check(*x, *w, *y, *c);
 }
 
-int cudnnConvolutionForward(Object*, const void* alpha, Object* x, const void* x_data, Object* w, const void* w_data,
+int cudnnConvolutionForward(Object* handle, const void* alpha, Object* x, const void* x_data, Object* w, const void* w_data,
                             Object* c, int algorithm, void* workspace, std::size_t bytes, const void* beta, Object* y,
                             void* y_data) {
   if (const int status = counted("cudnnConvolutionForward")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
-  const auto xs = read(*x, x_data), ws = read(*w, w_data);
-  std::vector<double> ys(count(*y));
-  products(*x, *w, *y, *c, [&](int i, int j, int k) { ys[k] += xs[i] * ws[j]; });
-  blend(*y, ys, alpha, beta, y_data);
-  return kSuccess;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
+    if (bytes > 0) std::memset(workspace, 0xff, bytes);
+    const auto xs = read(x, x_data), ws = read(w, w_data);
+    std::vector<double> ys(count(y));
+    products(x, w, y, c, [&](int i, int j, int k) { ys[k] += xs[i] * ws[j]; });
+    blend(y, ys, by, y_data);
+  });
 }
-int cudnnConvolutionBackwardData(Object*, const void* alpha, Object* w, const void* w_data, Object* y,
+int cudnnConvolutionBackwardData(Object* handle, const void* alpha, Object* w, const void* w_data, Object* y,
                                  const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
                                  const void* beta, Object* x, void* x_data) {
   if (const int status = counted("cudnnConvolutionBackwardData")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
-  const auto ws = read(*w, w_data), ys = read(*y, y_data);
-  std::vector<double> xs(count(*x));
-  products(*x, *w, *y, *c, [&](int i, int j, int k) { xs[i] += ys[k] * ws[j]; });
-  blend(*x, xs, alpha, beta, x_data);
-  return kSuccess;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
+    if (bytes > 0) std::memset(workspace, 0xff, bytes);
+    const auto ws = read(w, w_data), ys = read(y, y_data);
+    std::vector<double> xs(count(x));
+    products(x, w, y, c, [&](int i, int j, int k) { xs[i] += ys[k] * ws[j]; });
+    blend(x, xs, by, x_data);
+  });
 }
-int cudnnConvolutionBackwardFilter(Object*, const void* alpha, Object* x, const void* x_data, Object* y,
+int cudnnConvolutionBackwardFilter(Object* handle, const void* alpha, Object* x, const void* x_data, Object* y,
                                    const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
                                    const void* beta, Object* w, void* w_data) {
   if (const int status = counted("cudnnConvolutionBackwardFilter")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, workspace, bytes)) return status;
-  const auto xs = read(*x, x_data), ys = read(*y, y_data);
-  std::vector<double> ws(count(*w));
-  products(*x, *w, *y, *c, [&](int i, int j, int k) { ws[j] += xs[i] * ys[k]; });
-  blend(*w, ws, alpha, beta, w_data);
-  return kSuccess;
+  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
+    if (bytes > 0) std::memset(workspace, 0xff, bytes);
+    const auto xs = read(x, x_data), ys = read(y, y_data);
+    std::vector<double> ws(count(w));
+    products(x, w, y, c, [&](int i, int j, int k) { ws[j] += xs[i] * ys[k]; });
+    blend(w, ws, by, w_data);
+  });
 }
 
-int cudnnAddTensor(Object*, const void* alpha, Object* a, const void* a_data, const void* beta, Object* c,
+int cudnnAddTensor(Object* handle, const void* alpha, Object* a, const void* a_data, const void* beta, Object* c,
                    void* c_data) {
   if (const int status = counted("cudnnAddTensor")) return status;
   if (a->dtype != c->dtype || a->shape[0] != 1 || a->shape[1] != c->shape[1] || a->shape[2] != 1 || a->shape[3] != 1)
     return fail(kBadParam, "shape of a");
-  const auto as = read(*a, a_data);
-  std::vector<double> cs(count(*c));
-  const std::size_t area = std::size_t(c->shape[2]) * c->shape[3];
-  for (std::size_t i = 0; i < cs.size(); ++i) cs[i] = as[i / area % c->shape[1]];
-  blend(*c, cs, alpha, beta, c_data);
-  return kSuccess;
+  return start(handle, [=, by = factors(a->dtype, alpha, beta), a = *a, c = *c] {
+    const auto as = read(a, a_data);
+    std::vector<double> cs(count(c));
+    const std::size_t area = std::size_t(c.shape[2]) * c.shape[3];
+    for (std::size_t i = 0; i < cs.size(); ++i) cs[i] = as[i / area % c.shape[1]];
+    blend(c, cs, by, c_data);
+  });
 }
-int cudnnConvolutionBackwardBias(Object*, const void* alpha, Object* y, const void* y_data, const void* beta, Object* b,
+int cudnnConvolutionBackwardBias(Object* handle, const void* alpha, Object* y, const void* y_data, const void* beta, Object* b,
                                  void* b_data) {
   if (const int status = counted("cudnnConvolutionBackwardBias")) return status;
   if (b->dtype != y->dtype || b->shape[0] != 1 || b->shape[1] != y->shape[1]) return fail(kBadParam, "shape of db");
-  const auto ys = read(*y, y_data);
-  std::vector<double> bs(count(*b));
-  const std::size_t area = std::size_t(y->shape[2]) * y->shape[3];
-  for (std::size_t i = 0; i < ys.size(); ++i) bs[i / area % y->shape[1]] += ys[i];
-  blend(*b, bs, alpha, beta, b_data);
-  return kSuccess;
+  return start(handle, [=, by = factors(y->dtype, alpha, beta), y = *y, b = *b] {
+    const auto ys = read(y, y_data);
+    std::vector<double> bs(count(b));
+    const std::size_t area = std::size_t(y.shape[2]) * y.shape[3];
+    for (std::size_t i = 0; i < ys.size(); ++i) bs[i / area % y.shape[1]] += ys[i];
+    blend(b, bs, by, b_data);
+  });
 }
 
 }  // extern "C"

@@ -6,6 +6,8 @@
 
 #include "common/half.h"
 
+extern "C" void standin_add(void* stream, const std::function<void()>* work);  // of the stand-in libcuda
+
 namespace standin {
 
 std::map<std::string, int> calls;
@@ -75,12 +77,22 @@ double scalar(int dtype, const void* value) {
   return dtype == 1 ? *static_cast<const double*>(value) : *static_cast<const float*>(value);
 }
 
-void blend(const Object& o, std::vector<double>& values, const void* alpha, const void* beta, void* data) {
-  const double a = scalar(o.dtype, alpha), b = scalar(o.dtype, beta);
+Factors factors(int dtype, const void* alpha, const void* beta) {
+  return {scalar(dtype, alpha), scalar(dtype, beta)};
+}
+
+void blend(const Object& o, std::vector<double>& values, const Factors& factors, void* data) {
+  const auto [a, b] = factors;
   std::vector<double> before(values.size());
   if (b != 0) before = read(o, data);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = a * values[i] + (b != 0 ? b * before[i] : 0);
   write(o, values, data);
+}
+
+int start(const Object* handle, const std::function<void()>& work) {
+  if (handle->stream == nullptr) return fail(kBadParam, "no stream is set");
+  standin_add(handle->stream, &work);
+  return kSuccess;
 }
 
 }  // namespace standin
@@ -105,7 +117,7 @@ int cudnnCreate(Object** handle) { return create(handle, kHandle, "cudnnCreate")
 int cudnnCreateTensorDescriptor(Object** o) { return create(o, kTensor, "cudnnCreateTensorDescriptor"); }
 int cudnnDestroy(Object* o) { return destroy(o); }
 int cudnnDestroyTensorDescriptor(Object* o) { return destroy(o); }
-int cudnnSetStream(Object* handle, const void* stream) {
+int cudnnSetStream(Object* handle, void* stream) {
   handle->stream = stream;
   return counted("cudnnSetStream");
 }

@@ -70,28 +70,29 @@ int cudnnBatchNormalizationForwardTraining(const Object* handle, int mode, const
     return status;
   if (const int status = misaligned({x_data, y_data})) return status;
   if (!running_mean != !running_var || !mean != !inverse_std) return fail(kBadParam, "one of two is null");
-  const auto xs = read(*x, x_data), scales = read(*parameters, scale), biases = read(*parameters, bias);
-  std::vector<double> means(x->shape[1]), vars(x->shape[1]), inverses(x->shape[1]), ys(xs.size());
-  each(*x, [&](std::size_t i, int c) { means[c] += xs[i] / elements(*x); });
-  each(*x, [&](std::size_t i, int c) { vars[c] += (xs[i] - means[c]) * (xs[i] - means[c]) / elements(*x); });
-  for (std::size_t c = 0; c < vars.size(); ++c) inverses[c] = 1 / std::sqrt(vars[c] + eps);
-  each(*x, [&](std::size_t i, int c) { ys[i] = (xs[i] - means[c]) * inverses[c] * scales[c] + biases[c]; });
-  blend(*y, ys, alpha, beta, y_data);
-  if (running_mean != nullptr) {
-    auto running_means = read(*parameters, running_mean), running_vars = read(*parameters, running_var);
-    const double unbiased = elements(*x) / (elements(*x) - 1);  // infinite for one element, as the real one's
-    for (std::size_t c = 0; c < vars.size(); ++c) {
-      running_means[c] = (1 - factor) * running_means[c] + factor * means[c];
-      running_vars[c] = (1 - factor) * running_vars[c] + factor * vars[c] * unbiased;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), parameters = *parameters, x = *x, y = *y] {
+    const auto xs = read(x, x_data), scales = read(parameters, scale), biases = read(parameters, bias);
+    std::vector<double> means(x.shape[1]), vars(x.shape[1]), inverses(x.shape[1]), ys(xs.size());
+    each(x, [&](std::size_t i, int c) { means[c] += xs[i] / elements(x); });
+    each(x, [&](std::size_t i, int c) { vars[c] += (xs[i] - means[c]) * (xs[i] - means[c]) / elements(x); });
+    for (std::size_t c = 0; c < vars.size(); ++c) inverses[c] = 1 / std::sqrt(vars[c] + eps);
+    each(x, [&](std::size_t i, int c) { ys[i] = (xs[i] - means[c]) * inverses[c] * scales[c] + biases[c]; });
+    blend(y, ys, by, y_data);
+    if (running_mean != nullptr) {
+      auto running_means = read(parameters, running_mean), running_vars = read(parameters, running_var);
+      const double unbiased = elements(x) / (elements(x) - 1);  // infinite for one element, as the real one's
+      for (std::size_t c = 0; c < vars.size(); ++c) {
+        running_means[c] = (1 - factor) * running_means[c] + factor * means[c];
+        running_vars[c] = (1 - factor) * running_vars[c] + factor * vars[c] * unbiased;
+      }
+      write(parameters, running_means, running_mean);
+      write(parameters, running_vars, running_var);
     }
-    write(*parameters, running_means, running_mean);
-    write(*parameters, running_vars, running_var);
-  }
-  if (mean != nullptr) {
-    write(*parameters, means, mean);
-    write(*parameters, inverses, inverse_std);
-  }
-  return kSuccess;
+    if (mean != nullptr) {
+      write(parameters, means, mean);
+      write(parameters, inverses, inverse_std);
+    }
+  });
 }
 
 int cudnnBatchNormalizationForwardInference(const Object* handle, int mode, const void* alpha, const void* beta,
@@ -103,14 +104,15 @@ int cudnnBatchNormalizationForwardInference(const Object* handle, int mode, cons
           check(handle, mode, *x, *y, *parameters, {x_data, y_data, scale, bias, mean, var}, eps, kMostInferred))
     return status;
   if (const int status = misaligned({x_data, y_data})) return status;
-  const auto scales = read(*parameters, scale), biases = read(*parameters, bias);
-  const auto means = read(*parameters, mean), vars = read(*parameters, var);
-  auto ys = read(*x, x_data);
-  each(*x, [&](std::size_t i, int c) {
-    ys[i] = (ys[i] - means[c]) / std::sqrt(vars[c] + eps) * scales[c] + biases[c];
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), parameters = *parameters, x = *x, y = *y] {
+    const auto scales = read(parameters, scale), biases = read(parameters, bias);
+    const auto means = read(parameters, mean), vars = read(parameters, var);
+    auto ys = read(x, x_data);
+    each(x, [&](std::size_t i, int c) {
+      ys[i] = (ys[i] - means[c]) / std::sqrt(vars[c] + eps) * scales[c] + biases[c];
+    });
+    blend(y, ys, by, y_data);
   });
-  blend(*y, ys, alpha, beta, y_data);
-  return kSuccess;
 }
 
 int cudnnBatchNormalizationBackward(const Object* handle, int mode, const void* alpha, const void* beta,
@@ -125,22 +127,24 @@ int cudnnBatchNormalizationBackward(const Object* handle, int mode, const void* 
                                  kMostTrained))
       return status;
   if (const int status = misaligned({x_data, dy_data, dx_data})) return status;
-  const auto dys = read(*dy, dy_data), scales = read(*parameters, scale);
-  const auto means = read(*parameters, mean), inverses = read(*parameters, inverse_std);
-  auto normal = read(*x, x_data);
-  each(*x, [&](std::size_t i, int c) { normal[i] = (normal[i] - means[c]) * inverses[c]; });
-  std::vector<double> dscales(x->shape[1]), dbiases(x->shape[1]), dxs(normal.size());
-  each(*x, [&](std::size_t i, int c) {
-    dscales[c] += dys[i] * normal[i];
-    dbiases[c] += dys[i];
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), by_parameters = factors(x->dtype, alpha_parameters, beta_parameters),
+                        parameters = *parameters, x = *x, dy = *dy, dx = *dx] {
+    const auto dys = read(dy, dy_data), scales = read(parameters, scale);
+    const auto means = read(parameters, mean), inverses = read(parameters, inverse_std);
+    auto normal = read(x, x_data);
+    each(x, [&](std::size_t i, int c) { normal[i] = (normal[i] - means[c]) * inverses[c]; });
+    std::vector<double> dscales(x.shape[1]), dbiases(x.shape[1]), dxs(normal.size());
+    each(x, [&](std::size_t i, int c) {
+      dscales[c] += dys[i] * normal[i];
+      dbiases[c] += dys[i];
+    });
+    each(x, [&](std::size_t i, int c) {
+      dxs[i] = scales[c] * inverses[c] * (dys[i] - (dbiases[c] + normal[i] * dscales[c]) / elements(x));
+    });
+    blend(dx, dxs, by, dx_data);
+    blend(parameters, dscales, by_parameters, dscale);
+    blend(parameters, dbiases, by_parameters, dbias);
   });
-  each(*x, [&](std::size_t i, int c) {
-    dxs[i] = scales[c] * inverses[c] * (dys[i] - (dbiases[c] + normal[i] * dscales[c]) / elements(*x));
-  });
-  blend(*dx, dxs, alpha, beta, dx_data);
-  blend(*parameters, dscales, alpha_parameters, beta_parameters, dscale);
-  blend(*parameters, dbiases, alpha_parameters, beta_parameters, dbias);
-  return kSuccess;
 }
 
 }  // extern "C"

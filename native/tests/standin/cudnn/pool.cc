@@ -66,11 +66,12 @@ int cudnnPoolingForward(const Object* handle, const Object* p, const void* alpha
                         const void* beta, const Object* y, void* y_data) {
   if (const int status = counted("cudnnPoolingForward")) return status;
   if (const int status = check(handle, *p, *x, *y, {x_data, y_data})) return status;
-  const auto xs = read(*x, x_data);
-  std::vector<double> ys(count(*y));
-  windows(*p, *x, *y, [&](std::size_t in, std::size_t out, double divisor) { ys[out] += xs[in] / divisor; });
-  blend(*y, ys, alpha, beta, y_data);
-  return kSuccess;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), p = *p, x = *x, y = *y] {
+    const auto xs = read(x, x_data);
+    std::vector<double> ys(count(y));
+    windows(p, x, y, [&](std::size_t in, std::size_t out, double divisor) { ys[out] += xs[in] / divisor; });
+    blend(y, ys, by, y_data);
+  });
 }
 
 int cudnnPoolingBackward(const Object* handle, const Object* p, const void* alpha, const Object* y, const void* y_data,
@@ -80,11 +81,12 @@ int cudnnPoolingBackward(const Object* handle, const Object* p, const void* alph
   if (const int status = check(handle, *p, *x, *y, {x_data, y_data})) return status;
   if (const int status = check(handle, *p, *dx, *dy, {dx_data, dy_data})) return status;
   if (y->dtype != dy->dtype) return fail(kBadParam, "dtypes");
-  const auto dys = read(*dy, dy_data);
-  std::vector<double> dxs(count(*dx));
-  windows(*p, *dx, *dy, [&](std::size_t in, std::size_t out, double divisor) { dxs[in] += dys[out] / divisor; });
-  blend(*dx, dxs, alpha, beta, dx_data);
-  return kSuccess;
+  return start(handle, [=, by = factors(x->dtype, alpha, beta), p = *p, dx = *dx, dy = *dy] {
+    const auto dys = read(dy, dy_data);
+    std::vector<double> dxs(count(dx));
+    windows(p, dx, dy, [&](std::size_t in, std::size_t out, double divisor) { dxs[in] += dys[out] / divisor; });
+    blend(dx, dxs, by, dx_data);
+  });
 }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 // and puts the biases first, as another cuDNN might.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 #include "tests/standin/cudnn/standin.h"
 
@@ -129,6 +130,13 @@ std::size_t reserve_bytes(const Rnn& rnn, const Data& x) {
 std::size_t workspace_bytes(const Rnn& rnn, const Data& x) { return 64 + 8 * std::size_t(x.batch) * rnn.hidden; }
 enum Phase { kForwardDone = 71, kDataDone = 72, kUsedUp = 73 };
 
+// The real library notices nothing and computes nonsense.
+void require_phase(const Reserve& reserve, Phase phase) {
+  if (reserve.memory[0] == phase) return;
+  std::fprintf(stderr, "the reserve of a recurrent layer is used in a wrong order\n");
+  std::abort();
+}
+
 int check(const Object* handle, const Rnn& rnn, const Data& x, const Data& y, const Object& h, const Object* c) {
   if (handle->stream == nullptr) return fail(kBadParam, "no stream is set");
   if (rnn.kind != Rnn::kKind || x.kind != Data::kKind || y.kind != Data::kKind || h.kind != kTensor)
@@ -149,7 +157,6 @@ int check_memory(const Rnn& rnn, const Data& x, std::size_t weight_bytes, void* 
                  std::initializer_list<const void*> arrays) {
   if (weight_bytes < rnn.weights() * size_of(rnn.dtype)) return fail(kBadParam, "size of the weights");
   if (workspace == nullptr || bytes < workspace_bytes(rnn, x)) return fail(kTooSmall, "workspace");
-  std::memset(workspace, 0xff, bytes);
   for (const void* data : arrays)
     if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return fail(kMisaligned, "alignment");
   return kSuccess;
@@ -353,34 +360,36 @@ int cudnnRNNForward(Object* handle, Rnn* rnn, int training, const std::int32_t*,
     return status;
   if (training ? reserve == nullptr || reserve_size < reserve_bytes(*rnn, *x) : reserve_size != 0 || reserve != nullptr)
     return fail(kBadParam, "reserve");
-  Values own(training ? 0 : reserve_bytes(*rnn, *x) / 8);
-  const Reserve kept{training ? static_cast<double*>(reserve) : own.data(), *rnn, *x};
-  std::fill_n(kept.memory, reserve_bytes(*rnn, *x) / 8, 0.0);
-  kept.memory[0] = kForwardDone;
-  const std::size_t states = count(*h);
-  const int hidden = rnn->hidden;
-  const Values xs = load(x->dtype, x->count(), x_data), ws = load(x->dtype, rnn->weights(), weights);
-  Values hs = load(x->dtype, states, h0), cs = load(x->dtype, states, c0);
-  Values ys = y->has_padding ? Values(y->count(), y->padding) : load(y->dtype, y->count(), y_data);
-  const Network network{*rnn, *x, ws, kept};
-  for (int cell = 0; cell < rnn->cells(); ++cell)
-    for (int n = 0; n < x->batch; ++n) {
-      const int layer = cell / rnn->directions, direction = cell % rnn->directions, end = x->lengths[n];
-      const std::size_t at = (std::size_t(cell) * x->batch + n) * hidden;
-      Values h_now = part(hs, at, hidden), c_now = part(cs, at, hidden);
-      for (int i = 0; i < end; ++i) {
-        const int t = direction == 0 ? i : end - 1 - i;
-        network.forward(cell, network.input(xs, layer, t, n), kept.step(cell, t, n), h_now, c_now);
-        if (layer == rnn->layers - 1)
-          std::copy(h_now.begin(), h_now.end(), &ys[y->row(t, n) * y->features + direction * hidden]);
+  return start(handle, [=, rnn = *rnn, x = *x, y = *y, h = *h] {
+    std::memset(workspace, 0xff, workspace_size);
+    Values own(training ? 0 : reserve_bytes(rnn, x) / 8);
+    const Reserve kept{training ? static_cast<double*>(reserve) : own.data(), rnn, x};
+    std::fill_n(kept.memory, reserve_bytes(rnn, x) / 8, 0.0);
+    kept.memory[0] = kForwardDone;
+    const std::size_t states = count(h);
+    const int hidden = rnn.hidden;
+    const Values xs = load(x.dtype, x.count(), x_data), ws = load(x.dtype, rnn.weights(), weights);
+    Values hs = load(x.dtype, states, h0), cs = load(x.dtype, states, c0);
+    Values ys = y.has_padding ? Values(y.count(), y.padding) : load(y.dtype, y.count(), y_data);
+    const Network network{rnn, x, ws, kept};
+    for (int cell = 0; cell < rnn.cells(); ++cell)
+      for (int n = 0; n < x.batch; ++n) {
+        const int layer = cell / rnn.directions, direction = cell % rnn.directions, end = x.lengths[n];
+        const std::size_t at = (std::size_t(cell) * x.batch + n) * hidden;
+        Values h_now = part(hs, at, hidden), c_now = part(cs, at, hidden);
+        for (int i = 0; i < end; ++i) {
+          const int t = direction == 0 ? i : end - 1 - i;
+          network.forward(cell, network.input(xs, layer, t, n), kept.step(cell, t, n), h_now, c_now);
+          if (layer == rnn.layers - 1)
+            std::copy(h_now.begin(), h_now.end(), &ys[y.row(t, n) * y.features + direction * hidden]);
+        }
+        std::copy(h_now.begin(), h_now.end(), &hs[at]);
+        std::copy(c_now.begin(), c_now.end(), &cs[at]);
       }
-      std::copy(h_now.begin(), h_now.end(), &hs[at]);
-      std::copy(c_now.begin(), c_now.end(), &cs[at]);
-    }
-  store(x->dtype, ys, y_data);
-  store(x->dtype, hs, hy);
-  if (rnn->mode == kLstm) store(x->dtype, cs, cy);
-  return kSuccess;
+    store(x.dtype, ys, y_data);
+    store(x.dtype, hs, hy);
+    if (rnn.mode == kLstm) store(x.dtype, cs, cy);
+  });
 }
 
 int cudnnRNNBackwardData_v8(Object* handle, Rnn* rnn, const std::int32_t*, Data* y, const void*, const void* dy, Data* x,
@@ -393,47 +402,49 @@ int cudnnRNNBackwardData_v8(Object* handle, Rnn* rnn, const std::int32_t*, Data*
                                       {dy, dx, dhy, dh0, dcy, dc0, weights, reserve}))
     return status;
   if (reserve_size < reserve_bytes(*rnn, *x) || dx == nullptr) return fail(kBadParam, "reserve or dx");
-  const Reserve kept{static_cast<double*>(reserve), *rnn, *x};
-  if (kept.memory[0] != kForwardDone) return fail(kBadParam, "the reserve is of no forward pass in training");
-  kept.memory[0] = kDataDone;
-  const std::size_t states = count(*h);
-  const int hidden = rnn->hidden, directions = rnn->directions;
-  const Values ws = load(x->dtype, rnn->weights(), weights);
-  Values dhs = load(x->dtype, states, dhy), dcs = load(x->dtype, states, dcy);
-  Values dys = load(x->dtype, y->count(), dy);  // of the outputs of the layer that is next
-  Values dxs = load(x->dtype, x->count(), dx);
-  const Network network{*rnn, *x, ws, kept};
-  for (int layer = rnn->layers - 1; layer >= 0; --layer) {
-    const int width = rnn->columns(layer * directions, 0);
-    Values din(x->count() / x->features * width);
-    for (int direction = 0; direction < directions; ++direction)
-      for (int n = 0; n < x->batch; ++n) {
-        const int cell = layer * directions + direction, end = x->lengths[n];
-        const std::size_t at = (std::size_t(cell) * x->batch + n) * hidden;
-        Values dh = part(dhs, at, hidden), dc = part(dcs, at, hidden);
-        for (int i = end - 1; i >= 0; --i) {
-          const int t = direction == 0 ? i : end - 1 - i;
-          const Step step = kept.step(cell, t, n);
-          for (int u = 0; u < hidden; ++u)
-            dh[u] += dys[x->row(t, n) * directions * hidden + direction * hidden + u];
-          network.backward(cell, step, dh, dc);
-          for (int g = 0; g < rnn->gates(); ++g)
+  return start(handle, [=, rnn = *rnn, x = *x, y = *y, h = *h] {
+    std::memset(workspace, 0xff, workspace_size);
+    const Reserve kept{static_cast<double*>(reserve), rnn, x};
+    require_phase(kept, kForwardDone);
+    kept.memory[0] = kDataDone;
+    const std::size_t states = count(h);
+    const int hidden = rnn.hidden, directions = rnn.directions;
+    const Values ws = load(x.dtype, rnn.weights(), weights);
+    Values dhs = load(x.dtype, states, dhy), dcs = load(x.dtype, states, dcy);
+    Values dys = load(x.dtype, y.count(), dy);  // of the outputs of the layer that is next
+    Values dxs = load(x.dtype, x.count(), dx);
+    const Network network{rnn, x, ws, kept};
+    for (int layer = rnn.layers - 1; layer >= 0; --layer) {
+      const int width = rnn.columns(layer * directions, 0);
+      Values din(x.count() / x.features * width);
+      for (int direction = 0; direction < directions; ++direction)
+        for (int n = 0; n < x.batch; ++n) {
+          const int cell = layer * directions + direction, end = x.lengths[n];
+          const std::size_t at = (std::size_t(cell) * x.batch + n) * hidden;
+          Values dh = part(dhs, at, hidden), dc = part(dcs, at, hidden);
+          for (int i = end - 1; i >= 0; --i) {
+            const int t = direction == 0 ? i : end - 1 - i;
+            const Step step = kept.step(cell, t, n);
             for (int u = 0; u < hidden; ++u)
-              for (int k = 0; k < width; ++k)
-                din[x->row(t, n) * width + k] += step.slopes[g * hidden + u] * network.matrix(cell, g)[u * width + k];
+              dh[u] += dys[x.row(t, n) * directions * hidden + direction * hidden + u];
+            network.backward(cell, step, dh, dc);
+            for (int g = 0; g < rnn.gates(); ++g)
+              for (int u = 0; u < hidden; ++u)
+                for (int k = 0; k < width; ++k)
+                  din[x.row(t, n) * width + k] += step.slopes[g * hidden + u] * network.matrix(cell, g)[u * width + k];
+          }
+          std::copy(dh.begin(), dh.end(), &dhs[at]);
+          std::copy(dc.begin(), dc.end(), &dcs[at]);
         }
-        std::copy(dh.begin(), dh.end(), &dhs[at]);
-        std::copy(dc.begin(), dc.end(), &dcs[at]);
-      }
-    dys = din;
-  }
-  for (int n = 0; n < x->batch; ++n)  // behind the ends dx stays as it is
-    for (int t = 0; t < x->lengths[n]; ++t)
-      std::copy_n(&dys[x->row(t, n) * x->features], x->features, &dxs[x->row(t, n) * x->features]);
-  store(x->dtype, dxs, dx);
-  store(x->dtype, dhs, dh0);
-  if (rnn->mode == kLstm) store(x->dtype, dcs, dc0);
-  return kSuccess;
+      dys = din;
+    }
+    for (int n = 0; n < x.batch; ++n)  // behind the ends dx stays as it is
+      for (int t = 0; t < x.lengths[n]; ++t)
+        std::copy_n(&dys[x.row(t, n) * x.features], x.features, &dxs[x.row(t, n) * x.features]);
+    store(x.dtype, dxs, dx);
+    store(x.dtype, dhs, dh0);
+    if (rnn.mode == kLstm) store(x.dtype, dcs, dc0);
+  });
 }
 
 int cudnnRNNBackwardWeights_v8(Object* handle, Rnn* rnn, int add, const std::int32_t*, Data* x, const void* x_data,
@@ -445,31 +456,33 @@ int cudnnRNNBackwardWeights_v8(Object* handle, Rnn* rnn, int add, const std::int
     return status;
   if (add != 0) return fail(kNotSupported, "gradients are added");
   if (reserve_size < reserve_bytes(*rnn, *x)) return fail(kBadParam, "reserve");
-  const Reserve kept{static_cast<double*>(reserve), *rnn, *x};
-  if (kept.memory[0] != kDataDone) return fail(kBadParam, "the gradient of the data comes first");
-  kept.memory[0] = kUsedUp;
-  const int hidden = rnn->hidden, gates = rnn->gates();
-  const Values xs = load(x->dtype, x->count(), x_data);
-  Values ws = load(x->dtype, rnn->weights(), dweights);
-  const Network network{*rnn, *x, ws, kept};
-  for (int cell = 0; cell < rnn->cells(); ++cell)
-    for (int n = 0; n < x->batch; ++n)
-      for (int t = 0; t < x->lengths[n]; ++t) {
-        const Values in = network.input(xs, cell / rnn->directions, t, n);
-        const Step step = kept.step(cell, t, n);
-        for (int g = 0; g < gates; ++g)
-          for (int u = 0; u < hidden; ++u) {
-            const double slope = step.slopes[g * hidden + u], of_state = step.state_slopes[g * hidden + u];
-            for (std::size_t k = 0; k < in.size(); ++k) ws[rnn->place(false, cell, g) + u * in.size() + k] += slope * in[k];
-            for (int k = 0; k < hidden; ++k)
-              ws[rnn->place(false, cell, gates + g) + u * hidden + k] += of_state * step.h_before[k];
-            if (rnn->bias == 0) continue;
-            ws[rnn->place(true, cell, g) + u] += slope;
-            ws[rnn->place(true, cell, gates + g) + u] += of_state;
-          }
-      }
-  store(x->dtype, ws, dweights);
-  return kSuccess;
+  return start(handle, [=, rnn = *rnn, x = *x] {
+    std::memset(workspace, 0xff, workspace_size);
+    const Reserve kept{static_cast<double*>(reserve), rnn, x};
+    require_phase(kept, kDataDone);
+    kept.memory[0] = kUsedUp;
+    const int hidden = rnn.hidden, gates = rnn.gates();
+    const Values xs = load(x.dtype, x.count(), x_data);
+    Values ws = load(x.dtype, rnn.weights(), dweights);
+    const Network network{rnn, x, ws, kept};
+    for (int cell = 0; cell < rnn.cells(); ++cell)
+      for (int n = 0; n < x.batch; ++n)
+        for (int t = 0; t < x.lengths[n]; ++t) {
+          const Values in = network.input(xs, cell / rnn.directions, t, n);
+          const Step step = kept.step(cell, t, n);
+          for (int g = 0; g < gates; ++g)
+            for (int u = 0; u < hidden; ++u) {
+              const double slope = step.slopes[g * hidden + u], of_state = step.state_slopes[g * hidden + u];
+              for (std::size_t k = 0; k < in.size(); ++k) ws[rnn.place(false, cell, g) + u * in.size() + k] += slope * in[k];
+              for (int k = 0; k < hidden; ++k)
+                ws[rnn.place(false, cell, gates + g) + u * hidden + k] += of_state * step.h_before[k];
+              if (rnn.bias == 0) continue;
+              ws[rnn.place(true, cell, g) + u] += slope;
+              ws[rnn.place(true, cell, gates + g) + u] += of_state;
+            }
+        }
+    store(x.dtype, ws, dweights);
+  });
 }
 
 }  // extern "C"

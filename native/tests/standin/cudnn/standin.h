@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stand-in for libcudnn.so.9 on host memory, for tests alone: the calls singa_lite uses, computed by their definition
-// in double, as strict about descriptors as the real library. tests/devices.py compiles the folder, a file a family;
+// in double, as strict about descriptors as the real library. Arguments are checked at the call, numbers are computed by
+// the stream, one of the stand-in libcuda's. tests/devices.py compiles the folder, a file a family;
 // tests/backend/test_cudnn.py drives it.
 //
 // The environment injects faults: STANDIN_CUDNN_VERSION is the version told, STANDIN_CUDNN_FAIL names a call that
@@ -12,6 +13,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <string>
@@ -27,7 +29,7 @@ struct Object {
   int dtype = -1, shape[4] = {};
   int padding[2] = {}, stride[2] = {}, dilation[2] = {}, compute = -1, groups = 1, math = 0;
   int window[2] = {}, mode = -1;  // of a pooling
-  const void* stream = nullptr;
+  void* stream = nullptr;
   int layout = 0;
 };
 
@@ -46,8 +48,14 @@ std::size_t count(const Object& o);
 // Values in the order of NCHW, whatever the layout in memory.
 std::vector<double> read(const Object& o, const void* data);
 void write(const Object& o, const std::vector<double>& values, void* data);
-double scalar(int dtype, const void* value);  // of alpha and beta beside data of this dtype
-void blend(const Object& o, std::vector<double>& values, const void* alpha, const void* beta, void* data);
+// alpha and beta, which are of the host: read at the call.
+struct Factors {
+  double alpha, beta;
+};
+Factors factors(int dtype, const void* alpha, const void* beta);  // beside data of this dtype
+void blend(const Object& o, std::vector<double>& values, const Factors& factors, void* data);
+// Gives the handle's stream work to do.
+int start(const Object* handle, const std::function<void()>& work);
 
 }  // namespace standin
 

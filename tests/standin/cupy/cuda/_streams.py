@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams and graphs of the stand-in: those of the stand-in libcuda, whose work here is Python's."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import compiling  # beside the folder cupy
+
+from . import runtime
+
+_LOCAL = threading.local()
+graves: list[Any] = []  # memory that work given to streams may still use
+
+
+def current() -> dict[int, Any]:
+    """Device number -> the thread's current stream; -1 -> the number of its current device."""
+    if not hasattr(_LOCAL, "streams"):
+        _LOCAL.streams = {-1: 0}
+    found: dict[int, Any] = _LOCAL.streams
+    return found
+
+
+class Queues:
+    """The stand-in libcuda, as Python sees it."""
+
+    def __init__(self) -> None:
+        self.cuda = ctypes.CDLL(str(compiling.driver()))
+        self.cuda.standin_end_capture.restype = ctypes.c_void_p
+        self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run)
+        self._numbers = itertools.count(1)
+        self._works: dict[int, tuple[Callable[[], None], bool]] = {}
+        self._errors: list[BaseException] = []
+
+    def add(self, stream: int, what: Callable[[], None], is_captured: bool) -> None:
+        number = next(self._numbers)
+        self._works[number] = what, is_captured
+        self.check(self.cuda.cuLaunchHostFunc(ctypes.c_void_p(stream), self._entry, ctypes.c_void_p(number)))
+
+    def _run(self, number: int) -> None:
+        what, is_captured = self._works[number]
+        if not is_captured:  # else a graph may run it again, even one that Python has let go
+            del self._works[number]
+        try:
+            what()
+        except BaseException as error:
+            self._errors.append(error)
+
+    def check(self, status: int) -> None:
+        if self._errors:
+            raise self._errors.pop()
+        if status:
+            raise runtime.CUDARuntimeError(f"the stand-in libcuda answers with {status}")
+
+
+class CudaGraph:
+    """A CUDA graph in the stand-in libcuda."""
+
+    def __init__(self, handle: int | None) -> None:
+        assert handle, "a stream that took part in the capture was not joined"
+        self.handle, self.launches = ctypes.c_void_p(handle), 0
+
+    def launch(self, stream: Stream) -> None:
+        self.launches += 1
+        QUEUES.check(QUEUES.cuda.standin_launch(self.handle, ctypes.c_void_p(stream.ptr)))
+
+    def __del__(self) -> None:
+        QUEUES.cuda.standin_destroy(self.handle)
+
+
+class Stream:
+    """A stream of the stand-in libcuda."""
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        address = ctypes.c_void_p()
+        if not null:
+            QUEUES.cuda.cuCtxPushCurrent_v2(None)
+            assert QUEUES.cuda.cuStreamCreateWithPriority(ctypes.byref(address), 1, -5) == 0
+        self.ptr, self.device_id = address.value or 0, current()[-1]
+        self._is_captured = False
+
+    def use(self) -> Stream:
+        current()[self.device_id] = self
+        return self
+
+    def add(self, what: Callable[[], None]) -> None:
+        assert self.ptr, "work for the default stream"
+        QUEUES.add(self.ptr, what, self._is_captured)
+
+    def begin_capture(self) -> None:
+        assert self.ptr
+        QUEUES.check(QUEUES.cuda.standin_begin_capture(ctypes.c_void_p(self.ptr)))
+        self._is_captured = True
+
+    def end_capture(self) -> CudaGraph:
+        assert self._is_captured
+        self._is_captured = False
+        return CudaGraph(QUEUES.cuda.standin_end_capture(ctypes.c_void_p(self.ptr)))
+
+    def is_capturing(self) -> bool:
+        return self._is_captured
+
+    def synchronize(self) -> None:
+        assert not self._is_captured, "a captured stream cannot be waited for"
+        unused = len(graves)
+        QUEUES.check(QUEUES.cuda.cuStreamSynchronize(ctypes.c_void_p(self.ptr)))
+        del graves[:unused]
+
+
+QUEUES = Queues()
