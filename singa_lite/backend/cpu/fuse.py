@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer kernels for a recorded step: what follows a convolution, a product or a batch norm becomes part of it.
 
-The calls made here have attributes that only compiled kernels know: ``relu`` of conv2d, matmul and
-batchnorm_2d_train; one more input, ``bias`` of matmul, ``residual`` of batchnorm_2d_train, and ``bias`` of
-batchnorm_2d_backward, which then computes the gradient of the ReLU behind it as well.
+The calls made here are in Note [lowered calls] in ../base.py; only compiled kernels know them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer and smaller kernels for a recorded step: a ReLU becomes part of the addition before it.
 
-The calls made here have an attribute that only this backend's ``add`` knows, ``relu``.
+The calls made here are in Note [lowered calls] in ../base.py.
 """
 
 from __future__ import annotations
