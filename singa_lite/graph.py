@@ -226,23 +226,16 @@ class Recorder:
         finally:
             state.recorder = before
 
-    def host(
-        self,
-        function: Callable[..., Result],
-        *arguments: Any,
-        updates: bool = True,
-        variant: Callable[[], Hashable] = lambda: 0,
-        remember: Callable[[], Callable[[], None]] = lambda: nothing,
-    ) -> Result:
-        """Run ``function`` unheard, and keep it to be run at every replay."""
-        self.calls.append(HostCall(function, arguments, updates, variant, remember))
+    def host(self, call: HostCall) -> Any:
+        """Run ``call`` unheard, and keep it to be run at every replay; what its function returns."""
+        self.calls.append(call)
         self._handed += [
             (tensor, self._memory(tensor.device.backend.root(tensor.data)))
-            for tensor in self._tensors_in(arguments)
+            for tensor in self._tensors_in(call.arguments)
         ]
         state.recorder, state.hosting = None, self
         try:
-            return function(*arguments)
+            return call.function(*call.arguments)
         finally:
             state.recorder, state.hosting = self, None
 
@@ -263,7 +256,8 @@ def host(
     recorder: Recorder | None = state.recorder
     if recorder is None:
         return function(*arguments)
-    return recorder.host(function, *arguments, updates=updates, variant=variant, remember=remember)
+    result: Result = recorder.host(HostCall(function, arguments, updates, variant, remember))
+    return result
 
 
 def made(make: Callable[[], Result]) -> Result:

@@ -13,6 +13,7 @@ import pytest
 from devices import cuda_device, no_gpu
 from hypothesis import settings
 
+from singa_lite import autograd
 from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
 
@@ -44,6 +45,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     made = get_default_device() if request.param == "cpu" else cuda_device(monkeypatch)
     monkeypatch.setattr(state, "default_device", made)
     return made
+
+
+@pytest.fixture
+def training() -> Iterator[None]:
+    """Training, until the test ends."""
+    autograd.training = True
+    yield
+    autograd.training = False
 
 
 @pytest.fixture(scope="session", autouse=True)

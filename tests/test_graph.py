@@ -13,7 +13,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state
 from singa_lite.device import get_default_device
 from singa_lite.errors import OptionError, ShapeError
-from singa_lite.graph import Recorder
+from singa_lite.graph import HostCall, Recorder
 from singa_lite.record import MAX_RECORDS
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
@@ -328,7 +328,7 @@ def test_evaluation_is_never_recorded():
 def test_kernels_of_host_calls_are_not_recorded():
     recorder, tensor = Recorder(lambda arguments: []), Tensor((2,))
     with recorder.recording():
-        recorder.host(tensor.set_value, 1.0)
+        recorder.host(HostCall(tensor.set_value, (1.0,)))
         tensor.set_value(2.0)
     assert len(recorder.calls) == 2
     tensor.set_value(0.0)

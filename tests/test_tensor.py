@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,13 +127,6 @@ SAMPLES = [
 ]
 WITHOUT_VALUES = {"zeros", "ones", "random", "gaussian", "uniform", "bernoulli"}
 TESTED_BELOW = WITHOUT_VALUES | {"from_numpy", "from_raw_tensor", "from_raw_tensors", "sizeof"}
-
-
-@pytest.fixture
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def test_every_function_has_a_sample_or_a_test() -> None:

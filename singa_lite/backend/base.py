@@ -14,6 +14,14 @@ allocated by the caller with the right shape and dtype) and plain attributes as 
 - float16, float32 and float64 all work; float16 accumulates in float32. IEEE rules, no warnings: overflow is
   inf, invalid is NaN.
 So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
+
+Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.
+- ``relu``, True where the result goes through a ReLU: of add on CUDA (cuda/fuse.py); of conv2d, matmul and
+  batchnorm_2d_train on the CPU (cpu/fuse.py, compiled kernels only).
+- One more input, there too: ``bias`` of matmul, a row; ``residual`` of batchnorm_2d_train, added before the ReLU;
+  ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
+- Channels side by side, 1 for row-major (layout.py): ``blocks`` of a convolution, of x and y or of their
+  gradients; ``block`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ height, width, b), so 1 is row-major and all channels are channels-last. Batch n
 element take the blocks they are given. Where two orders meet, a call "reorder" is put in between. What leaves the step,
 or meets any other kernel, is row-major as always.
 
-The calls made here have attributes that only a lowered step has: ``blocks`` of convolutions, of x and y or of their
-gradients, and ``block`` of what is in KNOWS_BLOCKS.
+The calls made here have the attributes ``blocks`` and ``block`` of Note [lowered calls] in base.py.
 """
 
 from __future__ import annotations

@@ -36,16 +36,31 @@ class Steps:
             for view in call.outputs:
                 self._writers[view.memory].append(number)
 
-    def kernel(self, number: int, name: str) -> KernelCall | None:
-        """The call of that number if it is still there and a ``name``."""
+    def kernel(self, number: int, *names: str) -> KernelCall | None:
+        """The call of that number if it is still there and one of ``names``."""
         call = self.calls[number]
-        return call if isinstance(call, KernelCall) and call.kernel == name else None
+        return call if isinstance(call, KernelCall) and call.kernel in names else None
 
-    def maker(self, view: View, name: str) -> int | None:
-        """The number of the one call that makes ``view``, if it is a ``name`` whose arrays are accepted."""
+    def maker(self, view: View, *names: str) -> tuple[int, KernelCall] | None:
+        """The one call that makes ``view``, with its number, if it is one of ``names`` whose arrays are accepted."""
         writers = self._writers[view.memory]
-        call = self.kernel(writers[0], name) if len(writers) == 1 else None
-        return writers[0] if call is not None and self._accepts(call.outputs[0]) else None
+        call = self.kernel(writers[0], *names) if len(writers) == 1 else None
+        return (writers[0], call) if call is not None and self._accepts(call.outputs[0]) else None
+
+    def pair(
+        self, last: int, name: str, *makers: str, argument: int = 0
+    ) -> tuple[int, KernelCall, KernelCall] | None:
+        """Two calls that may become one at the place of ``last``.
+
+        Returns:
+            (number of the first, the first, the call ``last``): the last is a ``name`` and the only reader of its input
+            number ``argument``, which the first, one of ``makers``, makes. None if there are no such two.
+        """
+        call = self.kernel(last, name)
+        if call is None or not self.is_private(call.inputs[argument]):
+            return None
+        found = self.maker(call.inputs[argument], *makers)
+        return (*found, call) if found is not None and self.can_move(found[0], last) else None
 
     def is_private(self, view: View) -> bool:
         """Whether one call alone reads ``view``, and nobody after the step."""
@@ -102,21 +117,14 @@ def relu_before_pooling(steps: Steps, last: int) -> None:
 
     A winner of the pooling is positive where the window's result is.
     """
-    relu = steps.kernel(last, "relu_backward")
-    if relu is None or not steps.is_private(relu.inputs[0]):
+    pair = steps.pair(last, "relu_backward", "max_pool_2d_backward")
+    if pair is None:
         return
-    first = steps.maker(relu.inputs[0], "max_pool_2d_backward")
-    pooling = None if first is None else steps.kernel(first, "max_pool_2d_backward")
-    if first is None or pooling is None or not steps.can_move(first, last):
-        return
+    first, pooling, relu = pair
     slope, indices = pooling.inputs
-    forward_number = steps.maker(indices, "max_pool_2d")
-    if forward_number is None:
-        return
-    forward = steps.kernel(forward_number, "max_pool_2d")
-    assert forward is not None
-    if forward.inputs[0] != relu.inputs[1]:
+    forward = steps.maker(indices, "max_pool_2d")
+    if forward is None or forward[1].inputs[0] != relu.inputs[1]:
         return
     masked = View(Memory(slope.memory.num_bytes), slope.offset, slope.shape, slope.dtype, slope.strides)
-    steps.put(first, replace(relu, inputs=(slope, forward.outputs[0]), out=masked))
+    steps.put(first, replace(relu, inputs=(slope, forward[1].outputs[0]), out=masked))
     steps.put(last, replace(pooling, inputs=(masked, indices), out=relu.out))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over MPI through mpi4py, on one host or many.
 
-What lives here: moving arrays. What does not: the job around the ranks (mpi_job.py), deciding that this is an MPI
-world (rendezvous.py).
+What lives here: moving arrays. What does not: the message each collective begins with (mpi_call.py), the job around
+the ranks (mpi_job.py), deciding that this is an MPI world (rendezvous.py).
 
 Note [agreement]: MPI hangs, or mixes up bytes, when ranks call different collectives. So each collective begins
 with a message from every rank to every other: its call in words, and the data themselves if they are small.
@@ -18,27 +18,23 @@ from __future__ import annotations
 
 import os
 import queue
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..errors import CommError
 from .base import TIMEOUT_S, Array, Communicator, FinishedWork, ReduceOp, Work, World
+from .mpi_call import Call, call_of, clear, data_in, message_of, number_in, rows_for, words_in
 from .mpi_job import LAST_WORDS_S, abort_job, load_mpi, place_in, within
 from .wire import WIRE_DTYPES, narrow, widen
 
 SMALL_BYTES = 8192  # travel with the call's words; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
 COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
-CALL_BYTES = 240  # the call in words; long names are cut and hashed
 SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away, as ranks may outnumber cores
-HEADER = struct.Struct("<qii")  # sequence number, bytes of the call's words, bytes of data
 LEFT = "left"  # the call of a rank that closes
 
 
@@ -61,7 +57,7 @@ class MpiCommunicator(Communicator):
         self._mpi = load_mpi()
         self._comm = comm or within(timeout_s, "connect", self._mpi.COMM_WORLD.Dup)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
-        self._rows = np.zeros((self.size, HEADER.size + CALL_BYTES + SMALL_BYTES), np.uint8)
+        self._rows = rows_for(self.size, SMALL_BYTES)
         self._num_calls = 0
         self._sequence = -1  # number of the call whose messages self._rows holds
         self._queue: queue.SimpleQueue[_Transfer] = queue.SimpleQueue()
@@ -183,7 +179,7 @@ class MpiCommunicator(Communicator):
 
     def abort(self, reason: str) -> None:
         if not self._farewell and self._peers:
-            message = _message(self._num_calls, f"{LEFT} {reason}".strip(), b"")
+            message = message_of(self._num_calls, f"{LEFT} {reason}".strip(), b"")
             self._farewell = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
 
@@ -191,7 +187,7 @@ class MpiCommunicator(Communicator):
         """Take the peers' last messages for at most ``seconds``, so that MPI ends with none in flight."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            here = [peer for peer in self._peers if not _words(self._rows[peer]).startswith(LEFT)]
+            here = [peer for peer in self._peers if not words_in(self._rows[peer]).startswith(LEFT)]
             if not here:
                 return
             for peer in here:
@@ -212,11 +208,9 @@ class MpiCommunicator(Communicator):
         large: Callable[[], Array | None],
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
-        label = f"{kind} #{self._num_calls} {_cut(name)!r}"
+        call = call_of(self._num_calls, kind, name, words)
         if self.error is not None:
-            raise CommError(f"rank {self.rank}: {label}: {self.error}")
-        text = f"{label} {words}".encode(errors="replace")[:CALL_BYTES].decode(errors="ignore")
-        call = _Call(self._num_calls, label, text)
+            raise CommError(f"rank {self.rank}: {call.label}: {self.error}")
         self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
 
@@ -256,12 +250,12 @@ class MpiCommunicator(Communicator):
             self.error = self.error or CommError(f"{self!r}: MPI failed: {error}")
             raise self.error from error
 
-    def _exchange(self, call: _Call, data: bytes, timeout_s: float) -> list[bytes]:
+    def _exchange(self, call: Call, data: bytes, timeout_s: float) -> list[bytes]:
         """Give ``call`` and ``data`` to every rank; return their data in rank order, see Note [agreement]."""
         deadline = time.monotonic() + timeout_s
         self._sequence = call.number
-        message = _message(call.number, call.text, data)
-        self._rows[:, : HEADER.size] = 255  # number -1: not come yet
+        message = message_of(call.number, call.text, data)
+        clear(self._rows)
         requests = [self._comm.Irecv(_bytes(self._rows[peer]), peer) for peer in self._peers]
         requests += [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         polls = 0
@@ -276,10 +270,10 @@ class MpiCommunicator(Communicator):
             else:
                 time.sleep(NAP_S)
         for peer in self._peers:
-            self._check_call(call, peer, _words(self._rows[peer]))
-        return [data if rank == self.rank else _data(self._rows[rank]) for rank in range(self.size)]
+            self._check_call(call, peer, words_in(self._rows[peer]))
+        return [data if rank == self.rank else data_in(self._rows[rank]) for rank in range(self.size)]
 
-    def _check_call(self, call: _Call, peer: int, theirs: str) -> None:
+    def _check_call(self, call: Call, peer: int, theirs: str) -> None:
         where = f"rank {self.rank}: {call.label}"
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
@@ -291,10 +285,10 @@ class MpiCommunicator(Communicator):
                 "all ranks must make the same calls in the same order"
             )
 
-    def late(self, call: _Call, timeout_s: float) -> CommError:
+    def late(self, call: Call, timeout_s: float) -> CommError:
         """The error of a collective that did not end within ``timeout_s``; the communicator is lost."""
         self.is_stuck = True
-        numbers = {peer: HEADER.unpack_from(self._rows[peer].data)[0] for peer in self._peers}
+        numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
         missing = ", ".join(str(peer) for peer, number in numbers.items() if number != self._sequence)
         who = f"rank {missing}" if missing else "data of ranks that have all called it"
         self.error = self.error or CommError(
@@ -337,19 +331,10 @@ class MpiCommunicator(Communicator):
             self._comm.Bcast(_bytes(raw[start : start + COPY_BYTES]), root)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One collective in words: its number, the label for errors, and the text on which the ranks must agree."""
-
-    number: int
-    label: str
-    text: str
-
-
 class _Transfer(Work):
     """A collective in the worker's queue."""
 
-    def __init__(self, owner: MpiCommunicator, call: _Call, task: Callable[[], Array | None]) -> None:
+    def __init__(self, owner: MpiCommunicator, call: Call, task: Callable[[], Array | None]) -> None:
         self._owner, self._call = owner, call
         self._task: Callable[[], Array | None] | None = task
         self._ended = threading.Event()
@@ -413,24 +398,3 @@ def _blocks(flat: Array, counts: list[int]) -> list[Any]:
     sizes = [count * flat.itemsize for count in counts]
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat.view(np.uint8), sizes, starts, "B"]
-
-
-def _message(number: int, call: str, data: bytes) -> Array:
-    words = call.encode(errors="replace")[:CALL_BYTES]
-    return np.frombuffer(HEADER.pack(number, len(words), len(data)) + words + data, np.uint8)
-
-
-def _words(row: Array) -> str:
-    _, num_words, _ = HEADER.unpack_from(row.data)
-    return row[HEADER.size : HEADER.size + num_words].tobytes().decode(errors="replace")
-
-
-def _data(row: Array) -> bytes:
-    _, num_words, num_data = HEADER.unpack_from(row.data)
-    start = HEADER.size + num_words
-    return row[start : start + num_data].tobytes()
-
-
-def _cut(name: str) -> str:
-    """``name``, or its beginning and a hash of it where it is too long to travel."""
-    return name if len(name) <= 80 else f"{name[:70]}~{zlib.crc32(name.encode()):08x}"

@@ -147,9 +147,9 @@ class DistOpt(ArrayCollectives, Optimizer):
             OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
         """
         name = self._scheme(dist_option, threshold).names[0]
-        asked = name, threshold, spars, corr, clip_value
-        kind = partial(self._kind, *asked)
-        host(self._begin, *asked, updates=False, variant=kind)
+        options = partial(self._options, spars, corr, clip_value)
+        kind = partial(self._kind, name, threshold, options)
+        host(self._begin, name, threshold, options, updates=False, variant=kind)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
@@ -162,31 +162,17 @@ class DistOpt(ArrayCollectives, Optimizer):
 
     # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.
 
-    def _begin(
-        self,
-        name: str,
-        threshold: int | None,
-        spars: float | DecayScheduler | None,
-        corr: bool,
-        clip_value: float | None,
-    ) -> None:
-        """Start a step with what ``spars`` is now."""
-        scheme, options = self._scheme(name, threshold), self._options(spars, corr, clip_value)
-        scheme.check(options)
-        scheme.begin(options)
+    def _begin(self, name: str, threshold: int | None, options: Callable[[], StepOptions]) -> None:
+        """Start a step with what the options are now."""
+        scheme, now = self._scheme(name, threshold), options()
+        scheme.check(now)
+        scheme.begin(now)
         self._means = []
 
-    def _kind(
-        self,
-        name: str,
-        threshold: int | None,
-        spars: float | DecayScheduler | None,
-        corr: bool,
-        clip_value: float | None,
-    ) -> Hashable:
+    def _kind(self, name: str, threshold: int | None, options: Callable[[], StepOptions]) -> Hashable:
         """Of the step that comes, see ``HostCall.variant``."""
         scheme = self._scheme(name, threshold)
-        return scheme, scheme.record_key(self._options(spars, corr, clip_value))
+        return scheme, scheme.record_key(options())
 
     def _look(self, name: str, threshold: int | None) -> Hashable:
         """None if ``_receive`` must see values, see ``HostCall.variant``."""

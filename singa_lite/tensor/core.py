@@ -517,6 +517,14 @@ def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:
     _operand(matrix, v, f"{where}_{what}")
 
 
+def check_alike(where: str, a: Tensor, b: Tensor) -> None:
+    """Raise unless both are on one device and of one dtype."""
+    if a.device is not b.device:
+        raise DeviceError(f"{where}: tensors on {a.device} and {b.device} meet; use to_device()")
+    if a.dtype != b.dtype:
+        raise DTypeError(f"{where}: {a.dtype} and {b.dtype} meet; convert one with as_type()")
+
+
 def _as_device(where: str, device: object) -> Device:
     """``device``, None being the CPU; DeviceError for anything else."""
     if device is not None and not isinstance(device, Device):
@@ -530,10 +538,7 @@ def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     """The raw array of ``other``, a number becoming an array of ``tensor``'s dtype."""
     if not isinstance(other, Tensor):
         return number_array(where, other, tensor)
-    if other.device is not tensor.device:
-        raise DeviceError(f"{where}: tensors on {tensor.device} and {other.device} meet; use to_device()")
-    if other.dtype != tensor.dtype:
-        raise DTypeError(f"{where}: {tensor.dtype} and {other.dtype} meet; convert one with as_type()")
+    check_alike(where, tensor, other)
     return other.data
 
 

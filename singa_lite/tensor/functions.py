@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, get_default_device
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..errors import ShapeError
+from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32
-from .core import Number, Tensor, check_vector, number_array, to_numpy
+from .core import Number, Tensor, check_vector, to_numpy
 
 # ---- making and moving -----------------------------------------------------------------------------------
 
@@ -100,7 +101,7 @@ def copy_from_numpy(data: Any, np_array: Any) -> None:
 
 def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, src_offset: int = 0) -> None:
     """Copy ``size`` elements of the flat ``src`` (any shape) over those of ``dst``, from these offsets on."""
-    _check_pair("copy_data_to_from", dst, src)
+    check_pair("copy_data_to_from", dst, src)
     ends = []
     for tensor, offset in ((dst, dst_offset), (src, src_offset)):
         start, count = (
@@ -148,13 +149,13 @@ def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
     first = tensors[0]
     place = as_axis("concatenate", axis, first.ndim())
     for tensor in tensors[1:]:
-        _check_pair("concatenate", first, tensor)
+        check_pair("concatenate", first, tensor)
         others = [t.shape[:place] + t.shape[place + 1 :] for t in (first, tensor)]
         if tensor.ndim() != first.ndim() or others[0] != others[1]:
             raise ShapeError(f"concatenate: {first.shape} and {tensor.shape} must agree but for axis {place}")
     total = builtins.sum(tensor.shape[place] for tensor in tensors)
     shape = (*first.shape[:place], total, *first.shape[place + 1 :])
-    return _run("concat", first, *(t.data for t in tensors), shape=shape, axis=place)
+    return run("concat", first, *(t.data for t in tensors), shape=shape, axis=place)
 
 
 # ---- element by element ----------------------------------------------------------------------------------
@@ -162,77 +163,77 @@ def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
 
 def abs(t: Tensor) -> Tensor:
     """|t|, element by element; any dtype, same shape."""
-    return _elementwise("abs", t)
+    return elementwise("abs", t)
 
 
 def exp(t: Tensor) -> Tensor:
     """e ** t, element by element; float, same shape."""
-    return _elementwise("exp", t, floats=True)
+    return elementwise("exp", t, floats=True)
 
 
 def ceil(t: Tensor) -> Tensor:
     """The smallest whole number >= t, element by element; float, same shape."""
-    return _elementwise("ceil", t, floats=True)
+    return elementwise("ceil", t, floats=True)
 
 
 def log(t: Tensor) -> Tensor:
     """The natural logarithm: -inf at 0, NaN below, element by element; float, same shape."""
-    return _elementwise("log", t, floats=True)
+    return elementwise("log", t, floats=True)
 
 
 def relu(t: Tensor) -> Tensor:
     """max(t, 0), element by element; any dtype, same shape."""
-    return _elementwise("relu", t)
+    return elementwise("relu", t)
 
 
 def sigmoid(t: Tensor) -> Tensor:
     """1 / (1 + exp(-t)), element by element; float, same shape."""
-    return _elementwise("sigmoid", t, floats=True)
+    return elementwise("sigmoid", t, floats=True)
 
 
 def sign(t: Tensor) -> Tensor:
     """-1, 0 or 1, element by element; any dtype, same shape."""
-    return _elementwise("sign", t)
+    return elementwise("sign", t)
 
 
 def sqrt(t: Tensor) -> Tensor:
     """The square root: NaN below 0, element by element; float, same shape."""
-    return _elementwise("sqrt", t, floats=True)
+    return elementwise("sqrt", t, floats=True)
 
 
 def square(t: Tensor) -> Tensor:
     """t * t, element by element; any dtype, same shape."""
-    return _elementwise("square", t)
+    return elementwise("square", t)
 
 
 def tanh(t: Tensor) -> Tensor:
     """The hyperbolic tangent, element by element; float, same shape."""
-    return _elementwise("tanh", t, floats=True)
+    return elementwise("tanh", t, floats=True)
 
 
 def add(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
     """lhs + rhs; one may be a number; the broadcast shape."""
-    return _binary("add", lhs, rhs, ret)
+    return binary("add", lhs, rhs, ret)
 
 
 def sub(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
     """lhs - rhs; one may be a number; the broadcast shape."""
-    return _binary("sub", lhs, rhs, ret)
+    return binary("sub", lhs, rhs, ret)
 
 
 def eltwise_mult(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
     """lhs * rhs; one may be a number; the broadcast shape."""
-    return _binary("mul", lhs, rhs, ret)
+    return binary("mul", lhs, rhs, ret)
 
 
 def div(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -> Tensor:
     """lhs / rhs, floats only; one may be a number; the broadcast shape."""
-    return _binary("div", lhs, rhs, ret)
+    return binary("div", lhs, rhs, ret)
 
 
 def pow(t: Tensor, x: Tensor | Number, out: Tensor | None = None) -> Tensor:
     """t ** x, floats only; the broadcast shape."""
-    return _binary("pow", t, x, out)
+    return binary("pow", t, x, out)
 
 
 def lt(t: Tensor, x: Tensor | Number) -> Tensor:
@@ -271,32 +272,32 @@ def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
 
 def sum(t: Tensor, axis: int | None = None, out: Tensor | None = None) -> Tensor:
     """The sum over one axis, which goes away; None: of all elements, shape (). float16 adds in float32."""
-    return _reduce("sum", t, axis, out)
+    return reduce("sum", t, axis, out)
 
 
 def average(t: Tensor, axis: int | None = None) -> Tensor:
     """The mean over one axis, which goes away; None: of all elements, shape (). Floats only."""
-    _check_floats("average", t)
-    return _reduce("mean", t, axis, None)
+    check_floats("average", t)
+    return reduce("mean", t, axis, None)
 
 
 def softmax(t: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(t) / sum(exp(t)) over the last axis; float (..., n), same shape."""
-    _check_floats("softmax", t)
+    check_floats("softmax", t)
     as_axis("softmax", -1, t.ndim())
-    return _run("softmax", t, t.data, shape=t.shape, ret=out, axis=t.ndim() - 1)
+    return run("softmax", t, t.data, shape=t.shape, ret=out, axis=t.ndim() - 1)
 
 
 def sum_columns(M: Tensor) -> Tensor:
     """(m, n) -> (m,): all columns added up."""
-    _check_matrix("sum_columns", M)
-    return _reduce("sum", M, 1, None)
+    check_matrix("sum_columns", M)
+    return reduce("sum", M, 1, None)
 
 
 def sum_rows(M: Tensor) -> Tensor:
     """(m, n) -> (n,): all rows added up."""
-    _check_matrix("sum_rows", M)
-    return _reduce("sum", M, 0, None)
+    check_matrix("sum_rows", M)
+    return reduce("sum", M, 0, None)
 
 
 # ---- products --------------------------------------------------------------------------------------------
@@ -304,21 +305,21 @@ def sum_rows(M: Tensor) -> Tensor:
 
 def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
     """alpha A B + beta C, in C if there is one; A (..., m, k), B (..., k, n) or (k,) -> (..., m, n) or (..., m)."""
-    _check_floats("mult", A)
-    _check_pair("mult", A, B)
+    check_floats("mult", A)
+    check_pair("mult", A, B)
     right = B.reshape((-1, 1)) if B.ndim() == 1 else B
     if A.ndim() < 2 or right.ndim() < 2 or A.shape[-1] != right.shape[-2]:
         raise ShapeError(
             f"mult: A (..., m, k) and B (..., k, n) must agree in k, got {A.shape} and {B.shape}"
         )
     batch = broadcast_shape("mult", A.shape[:-2], right.shape[:-2])
-    y = _run("matmul", A, A.data, right.data, shape=(*batch, A.shape[-2], right.shape[-1]))
+    y = run("matmul", A, A.data, right.data, shape=(*batch, A.shape[-2], right.shape[-1]))
     y = y.reshape(y.shape[:-1]) if B.ndim() == 1 else y
     if alpha != 1:
         y *= alpha
     if C is None:
         return y
-    _check_target("mult", A, y.shape, C)
+    check_target("mult", A, y.shape, C)
     if beta:  # C may hold NaN where it does not count
         axpy(beta, C, y)
     C.copy_data(y)
@@ -327,8 +328,8 @@ def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta
 
 def tensordot(A: Tensor, B: Tensor, axes: int | Sequence[Any] = 2) -> Tensor:
     """Products summed over axes: the last n of A with the first n of B, or two lists of axes; as in numpy."""
-    _check_floats("tensordot", A)
-    _check_pair("tensordot", A, B)
+    check_floats("tensordot", A)
+    check_pair("tensordot", A, B)
     if isinstance(axes, Sequence):
         if len(axes) != 2:
             raise ShapeError(f"tensordot: axes {axes!r} must be an int or two lists of axes")
@@ -358,7 +359,7 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
     if not args:
         raise ShapeError("einsum: expected at least one Tensor")
     for other in args[1:]:
-        _check_pair("einsum", args[0], other)
+        check_pair("einsum", args[0], other)
     dtype = args[0].dtype
     wide = float32 if dtype == "float16" else dtype
     try:
@@ -381,91 +382,9 @@ def add_row(alpha: float, v: Tensor, beta: float, M: Tensor) -> Tensor:
     return _add_vector(alpha, v, beta, M, 0)
 
 
-# ---- how ---------------------------------------------------------------------------------------------------
-
-
 def _add_vector(alpha: float, v: Tensor, beta: float, M: Tensor, axis: int) -> Tensor:
-    _check_matrix("add", M)
+    check_matrix("add", M)
     check_vector("add", M, v, axis)
     scaled = eltwise_mult(v, alpha)
     M *= beta
     return M.add_column(scaled) if axis else M.add_row(scaled)
-
-
-def _check_tensor(where: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise DTypeError(f"{where}: expected a Tensor, got {type(t).__name__}; wrap it with from_numpy")
-
-
-def _check_floats(where: str, t: Tensor) -> None:
-    _check_tensor(where, t)
-    if t.dtype.kind != "f":
-        raise DTypeError(f"{where}: needs a float tensor, not {t.dtype}; convert with as_type(float32)")
-
-
-def _check_matrix(where: str, t: Tensor) -> None:
-    _check_tensor(where, t)
-    if t.ndim() != 2:
-        raise ShapeError(f"{where}: needs a matrix, but the shape is {t.shape}")
-
-
-def _check_pair(where: str, a: Tensor, b: Tensor) -> None:
-    """Raise unless both are Tensors of one dtype and device."""
-    _check_tensor(where, a)
-    _check_tensor(where, b)
-    if a.device is not b.device:
-        raise DeviceError(f"{where}: tensors on {a.device} and {b.device} meet; use to_device()")
-    if a.dtype != b.dtype:
-        raise DTypeError(f"{where}: {a.dtype} and {b.dtype} meet; convert one with as_type()")
-
-
-def _check_target(where: str, like: Tensor, shape: Sequence[int], ret: Tensor) -> None:
-    """Raise unless ``ret`` can take a result of this shape and the dtype and device of ``like``."""
-    _check_pair(where, like, ret)
-    if ret.shape != tuple(shape):
-        raise ShapeError(f"{where}: the result has shape {tuple(shape)}, the tensor to write {ret.shape}")
-
-
-def _run(
-    kernel: str,
-    like: Tensor,
-    *inputs: Any,  # Any: raw arrays, and kernel attributes
-    shape: Sequence[int],
-    ret: Tensor | None = None,
-    **attributes: Any,
-) -> Tensor:
-    """One kernel into a new array of ``like``'s dtype, copied to ``ret`` in the end if there is one."""
-    if ret is not None:
-        _check_target(kernel, like, shape, ret)
-    array = like.device.backend.empty(tuple(shape), like.dtype)
-    like.device.backend.run(kernel, *inputs, out=array, **attributes)
-    result = Tensor.wrap(array, like.device)
-    if ret is None:
-        return result
-    ret.check_leaf(kernel)
-    ret.copy_data(result)  # ret may be one of the inputs, which a kernel must not write
-    return ret
-
-
-def _elementwise(kernel: str, t: Tensor, floats: bool = False) -> Tensor:
-    (_check_floats if floats else _check_tensor)(kernel, t)
-    return _run(kernel, t, t.data, shape=t.shape)
-
-
-def _binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None) -> Tensor:
-    like = lhs if isinstance(lhs, Tensor) else rhs
-    _check_tensor(kernel, like)
-    assert isinstance(like, Tensor)
-    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
-        _check_pair(kernel, lhs, rhs)
-    if kernel in ("div", "pow"):
-        _check_floats(kernel, like)
-    a, b = (x.data if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
-    return _run(kernel, like, a, b, shape=broadcast_shape(kernel, a.shape, b.shape), ret=ret)
-
-
-def _reduce(kernel: str, t: Tensor, axis: int | None, out: Tensor | None) -> Tensor:
-    _check_tensor(kernel, t)
-    axes = as_axes(kernel, axis, t.ndim())
-    shape = tuple(size for place, size in enumerate(t.shape) if place not in axes)
-    return _run(kernel, t, t.data, shape=shape, ret=out, axes=axes, keepdims=False)

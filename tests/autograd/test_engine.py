@@ -11,6 +11,8 @@ from singa_lite.autograd.engine import Operator
 from singa_lite.errors import GraphError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
+pytestmark = pytest.mark.usefixtures("training")
+
 
 class PassThrough(Operator):
     """a + b, whose backward hands on dy itself to both inputs."""
@@ -70,13 +72,6 @@ class Halves(Operator):
 
 def parameter(values, name=None):
     return Tensor(data=np.asarray(values, np.float32), stores_grad=True, name=name)
-
-
-@pytest.fixture(autouse=True)
-def training():
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def test_gradients_do_not_alias_when_both_inputs_get_dy_and_both_are_used_again():

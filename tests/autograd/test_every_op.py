@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from op_samples import SAMPLES, Sample
@@ -14,17 +12,10 @@ from singa_lite.autograd import ops
 from singa_lite.errors import DTypeError
 from singa_lite.tensor import Tensor, to_numpy
 
-pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+pytestmark = pytest.mark.usefixtures("device", "training")  # all of it on each kind of device
 
 IDS = [f"{number}-{sample.op}" for number, sample in enumerate(SAMPLES)]
 STEP = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def tensors_of(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,7 @@ from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DTypeError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, to_numpy
 
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
+pytestmark = pytest.mark.usefixtures("training")
 
 
 def parameter(values: Any, dtype: str = "float64") -> Tensor:

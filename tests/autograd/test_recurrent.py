@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,10 @@ from singa_lite.errors import DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.recurrent_reference import recurrent_by_hand
 
-pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+pytestmark = pytest.mark.usefixtures("device", "training")  # all of it on each kind of device
 
 RNG = np.random.default_rng(4)
 MODES = list(GATES)
-
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def normal(*shape: int) -> np.ndarray:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,3 +24,13 @@ def counters() -> ctypes.CDLL:
     if not no_gpu():
         pytest.skip("there is a GPU: the stand-in of cuDNN knows host memory only")
     return ctypes.CDLL(str(standin_cudnn()))
+
+
+@pytest.fixture
+def all_given_back(counters: ctypes.CDLL) -> Iterator[None]:
+    """Checks, after the test, that the stand-in's handles and descriptors it made are gone."""
+    gc.collect()
+    before = counters.standin_cudnn_live()
+    yield
+    gc.collect()
+    assert counters.standin_cudnn_live() == before

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib.util
 import os
 import subprocess
@@ -264,14 +263,12 @@ def test_workspace_grows_and_keeps_its_address_while_it_suffices(counters: ctype
     assert backend._workspaces[0].data.ptr == address
 
 
-def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL, backend: Any) -> None:
-    gc.collect()
+def test_descriptors_and_handles_are_given_back(
+    counters: ctypes.CDLL, all_given_back: None, backend: Any
+) -> None:
     before, other = counters.standin_cudnn_live(), type(backend)(0)
     forward(other)
     assert counters.standin_cudnn_live() == before + 6
-    del other
-    gc.collect()
-    assert counters.standin_cudnn_live() == before
 
 
 @pytest.mark.parametrize(
@@ -290,15 +287,11 @@ def test_descriptors_and_handles_are_given_back(counters: ctypes.CDLL, backend: 
     ],
 )
 def test_every_failing_call_is_told_with_its_text(
-    counters: ctypes.CDLL, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
+    all_given_back: None, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gc.collect()
-    live = counters.standin_cudnn_live()
     monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
     with pytest.raises(DeviceError, match=r"STATUS \(5000\): as the test wished"):
         forward(type(backend)(0))
-    gc.collect()
-    assert counters.standin_cudnn_live() == live
 
 
 def test_an_error_names_the_call_and_the_shapes(counters: ctypes.CDLL, backend: Any) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.layer import Layer
 from singa_lite.tensor import Tensor, to_numpy
 
-pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
+pytestmark = pytest.mark.usefixtures("device", "training")  # all of it on each kind of device
 
 RNG = np.random.default_rng(6)
 
@@ -166,13 +166,6 @@ CASES = [
     for style, maker in enumerate(sample.makers)
 ]
 STATEFUL = [case for case in CASES if case.values[0].params]
-
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def arguments(inputs: tuple[Any, ...], dtype: str = "float32") -> list[Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,11 @@ from singa_lite.autograd.ops.recurrent import steps
 from singa_lite.errors import DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
-from tests.recurrent_reference import recurrent_by_hand
+from tests.recurrent_reference import recurrent_by_hand, sigmoid
 
 RNG = np.random.default_rng(9)
+pytestmark = pytest.mark.usefixtures("training")
 ON_EACH_DEVICE = pytest.mark.usefixtures("device")
-
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -33,10 +27,6 @@ def normal(*shape: int) -> np.ndarray:
 
 def float64(array: np.ndarray) -> Tensor:
     return Tensor(data=array, dtype="float64")
-
-
-def sigmoid(a: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-a))
 
 
 def with_values(made: layer.Layer, *inputs: Any) -> dict[str, np.ndarray]:

@@ -32,36 +32,14 @@ class Recurrent(Operator):
     one call does for all layers.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        mode: str = "lstm",
-        num_layers: int = 1,
-        bias: bool = True,
-        bidirectional: bool = False,
-        dropout: float = 0.0,
-        lengths: Sequence[int] | None = None,
-    ) -> None:
-        check_choice("recurrent", "mode", mode, tuple(GATES))
-        self.options: dict[str, Any] = {
-            "mode": mode,
-            "hidden_size": check_int("recurrent", "hidden_size", hidden_size, 1),
-            "num_layers": check_int("recurrent", "num_layers", num_layers, 1),
-            "bidirectional": bool(bidirectional),
-            "bias": bool(bias),
-        }
+    def __init__(self, stack: Stack, dropout: float, lengths: Sequence[int] | None) -> None:
+        self.stack = stack
         self.dropout = check_ratio("recurrent", dropout)
         self.lengths = check_lengths("recurrent", lengths)
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("recurrent", *inputs)
-        x, w, *states = inputs
-        check_ndim("recurrent", "x", x, 3, "(steps, batch, features)")
-        stack = Stack(input_size=x.shape[2], **self.options)
-        if len(states) != stack.num_states:
-            names = "h0 and c0" if stack.num_states == 2 else "h0 alone"
-            raise ShapeError(f"recurrent: mode {stack.mode!r} takes {names}, got {len(states)} states")
+        (x, w, *states), stack = inputs, self.stack
         if w.shape != (stack.num_weights,):
             raise ShapeError(f"recurrent: {stack} has {stack.num_weights} weights, w has the shape {w.shape}")
         expected = (stack.num_cells, x.shape[1], stack.hidden_size)
@@ -78,10 +56,9 @@ class Recurrent(Operator):
             )
 
     def forward(self, context: Context, *inputs: Array) -> tuple[Array, ...]:
-        x, w, *states = inputs
-        stack = Stack(input_size=x.shape[2], **self.options)
+        (x, w, *states), stack = inputs, self.stack
         last = tuple(context.empty(start.shape, x.dtype) for start in states)
-        parts = self._parts(context, stack, w)
+        parts = self._parts(context, w)
         masks: list[Array] = []
         calls: list[tuple[Any, ...]] = []  # of each: what its gradient needs
         given = x
@@ -121,7 +98,7 @@ class Recurrent(Operator):
             if number > 0:
                 dy = context.empty(given.shape, given.dtype)
                 context.run("dropout_backward", dx, masks[number - 1], out=dy, ratio=self.dropout)
-        return (dx, self._joined(context, dws, calls[0][0].shape[2], w_shape), *dstarts)
+        return (dx, self._joined(context, dws, w_shape), *dstarts)
 
     def _drop(self, context: Context, x: Array) -> tuple[Array, Array]:
         y, mask = context.empty(x.shape, x.dtype), context.empty(x.shape, "bool")
@@ -131,15 +108,23 @@ class Recurrent(Operator):
 
     def _options(self, num_calls: int) -> dict[str, Any]:
         """Attributes of one of so many kernel calls."""
-        num_layers = self.options["num_layers"] if num_calls == 1 else 1
-        return {**self.options, "num_layers": num_layers, "lengths": self.lengths}
+        stack = self.stack
+        return {
+            "mode": stack.mode,
+            "hidden_size": stack.hidden_size,
+            "num_layers": stack.num_layers if num_calls == 1 else 1,
+            "bidirectional": stack.bidirectional,
+            "bias": stack.bias,
+            "lengths": self.lengths,
+        }
 
     def _cells(self, layer: int) -> slice:
-        directions = 2 if self.options["bidirectional"] else 1
+        directions = self.stack.num_directions
         return slice(layer * directions, (layer + 1) * directions)
 
-    def _parts(self, context: Context, stack: Stack, w: Array) -> list[tuple[Array, slice]]:
+    def _parts(self, context: Context, w: Array) -> list[tuple[Array, slice]]:
         """(weights, which states) of every kernel call, see Note [dropout between layers]."""
+        stack = self.stack
         if self.dropout == 0 or stack.num_layers == 1 or not context.training:
             return [(w, slice(0, None))]
         sizes = [*zip(*stack.sizes(), strict=True)]
@@ -153,13 +138,12 @@ class Recurrent(Operator):
             parts.append((weights, self._cells(layer)))
         return parts
 
-    def _joined(self, context: Context, dws: list[Array], input_size: int, shape: tuple[int, ...]) -> Array:
+    def _joined(self, context: Context, dws: list[Array], shape: tuple[int, ...]) -> Array:
         """The gradient of all weights from that of every kernel call's."""
         if len(dws) == 1:
             return dws[0]
-        stack = Stack(input_size=input_size, **self.options)
         pieces: list[list[Array]] = [[], []]
-        for dw, sizes in zip(dws, stack.sizes(), strict=True):
+        for dw, sizes in zip(dws, self.stack.sizes(), strict=True):
             parts = tuple(context.empty((size,), dw.dtype) for size in sizes)
             context.run("unpack", dw, out=parts)
             for kind, part in zip(pieces, parts, strict=True):
@@ -209,18 +193,18 @@ def recurrent(
         ShapeError: w, a state or lengths do not fit, or c0 was given to another mode.
         OptionError: an option is unknown or out of range.
     """
-    op = Recurrent(
-        hidden_size,
-        mode=mode,
-        num_layers=num_layers,
-        bias=bias,
-        bidirectional=bidirectional,
-        dropout=dropout,
-        lengths=lengths,
-    )
     check_floats("recurrent", x, w)
     check_ndim("recurrent", "x", x, 3, "(steps, batch, features)")
-    stack = Stack(input_size=x.shape[2], **op.options)
+    check_choice("recurrent", "mode", mode, tuple(GATES))
+    stack = Stack(
+        mode,
+        input_size=x.shape[2],
+        hidden_size=check_int("recurrent", "hidden_size", hidden_size, 1),
+        num_layers=check_int("recurrent", "num_layers", num_layers, 1),
+        bidirectional=bool(bidirectional),
+        bias=bool(bias),
+    )
+    op = Recurrent(stack, dropout, lengths)
     if c0 is not None and stack.num_states == 1:
         raise ShapeError(f"recurrent: mode {mode!r} has no c0")
     shape = (stack.num_cells, x.shape[1], stack.hidden_size)

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer kernels for a recorded step: what follows a convolution, a product or a batch norm becomes part of it.
 
-The calls made here have attributes that only compiled kernels know: ``relu`` of conv2d, matmul and
-batchnorm_2d_train; one more input, ``bias`` of matmul, ``residual`` of batchnorm_2d_train, and ``bias`` of
-batchnorm_2d_backward, which then computes the gradient of the ReLU behind it as well.
+The calls made here are in Note [lowered calls] in ../base.py; only compiled kernels know them.
 """
 
 from __future__ import annotations
@@ -40,70 +38,53 @@ def fuse(calls: list[Call]) -> list[Call]:
 
 def _add_bias(steps: Steps, last: int) -> None:
     """matmul, add(row) -> matmul with bias."""
-    add = steps.kernel(last, "add")
-    if add is None or len(add.inputs[1].shape) != 1:
+    pair = steps.pair(last, "add", "matmul")
+    if pair is None:
         return
+    first, call, add = pair
     product, bias = add.inputs
-    first = steps.maker(product, "matmul")
-    if first is None or not steps.is_private(product) or product.shape[-1:] != bias.shape:
-        return
-    call = steps.kernel(first, "matmul")
-    assert call is not None
-    if len(product.shape) == 2 and product == call.out and _is_compiled(call) and steps.can_move(first, last):
+    if (
+        product == call.out
+        and len(product.shape) == 2
+        and product.shape[1:] == bias.shape
+        and _is_compiled(call)
+    ):
         steps.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=add.out))
 
 
 def _add_residual(steps: Steps, last: int) -> None:
     """batchnorm_2d_train, add(x), relu -> batchnorm_2d_train with residual and ReLU."""
-    add = steps.kernel(last, "add")
-    if add is None or add.inputs[0].shape != add.inputs[1].shape or add.out.memory is add.inputs[0].memory:
+    pairs = [(steps.pair(last, "add", "batchnorm_2d_train", argument=number), number) for number in (0, 1)]
+    found = [(*pair, number) for pair, number in pairs if pair is not None]
+    if not found:
         return
-    makers = [(steps.maker(view, "batchnorm_2d_train"), view) for view in add.inputs]
-    places = [(number, view) for number, view in makers if number is not None and steps.is_private(view)]
-    if not places:
+    first, norm, add, number = max(found, key=lambda place: place[0])
+    if add.inputs[0].shape != add.inputs[1].shape or add.out.memory is add.inputs[0].memory:
         return
-    first, normal = max(places, key=lambda place: place[0])
-    norm = steps.kernel(first, "batchnorm_2d_train")
-    assert norm is not None
-    residual = add.inputs[1] if add.inputs[0] is normal else add.inputs[0]
-    if len(norm.inputs) == 3 and not norm.attributes.get("relu") and steps.can_move(first, last):
-        out = (add.out, *norm.outputs[1:])
-        steps.merge(first, last, replace(norm, inputs=(*norm.inputs, residual), out=out))
+    if len(norm.inputs) == 3 and not norm.attributes.get("relu"):
+        inputs, out = (*norm.inputs, add.inputs[1 - number]), (add.out, *norm.outputs[1:])
+        steps.merge(first, last, replace(norm, inputs=inputs, out=out))
 
 
 def _relu_after(steps: Steps, last: int) -> None:
     """conv2d | matmul | batchnorm_2d_train, relu -> the same with ReLU."""
-    relu = steps.kernel(last, "relu")
-    if relu is None or not steps.is_private(relu.inputs[0]):
+    pair = steps.pair(last, "relu", "conv2d", "matmul", "batchnorm_2d_train")
+    if pair is None:
         return
-    for name in ("conv2d", "matmul", "batchnorm_2d_train"):
-        first = steps.maker(relu.inputs[0], name)
-        if first is None:
-            continue
-        call = steps.kernel(first, name)
-        assert call is not None
-        if call.outputs[0].shape == relu.out.shape and _is_compiled(call) and steps.can_move(first, last):
-            out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
-            steps.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
+    first, call, relu = pair
+    if call.outputs[0].shape == relu.out.shape and _is_compiled(call):
+        out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
+        steps.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
 
 
 def _relu_in_norm_backward(steps: Steps, last: int) -> None:
     """relu_backward, batchnorm_2d_backward -> batchnorm_2d_backward that computes the ReLU's gradient from x."""
-    norm = steps.kernel(last, "batchnorm_2d_backward")
-    if norm is None or len(norm.inputs) != 5 or not steps.is_private(norm.inputs[0]):
+    pair = steps.pair(last, "batchnorm_2d_backward", "relu_backward")
+    made = None if pair is None else steps.maker(pair[1].inputs[1], "batchnorm_2d_train")
+    if pair is None or made is None:
         return
-    first = steps.maker(norm.inputs[0], "relu_backward")
-    relu = None if first is None else steps.kernel(first, "relu_backward")
-    if first is None or relu is None or not steps.can_move(first, last):
-        return
-    forward_number = steps.maker(relu.inputs[1], "batchnorm_2d_train")
-    forward = None if forward_number is None else steps.kernel(forward_number, "batchnorm_2d_train")
-    if (
-        forward_number is None
-        or forward is None
-        or len(forward.inputs) != 3
-        or not forward.attributes.get("relu")
-    ):
+    (first, relu, norm), (forward_number, forward) = pair, made
+    if len(norm.inputs) != 5 or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
         return  # with a residual x alone does not tell the sign
     if forward.inputs[0] == norm.inputs[1] and not steps.may_update(forward_number, last):
         steps.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))

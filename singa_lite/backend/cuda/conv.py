@@ -21,7 +21,7 @@ from ...config import state
 from ...errors import DeviceError
 from ...graph import View
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller
+from .cudnn import DTYPES, CudnnCaller, is_aligned
 
 Pair = tuple[int, int]
 
@@ -113,30 +113,26 @@ class ConvKernels(CudnnCaller):
         """
         key = (direction, DTYPES[out.dtype.char], max(blocks) > 1, *options, state.allow_tf32)
         plan, is_channels_last = self._plan(("convolution", *key), lambda: self._make_plan(key, a, b, out))
-        a, b = (
-            self._aligned(self._in(is_channels_last, x, had)) for x, had in zip((a, b), blocks, strict=False)
-        )
-        has_order = is_channels_last == (blocks[2] > 1) or has_one_order(out)
-        target = self._target(out) if has_order else self.empty(out.shape, out.dtype)
+        arrays = a, b, out
+        orders = [(had, x.shape[1] if is_channels_last else 1) for x, had in zip(arrays, blocks, strict=True)]
+        places = [self._place(x, order) for x, order in zip(arrays, orders, strict=True)]
+        for x, place, order in zip((a, b), places, orders, strict=False):
+            self._bring(x, place, order)
         workspace = self._workspace(plan.workspace_bytes)
-        pointers = (array.data.ptr if array is not None else 0 for array in (a, b, target, bias, workspace))
+        pointers = (x.data.ptr if x is not None else 0 for x in (*places, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
-        if has_order:
-            self._deliver(target, out)
+        self._bring(places[2], out, orders[2][::-1])
+
+    def _place(self, x: Array, order: Pair) -> Array:
+        """``x`` if a plan can read or write it where it is, else another array; ``order``: its blocks, the plan's."""
+        return x if is_same(x, order) and is_aligned(x) else self.empty(x.shape, x.dtype)
+
+    def _bring(self, x: Array, out: Array, order: Pair) -> None:
+        """Copy ``x``, with blocks of order[0] channels, to ``out``, with blocks of order[1]."""
+        if is_same(x, order):
+            self._deliver(x, out)
         else:
-            self._reorder(target, out, not is_channels_last)
-
-    def _in(self, is_channels_last: bool, x: Array, had: int) -> Array:
-        """``x``, which has blocks of ``had`` channels, with its channels last or row-major."""
-        if is_channels_last == (had > 1) or has_one_order(x):
-            return x
-        copy = self.empty(x.shape, x.dtype)
-        self._reorder(x, copy, is_channels_last)
-        return copy
-
-    def _reorder(self, x: Array, out: Array, is_channels_last: bool) -> None:
-        """Copy to channels last from row-major, or back."""
-        self.find("reorder")(x, out=out, blocks=(1, x.shape[1]) if is_channels_last else (x.shape[1], 1))
+            self.find("reorder")(x, out=out, blocks=order)
 
     def _make_plan(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> tuple[Any, bool]:
         """A plan with its algorithm chosen, and whether its channels are last.
@@ -197,6 +193,6 @@ def uses_tensor_cores(x: View) -> bool:
     return bool(x.dtype == "float16" or (x.dtype == "float32" and state.allow_tf32))
 
 
-def has_one_order(x: Array) -> bool:
-    """Whether row-major and channels last are the same memory."""
-    return bool(x.shape[1] == 1 or x.shape[2:] == (1, 1))
+def is_same(x: Array, order: Pair) -> bool:
+    """Whether both orders, row-major and channels last, are the same memory."""
+    return bool(order[0] == order[1] or x.shape[2:] == (1, 1))

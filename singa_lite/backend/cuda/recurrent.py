@@ -19,7 +19,7 @@ import numpy as np
 
 from ...config import state
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, is_aligned
+from .cudnn import DTYPES, CudnnCaller
 
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
 Lengths = tuple[int, ...] | None
@@ -51,14 +51,15 @@ class RecurrentKernels(CudnnCaller):
                 self.find("copy")(start, out=end)
             return
         plan = self._recurrent_plan(x.shape, x.dtype, lengths, options)
-        made = self._targets(y, *last)
+        made = [*map(self._target, (y, *last))]
         if lengths is not None:
             self.find("fill")(out=made[0], value=0.0)
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
         pointers = (*addresses(given, 2), *addresses(made, 1))
         workspace = self.scratch(plan.workspace_bytes)
         plan.forward(self.stream.ptr, *pointers, workspace.data.ptr, reserve[0].data.ptr if reserve else 0)
-        self._hand_out(made, (y, *last))
+        for target, result in zip(made, (y, *last), strict=True):
+            self._deliver(target, result)
 
     def recurrent_backward(
         self,
@@ -80,10 +81,9 @@ class RecurrentKernels(CudnnCaller):
         plan = self._recurrent_plan(x.shape, x.dtype, lengths, options)
         dx = self.empty(x.shape, x.dtype) if dx is None else dx  # cuDNN wants one anyway
         dweights = self.empty((plan.weight_bytes // w.itemsize,), w.dtype) if plan.pieces else dw
-        made = self._targets(dx, dweights, *dstart)
-        for target in (
-            made[:2] if lengths is not None else made[1:2]
-        ):  # cuDNN adds to the gradient of the weights
+        made = [*map(self._target, (dx, dweights, *dstart))]
+        # cuDNN adds to the gradient of the weights
+        for target in made[:2] if lengths is not None else made[1:2]:
             self.find("fill")(out=target, value=0.0)
         slopes = [*map(self._aligned, (dy, *dlast))]
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
@@ -91,7 +91,8 @@ class RecurrentKernels(CudnnCaller):
         pointers = (*addresses(slopes, 1), *addresses(given, 2), y.data.ptr, *addresses(made, 2))
         workspace = self.scratch(plan.workspace_bytes)
         plan.backward(self.stream.ptr, *pointers, workspace.data.ptr, reserve.data.ptr)
-        self._hand_out(made, (dx, dweights, *dstart))
+        for target, result in zip(made, (dx, dweights, *dstart), strict=True):
+            self._deliver(target, result)
         for ours, theirs, count in plan.pieces:
             self.find("copy")(dweights[theirs : theirs + count], out=dw[ours : ours + count])
 
@@ -116,15 +117,6 @@ class RecurrentKernels(CudnnCaller):
         for ours, theirs, count in plan.pieces:
             self.find("copy")(w[ours : ours + count], out=weights[theirs : theirs + count])
         return weights
-
-    def _targets(self, *out: Array) -> list[Array]:
-        """The arrays themselves, or aligned ones in their place."""
-        return [array if is_aligned(array) else self.empty(array.shape, array.dtype) for array in out]
-
-    def _hand_out(self, made: list[Array], out: tuple[Array, ...]) -> None:
-        for target, array in zip(made, out, strict=True):
-            if target is not array:
-                self.find("copy")(target, out=array)
 
 
 def addresses(arrays: list[Array], before: int) -> list[int]:
