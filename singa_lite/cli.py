@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from . import _native
+from . import __version__, _native
 from .comm.launch import launch
 from .comm.rendezvous import threads_per_rank
 
@@ -56,7 +56,7 @@ def info() -> str:
     """What was built and which transports work here, and why the others do not."""
     module, reason = _native.load("_comm")
     rows = [
-        ("singa-lite", version("singa-lite")),
+        ("singa-lite", __version__),  # of the package that runs, which need not be an installed one
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("numpy", version("numpy")),
         (

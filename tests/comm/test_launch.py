@@ -23,6 +23,7 @@ from processes import (
     write_script,
 )
 
+import singa_lite
 from singa_lite.comm.output import RankOutput
 from singa_lite.comm.rendezvous import threads_per_rank
 
@@ -283,6 +284,7 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     result = run_command([sys.executable, "-m", "singa_lite", "info"])
     assert result.returncode == 0, result.stderr
     rows = {line[:16].strip(): line[17:] for line in result.stdout.splitlines()}
+    assert rows["singa-lite"] == singa_lite.__version__  # also where it is not installed
     assert rows["transport local"].startswith("works")
     assert rows["transport shm"].startswith("works")
     assert rows["transport nccl"].startswith(("works: NCCL ", "no: NCCL", "no: CUDA's driver"))
