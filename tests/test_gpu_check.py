@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -246,6 +247,18 @@ def test_a_file_of_tests_that_dies_tells_what_passed_failed_and_where_it_died(mo
     assert found[2]["note"].startswith("test_bad: AssertionError: not at all")
     path.write_text("def test_good(): pass\n")
     assert gpu_tests.run_file(str(path), "")
+
+
+def test_the_tree_that_is_tested_has_the_files_that_tests_of_cudnn_compile(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_build
+
+    monkeypatch.setattr(gpu_build, "TREE", tmp_path / "tree")
+    (tmp_path / "tree").mkdir()
+    gpu_build.copy_beside()
+    text = (BENCHMARKS.parents[1] / "tests" / "backend" / "test_cudnn.py").read_text()
+    named = re.findall(r'"(native/[\w/.]+)"', text)
+    assert named and all((tmp_path / "tree" / name).exists() for name in named)
 
 
 def test_steps_take_turns_and_the_clock_waits_for_the_device(monkeypatch):
