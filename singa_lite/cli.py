@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from . import _native
@@ -56,7 +56,7 @@ def info() -> str:
     """What was built and which transports work here, and why the others do not."""
     module, reason = _native.load("_comm")
     rows = [
-        ("singa-lite", version("singa-lite")),
+        ("singa-lite", package_version()),
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("numpy", version("numpy")),
         (
@@ -72,6 +72,14 @@ def info() -> str:
         ("device cuda", _ask(ASK_CUDA)),
     ]
     return "\n".join(f"{name:16} {text}" for name, text in rows)
+
+
+def package_version() -> str:
+    """The installed singa-lite's, or where a copy that is only on Python's path lies."""
+    try:
+        return version("singa-lite")
+    except PackageNotFoundError:
+        return f"not installed, used from {Path(__file__).parent}"
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

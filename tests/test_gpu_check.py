@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,66 @@ gpu_check.check(parts, 180, pathlib.Path({str(tmp_path)!r}, 'out'))
             os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_part_that_cannot_be_ended_costs_its_deadline_and_a_little(
+    gpu_check, script, tmp_path, monkeypatch
+):
+    """As a process that hangs in the driver: no signal ends it."""
+    monkeypatch.setattr(gpu_check, "END_S", 0.5)
+    parts = {
+        "stuck": ([script("stuck", "report('early', 1)\nimport time; time.sleep(100)")], 2),
+        "next": ([script("next", "report('late', 2)")], 20),
+    }
+    kept = []
+    with monkeypatch.context() as patches:
+        patches.setattr(gpu_check.os, "killpg", lambda group, number: kept.append(group))
+        begin = time.monotonic()
+        gpu_check.check(parts, 60, tmp_path / "out")
+        taken_s = time.monotonic() - begin
+    os.killpg(kept[0], signal.SIGKILL)
+    wait_for(lambda: os.waitpid(kept[0], os.WNOHANG)[0])
+    found = outcomes_in(tmp_path / "out")
+    assert taken_s < 60 and [part["result"] for part in found.values()] == ["cut off after 2 s", "passed"]
+    assert [row["figure"] for part in found.values() for row in part["rows"]] == [1, 2]
+
+
+def test_the_log_keeps_the_first_and_last_of_a_part_that_prints_without_end(
+    gpu_check, script, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpu_check, "MOST_OUTPUT", 1000)
+    body = "print('first')\nfor i in range(9999): print('again', i)\nprint('last'); sys.exit(1)"
+    parts = {
+        "loud": ([script("loud", body)], 20),
+        "next": ([script("next", "print('of the next')")], 20),
+    }
+    gpu_check.check(parts, 60, tmp_path / "out")
+    lines = (tmp_path / "out" / "gpu-check.log").read_text().splitlines()
+    assert sum(map(len, lines)) < 1300 and sum("characters are left out" in line for line in lines) == 1
+    assert lines[:2] == ["--- loud", "first"]
+    ends = lines.index("last")
+    assert lines[ends + 1].startswith("--- loud: failed") and lines[ends + 2] == "--- next"
+    assert lines[ends + 3] == "of the next" and lines[ends + 4].startswith("--- next: passed")
+    assert outcomes_in(tmp_path / "out")["loud"]["tail"][-1] == "last"
+
+
+@pytest.mark.parametrize(("tool", "asks_for_api_errors"), [("memcheck", False), ("racecheck", True)])
+def test_what_cupy_asks_the_driver_in_vain_is_no_finding_of_memcheck(
+    tmp_path, monkeypatch, tool, asks_for_api_errors
+):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_kernels
+
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho "========= ERROR SUMMARY: 0 errors"\n'
+    )
+    sanitizer.chmod(0o755)
+    monkeypatch.setattr(gpu_kernels, "find_tool", lambda name: str(sanitizer))
+    assert gpu_kernels.under(tool) == 0
+    given = (tmp_path / "arguments").read_text()
+    assert f"--tool {tool}" in given and ("--report-api-errors no" not in given) is asks_for_api_errors
+
+
 def test_a_machine_without_a_gpu_is_told_so_at_once(gpu_check, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "no_gpu", lambda: "no libcuda.so.1")
     monkeypatch.setattr(gpu_check, "PARTS", {"machine": (["gpu_machine.py"], 60)})
@@ -186,6 +247,18 @@ def test_a_file_of_tests_that_dies_tells_what_passed_failed_and_where_it_died(mo
     assert found[2]["note"].startswith("test_bad: AssertionError: not at all")
     path.write_text("def test_good(): pass\n")
     assert gpu_tests.run_file(str(path), "")
+
+
+def test_the_tree_that_is_tested_has_the_files_that_tests_of_cudnn_compile(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_build
+
+    monkeypatch.setattr(gpu_build, "TREE", tmp_path / "tree")
+    (tmp_path / "tree").mkdir()
+    gpu_build.copy_beside()
+    text = (BENCHMARKS.parents[1] / "tests" / "backend" / "test_cudnn.py").read_text()
+    named = re.findall(r'"(native/[\w/.]+)"', text)
+    assert named and all((tmp_path / "tree" / name).exists() for name in named)
 
 
 def test_steps_take_turns_and_the_clock_waits_for_the_device(monkeypatch):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the package for gpu_check.py: a wheel by the packages installed here, without oneDNN and without a network.
 
-build/gpu-check/tree gets what the wheel holds (so what it lacks is found out) and the tests, benchmarks and examples of
-the checkout. Where pip cannot make the wheel, setup.py builds the modules beside a copy of the sources.
+build/gpu-check/tree gets what the wheel holds (so what it lacks is found out) and the tests, what they read, benchmarks
+and examples of the checkout. Where pip cannot make the wheel, setup.py builds the modules beside a copy of the sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "gpu-check" / "tree"
 WHEELS = ROOT / "build" / "gpu-check" / "wheel"
 SOURCES = ("setup.py", "pyproject.toml", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", "native")
-BESIDE = ("tests", "benchmarks", "examples", "docs")
+BESIDE = ("tests", "benchmarks", "examples", "docs", "native")  # native: tests compile files of it
 BUILT = shutil.ignore_patterns("*.so", "*.so.*", "libdnnl.*", "__pycache__")
 MODULES = "import json, singa_lite._native as n; print(json.dumps({m: n.load(m)[1] for m in n.MODULES}))"
 
@@ -39,10 +39,7 @@ def main() -> int:
         report(f"build by {way}", None, note="failed, see gpu-check.log", met=False, required="works")
     else:
         shutil.copytree(source / "singa_lite", TREE / "singa_lite")  # numpy alone can still be tested
-    for name in BESIDE:
-        shutil.copytree(ROOT / name, TREE / name, ignore=BUILT)
-    for name in ("pyproject.toml", "README.md"):  # pytest's settings; what tests of documents read
-        shutil.copy(ROOT / name, TREE)
+    copy_beside()
     modules = subprocess.run(
         [sys.executable, "-c", MODULES], cwd=TREE, capture_output=True, text=True, timeout=60, check=False
     )
@@ -65,6 +62,14 @@ def copy_sources() -> Path:
         elif path.exists():
             shutil.copy(path, source / name)
     return source
+
+
+def copy_beside() -> None:
+    """What a wheel does not hold and the tests and benchmarks need, into TREE."""
+    for name in BESIDE:
+        shutil.copytree(ROOT / name, TREE / name, ignore=BUILT)
+    for name in ("pyproject.toml", "README.md"):  # pytest's settings; what tests of documents read
+        shutil.copy(ROOT / name, TREE)
 
 
 def build_wheel(source: Path) -> bool:

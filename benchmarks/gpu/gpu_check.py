@@ -39,6 +39,8 @@ SCRATCH = ROOT / "build" / "gpu-check"
 BUDGET_S = 465  # under 8 minutes with the last report
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 TAIL_LINES = 25  # of the output of a part that failed
+MOST_OUTPUT = 1_000_000  # characters of a part that gpu-check.log keeps: their first and last half
+END_S = 10  # a process that the driver holds ends when it likes; the next part need not wait
 # where CUDA, cupy and PyTorch keep what they compile, in the home folder by default
 CACHES = (
     "CUDA_CACHE_PATH",
@@ -177,14 +179,29 @@ def run_part(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(END_S)
         outcome.rows = read_rows(rows)
         rows.unlink()
-        log.seek(start)
+        output = shortened(log, start)
         if outcome.result != "passed":
-            outcome.tail = log.read().splitlines()[-TAIL_LINES:]
-        log.seek(0, os.SEEK_END)
+            outcome.tail = output.splitlines()[-TAIL_LINES:]
         write_report(outcomes, out)
+
+
+def shortened(log: Any, start: int) -> str:
+    """What ``log`` holds from ``start`` on; where that is too much, its middle is left out from now on."""
+    log.seek(start)
+    output: str = log.read()
+    if (left_out := len(output) - MOST_OUTPUT) > 0:
+        half = MOST_OUTPUT // 2
+        output = f"{output[:half]}\n... {left_out} characters are left out ...\n{output[-half:]}"
+        log.seek(start)
+        log.truncate()
+        log.write(output)
+        log.flush()
+    log.seek(0, os.SEEK_END)
+    return output
 
 
 def command_line(command: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from processes import (
     write_script,
 )
 
+from singa_lite import cli
 from singa_lite.comm.output import RankOutput
 from singa_lite.comm.rendezvous import threads_per_rank
 
@@ -288,6 +290,14 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     assert rows["transport nccl"].startswith(("works: NCCL ", "no: NCCL", "no: CUDA's driver"))
     assert rows["device cuda"].startswith(("works: name: ", "no: singa_lite.errors.DeviceError: "))
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
+
+
+def test_a_package_that_is_not_installed_says_where_it_lies(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", missing)
+    assert cli.package_version() == f"not installed, used from {Path(cli.__file__).parent}"
 
 
 def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_path):
