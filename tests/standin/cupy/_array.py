@@ -13,6 +13,8 @@ from . import cuda
 
 GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
+# memory that work given to streams may still use: cudaFree would wait for that, here the host's next wait frees it
+GRAVES: list[np.ndarray] = []
 
 
 class Block:
@@ -29,10 +31,8 @@ class Block:
         """Fail if something wrote beside the memory."""
         assert all((side == PATTERN).all() for side in self.sides), "a kernel wrote beside an array"
 
-    def __del__(self) -> None:
-        cuda._streams.graves.append(
-            self.whole
-        )  # cudaFree waits for the device; here the next wait of the host frees it
+    def __del__(self, graves: list[np.ndarray] = GRAVES) -> None:  # a default outlives the module
+        graves.append(self.whole)
 
 
 class MemoryPool:

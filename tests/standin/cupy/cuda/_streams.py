@@ -11,10 +11,10 @@ from typing import Any
 
 import compiling  # beside the folder cupy
 
+from .._array import GRAVES
 from . import runtime
 
 _LOCAL = threading.local()
-graves: list[Any] = []  # memory that work given to streams may still use
 
 
 def current() -> dict[int, Any]:
@@ -106,9 +106,9 @@ class Stream:
 
     def synchronize(self) -> None:
         assert not self._is_captured, "a captured stream cannot be waited for"
-        unused = len(graves)
+        unused = len(GRAVES)
         QUEUES.check(QUEUES.cuda.cuStreamSynchronize(ctypes.c_void_p(self.ptr)))
-        del graves[:unused]
+        del GRAVES[:unused]
 
 
 QUEUES = Queues()

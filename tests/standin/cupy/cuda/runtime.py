@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -11,7 +12,7 @@ class CUDARuntimeError(RuntimeError):
 
 
 def getDeviceCount() -> int:
-    return 2
+    return int(os.environ.get("STANDIN_GPUS", "2"))
 
 
 def getDeviceProperties(device_id: int) -> dict[str, Any]:
