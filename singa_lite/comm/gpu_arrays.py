@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .wire import narrow, widen
+from .wire import BFLOAT16
 
 
 class GpuArrays(Protocol):
@@ -40,6 +40,25 @@ class GpuArrays(Protocol):
         """Write what ``narrow`` made, divided by ``divisor``, into float32 ``out``."""
 
 
+# Of wire.py, in one kernel each: name -> what it takes, what it gives, and how
+KERNELS = {
+    "narrow_to_bfloat16": (
+        "float32 value",
+        "uint16 wire",
+        """
+        unsigned bits = __float_as_uint(value);
+        wire = value != value ? bits >> 16 | 0x40 : (bits + (bits >> 16 & 1) + 0x7fff) >> 16;
+        """,
+    ),
+    "widen_bfloat16": (
+        "uint16 wire, float32 divisor",
+        "float32 value",
+        "value = __uint_as_float((unsigned)wire << 16) / divisor",
+    ),
+    "widen_float16": ("float16 wire, float32 divisor", "float32 value", "value = (float)wire / divisor"),
+}
+
+
 class CupyArrays:
     """cupy's arrays, without their __cuda_array_interface__: cupy builds that anew whenever it is asked for."""
 
@@ -47,6 +66,7 @@ class CupyArrays:
         import cupy
 
         self._cupy = cupy
+        self._kernels = {name: cupy.ElementwiseKernel(*kernel, name) for name, kernel in KERNELS.items()}
         self.kind: type[Any] = cupy.ndarray
         self._current_stream = cupy.cuda.get_current_stream
 
@@ -66,9 +86,8 @@ class CupyArrays:
         return self._cupy.ndarray((count,), dtype, place)
 
     def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
-        return narrow(array, wire)
+        return self._kernels["narrow_to_bfloat16"](array) if wire == BFLOAT16 else array.astype(wire)
 
     def widen(self, half: Any, divisor: float, out: Any) -> None:
-        out[...] = widen(half)
-        if divisor != 1.0:
-            out /= np.float32(divisor)
+        name = "widen_bfloat16" if half.dtype == BFLOAT16 else "widen_float16"
+        self._kernels[name](half, np.float32(divisor), out)

@@ -189,6 +189,7 @@ template <class To, class From> To same_bits(From value) {
   return result;
 }
 inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
 inline long long __double_as_longlong(double value) { return same_bits<long long>(value); }
 inline float half_to_float(unsigned short bits) { return same_bits<_Float16>(bits); }
 inline unsigned short float_to_half(float value) { return same_bits<unsigned short>(static_cast<_Float16>(value)); }

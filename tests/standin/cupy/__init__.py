@@ -14,7 +14,7 @@ import numpy as np
 
 from . import cuda
 from ._array import ndarray
-from ._kernels import RawModule
+from ._kernels import ElementwiseKernel, RawModule
 
 
 def get_default_memory_pool() -> cuda.MemoryPool:
@@ -40,6 +40,7 @@ def array(values: np.ndarray, order: str = "K") -> ndarray:
 
 
 __all__ = [
+    "ElementwiseKernel",
     "RawModule",
     "array",
     "cuda",

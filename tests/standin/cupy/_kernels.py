@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -112,3 +112,49 @@ class Function:
             kind = "p8" if wanted == "p8" and kind == "i8" else kind
         assert kind == wanted, f"{self.name} wants {wanted}, but gets {kind}"
         return value
+
+
+class ElementwiseKernel:
+    """``operation`` on every element, with parameters given as "dtype name, dtype name"."""
+
+    C_TYPES: ClassVar = {"float32": "float", "float16": "_Float16", "uint16": "unsigned short"}
+
+    def __init__(self, in_params: str, out_params: str, operation: str, name: str) -> None:
+        self.name, self.operation = name, operation
+        self.takes, self.gives = (
+            [p.split() for p in params.split(", ")] for params in (in_params, out_params)
+        )
+        self._function: Function | None = None
+
+    def __call__(self, *args: Any) -> ndarray:
+        given, out = args[: len(self.takes)], args[len(self.takes) :]
+        for value, (dtype, _) in zip((*given, *out), (*self.takes, *self.gives), strict=False):
+            assert value.dtype == dtype, f"{self.name}: {value.dtype} is not {dtype}"
+        made = out[0] if out else ndarray(given[0].shape, self.gives[0][0])
+        if self._function is None:
+            code = self._code([isinstance(value, ndarray) for value in given])
+            self._function = RawModule(code=code).get_function(self.name)
+        numbers = [
+            value if isinstance(value, ndarray) else np.array([value]).view(f"V{value.nbytes}")
+            for value in given
+        ]
+        self._function((1,), (32,), (*numbers, made, made.size))
+        return made
+
+    def _code(self, are_arrays: list[bool]) -> str:
+        parameters, before, after = [], [], []
+        for (dtype, name), is_array in zip(self.takes, are_arrays, strict=True):
+            c = self.C_TYPES[dtype]
+            parameters.append(f"const {c}* {name}_" if is_array else f"Number<{c}> {name}_")
+            before.append(f"const {c} {name} = {name}_" + ("[i_];" if is_array else ".value;"))
+        for dtype, name in self.gives:
+            c = self.C_TYPES[dtype]
+            parameters.append(f"{c}* {name}_")
+            before.append(f"{c} {name};")
+            after.append(f"{name}_[i_] = {name};")
+        body = " ".join([*before, self.operation, ";", *after])
+        return (
+            "template <class V> struct Number { V value; };\n"
+            f'extern "C" __global__ void {self.name}({", ".join(parameters)}, long long n_) {{\n'
+            f"  for (long long i_ = threadIdx.x; i_ < n_; i_ += blockDim.x) {{ {body} }}\n}}\n"
+        )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import compiling  # beside the folder cupy
+import numpy as np
 
 from .._array import GRAVES
 from . import runtime
@@ -46,7 +47,8 @@ class Queues:
         if not is_captured:  # else a graph may run it again, even one that Python has let go
             del self._works[number]
         try:
-            what()
+            with np.errstate(all="ignore"):
+                what()
         except BaseException as error:
             self._errors.append(error)
 
