@@ -8,13 +8,15 @@ order each time: what is not ordered by a stream or an event comes out wrong.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 from devices import cuda_device_of_rank, no_gpu, standin_nccl
-from ranks import run_ranks
+from ranks import RankDied, run_ranks
 from standin import compiling
 
 from singa_lite import autograd, layer, model, opt
@@ -22,6 +24,7 @@ from singa_lite.comm import nccl
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
+from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
@@ -143,3 +146,63 @@ def test_ranks_with_gpus_train_as_ranks_without(
     monkeypatch.setenv("STANDIN_JITTER_US", "2000" if size == 3 else "0")
     monkeypatch.setenv("SINGA_LITE_NCCL_BLOCKING", str(int(size == 2)))
     check(run_ranks(train_everywhere, size, option, transport="none"), option)
+
+
+def resume(world: World, option: str) -> list[dict[str, bytes]]:
+    """Where a rank ends without a break, and where another model ends that continues from half-way."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+
+    def make() -> Net:
+        net = Net()
+        net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, threshold=60))
+        net.compile([batch(device, world.rank, 0)[0]], use_graph=True)
+        return net
+
+    whole, second = make(), make()
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            second.set_states({name: to_numpy(value) for name, value in whole.get_states().items()})
+            second.optimizer.set_states(whole.optimizer.get_states())
+        for net in (whole, second)[: 1 + (step >= STEPS)]:
+            net(*batch(device, world.rank, step), option)
+    found = [
+        {
+            **{name: to_numpy(value).tobytes() for name, value in net.get_states().items()},
+            **{name: value.tobytes() for name, value in net.optimizer.get_states().items()},
+        }
+        for net in (whole, second)
+    ]
+    communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("option", ["partialUpdate", "sparseTopK", "sparseThreshold"])
+def test_a_resumed_rank_goes_on_bit_for_bit(option: str) -> None:
+    for whole, second in run_ranks(resume, 2, option, transport="none"):
+        assert whole == second
+
+
+def lose_a_rank(world: World) -> str:
+    """The error that a rank gets where another dies while all replay graphs."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+    net = Net()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator))
+    net.compile([batch(device, world.rank, 0)[0]], use_graph=True)
+    for step in range(1000):
+        if step == 6 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            _, loss = net(*batch(device, world.rank, step))
+            to_numpy(loss)
+        except CommError as error:
+            assert step >= 6 and sum(graph.num_launches for graph in graphs(net)) >= 3
+            communicator.close()
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_killed_while_graphs_run_is_an_error_on_the_others() -> None:
+    first, killed, third = run_ranks(lose_a_rank, 3, transport="none", return_exceptions=True)
+    assert isinstance(killed, RankDied)
+    for text in (first, third):
+        assert "rank 1" in text and "died" in text
