@@ -87,6 +87,7 @@ class NcclWork(Work):
             communicator._arrays.widen(half, divisor, out)
             self._half = None
         self.is_ordered = True
+        communicator._let_go()
         return self._result
 
     def done(self) -> bool:
@@ -256,9 +257,7 @@ class NcclCommunicator(Communicator):
         root: int = 0,
         result: Array | None = None,
     ) -> NcclWork:
-        in_flight = self._in_flight
-        while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
-            in_flight.popleft()
+        self._let_go()
         count = array.size if kind != _REDUCE_SCATTER else out.size
         if type(array) is self.kind:
             source, stream = self._address(array), self._stream(self.device)
@@ -267,8 +266,14 @@ class NcclCommunicator(Communicator):
         target = source if out is array else self._address(out)
         native = self._give(kind, op, _DTYPES[array.dtype], root, source, target, count, name, stream)
         work = NcclWork(self, native, array, result)
-        in_flight.append(work)
+        self._in_flight.append(work)
         return work
+
+    def _let_go(self) -> None:
+        """Let go of arrays of collectives that nobody has to wait for any more."""
+        in_flight = self._in_flight
+        while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
+            in_flight.popleft()
 
     def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
         host = self.host.new_group(ranks, name=name)

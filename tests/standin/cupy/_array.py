@@ -63,7 +63,7 @@ class Memory:
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
-        self.pool.free.setdefault(len(self.bytes), []).append(self.block)
+        self.pool.free.setdefault(len(self.block.bytes), []).append(self.block)
 
 
 class UnownedMemory:
