@@ -17,8 +17,8 @@ One with a host call that must see values (None) is cut there: a graph before an
 Note [memory of graphs]: what a kernel allocates for itself belongs to its graph from then on, so it comes from a pool
 that nobody else uses; all graphs of a step share it, as they run one after the other. Host calls may also make what
 outlives a step, a residual for instance; so each variant has a pool for them, or its graph could be given memory in
-which another variant's step keeps something. The first step fills both; what a capture wants beyond that, as it keeps all
-that its host calls make, comes from the driver, which permits that in a relaxed capture (cupy's).
+which another variant's step keeps something. The first step fills both; what a capture wants beyond that, as it keeps
+all that its host calls make, comes from the driver, which permits that in a relaxed capture (cupy's).
 """
 
 from __future__ import annotations
