@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ class State:
         of_thread: where these of a thread are kept.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
+        gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which waits of the host for a GPU ask for errors.
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
@@ -64,6 +66,7 @@ class State:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
+    gpu_communicators: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     allow_tf32: bool = False

@@ -13,14 +13,22 @@ import numpy as np
 
 from .comm.base import Array, Work, is_cuda_array
 from .comm.rendezvous import NcclIdHolder, process_communicator
+from .device import get_num_gpus
 from .errors import DTypeError, OptionError
 from .tensor import Tensor
 
-__all__ = ["USE_CUDA", "USE_DIST", "USE_DNNL", "Communicator", "NcclIdHolder"]
+__all__ = ["USE_CUDA", "USE_DIST", "USE_DNNL", "Communicator", "NcclIdHolder"]  # noqa: F822 - the first: __getattr__
 
-USE_CUDA = False  # what this build can do, as SINGA's scripts ask before they choose a device
+# what can be had here, as SINGA's scripts ask before they choose a device; USE_CUDA is asked below
 USE_DIST = True
 USE_DNNL = False
+
+
+def __getattr__(name: str) -> bool:
+    """``USE_CUDA``, whether there is a GPU: found out when a script asks, since that opens CUDA."""
+    if name == "USE_CUDA":
+        return get_num_gpus() > 0
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Communicator:

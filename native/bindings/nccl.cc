@@ -100,6 +100,7 @@ PYBIND11_MODULE(_nccl, m) {
       .def_property_readonly("address", [](const NcclMemory& memory) { return std::uintptr_t(memory.address()); })
       .def_property_readonly("bytes", &NcclMemory::bytes);
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
+      .def_property_readonly("label", &NcclOp::label)
       .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
@@ -111,7 +112,7 @@ PYBIND11_MODULE(_nccl, m) {
             c.watch(stream_of(stream), name); }, release)
       .def("allocate", &allocate, release)
       .def("is_done", &NcclCommunicator::is_done, release)
-      .def("check", &NcclCommunicator::check, release)
+      .def("check_failure", &NcclCommunicator::check_failure, release)
       .def("abort", &NcclCommunicator::abort, release)
       .def("close", &NcclCommunicator::close, release);
 }

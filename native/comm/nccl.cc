@@ -38,7 +38,7 @@ int num_forks() {
 }
 
 std::string NcclOp::label() const {
-  if (is_graph) return "'" + name + "'";
+  if (is_graph) return name;
   return std::string(name_of(kind)) + " #" + std::to_string(sequence) + " '" + name + "' (" + name_of(dtype) + "[" +
          std::to_string(count) + "]" + (op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(op) + ")");
 }
@@ -329,6 +329,12 @@ void NcclCommunicator::check() {
   std::lock_guard lock(mutex_);
   if (!error_.empty()) throw CommError(error_);
   if (is_closed_) throw CommError(where("this communicator is closed"));
+}
+
+void NcclCommunicator::check_failure() {
+  if (is_usable_ || is_forked()) return;
+  std::lock_guard lock(mutex_);
+  if (!error_.empty() && !is_closed_) throw CommError(error_);
 }
 
 void NcclCommunicator::fail(const std::string& text) {

@@ -105,8 +105,8 @@ class NcclCommunicator {
   bool is_done(NcclOp& op);
   // Lets the time-out count for what `stream` was given so far, such as a graph with collectives.
   void watch(CudaStream stream, const std::string& name);
-  // Throws CommError if this communicator is broken.
-  void check();
+  // Throws the CommError of what has failed, unless this communicator is closed.
+  void check_failure();
   // New memory, registered with NCCL until close() or abort(); nullptr if this NCCL has none (before 2.19), or fails.
   std::shared_ptr<NcclMemory> allocate(std::size_t bytes);
   // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
@@ -116,6 +116,7 @@ class NcclCommunicator {
   bool is_forked() const { return forks_ != num_forks(); }
 
  private:
+  void check();  // throws CommError if this communicator is broken or closed
   std::string where(const std::string& label) const { return "rank " + std::to_string(rank_) + ": " + label; }
   std::shared_ptr<NcclOp> next_op(std::string_view name);
   void give(const NcclRequest& request, NcclOp& op, CudaStream stream);

@@ -227,6 +227,10 @@ class Backend(ABC):
     def may_share_memory(self, a: Array, b: Array) -> bool:
         """Whether writing ``a`` could change ``b``; never wrongly False."""
 
+    def activate(self) -> None:
+        """Let what others start for this thread from now on come after this backend's kernels; no thing of the CPU."""
+        return None
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until every kernel started so far has ended."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -99,11 +99,12 @@ class Work:
         """Whether wait() would return at once. Never blocks."""
         raise NotImplementedError
 
-    def captured_by(self, graph: Graph) -> None:
-        """Called when this became a part of a CUDA graph."""
+    def captured_by(self, graph: Graph) -> Hashable:
+        """Called when this became a part of a CUDA graph; gives who watches it."""
+        return None
 
     def relaunched(self) -> None:
-        """Called when a CUDA graph that holds this collective was started again; the last one's of a graph only."""
+        """Called when a CUDA graph that holds this collective was started again, if it is the last of its watcher."""
 
 
 class FinishedWork(Work):
@@ -308,9 +309,6 @@ class Communicator(ABC):
             return np.zeros(num_elements, dtype)
         zeros: Array = backend.zeros((num_elements,), dtype)
         return zeros
-
-    def check(self) -> None:
-        """Raise the CommError of a collective that failed after its Work's wait(), as on a GPU, if there is one."""
 
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""

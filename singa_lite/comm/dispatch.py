@@ -32,7 +32,9 @@ class DispatchCommunicator(Communicator):
     ) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host = host
-        self._gpu_arrays, self._parent = arrays, parent
+        self._gpu_arrays = arrays
+        # the first NCCL communicator of a world and its groups: they all run on its stream
+        self._first: list[NcclCommunicator] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
 
     def __repr__(self) -> str:
@@ -45,9 +47,10 @@ class DispatchCommunicator(Communicator):
         if not is_cuda_array(array) or self.size == 1:
             return self.host
         if self._nccl is None:
-            above = self._parent._nccl if self._parent is not None else None
             device = device_of(array)  # type: ignore[arg-type]
+            above = self._first[0] if self._first else None
             self._nccl = NcclCommunicator(self.host, device, arrays=self._gpu_arrays, parent=above)
+            self._first[:] = [above or self._nccl]
         return self._nccl
 
     def barrier(self, *, name: str = "barrier") -> None:
@@ -57,13 +60,10 @@ class DispatchCommunicator(Communicator):
         return self.host.all_gather_object(value, name=name)
 
     def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        if self._nccl is not None and self.size > 1:
-            return self._nccl.buffer(num_elements, dtype, backend)
+        if self.size > 1 and backend is not None and backend.name == "cuda":
+            side = self._nccl or self.side(backend.zeros((1,), dtype))
+            return side.buffer(num_elements, dtype, backend)
         return super().buffer(num_elements, dtype, backend)
-
-    def check(self) -> None:
-        if self._nccl is not None:
-            self._nccl.check()
 
     def abort(self, reason: str) -> None:
         if self._nccl is not None:

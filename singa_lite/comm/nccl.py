@@ -93,11 +93,12 @@ class NcclWork(Work):
     def done(self) -> bool:
         return bool(self._communicator._native.is_done(self._op))
 
-    def captured_by(self, graph: Graph) -> None:
+    def captured_by(self, graph: Graph) -> NcclCommunicator:
         self._communicator._graphs.add(graph)
+        return self._communicator
 
     def relaunched(self) -> None:
-        self._communicator.watch(self._array, self.name)
+        self._communicator.watch(self._array, f"a CUDA graph with collectives up to {self._op.label}")
 
 
 class NcclCommunicator(Communicator):
@@ -119,7 +120,7 @@ class NcclCommunicator(Communicator):
         device: number of this rank's GPU.
         timeout_s: None is that of ``host``.
         arrays: how arrays are made and cast; None is cupy.
-        parent: the communicator this one is a group of.
+        parent: the communicator whose stream this one runs on; None makes one.
 
     Raises:
         CommError: on every rank, where one has no NCCL 2.14 or later, no GPU or another version, or two ranks
@@ -164,6 +165,7 @@ class NcclCommunicator(Communicator):
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
+        state.gpu_communicators.add(self)
         self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
         self._free: dict[int, list[Any]] = {}  # registered memory, see Lease
         are_apart = 1 < self.size == len({other["gpu"] for other in everyone})
@@ -207,7 +209,8 @@ class NcclCommunicator(Communicator):
         return None if memory is None else Lease(memory, self._free)
 
     def check(self) -> None:
-        self._native.check()
+        """Raise the CommError of a collective that failed after its Work's wait(), unless this is closed."""
+        self._native.check_failure()
 
     def watch(self, array: Array, name: str) -> None:
         """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""

@@ -321,11 +321,12 @@ class DistOpt(ArrayCollectives, Optimizer):
 
     def broadcast(self, params: Iterable[Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank."""
-        self.communicator.broadcast([param.data for param in params], 0, name="parameters").wait()
+        arrays = _arrays_of(params)
+        self.communicator.broadcast(arrays, 0, name="parameters").wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
-        arrays = [state.data for state in model.get_states().values()]
+        arrays = _arrays_of(model.get_states().values())
         self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
@@ -383,6 +384,14 @@ class DistOpt(ArrayCollectives, Optimizer):
         self._schemes.clear()  # made anew by the next step, whose call says with which threshold
         self._last = None
         self._loaded = own
+
+
+def _arrays_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Their arrays, for a collective that comes after what was computed there."""
+    known = list(tensors)
+    for backend in {tensor.device.backend for tensor in known}:
+        backend.activate()
+    return [tensor.data for tensor in known]
 
 
 def _difference(first: list[Any], other: list[Any], rank: int) -> str:

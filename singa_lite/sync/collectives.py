@@ -33,7 +33,9 @@ class ArrayCollectives:
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
-        self.communicator.all_reduce(_raw(tensor), "sum").wait()
+        array = _raw(tensor)
+        _backend(tensor).activate()
+        self.communicator.all_reduce(array, "sum").wait()
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""

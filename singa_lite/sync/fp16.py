@@ -58,11 +58,41 @@ class Fp16(BucketedSync):
 
     names = ("fp16", "half")
 
+    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
+        super().__init__(communicator, threshold, bucket_bytes)
+        self._measured: tuple[Bucket, Iterator[Work], Work] | None = None  # the last bucket, not sent yet
+
+    def begin(self, options: StepOptions) -> None:
+        super().begin(options)
+        self._measured = None
+
     def check(self, options: StepOptions) -> None:
         if options.clip_value is not None and not options.clip_value > 0:
             raise OptionError(f"fp16: clip_value = {options.clip_value} must be > 0, or None")
 
+    def start(self, bucket: Bucket) -> None:
+        """Ask for the bucket's largest magnitude; send the bucket before, whose largest is known by now."""
+        if bucket.dtype == "float16":
+            super().start(bucket)
+            return
+        exchange = self.exchange(bucket)
+        measured = bucket, exchange, next(exchange)
+        self._send_measured()
+        self._measured = measured
+
+    def flush(self) -> None:
+        super().flush()
+        self._send_measured()
+
+    def _send_measured(self) -> None:
+        if self._measured is not None:
+            bucket, exchange, work = self._measured
+            self.wait(work)
+            self._in_flight.append((bucket, exchange, next(exchange)))
+            self._measured = None
+
     def exchange(self, bucket: Bucket) -> Iterator[Work]:
+        """Yields the agreement on the scale first, unless the gradients are float16, then the sum."""
         clip = self.options.clip_value
         if clip is not None:
             bucket.backend.run("clip", bucket.flat, out=bucket.flat, min=-clip, max=clip)
@@ -70,6 +100,6 @@ class Fp16(BucketedSync):
             yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))
             return
         message = HalfMessage(self.communicator, bucket.backend, bucket.flat, bucket.name)
-        self.wait(self.send(message.measure()))
+        yield self.send(message.measure())
         yield self.send(message.start("mean"))
         message.unscale()

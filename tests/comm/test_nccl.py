@@ -429,7 +429,7 @@ def test_fused_calls_neither_register_memory_nor_wait_on_the_host():
 
 
 def dispatched_buffers(world: World) -> list[bool]:
-    """Before NCCL is there, and after; for numpy; and while a graph is captured."""
+    """The first, which starts NCCL, and another; for numpy; and while a graph is captured."""
     c, library = (
         DispatchCommunicator(host_of(world), HostArrays()),
         ctypes.CDLL(os.environ["SINGA_LITE_NCCL_LIB"]),
@@ -447,7 +447,7 @@ def dispatched_buffers(world: World) -> list[bool]:
 
 
 def test_buffers_are_registered_once_nccl_is_there_and_outside_of_captures():
-    assert run(dispatched_buffers, 2) == [[False, True, False, True]] * 2
+    assert run(dispatched_buffers, 2) == [[True, True, False, True]] * 2
 
 
 # ---- who takes part ------------------------------------------------------------------------------------

@@ -127,14 +127,18 @@ class CudaBackend(
             self.activate()
             done = cupy.cuda.Event(disable_timing=True)
             done.record(self.stream)
-        done.synchronize()
+        try:
+            done.synchronize()
+        except Exception:
+            self._check()  # what a collective that was aborted left behind may be why
+            raise
         self._check()
 
     def _check(self) -> None:
         """Raise what went wrong on the device while the host went on: a bad label, a collective that was aborted."""
         self.check_faults()
-        if state.communicator is not None:
-            state.communicator.check()
+        for communicator in list(state.gpu_communicators):
+            communicator.check()
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.rehearsal is not None:

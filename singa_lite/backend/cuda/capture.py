@@ -24,7 +24,7 @@ all that its host calls make, comes from the driver, which permits that in a rel
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +40,10 @@ from ...graph import HostCall, KernelCall
 from ..base import Array, Call
 from .launch import Launcher, by_value
 
-MAX_VARIANTS = 64  # of one step; the least recently used is dropped
+MAX_VARIANTS = (
+    64  # of one step; the least recently used is dropped, but where those come back there may be more
+)
+MOST_DROPPED = 4096  # that are remembered
 MAX_NUMBERS, STORED_AT_ONCE = 4096, 60  # the second: of Numbers in store.cu
 
 
@@ -75,6 +78,7 @@ class CapturedStep:
         self._backend, self._calls = backend, calls
         self._pool = pool or cupy.cuda.MemoryPool()  # of kernels, see Note [memory of graphs]
         self._variants: OrderedDict[Hashable, Variant] = OrderedDict()
+        self._most, self._dropped = MAX_VARIANTS, deque[Hashable](maxlen=MOST_DROPPED)
         self._parts: list[CapturedStep | HostCall] = []  # of a step that is cut at its host calls
 
     def __call__(self) -> None:
@@ -85,8 +89,11 @@ class CapturedStep:
             return
         if key not in self._variants:
             self._variants[key] = Variant(self._backend, self._calls, self._pool)
-            if len(self._variants) > MAX_VARIANTS:
-                self._variants.popitem(last=False)
+            if key in self._dropped:  # kinds that come in turn, more than there is room for
+                self._most = min(2 * self._most, MOST_DROPPED)
+                self._dropped.clear()
+            if len(self._variants) > self._most:
+                self._dropped.append(self._variants.popitem(last=False)[0])
         self._variants.move_to_end(key)
         self._variants[key]()
 
@@ -155,9 +162,8 @@ class CapturedCalls:
                     backend.stream.end_capture()
                 raise
             self._graph = backend.stream.end_capture()
-        self._works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
-        for work in self._works:
-            work.captured_by(self)
+        works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
+        self._last_works = {work.captured_by(self): work for work in works}  # by who watches them
 
     def give_up(self) -> None:
         """End the CUDA graph: what its collectives run on is about to end. The next ``repeat`` says no."""
@@ -197,7 +203,7 @@ class CapturedCalls:
             self._store(b"".join(self._numbers))
             self._graph.launch(self.backend.stream)
         self.num_launches += 1
-        for work in self._works[-1:]:
+        for work in self._last_works.values():
             work.relaunched()
 
     def _store(self, numbers: bytes) -> None:

@@ -137,11 +137,17 @@ KERNEL write_at_least(const T* values, Int n, Int span, Number<double> threshold
 // ---- putting back, and scales -------------------------------------------------------------------------------------
 
 // indices are unique, so no two threads meet
-KERNEL scatter_add(const U* indices, const T* values, T* flat, Int n) {
-  EACH(i, n) flat[indices[i]] = narrow<T>(A(widen(flat[indices[i]]) + widen(values[i])));
+// Indices outside of flat come from a collective that was aborted.
+__device__ inline bool is_inside(Int place, Int size) { return place >= 0 && place < size; }
+
+KERNEL scatter_add(const U* indices, const T* values, T* flat, Int n, Int size) {
+  EACH(i, n) {
+    const Int place = indices[i];
+    if (is_inside(place, size)) flat[place] = narrow<T>(A(widen(flat[place]) + widen(values[i])));
+  }
 }
-KERNEL scatter_fill(const U* indices, T* flat, Int n, double value) {
-  EACH(i, n) flat[indices[i]] = narrow<T>(value);
+KERNEL scatter_fill(const U* indices, T* flat, Int n, Int size, double value) {
+  EACH(i, n) if (is_inside(indices[i], size)) flat[indices[i]] = narrow<T>(value);
 }
 
 KERNEL max_abs(const T* x, T* largest, Int n, A* parts, unsigned* ticket) {

@@ -75,11 +75,13 @@ class SelectKernels(Launcher):
 
     def scatter_add(self, indices: Array, values: Array, *, out: Array) -> None:
         types = values.dtype.char + indices.dtype.char
-        self.each("select.scatter_add", types, values.size, indices, values, out, values.size)
+        self.each("select.scatter_add", types, values.size, indices, values, out, values.size, out.size)
 
     def scatter_fill(self, indices: Array, *, out: Array, value: float) -> None:
         types = out.dtype.char + indices.dtype.char
-        self.each("select.scatter_fill", types, indices.size, indices, out, indices.size, float(value))
+        self.each(
+            "select.scatter_fill", types, indices.size, indices, out, indices.size, out.size, float(value)
+        )
 
     def max_abs(self, x: Array, *, out: Array) -> None:
         blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
