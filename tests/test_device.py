@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from devices import cuda_device, no_gpu, standin_cupy
 
-from singa_lite import autograd, device, layer, model, opt
+from singa_lite import autograd, device, layer, model, opt, singa_wrap
 from singa_lite._native import load
 from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, OptionError
@@ -107,7 +107,7 @@ def test_devices_of_one_number_are_one(cuda: Device) -> None:
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in")
 def test_what_gpus_there_are() -> None:
     with standin_cupy():
-        assert device.get_num_gpus() == 2 and device.get_gpu_ids() == [0, 1]
+        assert device.get_num_gpus() == 2 and device.get_gpu_ids() == [0, 1] and singa_wrap.USE_CUDA
         assert device.get_gpu_mem_size(1) == (3 << 30, 4 << 30)
         assert "name: stand-in" in device.device_query(0) and "warpSize" in device.device_query(
             0, verbose=True

@@ -538,3 +538,15 @@ def test_collectives_of_the_host_are_repeated(device: Any) -> None:
     for run in range(5):  # noqa: B007 - work() looks at it
         step()
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_more_kinds_of_a_step_than_there_is_room_for_get_graphs_if_they_come_back(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.capture"], "MAX_VARIANTS", 2)
+    eager, graph = (compiled(device, use_graph, distributed()) for use_graph in (False, True))
+    device.SetRandSeed(8)
+    expected = trained(eager, device, range(24), "partialUpdate")
+    device.SetRandSeed(8)
+    assert trained(graph, device, range(24), "partialUpdate") == expected
+    assert len(graphs(graph)) == 4  # a chunk each

@@ -397,6 +397,14 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
     np.testing.assert_array_equal(found[0], 9)
 
 
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_indices_of_an_aborted_collective_are_not_written_to(backend: Any, index: str) -> None:
+    indices = np.array([3, -1, 5, np.iinfo(index).max, np.iinfo(index).min, 0], index)
+    added = on(backend, "scatter_add", [indices, np.ones(6, "f")], [np.zeros(5, "f")])
+    filled = on(backend, "scatter_fill", [indices], [np.zeros(5, "f")], value=7.0)
+    assert added[0].tolist() == [1, 0, 0, 1, 0] and filled[0].tolist() == [7, 0, 0, 7, 0]
+
+
 def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:
     if importlib.util.find_spec("cupy") is None:
         pytest.skip("cupy is not installed")

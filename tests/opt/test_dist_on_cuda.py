@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from ranks import RankDied, run_ranks
 from standin import compiling
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.comm import nccl
+from singa_lite.comm import dispatch, nccl
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
@@ -182,27 +183,110 @@ def test_a_resumed_rank_goes_on_bit_for_bit(option: str) -> None:
         assert whole == second
 
 
-def lose_a_rank(world: World) -> str:
-    """The error that a rank gets where another dies while all replay graphs."""
+class TwoWorlds(Net):
+    """A step with collectives of the world, then of a group."""
+
+    def train_one_batch(self, x: Tensor, y: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        result = super().train_one_batch(x, y)
+        if self.of_group is not None:
+            self.of_group(self.loss(self.forward(x), y))
+        return result
+
+
+def lose_a_rank(world: World, kind: type[Net]) -> tuple[str, int]:
+    """The error that a rank hears of from its GPU alone where another dies, and how many graphs it started."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+    net = kind()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator))
+    net.compile([batch(device, world.rank, 0)[0]], use_graph=True)
+    group = communicator.new_group([0, 2])
+    net.of_group = None if group is None else opt.DistOpt(opt.SGD(lr=0.1), communicator=group)
+    for step in range(6):
+        _, loss = net(*batch(device, world.rank, step))
+    to_numpy(loss)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = sum(graph.num_launches for graph in graphs(net))
+    try:
+        _, loss = net(*batch(device, world.rank, 6))
+        to_numpy(loss)
+    except CommError as error:
+        communicator.close()
+        return str(error), started
+    return "no error", started
+
+
+@pytest.mark.parametrize("kind", [Net, TwoWorlds])
+def test_a_rank_killed_while_graphs_run_is_an_error_on_the_others(kind: type[Net]) -> None:
+    first, killed, third = run_ranks(lose_a_rank, 3, kind, transport="none", return_exceptions=True)
+    assert isinstance(killed, RankDied)
+    for text, started in (first, third):
+        assert "rank 1" in text and "died" in text and "graph" in text
+        assert "all_reduce #" in text and "float32[" in text and started >= 3
+
+
+def read_when_closed(world: World) -> bool:
+    """Only collectives need the communicator."""
     device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
     net = Net()
     net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator))
     net.compile([batch(device, world.rank, 0)[0]], use_graph=True)
-    for step in range(1000):
-        if step == 6 and world.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            _, loss = net(*batch(device, world.rank, step))
-            to_numpy(loss)
-        except CommError as error:
-            assert step >= 6 and sum(graph.num_launches for graph in graphs(net)) >= 3
-            communicator.close()
-            return str(error)
-    return "no error"
+    for step in range(4):
+        _, loss = net(*batch(device, world.rank, step))
+    communicator.close()
+    device.Sync()
+    net.eval()
+    x, y = batch(device, world.rank, 4)
+    is_finite = np.isfinite(to_numpy(loss)).all() and np.isfinite(to_numpy(net.forward(x))).all()
+    net.train()
+    try:
+        net(x, y)
+    except CommError as error:
+        return bool(is_finite and "closed" in str(error))
+    return False
 
 
-def test_a_rank_killed_while_graphs_run_is_an_error_on_the_others() -> None:
-    first, killed, third = run_ranks(lose_a_rank, 3, transport="none", return_exceptions=True)
-    assert isinstance(killed, RankDied)
-    for text in (first, third):
-        assert "rank 1" in text and "died" in text
+def test_a_gpu_can_be_read_when_its_communicator_is_closed() -> None:
+    assert run_ranks(read_when_closed, 2, transport="none") == [True, True]
+
+
+def reduce_on_threads(world: World) -> list[float]:
+    """Sums of what the main thread has computed, each on a thread that has computed nothing."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+    dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator)
+    found = []
+    for number in range(5):
+        x = Tensor(data=np.full(1000, world.rank + 1.0, np.float32), device=device)
+        for _ in range(20):
+            x = x + number
+        thread = threading.Thread(target=dist.all_reduce, args=(x,))
+        thread.start()
+        thread.join()
+        found += [to_numpy(x).min().item(), to_numpy(x).max().item()]
+    communicator.close()
+    return found
+
+
+def test_a_collective_on_another_thread_comes_after_what_was_computed() -> None:
+    expected = [3.0 + 40 * number for number in range(5) for _ in range(2)]
+    assert run_ranks(reduce_on_threads, 2, transport="none") == [expected] * 2
+
+
+def start_a_group_first(world: World) -> list[bool]:
+    """Whether each NCCL communicator was made on the stream of another."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+    parents, make = [], dispatch.NcclCommunicator
+
+    def note(*arguments: Any, parent: Any = None, **options: Any) -> Any:
+        parents.append(parent)
+        return make(*arguments, parent=parent, **options)
+
+    dispatch.NcclCommunicator = note
+    for some in (communicator.new_group([0, 1]), communicator.new_group([0, 1]), communicator):
+        some.all_reduce(device.backend.zeros((3,), "float32"), "sum").wait()
+    communicator.close()
+    return [parent is not None for parent in parents]
+
+
+def test_a_world_and_its_groups_share_a_stream_whoever_comes_first() -> None:
+    assert run_ranks(start_a_group_first, 2, transport="none") == [[False, True, True]] * 2

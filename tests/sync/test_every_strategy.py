@@ -425,3 +425,28 @@ def test_a_state_that_fits_no_parameter_raises():
     scheme = find_schemes()["sparseTopK"](LocalCommunicator(World()), LARGE, LARGE)
     with pytest.raises(CheckpointError, match="fits no parameter"):
         scheme.load_state_dict({"gone": np.zeros(3)}, {})
+
+
+class Listening(LocalCommunicator):
+    """Notes what is reduced, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(World())
+        self.heard: list[str] = []
+
+    def _all_reduce(self, array, op, wire_dtype, name):
+        self.heard.append(f"{op} {name}")
+        return super()._all_reduce(array, op, wire_dtype, name)
+
+
+def test_fp16_does_not_wait_for_the_bucket_before_to_agree_on_a_scale():
+    """On a GPU one stream does both, so a bucket's largest value must not queue behind the sum before it."""
+    communicator = Listening()
+    scheme = find_schemes()["fp16"](communicator, 10, 8)
+    scheme.begin(StepOptions())
+    for name in "abc":
+        param = Tensor(data=np.ones(4, np.float32), stores_grad=True, name=name)
+        scheme.push(param, Tensor(data=np.full(4, 3.0, np.float32)))
+    means = [to_numpy(mean).tolist() for _, mean in scheme.finish()]
+    assert means == [[3.0] * 4] * 3
+    assert communicator.heard == ["max a", "max b", "mean a", "max c", "mean b", "mean c"]
