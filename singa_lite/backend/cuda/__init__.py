@@ -143,8 +143,8 @@ class CudaBackend(
     def _refuse_in_capture(self, what: str) -> None:
         if self.rehearsal is not None:
             raise GraphError(
-                f"Python in a captured step {what}, which a CUDA graph cannot repeat; compile the model with "
-                'use_graph=False, or let a scheme that must do so say capture = "split"'
+                f"Python in its update or exchange {what}, which a CUDA graph cannot repeat; a scheme that must do so "
+                'says capture = "split"'
             )
 
 

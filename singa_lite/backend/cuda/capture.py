@@ -8,7 +8,8 @@ Note [repeated host calls]: what Python does in a step - counting it, asking the
 gradients on - must happen at every replay. So host calls run again before each launch of their graph, but nothing
 reaches the device: their kernels are compared with the captured ones, memory and collectives are those of the
 capture, and numbers that change from step to step (Note [scalars] in launch.py) are stored for the graph to read.
-A step that does something else runs call by call, and the next is captured anew.
+A step that does something else runs call by call, and the next is captured anew. One that cannot be captured, as its
+host calls read values, runs call by call for good; a warning says why.
 
 Note [variants]: a host call says by its ``variant`` which kind of step it will make. Every kind has its own graph. Its
 first step runs call by call: a scheme makes its memory then, and a library chooses its algorithms.
@@ -24,6 +25,7 @@ all that its host calls make, comes from the driver, which permits that in a rel
 from __future__ import annotations
 
 import struct
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -110,14 +112,18 @@ class Variant:
     def __init__(self, backend: Launcher, calls: list[Call], pool: Any) -> None:
         self._backend, self._calls = backend, calls
         self._pools = {KernelCall: pool, HostCall: cupy.cuda.MemoryPool()}
-        self._has_run = False
+        self._has_run = self._is_refused = False
         self.graph: CapturedCalls | None = None
 
     def __call__(self) -> None:
         if self.graph is not None and not self.graph.repeat():
             self.graph, self._has_run = None, False
-        if self.graph is None and self._has_run:
-            self.graph = CapturedCalls(self._backend, self._calls, self.run)
+        if self.graph is None and self._has_run and not self._is_refused:
+            try:
+                self.graph = CapturedCalls(self._backend, self._calls, self.run)
+            except GraphError as error:
+                self._is_refused = True
+                warnings.warn(f"a recorded step runs call by call from now on: {error}", stacklevel=2)
         if self.graph is not None:
             self.graph.launch()
         else:
@@ -151,7 +157,7 @@ class CapturedCalls:
         self.is_repeating = False
         self.num_launches = 0
         self._graph: Any = None
-        with backend.turn, self._in_force():
+        with undone_after(GraphError, calls), backend.turn, self._in_force():
             backend.stream.begin_capture()
             try:
                 for call in calls:
@@ -173,15 +179,9 @@ class CapturedCalls:
         """Do again what Python does in these calls; False if they would not run the same kernels any more."""
         if self._graph is None:
             return False
-        draws = [
-            (call, call.random.get_random_state())
-            for call in self._calls
-            if isinstance(call, KernelCall) and call.random is not None
-        ]
-        befores = [call.remember() for call in self._calls if isinstance(call, HostCall)]
         self.is_repeating = True
         try:
-            with self._in_force():
+            with undone_after(Changed, self._calls), self._in_force():
                 for call, done in zip(self._calls, self._done, strict=True):
                     if isinstance(call, HostCall) or call.random is not None:
                         self._expected = iter(done)
@@ -189,10 +189,6 @@ class CapturedCalls:
                         if next(self._expected, None) is not None:
                             raise Changed
         except Changed:
-            for call, random_state in reversed(draws):
-                call.random.set_random_state(random_state)
-            for bring_back in befores:
-                bring_back()
             return False
         return True
 
@@ -299,6 +295,25 @@ class CapturedCalls:
         ):
             raise Changed
         return found
+
+
+@contextmanager
+def undone_after(error: type[Exception], calls: list[Call]) -> Iterator[None]:
+    """Bring back, if that error comes, what host calls and random streams of a step had counted before."""
+    draws = [
+        (call, call.random.get_random_state())
+        for call in calls
+        if isinstance(call, KernelCall) and call.random is not None
+    ]
+    befores = [call.remember() for call in calls if isinstance(call, HostCall)]
+    try:
+        yield
+    except error:
+        for call, random_state in reversed(draws):
+            call.random.set_random_state(random_state)
+        for bring_back in befores:
+            bring_back()
+        raise
 
 
 def must_see_values(call: Call) -> bool:

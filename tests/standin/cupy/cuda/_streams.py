@@ -63,7 +63,8 @@ class CudaGraph:
     """A CUDA graph in the stand-in libcuda."""
 
     def __init__(self, handle: int | None) -> None:
-        assert handle, "a stream that took part in the capture was not joined"
+        if not handle:
+            raise runtime.CUDARuntimeError("a stream that took part in the capture was not joined")
         self.handle, self.launches = ctypes.c_void_p(handle), 0
 
     def launch(self, stream: Stream) -> None:
@@ -71,7 +72,8 @@ class CudaGraph:
         QUEUES.check(QUEUES.cuda.standin_launch(self.handle, ctypes.c_void_p(stream.ptr)))
 
     def __del__(self) -> None:
-        QUEUES.cuda.standin_destroy(self.handle)
+        if hasattr(self, "handle"):
+            QUEUES.cuda.standin_destroy(self.handle)
 
 
 class Stream:
