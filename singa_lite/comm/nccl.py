@@ -6,9 +6,10 @@ the GPU, noticing failures and everything that waits, which is native (native/co
 arrays, which go to the host communicator (dispatch.py).
 
 Note [scaling]: a mean is one call, ncclAvg, which for floats is NCCL's sum of values multiplied by 1/N on their way
-in. What is scaled by a kernel of ours would lose by that: what travels in 16 bits is divided in float32 after its sum
-(a half divided before may vanish), and so is fp16's scale undone; sparse sums are not NCCL's. So no operator of NCCL's
-with another factor (ncclRedOpCreatePreMulSum) is made.
+in. What is scaled by a kernel of ours would lose by that: float32 values that travel in 16 bits are divided in float32
+after their sum (a half divided before may vanish), and so is fp16's scale undone; sparse sums are not NCCL's. So no
+operator of NCCL's with another factor (ncclRedOpCreatePreMulSum) is made. Arrays of float16 themselves are averaged by
+ncclAvg, which keeps their sum from overflowing.
 
 Note [groups]: a group gets a communicator by an id of its own, not by ncclCommSplit, which all ranks of the parent
 would have to call while it is idle, and whose saving, shared channels (splitShare), would bind the ends of both.
