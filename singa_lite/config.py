@@ -66,7 +66,7 @@ class State:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a higher floor; comm/rendezvous.py owns it
     communicator_pid: int = 0
-    gpu_communicators: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
+    gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     allow_tf32: bool = False

@@ -359,8 +359,14 @@ class Communicator(ABC):
         if state.of_thread.rehearsal is None:
             return start
         return lambda array, *rest: (
-            made(lambda: start(array, *rest)) if is_cuda_array(array) else start(array, *rest)
+            made(lambda: start(array, *rest)) if is_cuda_array(array) else self._tell(start, array, *rest)
         )
+
+    def _tell(self, start: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """``start`` something of the host; a CUDA graph that is captured or repeated hears that it was."""
+        if state.of_thread.rehearsal is not None:
+            state.of_thread.rehearsal.has_told_others = True
+        return start(*arguments, **options)
 
     def _count(self, work: Work, collective: str, payload: int, name: str) -> Work:
         work.name = name

@@ -33,8 +33,8 @@ class DispatchCommunicator(Communicator):
         super().__init__(host.world, host.timeout_s)
         self.host = host
         self._gpu_arrays = arrays
-        # the first NCCL communicator of a world and its groups: they all run on its stream
-        self._first: list[NcclCommunicator] = [] if parent is None else parent._first
+        # native: the first NCCL communicator of a world and its groups, on whose stream they all run
+        self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
 
     def __repr__(self) -> str:
@@ -50,14 +50,15 @@ class DispatchCommunicator(Communicator):
             device = device_of(array)  # type: ignore[arg-type]
             above = self._first[0] if self._first else None
             self._nccl = NcclCommunicator(self.host, device, arrays=self._gpu_arrays, parent=above)
-            self._first[:] = [above or self._nccl]
+            self._first[:] = [above or self._nccl._native]
         return self._nccl
 
     def barrier(self, *, name: str = "barrier") -> None:
-        self.host.barrier(name=name)
+        self._tell(self.host.barrier, name=name)
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
-        return self.host.all_gather_object(value, name=name)
+        gathered: list[Any] = self._tell(self.host.all_gather_object, value, name=name)
+        return gathered
 
     def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
         if self.size > 1 and backend is not None and backend.name == "cuda":

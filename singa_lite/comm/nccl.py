@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -41,6 +42,7 @@ _NO_OP = 4
 _DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 REGISTERED_BYTES = 1 << 20  # below this a buffer is ordinary memory: NCCL's comes in pieces of 2 MiB or more
+_ADDING = threading.Lock()
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
@@ -121,7 +123,7 @@ class NcclCommunicator(Communicator):
         device: number of this rank's GPU.
         timeout_s: None is that of ``host``.
         arrays: how arrays are made and cast; None is cupy.
-        parent: the communicator whose stream this one runs on; None makes one.
+        parent: the native communicator whose stream this one runs on; None makes one.
 
     Raises:
         CommError: on every rank, where one has no NCCL 2.14 or later, no GPU or another version, or two ranks
@@ -135,7 +137,7 @@ class NcclCommunicator(Communicator):
         *,
         timeout_s: float | None = None,
         arrays: GpuArrays | None = None,
-        parent: NcclCommunicator | None = None,
+        parent: Any = None,
     ) -> None:
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
@@ -159,14 +161,16 @@ class NcclCommunicator(Communicator):
             device,
             self.timeout_s,
             peers,
-            parent._native if parent is not None else None,
+            parent,
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
         self._give, self._wait = self._native.start, self._native.wait
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
-        state.gpu_communicators.add(self)
+        with _ADDING:
+            living = (known for known in state.gpu_communicators if known() is not None)
+            state.gpu_communicators = (*living, weakref.ref(self))
         self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
         self._free: dict[int, list[Any]] = {}  # registered memory, see Lease
         are_apart = 1 < self.size == len({other["gpu"] for other in everyone})
@@ -283,7 +287,9 @@ class NcclCommunicator(Communicator):
         host = self.host.new_group(ranks, name=name)
         if host is None:
             return None
-        return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self)
+        return NcclCommunicator(
+            host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self._native
+        )
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:

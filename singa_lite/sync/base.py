@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -123,6 +123,12 @@ class SyncStrategy(ABC):
         self.bytes_payload += work.bytes_payload
         return work
 
+    def end_failed_step(self, works: Iterable[Work]) -> None:
+        """Wait for what a step left in flight that an error ended, as it still writes where the next one packs."""
+        for work in works:
+            if not work.done():
+                work.wait()
+
     def wait(self, work: Work) -> Any:
         """Wait for a collective and count the seconds; returns its result."""
         start = time.perf_counter()
@@ -184,6 +190,7 @@ class BucketedSync(SyncStrategy):
     def begin(self, options: StepOptions) -> None:
         super().begin(options)
         self._groupings.clear()
+        self.end_failed_step(work for _, _, work in self._in_flight)
         self._in_flight.clear()
 
     def push(self, param: Tensor, grad: Tensor) -> None:
@@ -207,6 +214,7 @@ class BucketedSync(SyncStrategy):
             for _ in exchange:  # run to its end
                 raise AssertionError(f"{type(self).__name__}.exchange yields more than once")
             yield from bucket.means
+        self._in_flight.clear()
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
         params = tuple(param for param, _ in group)

@@ -34,7 +34,8 @@ class ArrayCollectives:
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
         array = _raw(tensor)
-        _backend(tensor).activate()
+        if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
+            tensor.device.backend.activate()
         self.communicator.all_reduce(array, "sum").wait()
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:

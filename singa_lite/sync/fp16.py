@@ -64,6 +64,7 @@ class Fp16(BucketedSync):
 
     def begin(self, options: StepOptions) -> None:
         super().begin(options)
+        self.end_failed_step([] if self._measured is None else [self._measured[2]])
         self._measured = None
 
     def check(self, options: StepOptions) -> None:

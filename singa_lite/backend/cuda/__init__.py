@@ -137,8 +137,9 @@ class CudaBackend(
     def _check(self) -> None:
         """Raise what went wrong on the device while the host went on: a bad label, a collective that was aborted."""
         self.check_faults()
-        for communicator in list(state.gpu_communicators):
-            communicator.check()
+        for known in state.gpu_communicators:
+            if (communicator := known()) is not None:
+                communicator.check()
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.rehearsal is not None:

@@ -49,6 +49,10 @@ MOST_DROPPED = 4096  # that are remembered
 MAX_NUMBERS, STORED_AT_ONCE = 4096, 60  # the second: of Numbers in store.cu
 
 
+class Refused(GraphError):
+    """A step cannot be captured, and may as well run call by call."""
+
+
 class Changed(Exception):
     """A host call did not do what was captured."""
 
@@ -80,7 +84,7 @@ class CapturedStep:
         self._backend, self._calls = backend, calls
         self._pool = pool or cupy.cuda.MemoryPool()  # of kernels, see Note [memory of graphs]
         self._variants: OrderedDict[Hashable, Variant] = OrderedDict()
-        self._most, self._dropped = MAX_VARIANTS, deque[Hashable](maxlen=MOST_DROPPED)
+        self._most, self._dropped = MAX_VARIANTS, deque[int](maxlen=MOST_DROPPED)
         self._parts: list[CapturedStep | HostCall] = []  # of a step that is cut at its host calls
 
     def __call__(self) -> None:
@@ -91,11 +95,11 @@ class CapturedStep:
             return
         if key not in self._variants:
             self._variants[key] = Variant(self._backend, self._calls, self._pool)
-            if key in self._dropped:  # kinds that come in turn, more than there is room for
+            if hash(key) in self._dropped:  # kinds that come in turn, more than there is room for
                 self._most = min(2 * self._most, MOST_DROPPED)
                 self._dropped.clear()
             if len(self._variants) > self._most:
-                self._dropped.append(self._variants.popitem(last=False)[0])
+                self._dropped.append(hash(self._variants.popitem(last=False)[0]))
         self._variants.move_to_end(key)
         self._variants[key]()
 
@@ -121,7 +125,7 @@ class Variant:
         if self.graph is None and self._has_run and not self._is_refused:
             try:
                 self.graph = CapturedCalls(self._backend, self._calls, self.run)
-            except GraphError as error:
+            except Refused as error:
                 self._is_refused = True
                 warnings.warn(f"a recorded step runs call by call from now on: {error}", stacklevel=2)
         if self.graph is not None:
@@ -143,6 +147,7 @@ class CapturedCalls:
     Attributes:
         backend: whose calls these are.
         num_launches: how often the graph was started.
+        has_told_others: whether the host calls have told other ranks something, so that they may not run again.
     """
 
     def __init__(self, backend: Launcher, calls: list[Call], run: Callable[[Call], None]) -> None:
@@ -154,7 +159,7 @@ class CapturedCalls:
         self._next_number = 0
         self._stored = b""
         self._on_device = backend.zeros((MAX_NUMBERS,), np.int64)
-        self.is_repeating = False
+        self.is_repeating = self.has_told_others = False
         self.num_launches = 0
         self._graph: Any = None
         with undone_after(GraphError, calls), backend.turn, self._in_force():
@@ -163,9 +168,11 @@ class CapturedCalls:
                 for call in calls:
                     self._done.append([])
                     run(call)
-            except BaseException:
+            except BaseException as error:
                 with suppress(RuntimeError):  # CUDA's, of a collective that nobody will wait for
                     backend.stream.end_capture()
+                if isinstance(error, GraphError) and not self.has_told_others:
+                    raise Refused(str(error)) from error
                 raise
             self._graph = backend.stream.end_capture()
         works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
@@ -179,9 +186,9 @@ class CapturedCalls:
         """Do again what Python does in these calls; False if they would not run the same kernels any more."""
         if self._graph is None:
             return False
-        self.is_repeating = True
+        self.is_repeating, self.has_told_others = True, False
         try:
-            with undone_after(Changed, self._calls), self._in_force():
+            with undone_after((Changed, GraphError), self._calls), self._in_force():
                 for call, done in zip(self._calls, self._done, strict=True):
                     if isinstance(call, HostCall) or call.random is not None:
                         self._expected = iter(done)
@@ -189,6 +196,10 @@ class CapturedCalls:
                         if next(self._expected, None) is not None:
                             raise Changed
         except Changed:
+            return False
+        except GraphError:
+            if self.has_told_others:
+                raise
             return False
         return True
 
@@ -298,19 +309,19 @@ class CapturedCalls:
 
 
 @contextmanager
-def undone_after(error: type[Exception], calls: list[Call]) -> Iterator[None]:
+def undone_after(error: type[Exception] | tuple[type[Exception], ...], calls: list[Call]) -> Iterator[None]:
     """Bring back, if that error comes, what host calls and random streams of a step had counted before."""
-    draws = [
-        (call, call.random.get_random_state())
-        for call in calls
-        if isinstance(call, KernelCall) and call.random is not None
-    ]
+    devices = {call.random for call in calls if isinstance(call, KernelCall) and call.random is not None}
+    devices |= {
+        device for device in (state.default_device, *state.cuda_devices.values()) if device is not None
+    }
+    draws = [(device, device.get_random_state()) for device in devices]
     befores = [call.remember() for call in calls if isinstance(call, HostCall)]
     try:
         yield
     except error:
-        for call, random_state in reversed(draws):
-            call.random.set_random_state(random_state)
+        for device, random_state in draws:
+            device.set_random_state(random_state)
         for bring_back in befores:
             bring_back()
         raise
