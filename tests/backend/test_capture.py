@@ -561,3 +561,28 @@ def test_more_kinds_of_a_step_than_there_is_room_for_get_graphs_if_they_come_bac
     device.SetRandSeed(8)
     assert trained(graph, device, range(24), "partialUpdate") == expected
     assert len(graphs(graph)) == 4  # a chunk each
+
+
+@pytest.mark.parametrize("option", ["fp32", "sparseTopK"])
+def test_a_step_that_reads_values_now_and_then_runs_call_by_call_when_it_does(
+    device: Any, option: str
+) -> None:
+    class Looks(opt.SGD):
+        """Also draws noise, which must be drawn once."""
+
+        def update_all(self, pairs: Any) -> None:
+            pairs = list(pairs)
+            super().update_all(pairs)
+            noise = Tensor(pairs[0][0].shape, pairs[0][0].device)
+            noise.gaussian(0.0, 0.01)
+            pairs[0][0].data[...] = (pairs[0][0] + noise).data
+            if self.step_counter % 4 == 3:
+                to_numpy(pairs[0][0])
+
+    eager, graph = (compiled(device, use_graph, distributed(Looks(lr=0.1))) for use_graph in (False, True))
+    results = []
+    for net in (eager, graph):
+        net.dropout.ratio = 0.0
+        device.SetRandSeed(8)
+        results.append((trained(net, device, range(12), option), device.get_random_state()))
+    assert results[0] == results[1]

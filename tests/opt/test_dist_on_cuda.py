@@ -26,6 +26,7 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import CommError
+from singa_lite.sync.base import BucketedSync
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
@@ -290,3 +291,48 @@ def start_a_group_first(world: World) -> list[bool]:
 
 def test_a_world_and_its_groups_share_a_stream_whoever_comes_first() -> None:
     assert run_ranks(start_a_group_first, 2, transport="none") == [[False, True, True]] * 2
+
+
+def fail_now_and_then(world: World, kind: str, option: str) -> tuple[list[float], list[float]]:
+    """Losses of steps without an error in between, and with."""
+    device = cuda_device_of_rank() if kind == "cuda" else create_cpu_device()
+    communicator = DispatchCommunicator(host_of(world))
+    push, pushed = BucketedSync.push, [0, 0]  # so far in this step, and which one fails
+
+    def fail(self: BucketedSync, param: Tensor, grad: Tensor) -> None:
+        pushed[0] += 1
+        if pushed[0] == pushed[1]:
+            raise ValueError("as the test wished")
+        push(self, param, grad)
+
+    BucketedSync.push = fail
+    found = []
+    for fails in (False, True):
+        net = Net()
+        sgd = opt.SGD(lr=0.1, momentum=0.9)
+        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, threshold=60, bucket_bytes=256))
+        net.compile([batch(device, world.rank, 0)[0]], use_graph=False)
+        rng = np.random.default_rng(1)
+        start = {name: 0.3 * rng.random(x.shape) - 0.1 for name, x in net.get_states().items()}
+        net.set_states({name: value.astype(np.float32) for name, value in start.items()})
+        losses = []
+        for step in range(STEPS):
+            if fails and step >= 3:
+                pushed[:] = 0, 4 + step % 4
+                with pytest.raises(ValueError):
+                    net(*batch(device, world.rank, step), option)
+            pushed[:] = 0, 0
+            losses.append(to_numpy(net(*batch(device, world.rank, step), option)[1]).item())
+        found.append(losses)
+    communicator.close()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("option", ["fp32", "fp16"])
+def test_a_step_after_one_that_failed_waits_for_what_that_left_in_flight(
+    kind: str, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_JITTER_US", "2000")
+    for without, with_failures in run_ranks(fail_now_and_then, 3, kind, option, transport="none"):
+        assert without == with_failures
