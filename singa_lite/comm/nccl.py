@@ -307,6 +307,7 @@ def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
     """End NCCL's communicator by ``end``. NCCL waits in it, without end, for all graphs that hold its kernels."""
     for graph in list(graphs):
         graph.give_up()
+    graphs.clear()
     end()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import operator
 import subprocess
@@ -403,6 +404,31 @@ def test_indices_of_an_aborted_collective_are_not_written_to(backend: Any, index
     added = on(backend, "scatter_add", [indices, np.ones(6, "f")], [np.zeros(5, "f")])
     filled = on(backend, "scatter_fill", [indices], [np.zeros(5, "f")], value=7.0)
     assert added[0].tolist() == [1, 0, 0, 1, 0] and filled[0].tolist() == [7, 0, 0, 7, 0]
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so no stand-in")
+@pytest.mark.parametrize("pool_is_collected", [False, True])
+def test_memory_of_the_stand_in_that_python_collects_stays_until_the_host_waits(
+    backend: Any, pool_is_collected: bool
+) -> None:
+    cupy = sys.modules["singa_lite.backend.cuda"].cupy  # type: ignore[attr-defined]
+    graves = sys.modules["singa_lite.backend.cuda"].cupy._array.GRAVES  # type: ignore[attr-defined]
+    pool = cupy.cuda.MemoryPool()
+    backend.activate()
+    with cupy.cuda.using_allocator(pool.malloc):
+        circle = [cupy.empty(1000, np.uint8)]
+    block = circle[0].data.mem.block
+    circle.append(circle)
+    if pool_is_collected:
+        del pool
+    del circle
+    gc.collect()
+    if not pool_is_collected:
+        assert not any(found is block for found in graves)
+        pool.free_all_blocks()
+    assert sum(found is block for found in graves) == 1
+    backend.synchronize()
+    assert not any(found is block for found in graves)
 
 
 def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:

@@ -14,56 +14,69 @@ from . import cuda
 GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
 # memory that work given to streams may still use: cudaFree would wait for that, here the host's next wait frees it
-GRAVES: list[np.ndarray] = []
+GRAVES: list[Block] = []
 
 
 class Block:
     """Bytes with a guard on both sides, NaNs at first."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.whole = np.full(num_bytes + 3 * GUARD, PATTERN, np.uint8)
-        start = -self.whole.ctypes.data % GUARD + GUARD
-        self.bytes = self.whole[start : start + num_bytes]
-        self.ptr = self.whole.ctypes.data + start
-        self.sides = self.whole[:start], self.whole[start + num_bytes :]
+        whole = np.full(num_bytes + 3 * GUARD, PATTERN, np.uint8)
+        start = -whole.ctypes.data % GUARD + GUARD
+        self.bytes = whole[start : start + num_bytes]
+        self.ptr = whole.ctypes.data + start
+        self.sides = whole[:start], whole[start + num_bytes :]
 
     def check(self) -> None:
         """Fail if something wrote beside the memory."""
         assert all((side == PATTERN).all() for side in self.sides), "a kernel wrote beside an array"
 
-    def __del__(self, graves: list[np.ndarray] = GRAVES) -> None:  # a default outlives the module
-        graves.append(self.whole)
-
 
 class MemoryPool:
     """Blocks that no array lies in, by size. As in cupy's, the next array of a size gets what the last one had, though
     work that was given to a stream may not have come to it yet: right for that stream's work alone.
+
+    Python's collector may finish a pool, its memory and its blocks in any order. So blocks have no ``__del__``, and a
+    pool that has ended passes what still comes on.
     """
 
     def __init__(self) -> None:
         self.free: dict[int, list[Block]] = {}
         self.emptied = 0
+        self.has_ended = False
 
     def malloc(self, num_bytes: int) -> MemoryPointer:
         return MemoryPointer(Memory(num_bytes, self))
 
-    def free_all_blocks(self) -> None:
-        self.free.clear()
+    def take(self, num_bytes: int) -> Block:
+        unused = self.free.get(num_bytes)
+        return unused.pop() if unused else Block(num_bytes)
+
+    def take_back(self, block: Block, graves: list[Block] = GRAVES) -> None:  # a default outlives the module
+        unused = graves if self.has_ended else self.free.setdefault(len(block.bytes), [])
+        unused.append(block)
+
+    def free_all_blocks(self, graves: list[Block] = GRAVES) -> None:
+        for unused in list(self.free.values()):
+            while unused:
+                graves.append(unused.pop())
         self.emptied += 1
+
+    def __del__(self) -> None:
+        self.has_ended = True
+        self.free_all_blocks()
 
 
 class Memory:
     """A block while an array lies in it."""
 
     def __init__(self, num_bytes: int, pool: MemoryPool) -> None:
-        self.pool = pool
-        unused = pool.free.setdefault(num_bytes, [])
-        self.block = unused.pop() if unused else Block(num_bytes)
+        self.pool, self.block = pool, pool.take(num_bytes)
         self.bytes, self.ptr = self.block.bytes, self.block.ptr
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
-        self.pool.free.setdefault(len(self.block.bytes), []).append(self.block)
+        self.pool.take_back(self.block)
 
 
 class UnownedMemory:

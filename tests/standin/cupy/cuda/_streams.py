@@ -110,9 +110,10 @@ class Stream:
 
     def synchronize(self) -> None:
         assert not self._is_captured, "a captured stream cannot be waited for"
-        unused = len(GRAVES)
+        unused = []  # each held by one thread, until it has waited
+        while GRAVES:
+            unused.append(GRAVES.pop())
         QUEUES.check(QUEUES.cuda.cuStreamSynchronize(ctypes.c_void_p(self.ptr)))
-        del GRAVES[:unused]
 
 
 QUEUES = Queues()
