@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,22 @@ class Backend(ABC):
 
     def activate(self) -> None:
         """Let what others start for this thread from now on come after this backend's kernels; no thing of the CPU."""
+        return None
+
+    def packing(self) -> AbstractContextManager[Any]:
+        """Inside the ``with`` block: behind what came before it, beside what comes after. Gives ``packed``.
+
+        For what a scheme does with gradients before a collective, on a device that can do it beside the backward
+        pass. What it reads must be kept until ``unpacking`` has ended.
+        """
+        return nullcontext()
+
+    def unpacking(self, packed: Any) -> AbstractContextManager[None]:
+        """Inside: behind what was ``packed`` and the collectives waited for inside; what comes after it comes after."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """Let what comes from now on come after all that was packed."""
         return None
 
     @abstractmethod

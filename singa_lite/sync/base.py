@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -123,12 +123,6 @@ class SyncStrategy(ABC):
         self.bytes_payload += work.bytes_payload
         return work
 
-    def end_failed_step(self, works: Iterable[Work]) -> None:
-        """Wait for what a step left in flight that an error ended, as it still writes where the next one packs."""
-        for work in works:
-            if not work.done():
-                work.wait()
-
     def wait(self, work: Work) -> Any:
         """Wait for a collective and count the seconds; returns its result."""
         start = time.perf_counter()
@@ -164,6 +158,43 @@ class Bucket:
             yield param, flat[span].reshape(param.shape)
 
 
+class Exchange:
+    """A bucket on its way. A GPU works on it beside the backward pass: what comes before the collective is packing.
+
+    Args:
+        steps: what ``BucketedSync.exchange`` gives for the bucket.
+
+    Attributes:
+        work: what ``steps`` yielded last.
+        inputs: arrays that are read for it, kept until it has ended.
+    """
+
+    def __init__(self, bucket: Bucket, steps: Generator[Any, Any, None], inputs: list[Array]) -> None:
+        self.bucket, self._steps, self.inputs = bucket, steps, inputs
+        self.work: Any = None
+        self._packed: Any = None
+
+    def go_on(self, before: Callable[[], Any]) -> None:
+        """Run ``steps`` to the next yield, which gets what ``before`` gives."""
+        with self.bucket.backend.packing() as self._packed:
+            self.work = self._steps.send(before())
+        if self._packed is None:  # it is done: nothing runs beside it
+            self.inputs.clear()
+
+    def end(self, wait: Callable[[Work], Any]) -> None:
+        """``wait`` for the collective, and run ``steps`` to their end."""
+        with self.bucket.backend.unpacking(self._packed):
+            wait(self.work)
+            for _ in self._steps:
+                raise AssertionError(f"{self.bucket.name}: exchange yields more than once")
+        self.inputs.clear()
+
+    def give_up(self) -> None:
+        """Wait for the collective of a step that has failed: it still writes where the next one packs."""
+        if not self.work.done():
+            self.work.wait()
+
+
 class BucketedSync(SyncStrategy):
     """Gathers gradients in buckets as they come and exchanges each as soon as it is full.
 
@@ -177,10 +208,10 @@ class BucketedSync(SyncStrategy):
         super().__init__(communicator, threshold, bucket_bytes)
         self._groupings: dict[np.dtype, Grouping[tuple[Tensor, Tensor]]] = {}
         self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
-        self._in_flight: list[tuple[Bucket, Iterator[Work], Work]] = []
+        self._in_flight: list[Exchange] = []
 
     @abstractmethod
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def exchange(self, bucket: Bucket) -> Generator[Any, Any, None]:
         """Turn ``bucket.flat`` into the mean over the ranks.
 
         A generator: what must happen before the long collective, then ``yield`` its Work once, then what
@@ -190,8 +221,11 @@ class BucketedSync(SyncStrategy):
     def begin(self, options: StepOptions) -> None:
         super().begin(options)
         self._groupings.clear()
-        self.end_failed_step(work for _, _, work in self._in_flight)
+        for exchange in self._in_flight:  # of a step that has failed
+            exchange.give_up()
         self._in_flight.clear()
+        for backend in {bucket.backend for bucket in self._buckets.values()}:
+            backend.join()
 
     def push(self, param: Tensor, grad: Tensor) -> None:
         if param.dtype not in self._groupings:
@@ -209,11 +243,9 @@ class BucketedSync(SyncStrategy):
 
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.flush()
-        for bucket, exchange, work in self._in_flight:
-            self.wait(work)
-            for _ in exchange:  # run to its end
-                raise AssertionError(f"{type(self).__name__}.exchange yields more than once")
-            yield from bucket.means
+        for exchange in self._in_flight:
+            exchange.end(self.wait)
+            yield from exchange.bucket.means
         self._in_flight.clear()
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
@@ -221,13 +253,14 @@ class BucketedSync(SyncStrategy):
         bucket = self._buckets.get(params)
         if bucket is None:
             bucket = self._buckets[params] = Bucket(list(params), self.communicator)
-        self._gather([grad for _, grad in group], bucket)
-        self.start(bucket)
+        grads = [grad for _, grad in group]
+        exchange = Exchange(bucket, self.exchange(bucket), [grad.data for grad in grads])
+        self.start(exchange, lambda: self._gather(grads, bucket))
 
-    def start(self, bucket: Bucket) -> None:
-        """``bucket`` is full: begin to exchange it."""
-        exchange = self.exchange(bucket)
-        self._in_flight.append((bucket, exchange, next(exchange)))
+    def start(self, exchange: Exchange, gather: Callable[[], None]) -> None:
+        """A bucket is full once ``gather`` has run: begin to exchange it."""
+        exchange.go_on(gather)
+        self._in_flight.append(exchange)
 
     def _gather(self, grads: list[Tensor], bucket: Bucket) -> None:
         """Bring ``grads`` into the bucket; those of a recorded step are computed there."""

@@ -9,7 +9,7 @@ become infinite; so does, as with fp32, a sum over the ranks beyond float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from ..comm.base import Work
 from ..errors import DTypeError
@@ -21,7 +21,7 @@ class Bf16(BucketedSync):
 
     names = ("bf16",)
 
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
         if bucket.dtype != "float32":
             raise DTypeError(
                 f"bf16: {bucket.name} is {bucket.dtype}; only float32 gradients travel as bfloat16, use fp32"

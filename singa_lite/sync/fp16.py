@@ -9,13 +9,13 @@ N * 2**-27 of the bucket's largest keep a relative error below 1e-3; smaller one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ..backend.base import Backend
 from ..comm.base import Communicator, Work
 from ..errors import DTypeError, OptionError
-from .base import Array, Bucket, BucketedSync, StepOptions
+from .base import Array, Bucket, BucketedSync, Exchange, StepOptions
 
 HALF_MAX = 65504.0  # the largest finite float16
 
@@ -60,39 +60,39 @@ class Fp16(BucketedSync):
 
     def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
         super().__init__(communicator, threshold, bucket_bytes)
-        self._measured: tuple[Bucket, Iterator[Work], Work] | None = None  # the last bucket, not sent yet
+        self._measured: Exchange | None = None  # of the last bucket, not sent yet
 
     def begin(self, options: StepOptions) -> None:
         super().begin(options)
-        self.end_failed_step([] if self._measured is None else [self._measured[2]])
+        if self._measured is not None:
+            self._measured.give_up()
         self._measured = None
 
     def check(self, options: StepOptions) -> None:
         if options.clip_value is not None and not options.clip_value > 0:
             raise OptionError(f"fp16: clip_value = {options.clip_value} must be > 0, or None")
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, exchange: Exchange, gather: Callable[[], None]) -> None:
         """Ask for the bucket's largest magnitude; send the bucket before, whose largest is known by now."""
-        if bucket.dtype == "float16":
-            super().start(bucket)
+        if exchange.bucket.dtype == "float16":
+            super().start(exchange, gather)
             return
-        exchange = self.exchange(bucket)
-        measured = bucket, exchange, next(exchange)
+        exchange.go_on(gather)
         self._send_measured()
-        self._measured = measured
+        self._measured = exchange
 
     def flush(self) -> None:
         super().flush()
         self._send_measured()
 
     def _send_measured(self) -> None:
-        if self._measured is not None:
-            bucket, exchange, work = self._measured
-            self.wait(work)
-            self._in_flight.append((bucket, exchange, next(exchange)))
+        exchange = self._measured
+        if exchange is not None:
+            exchange.go_on(lambda: self.wait(exchange.work))
+            self._in_flight.append(exchange)
             self._measured = None
 
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
         """Yields the agreement on the scale first, unless the gradients are float16, then the sum."""
         clip = self.options.clip_value
         if clip is not None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from ..comm.base import Communicator, Work
 from ..tensor import Tensor
@@ -34,5 +34,5 @@ class Fp32(BucketedSync):
         yield from self._alone
         yield from super().finish()
 
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
         yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))

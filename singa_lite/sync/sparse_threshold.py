@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 from ..comm.base import Communicator, Work
 from ..errors import OptionError
 from ..tensor import Tensor
-from .base import Array, Bucket, StepOptions
+from .base import Array, Bucket, Exchange, StepOptions
 from .sparse import SparseMessage, SparseSync
 
 
@@ -48,7 +49,7 @@ class SparseThreshold(SparseSync):
 
     def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
         super().__init__(communicator, threshold, bucket_bytes)
-        self._counted: list[tuple[Bucket, Generator[Any, list[int], None], Array]] = []
+        self._counted: list[Exchange] = []  # that have yielded their count
 
     def check(self, options: StepOptions) -> None:
         check_magnitude(options.spars)
@@ -57,9 +58,9 @@ class SparseThreshold(SparseSync):
         super().begin(options)
         self._counted.clear()
 
-    def start(self, bucket: Bucket) -> None:
-        exchange = self.exchange(bucket)
-        self._counted.append((bucket, exchange, next(exchange)))
+    def start(self, exchange: Exchange, gather: Callable[[], None]) -> None:
+        exchange.go_on(gather)
+        self._counted.append(exchange)
 
     def exchange(self, bucket: Bucket) -> Generator[Any, list[int], None]:
         """Gives this rank's count first, and wants those of all ranks sent in before it starts the Work."""
@@ -71,8 +72,9 @@ class SparseThreshold(SparseSync):
     def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.flush()
         counts = self._agree()
-        for (bucket, exchange, _), of_ranks in zip(self._counted, counts, strict=True):
-            self._in_flight.append((bucket, exchange, exchange.send(of_ranks)))
+        for exchange, of_ranks in zip(self._counted, counts, strict=True):
+            exchange.go_on(partial(list, of_ranks))
+            self._in_flight.append(exchange)
         self._counted.clear()
         yield from super().finish()
 
@@ -80,9 +82,10 @@ class SparseThreshold(SparseSync):
         """For every group the number of elements that each rank selects."""
         if not self._counted:
             return []
-        backend = self._counted[0][0].backend
-        mine = backend.empty((len(self._counted),), "int64")
-        backend.run("pack", *(count for _, _, count in self._counted), out=mine)
-        gather = self.send(self.communicator.all_gather(mine, name="numbers of selected elements"))
+        backend = self._counted[0].bucket.backend
+        with backend.packing():
+            mine = backend.empty((len(self._counted),), "int64")
+            backend.run("pack", *(exchange.work for exchange in self._counted), out=mine)
+            gather = self.send(self.communicator.all_gather(mine, name="numbers of selected elements"))
         of_ranks: list[list[int]] = backend.to_numpy(self.wait(gather)).T.tolist()
         return of_ranks

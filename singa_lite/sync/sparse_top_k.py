@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable
 from fractions import Fraction
 
 from ..comm.base import Work
@@ -44,7 +44,7 @@ class SparseTopK(SparseSync):
     def record_key(self, options: StepOptions) -> Hashable:
         return super().record_key(options), options.spars  # which says how many elements are sent
 
-    def exchange(self, bucket: Bucket) -> Iterator[Work]:
+    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
         message = self.message(bucket)
         yield self.send(select_top_k(message, self.options.spars))
         message.merge(1.0 / self.communicator.size)

@@ -383,7 +383,7 @@ def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: An
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
     on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
-    monkeypatch.setattr(backend._cublas, "_gemm", lambda *_: 7)
+    monkeypatch.setattr(backend.lanes[0].cublas, "_gemm", lambda *_: 7)
     with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
         on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 
@@ -396,6 +396,31 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
     thread.start()
     thread.join(60)
     np.testing.assert_array_equal(found[0], 9)
+
+
+def test_lanes_share_neither_streams_nor_what_kernels_hand_to_one_another(backend: Any) -> None:
+    def mine() -> set[int]:
+        arrays = (backend.scratch(100), backend.ticket, *backend._counters[backend.lane])
+        return {array.data.ptr for array in arrays} | {id(backend.lanes[backend.lane].cublas)}
+
+    seen, streams = [mine()], [backend.stream.ptr]
+    with backend.packing() as packed:
+        seen, streams = [*seen, mine()], [*streams, backend.stream.ptr]
+    with backend.unpacking(packed):
+        seen, streams = [*seen, mine()], [*streams, backend.stream.ptr]
+    assert len(set.union(*seen)) == 15 and len(set(streams)) == 3
+    assert mine() == seen[0] and backend.stream.ptr == streams[0]
+
+
+def test_reading_inside_of_packing_hides_nothing_from_what_comes_after(backend: Any) -> None:
+    x = backend.asarray(np.ones(1000, "f"))
+    with backend.packing():
+        backend.to_numpy(x)
+        for _ in range(50):
+            backend.run("add", x, x, out=x) if _ % 2 else backend.run("fill", out=x, value=2.0)
+    backend.join()
+    backend.run("add", x, x, out=x)
+    np.testing.assert_array_equal(backend.to_numpy(x), 8)
 
 
 @pytest.mark.parametrize("index", ["int32", "int64"])

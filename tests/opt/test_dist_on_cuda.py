@@ -81,8 +81,8 @@ class Hoard:
 
     def take_all_that_is_free(self) -> None:
         cupy = sys.modules["cupy"]
-        free = cupy.get_default_memory_pool().free
-        sizes = [num_bytes for num_bytes, blocks in free.items() for _ in blocks]
+        free, mine = cupy.get_default_memory_pool().free, cupy.cuda.get_current_stream().ptr
+        sizes = [num_bytes for (stream, num_bytes), unused in free.items() if stream == mine for _ in unused]
         for num_bytes in sizes:
             self._arrays.append(cupy.empty(num_bytes, np.uint8))
             self._arrays[-1].data.memset_async(7, num_bytes)

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <mutex>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -41,6 +42,7 @@ inline ucontext_t scheduler;
 inline bool moved;  // whether any fiber got on since all were asked
 inline void (*body)(void**);
 inline void** arguments;
+inline std::mutex one_at_a_time;  // kernels of several streams
 
 inline void wait_at(Barrier& barrier, unsigned members) {
   const unsigned now = barrier.passed;
@@ -126,6 +128,7 @@ template <class... Types> std::string form_of(void (*)(Types...)) {
 
 inline int launch(void (*run)(void**), unsigned num_blocks, unsigned num_threads, void** given) {
   static unsigned launches = 0;
+  const std::lock_guard lock(one_at_a_time);
   if (num_threads == 0 || num_threads > 1024 || num_blocks == 0) return 2;
   body = run;
   arguments = given;

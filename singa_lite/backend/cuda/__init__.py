@@ -22,6 +22,7 @@ from .capture import CapturedStep
 from .conv import ConvKernels, blocks_wanted, uses_tensor_cores
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
+from .lane import MAIN
 from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
@@ -44,10 +45,10 @@ class CudaBackend(
     UpdateKernels,
     SelectKernels,
 ):
-    """The kernels of one GPU, on a stream of its own that does not wait for the default stream.
+    """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [lanes].
 
-    Arrays are row-major cupy arrays. A call makes this GPU and stream the thread's current ones, and they stay so;
-    the host waits in ``to_numpy`` and ``synchronize`` alone.
+    Arrays are row-major cupy arrays. A call makes this GPU and the lane's stream the thread's current ones, and they
+    stay so; the host waits in ``to_numpy`` and ``synchronize`` alone.
 
     Args:
         device_id: number of the GPU.
@@ -124,9 +125,9 @@ class CudaBackend(
     def synchronize(self) -> None:
         self._refuse_in_capture("waits for the device")
         with self.turn:  # CUDA forbids to wait for a stream while another thread captures it
-            self.activate()
+            self.join()
             done = cupy.cuda.Event(disable_timing=True)
-            done.record(self.stream)
+            done.record(self.lanes[MAIN].stream)
         try:
             done.synchronize()
         except Exception:

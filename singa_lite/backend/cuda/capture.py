@@ -163,11 +163,14 @@ class CapturedCalls:
         self.num_launches = 0
         self._graph: Any = None
         with undone_after(GraphError, calls), backend.turn, self._in_force():
+            backend.activate()
+            backend.join()  # what was given before is no part of it
             backend.stream.begin_capture()
             try:
                 for call in calls:
                     self._done.append([])
                     run(call)
+                backend.join()
             except BaseException as error:
                 with suppress(RuntimeError):  # CUDA's, of a collective that nobody will wait for
                     backend.stream.end_capture()
@@ -207,6 +210,7 @@ class CapturedCalls:
         """Start the graph with the numbers that ``repeat`` or the capture stored."""
         with self.backend.turn:
             self.backend.activate()
+            self.backend.join()
             self._store(b"".join(self._numbers))
             self._graph.launch(self.backend.stream)
         self.num_launches += 1

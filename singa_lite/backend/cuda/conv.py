@@ -93,9 +93,9 @@ class ConvKernels(CudnnCaller):
                     self.find("fill")(out=gradient, value=0.0)
 
     @cached_property
-    def _workspaces(self) -> list[Array]:
-        """Grows by doubling, and keeps the smaller ones: a captured graph may hold their addresses."""
-        return []
+    def _workspaces(self) -> list[list[Array]]:
+        """Each lane's grows by doubling, and keeps the smaller ones: a captured graph may hold their addresses."""
+        return [[] for _ in self.lanes]
 
     def _convolve(
         self,
@@ -169,7 +169,7 @@ class ConvKernels(CudnnCaller):
     def _workspace(self, size_bytes: int) -> Array | None:
         if size_bytes == 0:
             return None
-        kept = self._workspaces
+        kept = self._workspaces[self.lane]
         if not kept or kept[-1].size < size_bytes:
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
             kept.append(self.empty((max(size_bytes, doubled),), "uint8"))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting our own CUDA kernels: compiled at first use, once for every set of element types.
 
-What lives here: sources and their types, the size of a launch, scratch memory, and the numbers that change from
+What lives here: sources and their types, the size of a launch, the lane it goes to, and the numbers that change from
 step to step. What does not: what a kernel computes (the .cu files), and which arrays it gets (its family's file).
 
 Note [launch]: a kernel of ours takes row-major arrays, int64, float64 and structures by value, so nothing is
-converted on the way; all work of a backend runs on its one stream, in order. No launch waits for the device.
+converted on the way; all work of a lane runs in order, see Note [lanes] in lane.py. No launch waits for the device.
 
 Note [scalars]: learning rates, Adam's step, thresholds and random streams change from step to step. A kernel takes
 them as a Number (common.cuh): by value, or as an address on the device that is read when the kernel runs. ``scalar``
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import numpy as np
 
 from ...config import state
 from ...errors import GraphError
+from ...graph import is_repeating
 from ..base import Array, Backend
+from .lane import MAIN, PACK, UNPACK, Lane
 
 FOLDER = Path(__file__).parent
 THREADS = (
@@ -84,14 +87,13 @@ class Launcher(Backend):
         device = cupy.cuda.Device(device_id)
         device.use()
         self.num_processors = int(device.attributes["MultiProcessorCount"])
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._stream_address = self.stream.ptr
         self.turn = Turn()
-        self.stream.use()
+        self.lanes = [Lane(), Lane(), Lane()]
+        self._used: set[int] = set()  # lanes that MAIN has not waited for
+        self._chosen = threading.local()
+        self.activate()
         self._functions: dict[tuple[str, str], Any] = {}
         self._modules: dict[tuple[str, str], Any] = {}
-        self._scratch = [cupy.empty(1 << 16, np.uint8)]
-        self.ticket = cupy.zeros(1, np.uint32)  # zero between kernels, see is_last_block in common.cuh
         # written by kernels, read by the host whenever it has waited: what Labels in loss.cu found wrong
         self._pinned = cupy.cuda.alloc_pinned_memory(24)
         self.faults = np.frombuffer(self._pinned, np.int64, 3)
@@ -104,11 +106,73 @@ class Launcher(Backend):
         found = state.rehearsal
         return found if found is not None and found.backend is self else None
 
+    @property
+    def lane(self) -> int:
+        """Number of the lane that this thread's kernels go to."""
+        return getattr(self._chosen, "lane", MAIN)
+
+    @property
+    def stream(self) -> Any:
+        """That lane's stream."""
+        return self.lanes[self.lane].stream
+
+    @property
+    def ticket(self) -> Array:
+        """That lane's."""
+        return self.lanes[self.lane].ticket
+
+    def scratch(self, num_bytes: int) -> Array:
+        """Memory for one kernel method, until the next asks."""
+        return self.lanes[self.lane].scratch(num_bytes)
+
     def activate(self) -> None:
         """Make this device and its stream the thread's current ones, which cupy then uses."""
-        if cupy.cuda.get_current_stream().ptr != self._stream_address:  # tells the device as well
+        lane = self.lanes[self.lane]
+        if cupy.cuda.get_current_stream().ptr != lane.address:  # tells the device as well
             cupy.cuda.Device(self.device_id).use()
-            self.stream.use()
+            lane.stream.use()
+
+    @contextmanager
+    def packing(self) -> Iterator[Any]:
+        self.activate()
+        packed = None if is_repeating() else cupy.cuda.Event(disable_timing=True)
+        with self._on(PACK, self.lanes[self.lane].mark):
+            yield packed
+            if packed is not None:
+                with self.turn:
+                    packed.record(self.stream)
+
+    @contextmanager
+    def unpacking(self, packed: Any) -> Iterator[None]:
+        with self._on(UNPACK, lambda: packed):
+            yield
+        self.join()
+
+    @contextmanager
+    def _on(self, number: int, event: Callable[[], Any]) -> Iterator[None]:
+        """Let this thread's kernels go to that lane, behind what ``event`` gives."""
+        before = self.lane
+        if not is_repeating():
+            with self.turn:
+                self.activate()
+                self.lanes[number].stream.wait_event(event())
+        self._chosen.lane = number
+        self.activate()
+        self._used.add(number)
+        try:
+            yield
+        finally:
+            self._used.add(number)  # again, if what is inside has joined
+            self._chosen.lane = before
+            self.activate()
+
+    def join(self) -> None:
+        if is_repeating():
+            return
+        with self.turn:
+            self.activate()
+            while self._used:
+                self.lanes[MAIN].stream.wait_event(self.lanes[self._used.pop()].mark())
 
     def launch(self, name: str, types: str, blocks: int, threads: int, *arguments: Any) -> None:
         """Start the kernel ``name`` ("file.kernel") for element types T and U, given by numpy's characters."""
@@ -124,12 +188,6 @@ class Launcher(Backend):
         if count:
             blocks = min(-(-count // THREADS), 16 * self.num_processors)  # two waves of full multiprocessors
             self.launch(name, types, blocks, THREADS, *arguments)
-
-    def scratch(self, num_bytes: int) -> Array:
-        """Memory for one kernel method, until the next asks; outgrown memory stays, as a graph may have its address."""
-        if self._scratch[-1].size < num_bytes:
-            self._scratch.append(cupy.empty(2 * num_bytes, np.uint8))
-        return self._scratch[-1]
 
     def scalar(self, value: float) -> np.ndarray[Any, Any]:
         """A number that changes from step to step as kernels take it, see Note [scalars]; ints modulo 2**64."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import prod
 
 import cupy
@@ -13,7 +12,6 @@ from ...config import state
 from ...errors import DTypeError, ShapeError
 from ..base import Array
 from .axes import reduction, strided
-from .cublas import Cublas
 from .launch import THREADS, Launcher, by_value
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
@@ -173,15 +171,11 @@ class MoveKernels(Launcher):
         second = (a.data.ptr, element, max(1, a.shape[-1]))
         result = (one + size, out.data.ptr, element, n)
         if batch == 1:
-            self._cublas.product(*shape, *first, *second, *result, compute, -1)
+            self.lanes[self.lane].cublas.product(*shape, *first, *second, *result, compute, -1)
         else:
             steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
             given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
-            self._cublas.products(*shape, *given, compute, -1)
-
-    @cached_property
-    def _cublas(self) -> Cublas:
-        return Cublas(self.stream.ptr)
+            self.lanes[self.lane].cublas.products(*shape, *given, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

@@ -22,20 +22,23 @@ class SelectKernels(Launcher):
 
     def __init__(self, device_id: int) -> None:
         super().__init__(device_id)
-        self._digits = cupy.zeros(1 << DIGIT_BITS, np.uint64)  # zeros between kernels
-        self._search = cupy.zeros(2, np.uint64)
+        # of each lane; zeros between kernels
+        self._counters = [
+            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.lanes
+        ]
 
     def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
         if k == 0:
             return
         (indices, selected), n, kind = out, values.size, values.dtype.char
         types, blocks = kind + indices.dtype.char, min(-(-n // 2048), 4 * self.num_processors)
+        digits, search = self._counters[self.lane]
         for number, shift in enumerate(SHIFTS[kind]):
-            arguments = (values, n, k, int(number == 0), shift, self._digits, self._search, self.ticket)
+            arguments = (values, n, k, int(number == 0), shift, digits, search, self.ticket)
             self.launch("select.find_digit", types, blocks, THREADS, *arguments)
         blocks, span = self._spans(n)
         before = self.scratch(8 * blocks)
-        given = (values, n, span, self._search, before)
+        given = (values, n, span, search, before)
         self.launch("select.count_largest", types, blocks, THREADS, *given, self.ticket)
         self.launch("select.write_largest", types, blocks, THREADS, *given, indices, selected, k)
 

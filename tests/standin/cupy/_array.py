@@ -33,27 +33,29 @@ class Block:
 
 
 class MemoryPool:
-    """Blocks that no array lies in, by size. As in cupy's, the next array of a size gets what the last one had, though
-    work that was given to a stream may not have come to it yet: right for that stream's work alone.
+    """Blocks that no array lies in, by stream and size. As in cupy's, the next array of a stream gets what its last one
+    had, though work that was given to the stream may not have come to it yet: right for that stream's work alone.
 
     Python's collector may finish a pool, its memory and its blocks in any order. So blocks have no ``__del__``, and a
     pool that has ended passes what still comes on.
     """
 
     def __init__(self) -> None:
-        self.free: dict[int, list[Block]] = {}
+        self.free: dict[tuple[int, int], list[Block]] = {}
         self.emptied = 0
         self.has_ended = False
 
     def malloc(self, num_bytes: int) -> MemoryPointer:
         return MemoryPointer(Memory(num_bytes, self))
 
-    def take(self, num_bytes: int) -> Block:
-        unused = self.free.get(num_bytes)
+    def take(self, stream: int, num_bytes: int) -> Block:
+        unused = self.free.get((stream, num_bytes))
         return unused.pop() if unused else Block(num_bytes)
 
-    def take_back(self, block: Block, graves: list[Block] = GRAVES) -> None:  # a default outlives the module
-        unused = graves if self.has_ended else self.free.setdefault(len(block.bytes), [])
+    def take_back(
+        self, stream: int, block: Block, graves: list[Block] = GRAVES
+    ) -> None:  # a default outlives the module
+        unused = graves if self.has_ended else self.free.setdefault((stream, len(block.bytes)), [])
         unused.append(block)
 
     def free_all_blocks(self, graves: list[Block] = GRAVES) -> None:
@@ -71,12 +73,13 @@ class Memory:
     """A block while an array lies in it."""
 
     def __init__(self, num_bytes: int, pool: MemoryPool) -> None:
-        self.pool, self.block = pool, pool.take(num_bytes)
+        self.stream = cuda.get_current_stream().ptr
+        self.pool, self.block = pool, pool.take(self.stream, num_bytes)
         self.bytes, self.ptr = self.block.bytes, self.block.ptr
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
-        self.pool.take_back(self.block)
+        self.pool.take_back(self.stream, self.block)
 
 
 class UnownedMemory:

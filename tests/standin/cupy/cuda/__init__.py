@@ -15,7 +15,7 @@ from typing import Any
 
 from .._array import MemoryPointer, MemoryPool, UnownedMemory
 from . import runtime
-from ._streams import Stream, current
+from ._streams import Event, Stream, current
 
 _LOCAL = threading.local()
 
@@ -28,17 +28,6 @@ class Device:
 
     def use(self) -> None:
         current()[-1] = self.id
-
-
-class Event:
-    def __init__(self, disable_timing: bool = False) -> None:
-        pass
-
-    def record(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def synchronize(self) -> None:
-        self._stream.synchronize()
 
 
 NULL = Stream(null=True)
@@ -55,7 +44,7 @@ def do(what: Callable[[], None]) -> None:
 
 
 def is_capturing() -> bool:
-    return get_current_stream()._is_captured
+    return get_current_stream().is_capturing()
 
 
 DEFAULT_POOL = MemoryPool()

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from . import do
-
-HANDLE = 7
+from . import do, get_current_stream
 
 DTYPES = {2: np.float16, 0: np.float32, 1: np.float64}  # CUDA_R_16F, CUDA_R_32F, CUDA_R_64F
 SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
 computes: list[int] = []  # how each product was asked to be computed
-settings: dict[str, int] = {}  # of the handle
+settings: dict[str, int] = {}  # of the last handle
+streams: list[int] = []  # of each handle; handles are counted from 1
 
 
 def _matrix(
@@ -37,7 +36,8 @@ def cublasGemmStridedBatchedEx(
     handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
     beta, C, Ctype, ldc, strideC, batchCount, computeType, algo,
 ):  # fmt: skip
-    assert handle == HANDLE and algo == -1 and min(m, n, batchCount) > 0 and k >= 0
+    assert streams[handle - 1] == get_current_stream().ptr, "a handle of another stream"
+    assert algo == -1 and min(m, n, batchCount) > 0 and k >= 0
     wide = SUMS[computeType]
     computes.append(computeType)
     size = np.dtype(wide).itemsize
@@ -71,16 +71,18 @@ def cublasGemmEx(
 
 
 def cublasCreate_v2(handle):
-    ctypes.c_void_p.from_address(handle).value = HANDLE
+    streams.append(0)
+    ctypes.c_void_p.from_address(handle).value = len(streams)
 
 
 def cublasSetStream_v2(handle, stream):
-    assert handle == HANDLE and stream
-    settings["stream"], settings["workspace"] = stream, 0
+    assert stream
+    streams[handle - 1] = settings["stream"] = stream
+    settings["workspace"] = 0
 
 
 def cublasSetWorkspace_v2(handle, workspace, num_bytes):
-    assert handle == HANDLE and workspace and num_bytes
+    assert streams[handle - 1] and workspace and num_bytes
     settings["workspace"] = num_bytes
 
 

@@ -85,7 +85,6 @@ class Stream:
             QUEUES.cuda.cuCtxPushCurrent_v2(None)
             assert QUEUES.cuda.cuStreamCreateWithPriority(ctypes.byref(address), 1, -5) == 0
         self.ptr, self.device_id = address.value or 0, current()[-1]
-        self._is_captured = False
 
     def use(self) -> Stream:
         current()[self.device_id] = self
@@ -93,27 +92,50 @@ class Stream:
 
     def add(self, what: Callable[[], None]) -> None:
         assert self.ptr, "work for the default stream"
-        QUEUES.add(self.ptr, what, self._is_captured)
+        QUEUES.add(self.ptr, what, self.is_capturing())
 
     def begin_capture(self) -> None:
         assert self.ptr
         QUEUES.check(QUEUES.cuda.standin_begin_capture(ctypes.c_void_p(self.ptr)))
-        self._is_captured = True
 
     def end_capture(self) -> CudaGraph:
-        assert self._is_captured
-        self._is_captured = False
+        assert self.is_capturing()
         return CudaGraph(QUEUES.cuda.standin_end_capture(ctypes.c_void_p(self.ptr)))
 
     def is_capturing(self) -> bool:
-        return self._is_captured
+        status = ctypes.c_int()
+        QUEUES.check(QUEUES.cuda.cuStreamIsCapturing(ctypes.c_void_p(self.ptr), ctypes.byref(status)))
+        return bool(status.value)
+
+    def wait_event(self, event: Event) -> None:
+        QUEUES.check(QUEUES.cuda.cuStreamWaitEvent(ctypes.c_void_p(self.ptr), event.handle, 0))
 
     def synchronize(self) -> None:
-        assert not self._is_captured, "a captured stream cannot be waited for"
+        assert not self.is_capturing(), "a captured stream cannot be waited for"
         unused = []  # each held by one thread, until it has waited
         while GRAVES:
             unused.append(GRAVES.pop())
         QUEUES.check(QUEUES.cuda.cuStreamSynchronize(ctypes.c_void_p(self.ptr)))
+
+
+class Event:
+    """An event of the stand-in libcuda."""
+
+    def __init__(self, disable_timing: bool = False) -> None:
+        assert disable_timing, "slow"
+        self.handle = ctypes.c_void_p()
+        QUEUES.cuda.cuCtxPushCurrent_v2(None)
+        QUEUES.check(QUEUES.cuda.cuEventCreate(ctypes.byref(self.handle), 2))
+
+    def record(self, stream: Stream) -> None:
+        self._stream = stream
+        QUEUES.check(QUEUES.cuda.cuEventRecord(self.handle, ctypes.c_void_p(stream.ptr)))
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def __del__(self) -> None:
+        QUEUES.cuda.cuEventDestroy_v2(self.handle)
 
 
 QUEUES = Queues()
