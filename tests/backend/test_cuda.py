@@ -383,7 +383,7 @@ def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: An
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
     on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
-    monkeypatch.setattr(backend.lanes[0].cublas, "_gemm", lambda *_: 7)
+    monkeypatch.setattr(backend.lanes.current.cublas, "_gemm", lambda *_: 7)
     with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
         on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 
@@ -400,8 +400,8 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
 
 def test_lanes_share_neither_streams_nor_what_kernels_hand_to_one_another(backend: Any) -> None:
     def mine() -> set[int]:
-        arrays = (backend.scratch(100), backend.ticket, *backend._counters[backend.lane])
-        return {array.data.ptr for array in arrays} | {id(backend.lanes[backend.lane].cublas)}
+        arrays = (backend.scratch(100), backend.ticket, *backend._counters[backend.lanes.number])
+        return {array.data.ptr for array in arrays} | {id(backend.lanes.current.cublas)}
 
     seen, streams = [mine()], [backend.stream.ptr]
     with backend.packing() as packed:

@@ -38,7 +38,7 @@ class Steps:
     def __init__(self, world: World, option: str) -> None:
         self.device, self.rank = cuda_device_of_rank(), world.rank
         self.backend: Any = self.device.backend
-        self.streams = [lane.stream for lane in self.backend.lanes]
+        self.streams = [lane.stream for lane in self.backend.lanes.all]
         self.communicator = DispatchCommunicator(host_of(world))
         found = find_schemes()[option](self.communicator, 60, 256)
         assert isinstance(found, BucketedSync)

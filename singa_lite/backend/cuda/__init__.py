@@ -127,7 +127,7 @@ class CudaBackend(
         with self.turn:  # CUDA forbids to wait for a stream while another thread captures it
             self.join()
             done = cupy.cuda.Event(disable_timing=True)
-            done.record(self.lanes[MAIN].stream)
+            done.record(self.lanes.all[MAIN].stream)
         try:
             done.synchronize()
         except Exception:

@@ -95,7 +95,7 @@ class ConvKernels(CudnnCaller):
     @cached_property
     def _workspaces(self) -> list[list[Array]]:
         """Each lane's grows by doubling, and keeps the smaller ones: a captured graph may hold their addresses."""
-        return [[] for _ in self.lanes]
+        return [[] for _ in self.lanes.all]
 
     def _convolve(
         self,
@@ -169,7 +169,7 @@ class ConvKernels(CudnnCaller):
     def _workspace(self, size_bytes: int) -> Array | None:
         if size_bytes == 0:
             return None
-        kept = self._workspaces[self.lane]
+        kept = self._workspaces[self.lanes.number]
         if not kept or kept[-1].size < size_bytes:
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
             kept.append(self.empty((max(size_bytes, doubled),), "uint8"))

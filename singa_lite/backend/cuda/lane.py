@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream of a GPU, and the memory that the kernels on it hand to one another.
+"""The streams of a GPU's backend, and the memory that the kernels on each hand to one another.
 
 Note [lanes]: a backend has three. All computes on ``MAIN``. What brings gradients into a message runs on ``PACK``, and
 what makes means of what came back on ``UNPACK``, so that both go on beside the backward pass and the reduction, which
@@ -11,11 +11,16 @@ that comes later on the same stream. So arrays of one lane that another reads ar
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from typing import Any
 
 import cupy
 import numpy as np
 
+from ...graph import is_repeating
 from ..base import Array
 from .cublas import Cublas
 
@@ -54,3 +59,66 @@ class Lane:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
+
+
+class Lanes:
+    """The lanes of a backend, and which of them a thread's kernels go to.
+
+    Args:
+        device: cupy's.
+        turn: held while a stream is given something.
+
+    Attributes:
+        all: the lanes, in the order of their names.
+    """
+
+    def __init__(self, device: Any, turn: AbstractContextManager[None]) -> None:
+        self._device, self._turn = device, turn
+        self.all = [Lane() for _ in (MAIN, PACK, UNPACK)]
+        self._apart: set[int] = set()  # those that MAIN has not waited for
+        self._of_thread = threading.local()
+        self.activate()
+
+    @property
+    def number(self) -> int:
+        """Of the lane that this thread's kernels go to."""
+        return getattr(self._of_thread, "number", MAIN)
+
+    @property
+    def current(self) -> Lane:
+        """That lane."""
+        return self.all[self.number]
+
+    def activate(self) -> None:
+        """Make the device and that lane's stream the thread's current ones, which cupy then uses."""
+        lane = self.current
+        if cupy.cuda.get_current_stream().ptr != lane.address:  # tells the device as well
+            self._device.use()
+            lane.stream.use()
+
+    @contextmanager
+    def on(self, number: int, event: Callable[[], Any]) -> Iterator[None]:
+        """Let this thread's kernels go to a lane, behind what ``event`` gives."""
+        before = self.number
+        if not is_repeating():
+            with self._turn:
+                self.activate()
+                self.all[number].stream.wait_event(event())
+        self._of_thread.number = number
+        self.activate()
+        self._apart.add(number)
+        try:
+            yield
+        finally:
+            self._apart.add(number)  # again, if what is inside has joined
+            self._of_thread.number = before
+            self.activate()
+
+    def join(self) -> None:
+        """Let what MAIN is given from now on come after all that the others were given."""
+        if is_repeating():
+            return
+        with self._turn:
+            self.activate()
+            while self._apart:
+                self.all[MAIN].stream.wait_event(self.all[self._apart.pop()].mark())

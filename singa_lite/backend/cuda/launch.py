@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ...config import state
 from ...errors import GraphError
 from ...graph import is_repeating
 from ..base import Array, Backend
-from .lane import MAIN, PACK, UNPACK, Lane
+from .lane import PACK, UNPACK, Lanes
 
 FOLDER = Path(__file__).parent
 THREADS = (
@@ -88,10 +88,7 @@ class Launcher(Backend):
         device.use()
         self.num_processors = int(device.attributes["MultiProcessorCount"])
         self.turn = Turn()
-        self.lanes = [Lane(), Lane(), Lane()]
-        self._used: set[int] = set()  # lanes that MAIN has not waited for
-        self._chosen = threading.local()
-        self.activate()
+        self.lanes = Lanes(device, self.turn)
         self._functions: dict[tuple[str, str], Any] = {}
         self._modules: dict[tuple[str, str], Any] = {}
         # written by kernels, read by the host whenever it has waited: what Labels in loss.cu found wrong
@@ -107,36 +104,27 @@ class Launcher(Backend):
         return found if found is not None and found.backend is self else None
 
     @property
-    def lane(self) -> int:
-        """Number of the lane that this thread's kernels go to."""
-        return getattr(self._chosen, "lane", MAIN)
-
-    @property
     def stream(self) -> Any:
-        """That lane's stream."""
-        return self.lanes[self.lane].stream
+        """cupy's, of this thread's lane."""
+        return self.lanes.current.stream
 
     @property
     def ticket(self) -> Array:
-        """That lane's."""
-        return self.lanes[self.lane].ticket
+        """That lane's, see is_last_block in common.cuh."""
+        return self.lanes.current.ticket
 
     def scratch(self, num_bytes: int) -> Array:
-        """Memory for one kernel method, until the next asks."""
-        return self.lanes[self.lane].scratch(num_bytes)
+        """Memory for one kernel method, until the next on this lane asks."""
+        return self.lanes.current.scratch(num_bytes)
 
     def activate(self) -> None:
-        """Make this device and its stream the thread's current ones, which cupy then uses."""
-        lane = self.lanes[self.lane]
-        if cupy.cuda.get_current_stream().ptr != lane.address:  # tells the device as well
-            cupy.cuda.Device(self.device_id).use()
-            lane.stream.use()
+        self.lanes.activate()
 
     @contextmanager
     def packing(self) -> Iterator[Any]:
         self.activate()
         packed = None if is_repeating() else cupy.cuda.Event(disable_timing=True)
-        with self._on(PACK, self.lanes[self.lane].mark):
+        with self.lanes.on(PACK, self.lanes.current.mark):
             yield packed
             if packed is not None:
                 with self.turn:
@@ -144,35 +132,12 @@ class Launcher(Backend):
 
     @contextmanager
     def unpacking(self, packed: Any) -> Iterator[None]:
-        with self._on(UNPACK, lambda: packed):
+        with self.lanes.on(UNPACK, lambda: packed):
             yield
         self.join()
 
-    @contextmanager
-    def _on(self, number: int, event: Callable[[], Any]) -> Iterator[None]:
-        """Let this thread's kernels go to that lane, behind what ``event`` gives."""
-        before = self.lane
-        if not is_repeating():
-            with self.turn:
-                self.activate()
-                self.lanes[number].stream.wait_event(event())
-        self._chosen.lane = number
-        self.activate()
-        self._used.add(number)
-        try:
-            yield
-        finally:
-            self._used.add(number)  # again, if what is inside has joined
-            self._chosen.lane = before
-            self.activate()
-
     def join(self) -> None:
-        if is_repeating():
-            return
-        with self.turn:
-            self.activate()
-            while self._used:
-                self.lanes[MAIN].stream.wait_event(self.lanes[self._used.pop()].mark())
+        self.lanes.join()
 
     def launch(self, name: str, types: str, blocks: int, threads: int, *arguments: Any) -> None:
         """Start the kernel ``name`` ("file.kernel") for element types T and U, given by numpy's characters."""

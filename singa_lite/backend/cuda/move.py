@@ -171,11 +171,11 @@ class MoveKernels(Launcher):
         second = (a.data.ptr, element, max(1, a.shape[-1]))
         result = (one + size, out.data.ptr, element, n)
         if batch == 1:
-            self.lanes[self.lane].cublas.product(*shape, *first, *second, *result, compute, -1)
+            self.lanes.current.cublas.product(*shape, *first, *second, *result, compute, -1)
         else:
             steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
             given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
-            self.lanes[self.lane].cublas.products(*shape, *given, compute, -1)
+            self.lanes.current.cublas.products(*shape, *given, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

@@ -24,7 +24,7 @@ class SelectKernels(Launcher):
         super().__init__(device_id)
         # of each lane; zeros between kernels
         self._counters = [
-            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.lanes
+            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.lanes.all
         ]
 
     def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
@@ -32,7 +32,7 @@ class SelectKernels(Launcher):
             return
         (indices, selected), n, kind = out, values.size, values.dtype.char
         types, blocks = kind + indices.dtype.char, min(-(-n // 2048), 4 * self.num_processors)
-        digits, search = self._counters[self.lane]
+        digits, search = self._counters[self.lanes.number]
         for number, shift in enumerate(SHIFTS[kind]):
             arguments = (values, n, k, int(number == 0), shift, digits, search, self.ticket)
             self.launch("select.find_digit", types, blocks, THREADS, *arguments)
