@@ -229,14 +229,14 @@ class Backend(ABC):
         """Whether writing ``a`` could change ``b``; never wrongly False."""
 
     def activate(self) -> None:
-        """Let what others start for this thread from now on come after this backend's kernels; no thing of the CPU."""
+        """Let what others start for this thread come after its kernels on this backend; no thing of the CPU."""
         return None
 
-    def packing(self) -> AbstractContextManager[Any]:
+    def packing(self, *uses: Array) -> AbstractContextManager[Any]:
         """Inside the ``with`` block: behind what came before it, beside what comes after. Gives ``packed``.
 
         For what a scheme does with gradients before a collective, on a device that can do it beside the backward
-        pass. What it reads must be kept until ``unpacking`` has ended.
+        pass. ``uses``: arrays for others than this backend's kernels, such as the collective's.
         """
         return nullcontext()
 
@@ -245,7 +245,7 @@ class Backend(ABC):
         return nullcontext()
 
     def join(self) -> None:
-        """Let what comes from now on come after all that was packed."""
+        """Let what comes from now on come after all that was packed or unpacked."""
         return None
 
     @abstractmethod

@@ -166,20 +166,17 @@ class Exchange:
 
     Attributes:
         work: what ``steps`` yielded last.
-        inputs: arrays that are read for it, kept until it has ended.
     """
 
-    def __init__(self, bucket: Bucket, steps: Generator[Any, Any, None], inputs: list[Array]) -> None:
-        self.bucket, self._steps, self.inputs = bucket, steps, inputs
+    def __init__(self, bucket: Bucket, steps: Generator[Any, Any, None]) -> None:
+        self.bucket, self._steps = bucket, steps
         self.work: Any = None
         self._packed: Any = None
 
     def go_on(self, before: Callable[[], Any]) -> None:
         """Run ``steps`` to the next yield, which gets what ``before`` gives."""
-        with self.bucket.backend.packing() as self._packed:
+        with self.bucket.backend.packing(self.bucket.flat) as self._packed:
             self.work = self._steps.send(before())
-        if self._packed is None:  # it is done: nothing runs beside it
-            self.inputs.clear()
 
     def end(self, wait: Callable[[Work], Any]) -> None:
         """``wait`` for the collective, and run ``steps`` to their end."""
@@ -187,7 +184,6 @@ class Exchange:
             wait(self.work)
             for _ in self._steps:
                 raise AssertionError(f"{self.bucket.name}: exchange yields more than once")
-        self.inputs.clear()
 
     def give_up(self) -> None:
         """Wait for the collective of a step that has failed: it still writes where the next one packs."""
@@ -254,8 +250,7 @@ class BucketedSync(SyncStrategy):
         if bucket is None:
             bucket = self._buckets[params] = Bucket(list(params), self.communicator)
         grads = [grad for _, grad in group]
-        exchange = Exchange(bucket, self.exchange(bucket), [grad.data for grad in grads])
-        self.start(exchange, lambda: self._gather(grads, bucket))
+        self.start(Exchange(bucket, self.exchange(bucket)), lambda: self._gather(grads, bucket))
 
     def start(self, exchange: Exchange, gather: Callable[[], None]) -> None:
         """A bucket is full once ``gather`` has run: begin to exchange it."""

@@ -497,6 +497,49 @@ def test_other_threads_use_the_device_while_host_calls_are_repeated(device: Any)
     assert next(iter(graphs.values())).graph.num_launches == 4
 
 
+def test_a_thread_that_repeats_packing_does_not_disturb_the_capture_of_another(device: Any) -> None:
+    backend = device.backend
+    a, b = (backend.zeros((8,), "float32") for _ in range(2))
+    is_captured, has_packed = threading.Event(), threading.Event()
+    errors: list[object] = []
+    threads: list[threading.Thread] = []
+    numbers = {"first": 0, "second": 0}
+
+    def second() -> None:
+        backend.run("fill", out=b, value=2.0)
+        if numbers["second"] == 1:
+            is_captured.set()
+            if not has_packed.wait(20):
+                errors.append("what is repeated waits for what is captured")
+
+    def run_second() -> None:
+        [step] = backend.bake([HostCall(second, ())])
+        try:
+            for numbers["second"] in range(3):
+                step()
+        except Exception as error:
+            errors.append(error)
+
+    def first() -> None:
+        with backend.packing() as packed:
+            backend.run("fill", out=a, value=1.0)
+            if numbers["first"] == 2:  # it is repeated
+                threads.append(threading.Thread(target=run_second))
+                threads[0].start()
+                is_captured.wait(20)
+        if numbers["first"] == 2:
+            has_packed.set()
+        with backend.unpacking(packed):
+            backend.run("add", a, a, out=a)
+
+    [step] = backend.bake([HostCall(first, ())])
+    for numbers["first"] in range(4):
+        step()
+    threads[0].join(60)
+    assert not errors
+    assert backend.to_numpy(a).tolist() == backend.to_numpy(b).tolist() == [2.0] * 8
+
+
 @pytest.mark.parametrize("is_waited_for", [False, True])
 def test_other_threads_wait_while_a_step_is_captured(
     device: Any, monkeypatch: Any, is_waited_for: bool

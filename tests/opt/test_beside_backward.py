@@ -3,26 +3,31 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device_of_rank, no_gpu, standin_nccl
+from devices import cuda_device, cuda_device_of_rank, no_gpu, standin_nccl
 from ranks import run_ranks
 from standin import compiling
 
-from singa_lite.comm.base import World
+from singa_lite.comm.base import Work, World
 from singa_lite.comm.dispatch import DispatchCommunicator
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import Device
 from singa_lite.sync import find_schemes
-from singa_lite.sync.base import BucketedSync, StepOptions
-from singa_lite.tensor import Tensor
+from singa_lite.sync.base import Bucket, BucketedSync, StepOptions
+from singa_lite.tensor import Tensor, to_numpy
+from tests.backend.test_capture import batch, compiled, distributed, trained
 from tests.comm.gpu_standin import host_of
 
 MAIN, PACK, UNPACK = range(3)
 SIZE, LIMIT_S = 200, 20.0
+OPTIONS = ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"]
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: its streams cannot be held up")
 
 
@@ -32,13 +37,19 @@ def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
+def hold_up(backend: Any, lane: int) -> threading.Event:
+    """Let nothing that is given to the lane from now on happen before the event is set."""
+    released = threading.Event()
+    backend.lanes.all[lane].stream.add(lambda: released.wait(LIMIT_S))
+    return released
+
+
 class Steps:
     """Steps of a scheme on two parameters, each a bucket of its own."""
 
     def __init__(self, world: World, option: str) -> None:
         self.device, self.rank = cuda_device_of_rank(), world.rank
         self.backend: Any = self.device.backend
-        self.streams = [lane.stream for lane in self.backend.lanes.all]
         self.communicator = DispatchCommunicator(host_of(world))
         found = find_schemes()[option](self.communicator, 60, 256)
         assert isinstance(found, BucketedSync)
@@ -50,21 +61,21 @@ class Steps:
             flat[...] = 0
         self.scheme.begin(StepOptions(0.1, corr=False))
 
-    def push_all(self) -> None:
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, param in enumerate(self.params):
-            rng = np.random.default_rng([self.rank, number])
-            values = rng.standard_normal(SIZE).astype(np.float32)
-            self.scheme.push(param, Tensor(data=values, device=self.device))
+            values = np.random.default_rng([self.rank, number]).standard_normal(SIZE)
+            yield param, Tensor(data=values.astype(np.float32), device=self.device)
+
+    def push_all(self) -> None:
+        for pair in self.pairs():
+            self.scheme.push(*pair)
         self.scheme.flush()
 
     def means(self) -> list[bytes]:
         return [self.backend.to_numpy(mean.data).tobytes() for _, mean in self.scheme.finish()]
 
     def hold_up(self, lane: int) -> threading.Event:
-        """Let nothing that is given to the lane from now on happen before the event is set."""
-        released = threading.Event()
-        self.streams[lane].add(lambda: released.wait(LIMIT_S))
-        return released
+        return hold_up(self.backend, lane)
 
     def flats(self) -> list[np.ndarray[Any, Any]]:
         """The memory in which the means appear."""
@@ -109,10 +120,34 @@ def compute_beside(world: World, option: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("option", ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_packing_and_unpacking_wait_for_no_more_than_they_need(option: str) -> None:
     for found in run_ranks(compute_beside, 2, option, transport="none"):
         assert found == [True] * (3 if option == "sparseThreshold" else 6)
+
+
+def pack_beside_unpacking(world: World, option: str) -> list[bool]:
+    steps = Steps(world, option)
+    steps.begin()
+    steps.push_all()
+    expected = steps.means()
+    steps.begin()
+    first, second = steps.pairs()
+    steps.scheme.push(*first)
+    released = steps.hold_up(PACK)
+    steps.scheme.push(*second)
+    means = list(steps.scheme.finish())
+    came = comes_true(lambda: steps.flats()[0].tobytes() == expected[0])
+    found = [came, steps.flats()[1].tobytes() != expected[1]]
+    released.set()
+    found += [[steps.backend.to_numpy(mean.data).tobytes() for _, mean in means] == expected]
+    steps.communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("option", ["fp32", "bf16", "sparseTopK"])  # fp16 sends a bucket once it has the next
+def test_a_bucket_is_reduced_and_unpacked_while_the_next_is_packed(option: str) -> None:
+    assert run_ranks(pack_beside_unpacking, 2, option, transport="none") == [[True] * 3] * 2
 
 
 def update_early(world: World, option: str) -> bool:
@@ -133,6 +168,119 @@ def update_early(world: World, option: str) -> bool:
     return found == expected
 
 
-@pytest.mark.parametrize("option", ["fp32", "fp16", "bf16", "sparseTopK"])
+@pytest.mark.parametrize("option", OPTIONS[:4])
 def test_an_update_waits_for_the_means(option: str) -> None:
     assert run_ranks(update_early, 2, option, transport="none") == [True] * 2
+
+
+# ---- steps that fail, and arrays that Python lets go of, in a world of one -------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return cuda_device(monkeypatch)
+
+
+def alone(option: str) -> Any:
+    return find_schemes()[option](LocalCommunicator(World()), 60, 256)
+
+
+def full(device: Device, value: float) -> Tensor:
+    return Tensor(data=np.full(SIZE, value, np.float32), device=device)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_memory_that_a_failed_step_packs_is_not_given_to_others(device: Any, option: str) -> None:
+    released = hold_up(device.backend, PACK)
+
+    def fail() -> None:
+        scheme = alone(option)
+        scheme.begin(StepOptions(0.1))
+        scheme.push(full(device, 0), full(device, 5))
+        scheme.flush()  # and here backward() raises
+
+    fail()
+    gc.collect()
+    arrays = [device.backend.empty((SIZE,), "float32") for _ in range(6)]
+    for number, array in enumerate(arrays):
+        device.backend.run("fill", out=array, value=number)
+    threading.Timer(0.2, released.set).start()
+    for number, array in enumerate(arrays):
+        np.testing.assert_array_equal(device.backend.to_numpy(array), number)
+
+
+def test_states_after_a_failed_step_are_those_that_it_left(device: Any) -> None:
+    found = []
+    for is_late in (False, True):
+        scheme, param = alone("sparseTopK"), full(device, 0)
+        param.name = "w"
+        scheme.begin(StepOptions(0.1))
+        released = hold_up(device.backend, PACK)
+        threading.Timer(0.2 * is_late, released.set).start()
+        scheme.push(param, Tensor(data=np.arange(SIZE, dtype=np.float32), device=device))
+        found.append(scheme.state_dict({param: "w"})["w"])
+    np.testing.assert_array_equal(*found)
+    assert np.count_nonzero(found[0]) == 0.9 * SIZE - 1
+
+
+class Feedback(BucketedSync):
+    """Makes an array of its own once the collective has ended, and lets go of it in the next step."""
+
+    names = ("feedback",)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.kept: dict[Bucket, Any] = {}
+
+    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
+        if bucket in self.kept:
+            if len(self.kept) == 1:  # the second of two buckets
+                threading.Timer(0.2, hold_up(bucket.backend, PACK).set).start()
+            bucket.backend.run("add", bucket.flat, self.kept.pop(bucket), out=bucket.flat)
+        yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))
+        self.kept[bucket] = bucket.backend.empty(bucket.flat.shape, bucket.dtype)
+        bucket.backend.run("copy", bucket.flat, out=self.kept[bucket])
+
+
+def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None:
+    scheme, params = Feedback(LocalCommunicator(World()), 60, 256), [full(device, 0) for _ in range(2)]
+    for step in (1, 2):
+        scheme.begin(StepOptions())
+        for number, param in enumerate(params):
+            scheme.push(param, full(device, 10.0**number))
+        for number, (_, mean) in enumerate(list(scheme.finish())):
+            np.testing.assert_array_equal(to_numpy(mean), step * 10.0**number)
+
+
+def test_what_is_packed_after_a_read_is_waited_for_too(device: Any) -> None:
+    backend = device.backend
+    x, y = (full(device, value).data for value in (1, 2))
+    with backend.packing():
+        backend.to_numpy(x)
+        threading.Timer(0.2, hold_up(backend, PACK).set).start()
+        x[...] = y  # as a communicator may do
+    backend.join()
+    backend.run("add", x, y, out=x)
+    np.testing.assert_array_equal(backend.to_numpy(x), 4)
+
+
+@pytest.mark.parametrize("steps_before", [1, 4])  # the next replay runs call by call, or is a graph
+def test_a_replay_waits_for_what_a_failed_step_packs(device: Any, steps_before: int) -> None:
+    found = []
+    for fails in (False, True):
+        net = compiled(device, True, distributed())
+        seen = trained(net, device, range(steps_before), "fp16")
+        state = device.get_random_state()
+        if fails:
+            released = hold_up(device.backend, PACK)
+            scheme = net.optimizer._schemes["fp16"]
+            scheme.finish = lambda: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                net(*batch(device, 99, size=5), "fp16")
+            del scheme.finish
+            threading.Timer(0.2, released.set).start()
+        device.set_random_state(state)
+        found.append(seen + trained(net, device, [steps_before], "fp16"))
+        buckets = net.optimizer._schemes["fp16"]._buckets.values()
+        found[-1] += [to_numpy(mean).tobytes() for bucket in buckets for _, mean in bucket.means]
+    assert found[0] == found[1]

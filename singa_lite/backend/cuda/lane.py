@@ -6,7 +6,8 @@ what makes means of what came back on ``UNPACK``, so that both go on beside the 
 has a stream of its own (comm/nccl.py). Events alone order them. Kernels of one lane run one after the other, so what
 they share - scratch memory, counters that are zero between kernels, cuBLAS's workspace - is the lane's.
 Each stream has memory of its own in cupy's pools, which is given out again as soon as Python lets go of it: to work
-that comes later on the same stream. So arrays of one lane that another reads are kept until the lanes have met.
+that comes later on the same stream. So what kernels of PACK and UNPACK read or write is kept until MAIN was told to
+wait for them (``join``), with which every ``unpacking`` ends. PACK goes on only behind what MAIN was given.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ MAIN, PACK, UNPACK = range(3)
 class Lane:
     """One of a backend's streams; made while its GPU is the current one.
 
+    Args:
+        priority: CUDA's; a lower number goes first where the GPU is full.
+
     Attributes:
         stream: a cupy stream.
         address: its handle.
         ticket: zero between kernels, see is_last_block in common.cuh.
     """
 
-    def __init__(self) -> None:
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+    def __init__(self, priority: int) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=priority)
         self.address = self.stream.ptr
         self.stream.use()
         self.ticket = cupy.zeros(1, np.uint32)
@@ -74,8 +78,8 @@ class Lanes:
 
     def __init__(self, device: Any, turn: AbstractContextManager[None]) -> None:
         self._device, self._turn = device, turn
-        self.all = [Lane() for _ in (MAIN, PACK, UNPACK)]
-        self._apart: set[int] = set()  # those that MAIN has not waited for
+        self.all = [Lane(priority) for priority in (0, -1, -1)]  # small kernels that others wait for
+        self._kept: dict[int, list[Any]] = {}  # by lane that MAIN has not waited for: what its kernels use
         self._of_thread = threading.local()
         self.activate()
 
@@ -92,7 +96,9 @@ class Lanes:
     def activate(self) -> None:
         """Make the device and that lane's stream the thread's current ones, which cupy then uses."""
         lane = self.current
-        if cupy.cuda.get_current_stream().ptr != lane.address:  # tells the device as well
+        if (
+            cupy.cuda.get_current_stream().ptr != lane.address and not is_repeating()
+        ):  # tells the device as well
             self._device.use()
             lane.stream.use()
 
@@ -100,19 +106,25 @@ class Lanes:
     def on(self, number: int, event: Callable[[], Any]) -> Iterator[None]:
         """Let this thread's kernels go to a lane, behind what ``event`` gives."""
         before = self.number
-        if not is_repeating():
-            with self._turn:
-                self.activate()
-                self.all[number].stream.wait_event(event())
-        self._of_thread.number = number
-        self.activate()
-        self._apart.add(number)
         try:
+            if not is_repeating():
+                with self._turn:
+                    self.activate()
+                    self.all[number].stream.wait_event(event())
+            self._of_thread.number = number
+            self.activate()
+            self.keep()
             yield
+            self.keep()  # again, if what is inside has joined
         finally:
-            self._apart.add(number)  # again, if what is inside has joined
             self._of_thread.number = before
             self.activate()
+
+    def keep(self, *arrays: Any) -> None:
+        """Let MAIN's next ``join`` wait for this thread's lane, and keep ``arrays`` until then."""
+        if self.number != MAIN and not is_repeating():
+            with self._turn:
+                self._kept.setdefault(self.number, []).extend(arrays)
 
     def join(self) -> None:
         """Let what MAIN is given from now on come after all that the others were given."""
@@ -120,5 +132,6 @@ class Lanes:
             return
         with self._turn:
             self.activate()
-            while self._apart:
-                self.all[MAIN].stream.wait_event(self.all[self._apart.pop()].mark())
+            for number in self._kept:
+                self.all[MAIN].stream.wait_event(self.all[number].mark())
+            self._kept.clear()

@@ -53,7 +53,7 @@ def by_value(numbers: Sequence[int], num_bytes: int) -> np.ndarray[Any, Any]:
 
 
 class Turn:
-    """Which thread gives work to the stream: kernels share scratch memory, and a capture takes all that comes.
+    """Which thread gives work to the streams: kernels share scratch memory, and a capture takes all that comes.
 
     Raises:
         GraphError: at ``with``, where another thread has had its turn for a minute.
@@ -121,10 +121,11 @@ class Launcher(Backend):
         self.lanes.activate()
 
     @contextmanager
-    def packing(self) -> Iterator[Any]:
+    def packing(self, *uses: Array) -> Iterator[Any]:
         self.activate()
         packed = None if is_repeating() else cupy.cuda.Event(disable_timing=True)
         with self.lanes.on(PACK, self.lanes.current.mark):
+            self.lanes.keep(*uses)
             yield packed
             if packed is not None:
                 with self.turn:
@@ -132,9 +133,11 @@ class Launcher(Backend):
 
     @contextmanager
     def unpacking(self, packed: Any) -> Iterator[None]:
-        with self.lanes.on(UNPACK, lambda: packed):
-            yield
-        self.join()
+        try:
+            with self.lanes.on(UNPACK, lambda: packed):
+                yield
+        finally:
+            self.join()
 
     def join(self) -> None:
         self.lanes.join()

@@ -79,7 +79,7 @@ class CudaGraph:
 class Stream:
     """A stream of the stand-in libcuda."""
 
-    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+    def __init__(self, null: bool = False, non_blocking: bool = False, priority: int = 0) -> None:
         address = ctypes.c_void_p()
         if not null:
             QUEUES.cuda.cuCtxPushCurrent_v2(None)
