@@ -10,13 +10,14 @@ from typing import Any
 
 from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
 from .gpu_arrays import GpuArrays
+from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 
 
 class DispatchCommunicator(Communicator):
     """Both sides of one world; NCCL's is made, by all ranks together, at the first collective on a CUDA array.
 
-    A world of one needs no NCCL.
+    A world or a group of one needs no NCCL.
 
     Args:
         host: for numpy arrays, objects and barriers; closed with this one.
@@ -36,6 +37,8 @@ class DispatchCommunicator(Communicator):
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
         self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
+        # for CUDA arrays of one rank: its host communicator may know numpy's alone
+        self._alone = LocalCommunicator(host.world, host.timeout_s)
 
     def __repr__(self) -> str:
         return repr(self.host)
@@ -44,8 +47,10 @@ class DispatchCommunicator(Communicator):
         """The communicator that moves ``array``."""
         if self._nccl is not None and type(array) is self._nccl.kind:
             return self._nccl
-        if not is_cuda_array(array) or self.size == 1:
+        if not is_cuda_array(array):
             return self.host
+        if self.size == 1:
+            return self._alone
         if self._nccl is None:
             device = device_of(array)  # type: ignore[arg-type]
             above = self._first[0] if self._first else None
