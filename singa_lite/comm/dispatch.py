@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
-from .gpu_arrays import GpuArrays
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 
@@ -21,19 +20,12 @@ class DispatchCommunicator(Communicator):
 
     Args:
         host: for numpy arrays, objects and barriers; closed with this one.
-        arrays: how arrays on a GPU are made; None is cupy.
         parent: the communicator this one is a group of.
     """
 
-    def __init__(
-        self,
-        host: Communicator,
-        arrays: GpuArrays | None = None,
-        parent: DispatchCommunicator | None = None,
-    ) -> None:
+    def __init__(self, host: Communicator, parent: DispatchCommunicator | None = None) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host = host
-        self._gpu_arrays = arrays
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
         self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
@@ -52,9 +44,9 @@ class DispatchCommunicator(Communicator):
         if self.size == 1:
             return self._alone
         if self._nccl is None:
-            device = device_of(array)  # type: ignore[arg-type]
+            device = device_of(array)
             above = self._first[0] if self._first else None
-            self._nccl = NcclCommunicator(self.host, device, arrays=self._gpu_arrays, parent=above)
+            self._nccl = NcclCommunicator(self.host, device, parent=above)
             self._first[:] = [above or self._nccl._native]
         return self._nccl
 
@@ -102,7 +94,7 @@ class DispatchCommunicator(Communicator):
 
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
         host = self.host.new_group(ranks, name=name)
-        return None if host is None else DispatchCommunicator(host, self._gpu_arrays, self)
+        return None if host is None else DispatchCommunicator(host, self)
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if self._nccl is not None and type(array) is self._nccl.kind:
