@@ -62,30 +62,32 @@ def standin_nccl(*options: str) -> Path:
 
 def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """GPU 0 or its stand-in, the same at every call."""
-    if 0 not in state.cuda_devices:
-        _make()
     if no_gpu():
-        monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn()))
-        # as much memory as the real one wants would only be filled with NaNs
-        monkeypatch.setattr(
-            sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16)
-        )
+        return standin_device(monkeypatch)
+    if 0 not in state.cuda_devices:
+        create_cuda_gpu()
+    device: Device = state.cuda_devices[0]
+    return device
+
+
+def standin_device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The stand-in of GPU 0, the same at every call."""
+    if 0 not in state.cuda_devices:
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ to run CUDA kernels on the host")
+        with standin_cupy():
+            create_cuda_gpu()
+    monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn()))
+    # as much memory as the real one wants would only be filled with NaNs
+    monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16))
     device: Device = state.cuda_devices[0]
     return device
 
 
 def cuda_device_of_rank() -> Device:
-    """The same in a process that ends with its test: there ``import cupy`` finds what the device uses."""
-    device = cuda_device(pytest.MonkeyPatch())
-    sys.modules["cupy"] = sys.modules["singa_lite.backend.cuda"].cupy
+    """The same in a process that ends with its test: there ``import cupy`` finds the stand-in too."""
+    if 0 not in state.cuda_devices:
+        standin_device(pytest.MonkeyPatch())
+        sys.modules["cupy"] = sys.modules["singa_lite.backend.cuda"].cupy
+    device: Device = state.cuda_devices[0]
     return device
-
-
-def _make() -> None:
-    if not no_gpu():
-        create_cuda_gpu()
-    elif shutil.which("g++") is None:
-        pytest.skip("no GPU, and no g++ to run CUDA kernels on the host")
-    else:
-        with standin_cupy():
-            create_cuda_gpu()

@@ -9,33 +9,28 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
-from .gpu_arrays import GpuArrays
+from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 
 
 class DispatchCommunicator(Communicator):
     """Both sides of one world; NCCL's is made, by all ranks together, at the first collective on a CUDA array.
 
-    A world of one needs no NCCL.
+    A world or a group of one needs no NCCL.
 
     Args:
         host: for numpy arrays, objects and barriers; closed with this one.
-        arrays: how arrays on a GPU are made; None is cupy.
         parent: the communicator this one is a group of.
     """
 
-    def __init__(
-        self,
-        host: Communicator,
-        arrays: GpuArrays | None = None,
-        parent: DispatchCommunicator | None = None,
-    ) -> None:
+    def __init__(self, host: Communicator, parent: DispatchCommunicator | None = None) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host = host
-        self._gpu_arrays = arrays
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
         self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
+        # for CUDA arrays of one rank: its host communicator may know numpy's alone
+        self._alone = LocalCommunicator(host.world, host.timeout_s)
 
     def __repr__(self) -> str:
         return repr(self.host)
@@ -44,12 +39,14 @@ class DispatchCommunicator(Communicator):
         """The communicator that moves ``array``."""
         if self._nccl is not None and type(array) is self._nccl.kind:
             return self._nccl
-        if not is_cuda_array(array) or self.size == 1:
+        if not is_cuda_array(array):
             return self.host
+        if self.size == 1:
+            return self._alone
         if self._nccl is None:
-            device = device_of(array)  # type: ignore[arg-type]
+            device = device_of(array)
             above = self._first[0] if self._first else None
-            self._nccl = NcclCommunicator(self.host, device, arrays=self._gpu_arrays, parent=above)
+            self._nccl = NcclCommunicator(self.host, device, parent=above)
             self._first[:] = [above or self._nccl._native]
         return self._nccl
 
@@ -97,7 +94,7 @@ class DispatchCommunicator(Communicator):
 
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
         host = self.host.new_group(ranks, name=name)
-        return None if host is None else DispatchCommunicator(host, self._gpu_arrays, self)
+        return None if host is None else DispatchCommunicator(host, self)
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if self._nccl is not None and type(array) is self._nccl.kind:

@@ -32,7 +32,7 @@ from ..config import state
 from ..errors import CommError, DTypeError
 from ..graph import is_repeating
 from .base import DTYPES, Array, Communicator, Graph, MakesArrays, ReduceOp, Work, is_cuda_array
-from .gpu_arrays import CupyArrays, GpuArrays
+from .gpu_arrays import CupyArrays
 from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
@@ -81,10 +81,8 @@ class NcclWork(Work):
         """
         if is_repeating():
             return self._result
-        communicator, array = self._communicator, self._array
-        is_usual = type(array) is communicator.kind
-        stream = communicator._stream(communicator.device) if is_usual else _stream_of(array)
-        communicator._wait(self._op, stream)
+        communicator = self._communicator
+        communicator._wait(self._op, communicator._stream(self._array))
         if self._half is not None:
             half, divisor, out = self._half
             communicator._arrays.widen(half, divisor, out)
@@ -122,7 +120,6 @@ class NcclCommunicator(Communicator):
         host: the communicator of the same ranks for numpy arrays and objects.
         device: number of this rank's GPU.
         timeout_s: None is that of ``host``.
-        arrays: how arrays are made and cast; None is cupy.
         parent: the native communicator whose stream this one runs on; None makes one.
 
     Raises:
@@ -136,12 +133,11 @@ class NcclCommunicator(Communicator):
         device: int,
         *,
         timeout_s: float | None = None,
-        arrays: GpuArrays | None = None,
         parent: Any = None,
     ) -> None:
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
-        self._arrays = arrays if arrays is not None else CupyArrays()
+        self._arrays = CupyArrays(device)
         self.kind, self._address, self._stream = self._arrays.kind, self._arrays.address, self._arrays.stream
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
@@ -204,7 +200,7 @@ class NcclCommunicator(Communicator):
         self.host.all_reduce(answer, "min", name="buffer").wait()
         if lease is not None and answer[0]:
             address = lease._memory.address
-            return self._arrays.wrap(address, num_elements, dtype, lease, self.device)  # type: ignore[no-any-return]
+            return self._arrays.wrap(address, num_elements, dtype, lease)  # type: ignore[no-any-return]
         self._registers = False  # nor will the next time, here or elsewhere
         return super().buffer(num_elements, dtype, backend)
 
@@ -219,8 +215,7 @@ class NcclCommunicator(Communicator):
 
     def watch(self, array: Array, name: str) -> None:
         """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""
-        is_usual = type(array) is self.kind
-        self._native.watch(self._stream(self.device) if is_usual else _stream_of(array), name)
+        self._native.watch(self._stream(array), name)
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -267,10 +262,7 @@ class NcclCommunicator(Communicator):
     ) -> NcclWork:
         self._let_go()
         count = array.size if kind != _REDUCE_SCATTER else out.size
-        if type(array) is self.kind:
-            source, stream = self._address(array), self._stream(self.device)
-        else:
-            source, stream = _address_of(array), _stream_of(array)
+        source, stream = self._address(array), self._stream(array)
         target = source if out is array else self._address(out)
         native = self._give(kind, op, _DTYPES[array.dtype], root, source, target, count, name, stream)
         work = NcclWork(self, native, array, result)
@@ -287,9 +279,7 @@ class NcclCommunicator(Communicator):
         host = self.host.new_group(ranks, name=name)
         if host is None:
             return None
-        return NcclCommunicator(
-            host, self.device, timeout_s=self.timeout_s, arrays=self._arrays, parent=self._native
-        )
+        return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, parent=self._native)
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:
@@ -320,10 +310,10 @@ def describe() -> str:
     return f"works: NCCL {version // 10000}.{version // 100 % 100}.{version % 100}, one GPU a rank"
 
 
-def device_of(array: Array) -> int:
+def device_of(array: Any) -> int:  # Any: of CUDA's array interface
     """Number of the GPU that a CUDA array lives on."""
     driver = _load().Driver(_driver_names())
-    return int(driver.device_of(_address_of(array)))
+    return int(driver.device_of(array.__cuda_array_interface__["data"][0]))
 
 
 def _load() -> Any:
@@ -379,17 +369,3 @@ def _host_identity() -> str:
     """Equal for processes that can name each other by process id."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip() + os.readlink("/proc/self/ns/pid")
-
-
-def _address_of(array: Any) -> int:
-    return int(_interface(array)["data"][0])
-
-
-def _stream_of(array: Any) -> int:
-    """Handle of the stream that is current; without one, CUDA's default stream."""
-    return _interface(array).get("stream") or 1
-
-
-def _interface(array: Any) -> dict[str, Any]:
-    interface: dict[str, Any] = array.__cuda_array_interface__
-    return interface

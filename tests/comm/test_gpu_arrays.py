@@ -49,7 +49,7 @@ def floats() -> np.ndarray:
 @pytest.mark.parametrize("wire", WIRE_DTYPES)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_sixteen_bits_are_what_the_host_makes_of_them(backend: Any, wire: str, divisor: float) -> None:
-    values, arrays = floats(), CupyArrays()
+    values, arrays = floats(), CupyArrays(0)
     backend.activate()
     half = arrays.narrow(backend.asarray(values), WIRE_DTYPES[wire])
     expected = narrow(values, WIRE_DTYPES[wire])

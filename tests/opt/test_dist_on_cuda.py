@@ -293,6 +293,22 @@ def test_a_world_and_its_groups_share_a_stream_whoever_comes_first() -> None:
     assert run_ranks(start_a_group_first, 2, transport="none") == [[False, True, True]] * 2
 
 
+def reduce_alone(world: World) -> tuple[list[float], tuple[int, ...]]:
+    """What becomes of a GPU's array in a group of this rank alone."""
+    device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))
+    alone = [communicator.new_group([rank]) for rank in range(world.size)][world.rank]
+    x = Tensor(data=np.array([world.rank, 70000.0], np.float32), device=device)
+    alone.all_reduce(x.data, "mean", wire_dtype="float16").wait()
+    shape = alone.all_gather(x.data).wait().shape
+    communicator.close()
+    return to_numpy(x).tolist(), shape
+
+
+def test_a_group_of_one_keeps_its_gpus_array() -> None:
+    found = run_ranks(reduce_alone, 2, transport="none")
+    assert found == [([rank, np.inf], (1, 2)) for rank in (0.0, 1.0)]
+
+
 def fail_now_and_then(world: World, kind: str, option: str) -> tuple[list[float], list[float]]:
     """Losses of steps without an error in between, and with."""
     device = cuda_device_of_rank() if kind == "cuda" else create_cpu_device()
