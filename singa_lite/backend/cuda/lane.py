@@ -96,9 +96,8 @@ class Lanes:
     def activate(self) -> None:
         """Make the device and that lane's stream the thread's current ones, which cupy then uses."""
         lane = self.current
-        if (
-            cupy.cuda.get_current_stream().ptr != lane.address and not is_repeating()
-        ):  # tells the device as well
+        # a stream's handle tells its device as well
+        if cupy.cuda.get_current_stream().ptr != lane.address and not is_repeating():
             self._device.use()
             lane.stream.use()
 
