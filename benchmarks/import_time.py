@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long `import singa_lite` takes beside numpy's own import; the promise is at most 0.1 s more.
 
-    python benchmarks/import_time.py            # median of 11 fresh processes each, in turn
+    python benchmarks/import_time.py            # median of 11 fresh processes each, interleaved
 
 Prints the three medians in milliseconds and exits 1 when the promise is broken. Numbers: docs/benchmarks.md.
 """

@@ -3,8 +3,8 @@
 
     python benchmarks/killed_rank.py
 
-Prints, from the instant of the kill: when each other rank had its CommError (asked: < 2 s), when
-`singa-lite run` had ended, non-zero (asked: < 4 s), and how many processes and /dev/shm files are left (0).
+Prints, from the instant of the kill: when each other rank had its CommError (required: < 2 s), when
+`singa-lite run` had ended, non-zero (required: < 4 s), and how many processes and /dev/shm files are left (0).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def rank_main(folder: Path) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     array = np.ones(ELEMENTS, np.float32)
     try:
-        for turn in range(1_000_000):
+        for step in range(1_000_000):
             work = communicator.all_reduce(array, "mean", name="gradients")
-            if turn == 2 and rank == VICTIM:
+            if step == 2 and rank == VICTIM:
                 (folder / "killed").write_text(repr(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
             work.wait()
@@ -71,7 +71,7 @@ def main() -> int:
     print(f"launcher: exit code {code} after {ended - killed:.3f} s")
     print(f"left: {running} processes, {files} files in /dev/shm")
     is_good &= running == 0 and files == 0
-    print("as asked" if is_good else "NOT as asked")
+    print("as required" if is_good else "NOT as required")
     return 0 if is_good else 1
 
 

@@ -25,7 +25,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 
 ROUNDS, CALLS = 31, 3000
-GIVES = {  # function -> what it does before it answers 0
+GIVES = {  # function -> what it does before it returns 0
     "cuDevicePrimaryCtxRetain(void **context, int device)": "*context = context;",
     "cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)": "*stream = stream;",
     "cuEventCreate(void **event, unsigned flags)": "*event = event;",
@@ -37,7 +37,7 @@ GIVES = {  # function -> what it does before it answers 0
     "ncclCommGetAsyncError(void *comm, int *status)": "*status = 0;",
 }
 NOTHING = """
-cuInit cuGetErrorString cuDeviceGetUuid_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuCtxSynchronize
+cuInit cuGetErrorString cuDeviceGetUuid_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2
 cuThreadExchangeStreamCaptureMode cuCtxGetStreamPriorityRange cuStreamDestroy_v2 cuStreamWaitEvent cuEventDestroy_v2
 cuEventRecord cuEventQuery ncclGetErrorString ncclGetLastError ncclGetUniqueId ncclCommFinalize ncclCommDestroy
 ncclCommAbort ncclAllReduce ncclReduce ncclBroadcast ncclAllGather ncclReduceScatter
@@ -51,7 +51,7 @@ class Memory:
 
 
 class Array:
-    """What the communicator asks of a cupy array, as attributes that are as quick as cupy's."""
+    """What the communicator reads of a cupy array, as attributes that are as quick as cupy's."""
 
     class flags:
         c_contiguous = True
@@ -68,7 +68,7 @@ class Array:
 
 
 def stand_in() -> Any:
-    """What the communicator asks of cupy, as quick as that."""
+    """What the communicator reads of cupy, as quick as that."""
     streams = {0: SimpleNamespace(ptr=0x5000)}
     cuda = SimpleNamespace(get_current_stream=streams.get)
     return SimpleNamespace(ndarray=Array, cuda=cuda, ElementwiseKernel=lambda *source: None)

@@ -20,8 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from interleaved import environment, machine
 from steps import OURS, SHAPES, TORCH, batch, make_step
-from turns import environment, machine
 
 TIMEOUT_S = 900  # compiling for PyTorch takes minutes on a busy machine
 

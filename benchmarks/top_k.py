@@ -4,7 +4,7 @@
     python benchmarks/top_k.py
     python benchmarks/top_k.py --elements 1000000 --share 0.05 --rounds 30
 
-One thread, one process, both in turn on the same values (gradients: normal; equal: many elements of the border's
+One thread, one process, both alternately on the same values (gradients: normal; equal: many elements of the border's
 size). Taking magnitudes is timed on both sides: numpy does np.abs and np.argpartition and takes the chosen values,
 the kernel writes indices and values into arrays it is given. The choice is compared with a stable full sort: same
 elements, ties at the lowest index. Exits 1 when it is not the same. Printed: medians and their ratio.
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from turns import machine
+from interleaved import machine
 
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend
@@ -56,21 +56,21 @@ def report(name: str, values: np.ndarray, k: int, rounds: int) -> int:
         indices = np.argpartition(np.abs(values), values.size - k)[values.size - k :]
         return indices, values[indices]
 
-    times = in_turn([theirs, lambda: backend.run("top_k", values, out=out, k=k)], rounds)
+    times = time_alternately([theirs, lambda: backend.run("top_k", values, out=out, k=k)], rounds)
     is_exact = is_same_as_sort(values, k, *out)
     numpy_ms, our_ms = map(statistics.median, times)
     print(f"{name:8} {numpy_ms:9.1f} {our_ms:9.1f} {our_ms / numpy_ms:6.3f}  {'yes' if is_exact else 'NO'}")
     return int(not is_exact)
 
 
-def in_turn(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:
+def time_alternately(calls: list[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Times of each call in ms; the first round is not counted."""
     times: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds + 1):
+    for number in range(rounds + 1):
         for call, ms in zip(calls, times, strict=True):
             begin = time.perf_counter()
             call()
-            if turn:
+            if number:
                 ms.append((time.perf_counter() - begin) * 1e3)
     return times
 

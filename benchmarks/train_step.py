@@ -5,8 +5,8 @@
     python benchmarks/train_step.py --models cnn --threads 1 --rounds 40
     python benchmarks/train_step.py --torch-python ~/torch/bin/python     PyTorch installed elsewhere
 
-Every mode is a process of its own that is asked in turn for a few steps, so that all see the machine in the
-same state; the first turn, in which graphs are recorded and compiled, is not counted. A step is forward, loss,
+Every mode is a process of its own; all do a few steps in interleaved rounds, so that all see the machine in the
+same state; the first round, in which graphs are recorded and compiled, is not counted. A step is forward, loss,
 backward and SGD with momentum 0.9 and weight decay. Printed: median step time, and each of our modes as a share
 of PyTorch's eager and best mode. torch.compile needs a C++ compiler.
 """
@@ -16,8 +16,8 @@ import os
 import statistics
 import sys
 
+from interleaved import Group, machine, serve, time_interleaved
 from steps import OURS, SHAPES, TORCH, batch, make_step
-from turns import Group, machine, serve, take_turns
 
 HINT = " (is PyTorch installed? see --torch-python)"
 
@@ -29,8 +29,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=OURS + TORCH, default=OURS + TORCH)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of every mode")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of every mode")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a round")
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -50,14 +50,14 @@ def main() -> None:
 
 
 def measure(model: str, threads: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """{mode: step times in ms}; the modes take turns."""
+    """{mode: step times in ms}; the modes are interleaved."""
 
     def start(mode: str) -> Group:
         python = arguments.torch_python if mode in TORCH else sys.executable
         return Group([[python, __file__, "--worker", mode, model]], threads)
 
     starts = {mode: lambda mode=mode: start(mode) for mode in arguments.modes}
-    return take_turns(starts, arguments.rounds, arguments.steps, HINT)
+    return time_interleaved(starts, arguments.rounds, arguments.steps, HINT)
 
 
 def report(model: str, threads: int, times: dict[str, list[float]]) -> None:

@@ -7,8 +7,8 @@
 Ours runs under `singa-lite run -n 2` with DistOpt, float32 gradients averaged over the ranks; PyTorch as 2
 processes with gloo, gradient_as_bucket_view and fused SGD. Beside them one rank trains 64 images alone, without
 and with DistOpt: what 2 ranks add to that is the price of exchange and of sharing the machine. As many processes
-that train at once and know nothing of each other (strangers) tell the second from the first. Every process has one
-thread. All groups take turns in one run, those that wait sleep, the first turn is not counted, and a step takes as
+that train at once and know nothing of each other (strangers) separate the second from the first. Every process has one
+thread. All groups are interleaved in one run, those that wait sleep, the first round is not counted, a step takes as
 long as on its slowest rank. Printed: median step times and their ratios.
 """
 
@@ -21,8 +21,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from interleaved import SOCKET, Group, machine, serve, time_interleaved
 from steps import SHAPES, batch, our_step, torch_step
-from turns import SOCKET, Group, machine, serve, take_turns
 
 HINT = " (is PyTorch installed? see --torch-python)"
 MODES = ["eager", "graph"]
@@ -35,8 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=SHAPES, default="cnn")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=20, help="turns of every group")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of every group")
+    parser.add_argument("--steps", type=int, default=10, help="steps in a round")
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> None:
         work(*arguments.worker)
         return
     print(f"{machine()}; {arguments.model}, {SHAPES[arguments.model][0]} images a rank, 1 thread a rank")
-    times = take_turns(groups(arguments), arguments.rounds, arguments.steps, HINT)
+    times = time_interleaved(groups(arguments), arguments.rounds, arguments.steps, HINT)
     report({name: statistics.median(values) for name, values in times.items()}, arguments.ranks)
     print(f"load {os.getloadavg()[0]:.1f}")
 

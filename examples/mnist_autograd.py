@@ -136,7 +136,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         train_mnist_cnn()
         sys.exit()
-    # Generate a ticket with which the processes find each other
+    # Generate a rendezvous id with which the processes find each other
     nccl_id = singa.NcclIdHolder()
     world_size = int(sys.argv[1])
     process = []

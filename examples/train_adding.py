@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a recurrent network to add two numbers that stand far apart in a sequence, on any number of processes.
+"""Train a recurrent network to add two numbers far apart in a sequence, on any number of processes.
 
     python examples/train_adding.py                                       one process
     singa-lite run -n 2 examples/train_adding.py --mode gru               two processes of this machine
     singa-lite run -n 4 examples/train_adding.py --dist-option fp16       four, gradients as half floats
     mpiexec -n 2 python examples/train_adding.py                          MPI or, with srun, Slurm
 
-Each step of a sequence has a number in 0 .. 1 and a mark, which is 1 at one place of either half and 0 elsewhere. The
+Each step of a sequence has a number in 0 .. 1 and a mark, which is 1 at one step of either half and 0 elsewhere. The
 network gives one number, the sum of the two that are marked. To answer 1 always has a mean square error of 1/6; below
 0.01 both numbers are remembered. Every process draws its own sequences.
 
@@ -24,7 +24,7 @@ TEST_SEQUENCES = 1000
 
 
 class Adder(model.Model):
-    """A recurrent layer whose last state tells the sum."""
+    """A recurrent layer whose last state gives the sum."""
 
     def __init__(self, hidden_size, num_layers, mode):
         super().__init__()
@@ -55,7 +55,7 @@ def parse_arguments():
     parser.add_argument("--dist-option", default="fp32")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument(
-        "--eager", action="store_true", help="run each step in Python instead of replaying it"
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -82,7 +82,7 @@ def main():
     adder = Adder(arguments.hidden, arguments.layers, arguments.mode)
     adder.set_optimizer(adam)
     shape = (arguments.batch_size, arguments.length, 2)
-    adder.compile([tensor.zeros(shape, dev)], use_graph=not arguments.eager)
+    adder.compile([tensor.zeros(shape, dev)], use_graph=arguments.graph)
     is_first = adam.global_rank == 0
     if is_first:
         print(
@@ -99,7 +99,7 @@ def main():
     dev.Sync()
     seconds = time.perf_counter() - start
     if arguments.dist_option == "partialUpdate":
-        adam.synchronize(adder)  # between its turns a parameter differs from rank to rank
+        adam.synchronize(adder)  # between averages a parameter differs from rank to rank
     error = evaluate(adder, adam, dev, arguments)
     if is_first:
         speed = arguments.steps * arguments.batch_size * adam.world_size / seconds

@@ -138,7 +138,7 @@ def load_data(arguments):
 
 
 def make_batches(cifar, sampler, seed):
-    """(x, y) of every step of this rank's epoch; a step's random numbers depend on nothing but its place."""
+    """(x, y) of every step of this rank's epoch; a step's random numbers depend on nothing but its number."""
     epoch = sampler.epoch
     for step, indices in enumerate(sampler):
         rng = np.random.default_rng([seed, epoch, step, sampler.rank])

@@ -4,7 +4,7 @@
     python examples/train_mnist.py                                   one process
     singa-lite run -n 2 examples/train_mnist.py --epochs 10          two processes of this machine
     singa-lite run -n 4 examples/train_mnist.py --dist-option fp16   four, gradients as half floats
-    singa-lite run -n 2 examples/train_mnist.py --graph              steps are recorded once and replayed
+    singa-lite run -n 2 examples/train_mnist.py --no-graph           each step runs in Python, eagerly
     mpiexec -n 2 python examples/train_mnist.py                      MPI or, with srun, Slurm
 
 Every sample of an epoch is used exactly once and every test image is counted, whatever the number of
@@ -37,7 +37,7 @@ def parse_arguments():
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
     parser.add_argument(
-        "--graph", action=argparse.BooleanOptionalAction, default=False, help="record the steps"
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
     )
     parser.add_argument(
         "--precision", choices=("float32", "float16"), default="float32",
@@ -84,7 +84,7 @@ def main():
         loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments)
         seconds = time.perf_counter() - start
         if arguments.dist_option == "partialUpdate":
-            sgd.synchronize(model)  # between its turns a parameter differs from rank to rank
+            sgd.synchronize(model)  # between averages a parameter differs from rank to rank
         tested = evaluate(model, dev, mnist, sgd, arguments)
         loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)
         history.append((loss, correct / len(mnist.train_labels), tested / len(mnist.test_labels)))
@@ -97,8 +97,8 @@ def main():
     if is_first:
         for record in model.graph_info():
             print(
-                f"graph of {record.inputs}: {record.num_kernels} kernels, {record.num_host_calls} calls of Python"
-                + (f"; runs eagerly: {record.refusal}" if record.refusal else "")
+                f"graph of {record.inputs}: {record.num_kernels} kernels, {record.num_collectives} collectives"
+                + (f"; runs eagerly: {record.break_reason}" if record.break_reason else "")
             )
         arguments.out.mkdir(parents=True, exist_ok=True)
         checkpoint = arguments.out / "mnist_cnn.zip"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one importer of compiled modules; says what was built, and why not."""
+"""The one importer of compiled modules; lists what was built, and why not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> tuple[ModuleType | None, str]:
 
 
 def library_names(variable: str, package: str, file: str) -> list[str]:
-    """Where a vendor's shared library may be, in the order in which to try.
+    """Return where a vendor's shared library may be, in the order in which to try.
 
     Args:
         variable: the environment variable that names the library; if it is set, nothing else is tried.

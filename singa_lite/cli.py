@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `singa-lite run` starts the ranks of a script, `singa-lite info` says what works here."""
+"""The command line: `singa-lite run` starts the ranks of a script, `singa-lite info` lists what works here."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import subprocess
@@ -14,35 +13,46 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from . import _native
-from .comm.launch import launch
+from .comm import find_transports
+from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.rendezvous import threads_per_rank
+from .errors import CommError
 
-LIMIT_S = 30.0  # a broken MPI or driver may hang where it is asked for its name
-# MPI is not started: a name is all that is wanted, and starting may need a launcher
-ASK_MPI = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-)
+LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
     "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
     "print('works:', '; '.join(names)) if names else d.create_cuda_gpu()"
 )
-ASK_NCCL = "from singa_lite.comm.nccl import describe; print(describe())"
+ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transports()[{!r}].describe())"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="run | info")
-    commands.add_parser("info", help="say what was built and which transports work")
+    commands.add_parser("info", help="list what was built and which transports work")
     run = commands.add_parser(
         "run",
         help="run a script as several ranks of this host",
-        usage="singa-lite run -n N [--timeout-s S] [-m] SCRIPT [ARGUMENT ...]",
+        usage="singa-lite run -n N [--timeout-s S] [--exit-timeout S] [--log-dir DIR] [-m] SCRIPT [ARGUMENT ...]",
         description="Run SCRIPT as N ranks of this host. Every line of output begins with its rank; when a "
         "rank fails all are ended, and the exit code is that of the first failure.",
     )
     run.add_argument("-n", "--num-ranks", type=int, required=True, metavar="N", help="processes, >= 1")
     run.add_argument("--timeout-s", type=float, metavar="S", help="seconds a rank waits for another")
+    run.add_argument(
+        "--exit-timeout",
+        type=float,
+        default=EXIT_TIMEOUT_S,
+        metavar="S",
+        help="seconds the other ranks have to end after one has ended with 0 (default %(default)g)",
+    )
+    run.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="append all output of each rank to DIR/rank-R.log; the terminal then leaves out what nobody reads in time",
+    )
     run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
     options = parser.parse_args(arguments)
@@ -53,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def info() -> str:
-    """What was built and which transports work here, and why the others do not."""
-    module, reason = _native.load("_comm")
+    """List what was built and which transports work here, and why the others do not."""
     rows = [
         ("singa-lite", package_version()),
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -65,17 +74,14 @@ def info() -> str:
         ),
         *((f"native {name}", f"{what}: {_native.load(name)[1]}") for name, what in _native.MODULES.items()),
         ("oneDNN", _onednn()),
-        ("transport local", "works: one process"),
-        ("transport shm", "works: processes of this host" if module else f"no: {reason}"),
-        ("transport mpi", _ask_mpi()),
-        ("transport nccl", _ask(ASK_NCCL)),
+        *((f"transport {word}", _ask(ASK_TRANSPORT.format(word))) for word in find_transports()),
         ("device cuda", _ask(ASK_CUDA)),
     ]
     return "\n".join(f"{name:16} {text}" for name, text in rows)
 
 
 def package_version() -> str:
-    """The installed singa-lite's, or where a copy that is only on Python's path lies."""
+    """Return the installed version, or the path of a copy that is only on Python's path."""
     try:
         return version("singa-lite")
     except PackageNotFoundError:
@@ -88,6 +94,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"-n {options.num_ranks}: at least one rank is needed")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
+    if not options.exit_timeout > 0:
+        parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
     if not command:
         parser.error("which script? singa-lite run -n 2 train.py")
     if options.num_ranks > 1 and sys.platform != "linux":
@@ -99,10 +107,13 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     elif not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
     try:
-        return launch(command, options.num_ranks, options.timeout_s)
+        launch_options = LaunchOptions(options.timeout_s, options.exit_timeout, options.log_dir)
+        return launch(command, options.num_ranks, launch_options)
+    except CommError as error:
+        sys.exit(f"singa-lite run: {error}")
     except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-        return 141  # 128 + SIGPIPE, as a shell says it
+        return 141  # 128 + SIGPIPE, as in a shell
 
 
 def _onednn() -> str:
@@ -115,19 +126,9 @@ def _onednn() -> str:
     return f"{kernels.onednn}, {kernels.num_threads()} threads"
 
 
-def _ask_mpi() -> str:
-    """Whether mpi4py finds an MPI library, asked in a process of its own, so that nothing here can hang."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "no: mpi4py is not installed; pip install 'singa-lite[mpi]'"
-    answer = _ask(ASK_MPI)
-    if answer.startswith("no: "):
-        return f"no: mpi4py cannot load an MPI library ({answer[4:]}); pip install 'singa-lite[mpi]'"
-    return f"works under mpiexec: {answer}"
-
-
 def _ask(code: str) -> str:
     """The first line that Python code prints in a process of its own, so that nothing here can hang; or "no: why"."""
-    # -c puts the current folder first, where a package of this name may lie that is not the one running
+    # -c puts the current folder first, where a package of this name may be that is not the one running
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
     try:
         answer = subprocess.run(
@@ -139,3 +140,7 @@ def _ask(code: str) -> str:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
         return f"no: {last}"
     return answer.stdout.strip(chr(0)).strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,9 @@ from ._native import load
 from .backend.base import Backend
 from .backend.cpu import CpuBackend
 from .config import state
-from .errors import DeviceError, OptionError, check_int
+from .errors import DeviceError, GraphError, OptionError, check_int
+from .graph.buffer import GraphBuffer
+from .graph.recorder import scalar
 from .profile import TimeProfile
 
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
@@ -36,6 +38,7 @@ class Device:
         self._seed = 0
         self._counter = 0
         self.profile = TimeProfile()
+        self._graph = GraphBuffer(backend)
 
     def id(self) -> int:
         """GPU number; -1 for the CPU."""
@@ -51,6 +54,41 @@ class Device:
     def Sync(self) -> None:
         """Wait until all work given to the device has ended (SINGA's name)."""
         self.backend.synchronize()
+
+    def EnableGraph(self, enable: bool) -> None:
+        """Record what this thread computes until ``EnableGraph(False)``, for ``RunGraph`` (SINGA's name).
+
+        Unlike in SINGA it is computed at once as well, so ``RunGraph`` is the second run. ``Model.compile(use_graph=
+        True)`` does all of this by itself.
+
+        Raises:
+            GraphError: this thread records a model's step, or another thread started to record.
+        """
+        if enable:
+            self._graph.start()
+        else:
+            self._graph.stop()
+
+    def graph_enabled(self) -> bool:
+        """Return whether ``EnableGraph(True)`` records (SINGA's name)."""
+        return self._graph.is_recording
+
+    def RunGraph(self, serial: bool = False) -> None:
+        """Run what ``EnableGraph`` recorded once more, on the values its tensors have now (SINGA's name).
+
+        Args:
+            serial: accepted for SINGA scripts; calls always run in order.
+
+        Raises:
+            GraphError: nothing was recorded, or it cannot be replayed: values were read on the host meanwhile, say.
+        """
+        self._graph.run()
+
+    def ResetGraph(self) -> None:
+        """Forget what ``EnableGraph`` recorded; GraphError while it records (SINGA's name)."""
+        if self._graph.is_recording:
+            raise GraphError("ResetGraph: call EnableGraph(False) first")
+        self._graph.reset()
 
     def SetVerbosity(self, verbosity: int) -> None:
         """Measure replayed steps: 0 not at all, 1 by phase, 2 every call, 3 synchronisation only (SINGA's levels)."""
@@ -72,15 +110,16 @@ class Device:
             raise OptionError(f"SetRandSeed: seed = {seed} must be in 0 .. 2**64 - 1")
         self._seed, self._counter = int(seed), 0
 
-    def next_random(self) -> tuple[int, int]:
+    def next_random(self) -> tuple[Any, Any]:  # Any: ints, or Scalars while a step is recorded
         """Claim the next piece of the random stream, as (seed, counter) for a random kernel."""
+        return scalar(lambda: self._seed), scalar(self._draw)
+
+    def _draw(self) -> int:
         self._counter += 1
-        if state.recorder is not None:
-            state.recorder.draw(self)
-        return self._seed, self._counter
+        return self._counter
 
     def get_random_state(self) -> tuple[int, int]:
-        """(seed, counter); what a checkpoint keeps."""
+        """Return (seed, counter); what a checkpoint keeps."""
         return self._seed, self._counter
 
     def set_random_state(self, random_state: tuple[int, int]) -> None:
@@ -89,7 +128,7 @@ class Device:
 
 
 def get_default_device() -> Device:
-    """The CPU, where Tensors live unless told otherwise. All CPU devices are this one."""
+    """Return the CPU, the default device. All CPU devices are this one."""
     if state.default_device is None:
         state.default_device = Device("cpu", -1, CpuBackend())
     default: Device = state.default_device
@@ -97,7 +136,7 @@ def get_default_device() -> Device:
 
 
 def create_cpu_device() -> Device:
-    """The CPU (SINGA's name for ``get_default_device``)."""
+    """Return the CPU (SINGA's name for ``get_default_device``)."""
     return get_default_device()
 
 
@@ -113,7 +152,7 @@ def set_num_threads(num: int) -> None:
     A child forked after kernels ran on several threads stays on one.
 
     Raises:
-        OptionError: ``num`` is no integer >= 1.
+        OptionError: ``num`` is not an integer >= 1.
     """
     check_int("set_num_threads", "num", num, 1)
     kernels, _ = load("_kernels")
@@ -122,10 +161,10 @@ def set_num_threads(num: int) -> None:
 
 
 def create_device(local_rank: int = 0) -> Device:
-    """The GPU of this rank if the machine has one, else the CPU.
+    """Return the GPU of this rank if the machine has one, else the CPU.
 
     Args:
-        local_rank: place among the ranks of this host, ``DistOpt(...).local_rank``.
+        local_rank: rank among the ranks of this host, ``DistOpt(...).local_rank``.
     """
     if get_num_gpus() == 0:
         return get_default_device()
@@ -149,22 +188,22 @@ def get_num_gpus() -> int:
 
 
 def get_gpu_ids() -> list[int]:
-    """The numbers of the GPUs, 0 .. get_num_gpus() - 1."""
+    """Return the numbers of the GPUs, 0 .. get_num_gpus() - 1."""
     return list(range(get_num_gpus()))
 
 
 def get_gpu_mem_size(device_id: int) -> tuple[int, int]:
-    """(free, total) bytes of memory of GPU ``device_id``; raises as ``create_cuda_gpu_on``."""
+    """Return (free, total) bytes of memory of GPU ``device_id``; raises as ``create_cuda_gpu_on``."""
     free, total = _gpu("get_gpu_mem_size", device_id).mem_info
     return int(free), int(total)
 
 
 def device_query(device_id: int, verbose: bool = False) -> str:
-    """What GPU ``device_id`` is, one property a line; raises as ``create_cuda_gpu_on``.
+    """Return the properties of GPU ``device_id``, one a line; raises as ``create_cuda_gpu_on``.
 
     Args:
         device_id: number of the GPU.
-        verbose: all that the driver tells of it.
+        verbose: all that the driver reports of it.
     """
     _gpu("device_query", device_id)
     properties = _cupy().cuda.runtime.getDeviceProperties(device_id)
@@ -177,7 +216,7 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     """GPU number ``device_id``; calls with the same number give the same device.
 
     Raises:
-        DeviceError: cupy, the driver or that GPU is missing; says which and how to mend it.
+        DeviceError: cupy, the driver or that GPU is missing; names which and how to fix it.
     """
     _gpu("create_cuda_gpu_on", device_id)
     if device_id not in state.cuda_devices:
@@ -203,7 +242,7 @@ def create_cuda_gpus(num: int) -> list[Device]:
 
 
 def create_cuda_gpus_on(device_ids: list[int]) -> list[Device]:
-    """The GPUs with these numbers; raises as ``create_cuda_gpu_on``."""
+    """Return the GPUs with these numbers; raises as ``create_cuda_gpu_on``."""
     return [create_cuda_gpu_on(device_id) for device_id in device_ids]
 
 
@@ -231,7 +270,7 @@ def _cupy() -> Any:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceError(
-            f"cupy finds no usable NVIDIA driver or GPU ({error}); nvidia-smi tells more"
+            f"cupy finds no usable NVIDIA driver or GPU ({error}); nvidia-smi shows more"
         ) from None
     if count == 0:
         raise DeviceError("the NVIDIA driver sees no GPU; CUDA_VISIBLE_DEVICES may hide them")

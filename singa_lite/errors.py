@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every exception the package raises on purpose, and the small checks that raise them.
 
-A message says where, what was expected, what came and how to mend it. docs/errors.md leads from the
+A message says where, what was expected, what came and how to fix it. docs/errors.md leads from the
 text of each ``CommError`` to its cure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 
 
@@ -21,11 +21,11 @@ class ShapeError(SingaLiteError, ValueError):
 
 
 class DTypeError(SingaLiteError, TypeError):
-    """An array or tensor has the wrong element type, or a value does not fit the type asked for."""
+    """An array or tensor has the wrong element type, or a value does not fit the type requested."""
 
 
 class DeviceError(SingaLiteError, RuntimeError):
-    """A device is missing, or tensors of different devices meet."""
+    """A device is missing, or a call mixes tensors of different devices."""
 
 
 class OptionError(SingaLiteError, ValueError):
@@ -33,7 +33,7 @@ class OptionError(SingaLiteError, ValueError):
 
 
 class GraphError(SingaLiteError, RuntimeError):
-    """A gradient was asked of something that was not recorded, or a model was used before ``compile``."""
+    """A gradient was requested of something that was not recorded, or a model was used before ``compile``."""
 
 
 class DataError(SingaLiteError, RuntimeError):
@@ -41,7 +41,7 @@ class DataError(SingaLiteError, RuntimeError):
 
 
 class CheckpointError(SingaLiteError, RuntimeError):
-    """A checkpoint does not fit the model, exists already, or is damaged."""
+    """A checkpoint does not fit the model, is damaged, or cannot be written."""
 
 
 class CommError(SingaLiteError, RuntimeError):
@@ -50,22 +50,33 @@ class CommError(SingaLiteError, RuntimeError):
 
 def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise ``OptionError`` unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    try:
+        is_known = value in choices
+    except (TypeError, ValueError):  # a list has no hash, an array no truth value
+        is_known = False
+    if not is_known:
         known = ", ".join(repr(choice) for choice in choices)
         raise OptionError(f"{where}: {name} = {value!r} is not known; choose one of {known}")
 
 
 def check_int(where: str, name: str, value: object, smallest: int) -> int:
-    """``value`` as an int; ``OptionError`` unless it is a whole number (no bool, no float) >= ``smallest``."""
+    """Return ``value`` as an int; ``OptionError`` unless it is a whole number (no bool, no float) >= ``smallest``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < smallest:
         raise OptionError(f"{where}: {name} = {value!r} must be an int >= {smallest}")
     return int(value)
 
 
+def check_ints(where: str, name: str, values: object, smallest: int) -> list[int]:
+    """Return ``values`` as a list; ``OptionError`` unless it is a list, tuple or array of ints >= ``smallest``."""
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+        raise OptionError(f"{where}: {name} = {values!r} must be a list of ints >= {smallest}")
+    return [check_int(where, name, value, smallest) for value in values]
+
+
 def check_number(
     where: str, name: str, value: object, lowest: float = -math.inf, highest: float = math.inf
 ) -> float:
-    """``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
+    """Return ``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
     if isinstance(value, bool) or not isinstance(value, Real) or not lowest <= value <= highest:  # type: ignore[operator]
         raise OptionError(f"{where}: {name} = {value!r} must be a number in {lowest} .. {highest}")
     return float(value)

@@ -16,7 +16,7 @@ from .tensor import Tensor, to_numpy
 
 
 def fans(t: Tensor) -> tuple[int, int]:
-    """(fan in, fan out): how many weights meet in one output, and how many leave one input.
+    """Return (fan in, fan out): how many weights are summed in one output, and how many leave one input.
 
     Raises:
         ShapeError: fewer than two axes; a bias has no fans.
@@ -83,7 +83,7 @@ def eye(t: Tensor) -> None:
 
 
 def orthogonal(t: Tensor, gain: float = 1.0) -> None:
-    """A random matrix whose shorter side's vectors are orthonormal, times ``gain``.
+    """Return a random matrix whose shorter side's vectors are orthonormal, times ``gain``.
 
     Raises:
         ShapeError: t is no matrix.

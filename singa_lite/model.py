@@ -3,31 +3,21 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import tempfile
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import autograd
-from .config import state
+from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from .config import this_thread
 from .errors import CheckpointError, GraphError, OptionError
 from .layer.base import Layer
+from .layer.tree import LayerTree
 from .opt.base import Optimizer
-from .record import RecordInfo, Records
+from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
-
-# Parts of a checkpoint, a zip file. The first two are SINGA's.
-STATES_FILE = "tensor_dict.npz"
-ATTRIBUTES_FILE = "states_attr.json"
-OPTIMIZER_FILE = "optimizer.npz"
-AUX_PREFIX = "aux."
 
 
 class Model(Layer):
@@ -88,7 +78,7 @@ class Model(Layer):
             inputs: tensors of the shapes and dtypes to train on; their values do not matter.
             is_train: the mode to start in.
             use_graph: record the step of each combination of shapes, dtypes and options at its first call and
-                replay it afterwards (graph.py); ``graph_info`` tells what was recorded.
+                replay it afterwards (record/); ``graph_info`` lists what was recorded.
             sequential: accepted for SINGA scripts; operators always run in order.
         """
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
@@ -113,13 +103,13 @@ class Model(Layer):
         self._records.clear()
 
     def graph_info(self) -> list[RecordInfo]:
-        """What was recorded: one entry a combination of shapes, dtypes and options."""
+        """Return one entry for each record, and one for each kind of call that runs eagerly, with the reason."""
         return self._records.info()
 
     def train(self, mode: bool = True) -> None:
         """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` of this thread too."""
         self.training = mode
-        state.training = mode
+        this_thread.training = mode
 
     def eval(self) -> None:
         """Switch to evaluation mode. Hides no collective: see ``DistOpt.synchronize``."""
@@ -127,15 +117,15 @@ class Model(Layer):
 
     def _evaluate(self, *inputs: Any, **options: Any) -> Any:
         """``forward`` in evaluation, whatever other models of this thread do: no statistics change, none is dropped."""
-        training, state.training = state.training, False
+        training, this_thread.training = this_thread.training, False
         try:
             with autograd.no_grad():
                 return self.forward(*inputs, **options)
         finally:
-            state.training = training
+            this_thread.training = training
 
     def train_one_batch(self, *inputs: Any, **options: Any) -> Any:
-        """What a subclass writes: forward, loss, ``self.optimizer(loss)``; returns what the caller wants."""
+        """Run forward, loss, ``self.optimizer(loss)``; a subclass writes it, and returns what its caller uses."""
         raise GraphError(f"{type(self).__name__} defines no train_one_batch")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
@@ -144,78 +134,80 @@ class Model(Layer):
             return self._evaluate(*inputs, **options)
         if not self._is_compiled:
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
-        state.training = True
+        this_thread.training = True
         self._prepare()
         if not self._use_graph:
             return self.train_one_batch(*inputs, **options)
-        return self._records.call(self.train_one_batch, inputs, options, list(self.get_states().values()))
+        return self._records.call(self.train_one_batch, inputs, options, LayerTree(self))
 
     # ---- checkpoints -------------------------------------------------------------------------------
 
     def save_states(
         self, fpath: str | os.PathLike[str], aux_states: Mapping[str, Tensor | np.ndarray] | None = None
     ) -> None:
-        """Write parameters, buffers, optimizer state and random state to a zip file, atomically.
+        """Write parameters, buffers, optimizer state and random state to a file, atomically.
+
+        Recorded steps are forgotten, so that the next step is recorded, eagerly, as in a run that loads the file: both
+        continue with the same bits.
 
         Hides no collective: each rank that calls it writes a file, so call it on rank 0, or give every rank a
-        path of its own to keep residuals too. An existing file is replaced; SINGA refuses.
+        path of its own to keep residuals too. An existing file is replaced; SINGA raises.
 
         Args:
             fpath: where to.
             aux_states: what else to keep, e.g. {"epoch": np.array(3)}.
+
+        Raises:
+            CheckpointError: ``fpath`` is a folder or a device, the system cannot write, or a value of
+                ``aux_states`` is not an array of numbers. An existing file is as it was.
+            GraphError: the model is not compiled yet, so it has no parameters to save.
         """
         states = {name: to_numpy(value) for name, value in self._compiled_states("save_states").items()}
-        aux = {AUX_PREFIX + name: _as_array(value) for name, value in (aux_states or {}).items()}
-        attributes: dict[str, Any] = {
-            name: {
-                "state_type": int(name.startswith(AUX_PREFIX)),
-                "shape": value.shape,
-                "dtype": str(value.dtype),
-            }
-            for name, value in {**states, **aux}.items()
+        aux = {
+            name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+            for name, value in (aux_states or {}).items()
         }
-        attributes["random_state"] = [list(device.get_random_state()) for device in self._devices()]
-        files = {
-            STATES_FILE: _npz({**states, **aux}),
-            ATTRIBUTES_FILE: json.dumps(attributes, indent=1).encode(),
-        }
-        if self.optimizer is not None:
-            files[OPTIMIZER_FILE] = _npz(self.optimizer.get_states())
-        _write_zip(Path(fpath), files)
+        random_states = [device.get_random_state() for device in self._devices()]
+        optimizer = None if self.optimizer is None else self.optimizer.get_states()
+        write_checkpoint(fpath, Checkpoint(states, aux, random_states, optimizer))
+        self._records.clear()
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         """Read back what ``save_states`` wrote; the optimizer's state too if one is set and was saved.
+
+        The whole file is read and checked before anything changes. Random states go to the devices in the order
+        of the states; those of more devices than the model has are left out. Recorded steps are forgotten. With a
+        DistOpt the ranks compare what they have loaded at the next step.
 
         Returns:
             The auxiliary states, as numpy arrays.
 
         Raises:
-            CheckpointError: no such file, not a checkpoint, or made by another model.
+            CheckpointError: no such file, not a checkpoint, damaged, or made by another model or optimizer;
+                nothing was changed.
             GraphError: the model is not compiled yet, so it has no parameters to load into.
         """
         targets = self._compiled_states("load_states")
         self._prepare()
-        files = _read_zip(Path(fpath))
-        arrays = _arrays(files[STATES_FILE])
-        states = {name: value for name, value in arrays.items() if not name.startswith(AUX_PREFIX)}
-        missing, unknown = sorted(set(targets) - set(states)), sorted(set(states) - set(targets))
-        if missing or unknown:
-            raise CheckpointError(f"load_states: {fpath} lacks {missing} and has unknown {unknown}")
-        for name, target in targets.items():
-            if target.shape != states[name].shape or target.dtype != states[name].dtype:
-                raise CheckpointError(
-                    f"load_states: {name} in {fpath} is {states[name].dtype}{states[name].shape}, "
-                    f"not {target.dtype}{target.shape}"
-                )
-        random_states = _attributes(files[ATTRIBUTES_FILE]).get("random_state", [])
-        if self.optimizer is not None and OPTIMIZER_FILE in files:
-            self.optimizer.set_states(_arrays(files[OPTIMIZER_FILE]))  # raises before it changes anything
-        self.set_states(states)
-        for device, random_state in zip(self._devices(), random_states, strict=False):
+        known = None if self.optimizer is None else self.optimizer.get_states()
+        loaded = read_checkpoint(fpath, targets, known)
+        if loaded.optimizer is not None:
+            self._set_optimizer_states(fpath, loaded.optimizer)  # all or nothing, and the last that can fail
+        self.set_states(loaded.states)
+        for device, random_state in zip(self._devices(), loaded.random_states, strict=False):
             device.set_random_state(random_state)
-        return {
-            name[len(AUX_PREFIX) :]: value for name, value in arrays.items() if name.startswith(AUX_PREFIX)
-        }
+        if self.optimizer is not None:
+            self.optimizer.states_loaded()
+        self._records.clear()
+        return loaded.aux
+
+    def _set_optimizer_states(self, fpath: str | os.PathLike[str], states: dict[str, np.ndarray]) -> None:
+        try:
+            self.optimizer.set_states(states)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"load_states: the optimizer cannot load its part of {fpath}: {error}"
+            ) from error
 
     def _compiled_states(self, where: str) -> dict[str, Tensor]:
         if not self._is_compiled:
@@ -226,60 +218,3 @@ class Model(Layer):
 
     def _devices(self) -> list[Any]:
         return list(dict.fromkeys(value.device for value in self.get_states().values()))
-
-
-def _as_array(value: Tensor | np.ndarray) -> np.ndarray:
-    array = to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
-    if array.dtype.hasobject:
-        raise CheckpointError(
-            f"save_states: a {type(value).__name__} is no array of numbers; keep it elsewhere"
-        )
-    return array
-
-
-def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    return buffer.getvalue()
-
-
-def _arrays(content: bytes) -> dict[str, np.ndarray]:
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return dict(arrays)
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, TypeError) as error:
-        raise CheckpointError(f"load_states: the arrays are damaged: {error}") from error
-
-
-def _attributes(content: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(content))
-    except ValueError as error:
-        raise CheckpointError(f"load_states: {ATTRIBUTES_FILE} is damaged: {error}") from error
-
-
-def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write beside the goal and rename, so that a reader never sees half a file."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            for name, content in files.items():
-                archive.writestr(name, content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's file is its owner's alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _read_zip(path: Path) -> dict[str, bytes]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            files = {name: archive.read(name) for name in archive.namelist()}
-    except (OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise CheckpointError(f"load_states: cannot read {path}: {error}") from error
-    if STATES_FILE not in files or ATTRIBUTES_FILE not in files:
-        raise CheckpointError(f"load_states: {path} holds no {STATES_FILE} and {ATTRIBUTES_FILE}")
-    return files

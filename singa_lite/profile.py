@@ -26,7 +26,7 @@ class TimeProfile:
     Attributes:
         verbosity: 0 measures nothing; 1 prints phases, 2 every call, 3 the calls of synchronisation only.
         skip_iteration: replays not counted at the start of each record.
-        entries: by record and place in it.
+        entries: by record and position in it.
         iterations: replays counted, by record.
     """
 
@@ -51,7 +51,7 @@ class TimeProfile:
                 entry.seconds += spent
 
     def text(self) -> str:
-        """The table, seconds per replay."""
+        """Return the table, seconds per replay."""
         lines = ["Time Profiling:"]
         for record, entries in self.entries.items():
             count = self.iterations[record] - self.skip_iteration

@@ -19,20 +19,20 @@ from .tensor import Tensor
 
 __all__ = ["USE_CUDA", "USE_DIST", "USE_DNNL", "Communicator", "NcclIdHolder"]  # noqa: F822 - the first: __getattr__
 
-# what can be had here, as SINGA's scripts ask before they choose a device; USE_CUDA is asked below
+# what can be had here, as SINGA's scripts check before they choose a device; USE_CUDA is evaluated below
 USE_DIST = True
 USE_DNNL = False
 
 
 def __getattr__(name: str) -> bool:
-    """``USE_CUDA``, whether there is a GPU: found out when a script asks, since that opens CUDA."""
+    """``USE_CUDA``, whether there is a GPU: found out when a script reads it, since that opens CUDA."""
     if name == "USE_CUDA":
         return get_num_gpus() > 0
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Communicator:
-    """SINGA's communicator, a door to the one communicator of this process.
+    """SINGA's communicator, a view of the one communicator of this process.
 
     ``Communicator(buffSize)`` joins the world the process was started in (`singa-lite run`, mpiexec, srun);
     ``Communicator(local_rank, world_size, nccl_id, buffSize)`` names it, for Python's multiprocessing.
@@ -43,7 +43,7 @@ class Communicator:
             DistOpt that fills buckets.
 
     Attributes:
-        world_size, global_rank, local_rank: this process's place.
+        world_size, global_rank, local_rank: of this process.
 
     Raises:
         OptionError: other arguments. CommError: no world can be made, or the process has joined another.
@@ -54,7 +54,7 @@ class Communicator:
             case (int(buffer_size),):
                 joined = process_communicator()
             case (int(local_rank), int(world_size), NcclIdHolder() as holder, int(buffer_size)):
-                joined = process_communicator(holder.ticket, local_rank, world_size)
+                joined = process_communicator(holder.rendezvous_id, local_rank, world_size)
             case _:
                 raise OptionError(
                     "Communicator: expected (buffSize) or (local_rank, world_size, nccl_id, buffSize), got "
@@ -73,7 +73,7 @@ class Communicator:
         self._sum([_raw(tensor)])
 
     def fusedSynch(self, tensors: Sequence[Tensor | Array], send: bool = True) -> None:
-        """``synch`` of several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
+        """Do ``synch`` for several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
         for array in map(_raw, tensors):  # SINGA's scripts name a kept tensor again when they send
             if not any(array is kept for kept in self._kept):
                 self._kept.append(array)
@@ -90,7 +90,7 @@ class Communicator:
 
 
 def _raw(tensor: Tensor | Array) -> Array:
-    array = tensor.data if isinstance(tensor, Tensor) else tensor
+    array = tensor.array if isinstance(tensor, Tensor) else tensor
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
         raise DTypeError(
             f"Communicator: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}"

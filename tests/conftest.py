@@ -1,38 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every test: no GPU test without a GPU, no property test judged by the clock, nothing left."""
+"""What holds for every test: no GPU test without a GPU, no property test judged by the clock, nothing left behind."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from devices import cuda_device, no_gpu
-from hypothesis import settings
 
 from singa_lite import autograd
 from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
+from tests.devices import cuda_device, no_gpu
 
 NUL = b"\0"
 SHM = Path("/dev/shm")
-LEFT_LIMIT_S = 10  # what still stands this long after the last test was left behind
-TOKEN = "PYTEST_LEFT_BEHIND=" + secrets.token_hex(8)
-# they serve the whole run and end with it
-SERVANTS = (b"ranks.py\0helper", b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+LEFT_LIMIT_S = 30  # what still runs or exists this long after the last test was left behind
+TOKEN = "PYTEST_LEFT_BEHIND"  # the run, in the environment of all its processes
+# they serve this process's tests and end with it
+SERVANTS = (
+    b"ranks.main(sys.argv[1:])\0helper",
+    b"multiprocessing.resource_tracker",
+    b"multiprocessing.forkserver",
+)
+# files that take longest, for pytest-xdist: what begins last should not take long
+LONGEST_FIRST = (
+    *("test_build", "test_nccl", "test_examples", "test_dist_on_cuda", "test_contract", "test_capture"),
+    *("test_ways_to_start", "test_launch", "test_mpi", "test_every_op", "test_examples_cifar"),
+)
 
-settings.register_profile("shared machine", deadline=None)
-settings.load_profile("shared machine")
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # then the files that need it cannot be collected, and the others run
+    pass
+else:
+    # --hypothesis-profile explore takes other examples each time
+    settings.register_profile("explore", deadline=None)
+    settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
+    settings.load_profile("same examples")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # started in the background by a shell; children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not is_worker(config):
+        os.environ[TOKEN] = secrets.token_hex(8)  # inherited: even a grandchild without parents is found
+        config.stash[SHM_BEFORE] = shm_files()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and (reason := no_gpu()):
         for item in needs_gpu:
             item.add_marker(pytest.mark.skip(reason=f"no NVIDIA GPU: {reason}"))
+    if is_worker(config):
+        items.sort(key=lambda item: rank_of(item.path.stem))  # stable: the tests of a file stay together
+
+
+def rank_of(name: str) -> int:
+    """The index of a test file in LONGEST_FIRST."""
+    return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 # on a machine without a GPU the same tests run on the stand-in, and are not marked
@@ -41,7 +74,7 @@ CUDA = pytest.param("cuda", id="cuda-standin") if no_gpu() else pytest.param("cu
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Each kind of device in turn; inside the test it is where Tensors live unless told otherwise."""
+    """Each kind of device, one after the other; inside the test it is the default device."""
     made = get_default_device() if request.param == "cpu" else cuda_device(monkeypatch)
     monkeypatch.setattr(state, "default_device", made)
     return made
@@ -55,35 +88,67 @@ def training() -> Iterator[None]:
     autograd.training = False
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+# ---- nothing left behind -------------------------------------------------------------------------------
+
+SHM_BEFORE = pytest.StashKey[set[str]]()
+LEFT = pytest.StashKey[list[str]]()
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether pytest-xdist started this process, to run a part of the tests."""
+    return hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(trylast=True)  # pytest-xdist has ended its workers by then
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when a process or a shared-memory file of it outlives the last test."""
-    name, _, value = TOKEN.partition("=")
-    os.environ[name] = value  # inherited, so that even a grandchild without parents is found
-    shm_before = shm_files()
-    yield
+    if is_worker(session.config):
+        return
     deadline = time.monotonic() + LEFT_LIMIT_S
-    while left := processes_of_this_run() + sorted(shm_files() - shm_before):
+    files = shm_files() - session.config.stash[SHM_BEFORE]  # those that come from now on are another run's
+    while (left := processes_of_this_run()) or files & shm_files():
         if time.monotonic() > deadline:
-            pytest.fail("left behind by the tests:\n" + "\n".join(left), pytrace=False)
+            may_be_others = not left and is_another_run_here()
+            note = "(of this run or of another on this machine)" if may_be_others else ""
+            session.config.stash[LEFT] = [*left, *(f"{path} {note}" for path in sorted(files & shm_files()))]
+            if not may_be_others:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
         time.sleep(0.1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(LEFT, []):
+        terminalreporter.section("left behind by the tests", red=True)
+        terminalreporter.write_line("\n".join(left))
 
 
 def shm_files() -> set[str]:
     return {str(path) for path in SHM.glob("singa_lite-*")} if SHM.is_dir() else set()
 
 
-def processes_of_this_run() -> list[str]:
-    """Our children and all that inherited TOKEN, but for the servants: pid and command of each."""
-    found = []
+def processes() -> Iterator[tuple[int, int, str, bytes, bytes]]:
+    """(process id, its parent's, state, command line, environment) of each process that may be looked at."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            command = (folder / "cmdline").read_bytes()
-            is_ours = TOKEN.encode() in (folder / "environ").read_bytes() or int(parent) == os.getpid()
+            status, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            found = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:  # ended meanwhile, or another user's
             continue
-        is_servant = int(parent) == os.getpid() and any(name in command for name in SERVANTS)
-        if is_ours and not is_servant and state != "Z" and int(folder.name) != os.getpid():
-            found.append(f"process {folder.name}: {command.replace(NUL, b' ').decode(errors='replace')}")
+        yield int(folder.name), int(parent), status, *found
+
+
+def processes_of_this_run() -> list[str]:
+    """Our children and all that inherited TOKEN, but for the servants: process id and command line of each."""
+    token, me, found = f"{TOKEN}={os.environ[TOKEN]}".encode(), os.getpid(), []
+    for process, parent, status, command, environment in processes():
+        is_servant = parent == me and any(name in command for name in SERVANTS)
+        if (token in environment or parent == me) and not is_servant and status != "Z" and process != me:
+            found.append(f"process {process}: {command.replace(NUL, b' ').decode(errors='replace')}")
     return found
+
+
+def is_another_run_here() -> bool:
+    """Whether other tests run on this machine, whose shared-memory files have such names too."""
+    own, name = f"{TOKEN}={os.environ[TOKEN]}".encode(), f"{TOKEN}=".encode()
+    return any(name in environment and own not in environment for *_, environment in processes())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from standin import compiling
 
 from singa_lite.config import state
 from singa_lite.device import Device, create_cuda_gpu
+from tests.standin import compiling
 
 ROOT = Path(__file__).parents[1]
-STANDIN = Path(__file__).parent / "standin"
 
 
 def no_gpu() -> str:
@@ -38,11 +38,11 @@ def standin_cupy() -> Iterator[None]:
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "cupy"}
     for name in before:
         del sys.modules[name]
-    sys.path.insert(0, str(STANDIN))
+    sys.path.insert(0, str(compiling.STANDIN))
     try:
         yield
     finally:
-        sys.path.remove(str(STANDIN))
+        sys.path.remove(str(compiling.STANDIN))
         for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
             del sys.modules[name]
         sys.modules.update(before)
@@ -50,14 +50,14 @@ def standin_cupy() -> Iterator[None]:
 
 def standin_cudnn(*options: str) -> Path:
     """The stand-in of libcudnn, compiled with ``options``."""
-    folder = compiling.NATIVE_TESTS / "standin" / "cudnn"
+    folder = compiling.STANDIN / "cudnn"
     sources = [*sorted(folder.glob("*.cc")), ROOT / "native/common/half.cc"]
     return compiling.library("cudnn", [*sources, compiling.driver()], [folder / "standin.h"], options)
 
 
 def standin_nccl(*options: str) -> Path:
     """The stand-in of libnccl, compiled with ``options``; its work is done by the stand-in of libcuda."""
-    return compiling.library("nccl", [compiling.NATIVE_TESTS / "standin_nccl.cc"], (), options)
+    return compiling.library("nccl", [compiling.STANDIN / "nccl" / "nccl.cc"], (), options)
 
 
 def cuda_device(monkeypatch: pytest.MonkeyPatch) -> Device:
@@ -78,10 +78,28 @@ def standin_device(monkeypatch: pytest.MonkeyPatch) -> Device:
         with standin_cupy():
             create_cuda_gpu()
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn()))
-    # as much memory as the real one wants would only be filled with NaNs
+    if "SINGA_LITE_CUDA_LIB" not in os.environ:  # else a test has chosen one
+        monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
+    # as much memory as the real one needs would only be filled with NaNs
     monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.conv"], "WORKSPACE_BYTES", (1 << 20, 1 << 16))
     device: Device = state.cuda_devices[0]
     return device
+
+
+def standin_environment() -> dict[str, str]:
+    """Return the environment in which another Python finds all stand-ins, and gpu-check takes tiny sizes."""
+    path = [str(ROOT), str(compiling.STANDIN), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "SINGA_LITE_CUDNN_LIB": str(standin_cudnn()),
+        "SINGA_LITE_NCCL_LIB": str(standin_nccl()),
+        "SINGA_LITE_CUDA_LIB": str(compiling.driver()),
+        "STANDIN_GPUS": "1",
+        "STANDIN_VERSION": "23003",  # of NCCL, which lets ranks share a GPU
+        "GPU_CHECK_QUICK": "1",
+        "GPU_CHECK_TORCH": "cpu",
+    }
 
 
 def cuda_device_of_rank() -> Device:

@@ -9,7 +9,7 @@
     def test_mean_of_three_ranks():
         results = run_ranks(averages, 3, 10.0)
 
-The function must stand at the top level of its module. shm ranks are forked from one helper process that
+The function must be at the top level of its module. shm ranks are forked from one helper process that
 has numpy, pytest and singa_lite loaded already, so a start takes milliseconds; mpi ranks come from mpiexec.
 Whatever happens, no process and no /dev/shm file of the run stays.
 """
@@ -38,6 +38,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.limits import LIMIT_S
+
+ROOT = Path(__file__).resolve().parents[1]
+# how a process of ours starts: this module has one name there too
+START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import ranks; ranks.main(sys.argv[1:])"
 GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
 PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
 
@@ -54,9 +59,9 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = LIMIT_S,
     transport: str = "shm",
-    communicator_timeout_s: float = 30,
+    communicator_timeout_s: float = 200,
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Call ``function(communicator, *args)`` on ``size`` ranks.
@@ -66,10 +71,11 @@ def run_ranks(
         size: number of ranks; 1 for transport "local", which runs in this process.
         args: the same on every rank; picklable.
         timeout_s: after this many seconds the ranks that still run are killed.
-        transport: "shm", "mpi", "local", or "none" for ranks that make their own world: then the function
-            is called with a ``World`` instead of a communicator.
+        transport: any of ``find_transports()`` that joins worlds; "local" runs in this process, "mpi" under mpiexec;
+            or "none" for ranks that make their own world: then the function is called with a ``World`` instead of a
+            communicator.
         communicator_timeout_s: the time-out the communicator is made with.
-        return_exceptions: return a failed rank's exception in its place (RankDied and RankHung for ranks
+        return_exceptions: return a failed rank's exception instead of its result (RankDied and RankHung for ranks
             that could not raise), instead of failing.
 
     Returns:
@@ -80,8 +86,13 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        ticket = "test" + secrets.token_hex(8)
-        spec = {"size": size, "transport": transport, "ticket": ticket, "timeout_s": communicator_timeout_s}
+        rendezvous_id = "test" + secrets.token_hex(8)
+        spec = {
+            "size": size,
+            "transport": transport,
+            "rendezvous_id": rendezvous_id,
+            "timeout_s": communicator_timeout_s,
+        }
         (folder / "call.json").write_text(json.dumps(spec))
         (folder / "call.pickle").write_bytes(_dump_call(function, args))
         if transport == "local":
@@ -92,7 +103,7 @@ def run_ranks(
         else:
             complaints = _Helper.get().run(folder, size, timeout_s)
         outcomes = [_outcome(folder, rank) for rank in range(size)]
-    left = [path for path in Path("/dev/shm").glob(f"*{ticket}*") if _unlink(path)]
+    left = [path for path in Path("/dev/shm").glob(f"*{rendezvous_id}*") if _unlink(path)]
     complaints += [f"left in /dev/shm: {path.name}" for path in left]
     failed = [rank for rank, (error, _) in enumerate(outcomes) if error is not None]
     if complaints or (failed and not return_exceptions):
@@ -147,7 +158,7 @@ def _mpiexec() -> str | None:
 def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
     mpiexec = _mpiexec()
     assert mpiexec, mpi_missing()
-    command = [mpiexec, "-n", str(size), sys.executable, str(Path(__file__).resolve()), "rank", str(folder)]
+    command = [mpiexec, "-n", str(size), sys.executable, "-c", START, "rank", str(folder)]
     with (folder / "mpiexec").open("w") as log:
         job = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -165,7 +176,7 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGTERM)  # mpiexec ends its ranks, which are sessions of their own
             with contextlib.suppress(subprocess.TimeoutExpired):
-                job.wait(5)
+                job.wait(60)
         finally:
             for pid in folder.glob("pid-*"):
                 with contextlib.suppress(ProcessLookupError):
@@ -185,7 +196,7 @@ class _Helper:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # no BLAS threads, or fork is not safe
-        command = [sys.executable, str(Path(__file__).resolve()), "helper"]
+        command = [sys.executable, "-c", START, "helper"]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -347,13 +358,13 @@ def _run_rank(folder: Path, rank: int, function: Callable[..., Any], args: Seque
         if communicator is None:
             from singa_lite.comm.base import World
 
-            subject = World(rank, spec["size"], rank, spec["size"], spec["ticket"], "shm")
+            subject = World(rank, spec["size"], rank, spec["size"], spec["rendezvous_id"], "shm")
         value = function(subject, *args)
         _write_result(folder, rank, None, value)
     except BaseException as error:
         _write_result(folder, rank, error, traceback.format_exc())
         if communicator is not None and hasattr(communicator, "abort"):
-            communicator.abort(f"{type(error).__name__}: {error}")  # as the script's own door does
+            communicator.abort(f"{type(error).__name__}: {error}")  # as at the end of a script
         return 1
     finally:
         if communicator is not None:
@@ -363,22 +374,14 @@ def _run_rank(folder: Path, rank: int, function: Callable[..., Any], args: Seque
 
 def _make_communicator(spec: dict[str, Any], rank: int) -> Any:
     """The communicator of ``spec``; None for transport "none"."""
+    if spec["transport"] == "none":
+        return None
+    from singa_lite.comm import find_transports
     from singa_lite.comm.base import World
 
-    size, timeout_s = spec["size"], spec["timeout_s"]
-    if spec["transport"] == "local":
-        from singa_lite.comm.local import LocalCommunicator
-
-        return LocalCommunicator(World(), timeout_s)
-    if spec["transport"] == "mpi":
-        from singa_lite.comm.mpi import MpiCommunicator
-
-        return MpiCommunicator(World(rank, size, rank, size, "", "mpi"), timeout_s)
-    if spec["transport"] == "shm":
-        from singa_lite.comm.shm import ShmCommunicator
-
-        return ShmCommunicator(World(rank, size, rank, size, spec["ticket"], "shm"), timeout_s)
-    return None
+    size, transport = spec["size"], spec["transport"]
+    world = World(rank, size, rank, size, spec["rendezvous_id"], transport)
+    return find_transports()[transport](world, spec["timeout_s"])
 
 
 def _write_result(folder: Path, rank: int, error: BaseException | None, value: Any) -> None:
@@ -416,9 +419,9 @@ def _mpi_rank(folder: Path) -> None:
     MPI.Finalize()
 
 
-if __name__ == "__main__":
-    sys.modules["ranks"] = sys.modules["__main__"]  # so that RankDied is one class, however it is imported
-    if sys.argv[1] == "helper":
+def main(arguments: Sequence[str]) -> None:
+    """Run what the parent started: the helper, or a rank under mpiexec."""
+    if arguments[0] == "helper":
         _serve()
     else:
-        _mpi_rank(Path(sys.argv[2]))
+        _mpi_rank(Path(arguments[1]))

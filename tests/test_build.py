@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from singa_lite import _native
+from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 BUILD_TAG = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
@@ -28,8 +29,8 @@ NEEDED = (
     "singa_lite",
     "native",
 )
-pytestmark = pytest.mark.timeout(600)  # compiles native/
 HAS_ONEDNN = bool(getattr(_native.load("_kernels")[0], "onednn", ""))
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
 
 
 def copy_sources(folder: Path) -> Path:
@@ -50,40 +51,50 @@ def pip_wheel(source: Path, out: Path, **environment: str) -> subprocess.Complet
         [*command, "--wheel-dir", str(out), str(source)],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=LIMIT_S,
         env={**os.environ, **environment},
     )
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """A copy of the sources where an earlier build left a deleted module and a cache of vanished tools."""
-    folder = copy_sources(tmp_path_factory.mktemp("build") / "source")
-    stale = folder / "build" / f"lib.{BUILD_TAG}" / "singa_lite"
-    stale.mkdir(parents=True)
+def leave_traces(folder: Path) -> None:
+    """What an earlier build may have left in ``folder``: a module that is deleted since, a cache of vanished tools."""
+    stale, build = folder / "build" / f"lib.{BUILD_TAG}" / "singa_lite", folder / "build" / "native"
+    stale.mkdir(parents=True, exist_ok=True)
     (stale / "deleted.py").write_text("")
-    cache = folder / "build" / f"temp.{BUILD_TAG}"
-    cache.mkdir()
-    (cache / "CMakeCache.txt").write_text(
+    build.mkdir(exist_ok=True)
+    (build / "CMakeCache.txt").write_text(
         "CMAKE_GENERATOR:INTERNAL=Ninja\nCMAKE_MAKE_PROGRAM:FILEPATH=/gone/ninja\n"
-        f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\nCMAKE_CACHEFILE_DIR:INTERNAL={cache}\n"
+        f"CMAKE_HOME_DIRECTORY:INTERNAL={folder}\nCMAKE_CACHEFILE_DIR:INTERNAL={build}\n"
     )
-    return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(source):
-    done = pip_wheel(source, source / "out")
+def wheel_of(source: Path, out: Path, **environment: str) -> zipfile.ZipFile:
+    done = pip_wheel(source, out, **environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    (path,) = (source / "out").glob("*.whl")
+    (path,) = out.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
-def test_the_wheel_holds_every_module_and_nothing_of_earlier_builds(wheel, source):
+def names_in(folder: Path) -> set[str]:
+    """The files of the package in a checkout or a copy of its sources that belong in a wheel."""
+    files = (path for path in (folder / "singa_lite").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    return {str(path.relative_to(folder)) for path in files}
+
+
+def sources_in(wheel: zipfile.ZipFile) -> set[str]:
     kinds = (".py", ".cu", ".cuh")
-    files = [path for path in (source / "singa_lite").rglob("*") if path.suffix in kinds]
-    packed = {name for name in wheel.namelist() if name.startswith("singa_lite/") and name.endswith(kinds)}
-    assert packed == {str(path.relative_to(source)) for path in files}
+    return {name for name in wheel.namelist() if name.startswith("singa_lite/") and name.endswith(kinds)}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Of this checkout, so that what is compiled already is only linked again."""
+    leave_traces(ROOT)
+    return wheel_of(ROOT, tmp_path_factory.mktemp("build"))
+
+
+def test_the_wheel_holds_every_module_and_nothing_of_earlier_builds(wheel):
+    assert sources_in(wheel) == names_in(ROOT)
 
 
 def test_the_wheel_carries_types_and_licence(wheel):
@@ -112,12 +123,12 @@ def load_from(folder: Path, module: str, question: str = "''") -> str:
         f"import sys; sys.path.insert(0, {str(folder)!r}); from singa_lite import _native; "
         f"module, reason = _native.load({module!r}); print(*((module.__file__, {question}) if module else (reason,)))"
     )
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
     return done.stdout + done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
-@pytest.mark.parametrize("module", ["_comm", "_cudnn", "_kernels"])
+@ON_LINUX
+@pytest.mark.parametrize("module", ["_comm", "_cudnn", "_kernels", "_nccl"])
 def test_the_compiled_module_loads_from_the_unpacked_wheel(wheel, tmp_path, module):
     wheel.extractall(tmp_path)
     assert load_from(tmp_path, module).startswith(str(tmp_path / "singa_lite" / module))
@@ -129,17 +140,22 @@ def test_the_wheel_carries_onednn_and_its_licences(wheel):
     assert {"libdnnl.so.3", "libdnnl.LICENSE", "libdnnl.THIRD-PARTY-PROGRAMS"} <= names
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the compiled modules are for Linux")
-def test_a_rebuild_without_onednn_has_kernels_of_its_own_and_nothing_of_onednn(wheel, source, tmp_path):
-    """In the folder of the build before, most of whose object files still hold."""
-    done = pip_wheel(source, tmp_path, SINGA_LITE_ONEDNN="off")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    (path,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(path) as plain:
-        assert not any("libdnnl" in name for name in plain.namelist())
-        plain.extractall(tmp_path / "unpacked")
-    found = load_from(tmp_path / "unpacked", "_kernels", "module.onednn == ''")
-    assert found.startswith(str(tmp_path / "unpacked")) and found.split()[1] == "True"
+@pytest.mark.slow
+@ON_LINUX
+def test_a_copy_of_the_sources_builds_with_onednn_and_then_without(wheel, tmp_path):
+    """All is compiled, and nothing else of a checkout is needed; the second time most object files still hold."""
+    source = copy_sources(tmp_path / "source")
+    leave_traces(source)
+    copied = wheel_of(source, tmp_path / "first")
+    assert set(copied.namelist()) == set(wheel.namelist())
+    copied.extractall(tmp_path / "unpacked")
+    for module in ("_comm", "_cudnn", "_kernels", "_nccl"):
+        assert load_from(tmp_path / "unpacked", module).startswith(str(tmp_path / "unpacked"))
+    plain = wheel_of(source, tmp_path / "second", SINGA_LITE_ONEDNN="off")
+    assert not any("libdnnl" in name for name in plain.namelist()) and sources_in(plain) == sources_in(copied)
+    plain.extractall(tmp_path / "plain")
+    found = load_from(tmp_path / "plain", "_kernels", "module.onednn == ''")
+    assert found.startswith(str(tmp_path / "plain")) and found.split()[1] == "True"
 
 
 def test_a_misspelt_switch_is_an_error(tmp_path):
@@ -148,12 +164,25 @@ def test_a_misspelt_switch_is_an_error(tmp_path):
     assert "SINGA_LITE_ONEDNN must be on or off, not 'none'" in done.stdout + done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="nothing is compiled elsewhere")
+@ON_LINUX
 def test_a_failing_compiler_is_shown_with_the_cure(tmp_path):
     done = pip_wheel(copy_sources(tmp_path / "source"), tmp_path, CXX="/bin/false")
     assert done.returncode != 0
     assert "/bin/false" in done.stdout + done.stderr
     assert "needs a C++17 compiler (Debian, Ubuntu: apt install g++)" in done.stdout + done.stderr
+
+
+@ON_LINUX
+def test_the_native_programs_pass():
+    """Those of native/tests, without sanitizers; `make sanitize` runs them with."""
+    programs = {path.stem for path in (ROOT / "native" / "tests").glob("*_test.cc")}
+    command = [sys.executable, "setup.py", "--quiet", "native_tests"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S, cwd=ROOT)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    lines = [
+        line for line in done.stdout.splitlines() if line.rstrip().endswith("sec") and " Passed " in line
+    ]
+    assert programs and {line.split()[3] for line in lines} >= programs, "a program was not built"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +201,7 @@ def test_only_linux_compiles_anything(platform, expected):
         "print([extension.name for extension in made['ext_modules']], 'singa_lite.data' in made['packages'])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == f"{expected} True"
 
@@ -202,7 +231,7 @@ def loaded_by(packages: str) -> tuple[set[str], str]:
         [sys.executable, "-I", "-c", REPORT.format(packages)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=True,
     )
     modules, threads = done.stdout.splitlines()

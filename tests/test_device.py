@@ -9,13 +9,14 @@ import threading
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu, standin_cupy
 
 from singa_lite import autograd, device, layer, model, opt, singa_wrap
 from singa_lite._native import load
 from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
+from tests.devices import cuda_device, no_gpu, standin_cupy
+from tests.limits import LIMIT_S
 
 STEPS = 12
 
@@ -73,7 +74,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Device:
     [
         (lambda: opt.SGD(0.1, momentum=0.9), "float32", 1e-3),
         (lambda: opt.SGD(0.1, momentum=0.9), "float16", 5e-2),
-        (lambda: opt.Adam(0.01), "float32", 1e-3),  # float16 has no place for its eps of 1e-8
+        (lambda: opt.Adam(0.01), "float32", 1e-3),  # float16 cannot hold its eps of 1e-8
     ],
 )
 def test_training_is_the_same_on_cpu_and_gpu(make, dtype, rtol, use_graph, cuda):  # type: ignore[no-untyped-def]
@@ -83,7 +84,7 @@ def test_training_is_the_same_on_cpu_and_gpu(make, dtype, rtol, use_graph, cuda)
     np.testing.assert_allclose(losses_on(cuda, dtype, use_graph, make()), expected, rtol=rtol)
 
 
-def test_tensors_of_two_devices_do_not_meet_in_silence(cuda: Device) -> None:
+def test_tensors_of_two_devices_are_not_mixed_silently(cuda: Device) -> None:
     one, other = Tensor((2,)), Tensor((2,), cuda)
     with pytest.raises(DeviceError):
         one + other
@@ -135,7 +136,7 @@ def test_importing_the_package_does_not_import_cupy() -> None:
     code = (
         "import sys, singa_lite; sys.exit('cupy' in sys.modules or 'singa_lite.backend.cuda' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0
 
 
 @pytest.mark.skipif(load("_kernels")[0] is None, reason="no compiled kernels, so no threads")

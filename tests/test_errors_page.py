@@ -15,7 +15,6 @@ GLUE = " :;,'()."
 LEAST = 8  # shorter pieces of a message are glue such as " of "
 # raised with the text of another error, which the page has
 PASSED_ON = {
-    "DistOpt, rank {}: {}",
     "new_group {}: {}",
     "rank {}: {}: {}",
     "find_world: {} started this process as rank {} of {}, but {}",

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from singa_lite.data import load_mnist
+from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "mnist"
@@ -48,7 +49,7 @@ def run(digits, *command):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -86,13 +87,13 @@ def test_train_mnist_tells_what_it_does_and_leaves_plot_and_checkpoint(digits, t
     assert [int(epoch) for epoch in re.findall(r"Starting Epoch (\d):", output)] == [0, 1, 2]
     assert len(losses) == 3 and losses[2] < losses[0]
     assert output.count("images/s") == 3 and output.count("bytes sent per step") == 3
-    assert "graph of" not in output
+    graphs = re.findall(r"graph of (.*): (\d+) kernels, \d+ collectives\n", output)
+    assert graphs and all("'fp16'" in inputs and int(kernels) > 5 for inputs, kernels in graphs)
     assert (tmp_path / "mnist_cnn.zip").exists() and (tmp_path / "mnist_cnn.png").stat().st_size > 10_000
 
-    replayed = run(digits, *LAUNCH_2, *script, "--epochs", 1, "--graph")
-    graphs = re.findall(r"graph of (.*): (\d+) kernels, \d+ calls of Python\n", replayed)
-    assert graphs and all("'fp16'" in inputs and int(kernels) > 5 for inputs, kernels in graphs)
-    np.testing.assert_allclose(losses_of(replayed), losses[:1], rtol=1e-3)
+    eager = run(digits, *LAUNCH_2, *script, "--epochs", 1, "--no-graph")
+    assert "graph of" not in eager
+    np.testing.assert_allclose(losses_of(eager), losses[:1], rtol=1e-3)
 
 
 def test_train_mnist_in_float16_follows_float32(digits, tmp_path):
@@ -109,10 +110,19 @@ def test_train_mnist_without_data_says_what_to_do(tmp_path):
     environment = {**os.environ, "MNIST_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "train_mnist.py")],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode != 0 and "DataError" in done.stderr and str(tmp_path) in done.stderr
     assert "Starting Epoch" not in done.stdout
+
+
+def test_the_script_of_the_guide_trains_as_printed(tmp_path):
+    page = (ROOT / "docs" / "data-parallel.md").read_text()
+    [source] = re.findall(r"```python\n(import .*?)```", page, re.DOTALL)
+    shown = "print(sgd.world_size, sgd.bytes_sent, out.shape, tensor.to_numpy(loss).tolist())\n"
+    (tmp_path / "guide.py").write_text(source + shown)
+    for command, expected in (([sys.executable], "1 0 (8, 10)"), (LAUNCH_2, "2 407080 (20, 10)")):
+        assert expected in run(tmp_path, *command, tmp_path / "guide.py")
 
 
 def test_train_adding_learns_to_add_on_two_processes(tmp_path):
@@ -131,6 +141,35 @@ def test_train_adding_learns_to_add_on_two_processes(tmp_path):
     assert "world size 2, device Device(cpu), gru, dist_option fp32" in output
     [error] = re.findall(r"Mean square error of 1000 new sequences = ([\d.]+)", output)
     assert float(error) < 0.02  # to answer 1 always has 1/6
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_train_text_learns_and_keeps_equal_bits_on_all_ranks(tmp_path, ranks):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    script = [
+        ROOT / "examples" / "train_text.py", tmp_path / "text.txt", "--layers", 1, "--width", 16, "--heads", 2,
+        "--length", 16, "--batch-size", 8, "--steps", 60, "--lr", 0.01, "--write", 9,
+    ]  # fmt: skip
+    launch = [sys.executable] if ranks == 1 else [*LAUNCH_2[:-1], ranks]
+    output = run(tmp_path, *launch, *script)
+    assert f"world size {ranks}, device Device(cpu)" in output
+    [first] = re.findall(r"step 1: loss ([\d.]+)", output)
+    [train, test] = re.findall(r"Training loss = ([\d.]+), of text not trained on = ([\d.]+)", output)[0]
+    assert float(first) > 3 and float(train) < 1.2 and float(test) < 1.2  # 28 characters: ln 28 = 3.3
+    sums = re.findall(r"rank \d: parameters have the checksum (\w+)", output)
+    assert len(sums) == ranks and len(set(sums)) == 1
+    eager = run(tmp_path, *launch, *script, "--no-graph")
+    [again] = re.findall(r"Training loss = ([\d.]+)", eager)
+    assert abs(float(again) - float(train)) < 1e-2
+
+
+def test_train_text_refuses_a_text_that_is_too_short(tmp_path):
+    (tmp_path / "text.txt").write_text("short")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_text.py"), str(tmp_path / "text.txt")],
+        capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.returncode != 0 and "5 characters are too few for pieces of 128" in done.stderr
 
 
 def test_benchmark_of_dist_options_reports_every_option(digits, tmp_path):

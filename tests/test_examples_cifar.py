@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from singa_lite.data import synthetic_cifar10
+from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_cifar.py"
@@ -23,7 +24,7 @@ def start(*command, **environment):
     return subprocess.run(
         [str(part) for part in command],
         env={**os.environ, "MPLBACKEND": "Agg", **environment},
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 

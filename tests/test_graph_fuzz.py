@@ -128,7 +128,7 @@ def trained(seed, use_graph, option="fp32", communicator=None, sizes=(5, 5, 3, 5
 
 
 def assert_alike(eager, graph, seed):
-    assert all(info.refusal is None for info in graph[2])
+    assert all(info.break_reason is None for info in graph[2])
     for step, (ones, others) in enumerate(zip(eager[0], graph[0], strict=True)):
         for one, other in zip(ones, others, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-3, atol=2e-4, err_msg=f"seed {seed}, step {step}")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.config import state
+from singa_lite.config import this_thread
 from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
@@ -106,7 +106,7 @@ FEATURES = [
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: features.__name__)
 def test_what_is_read_in_another_shape_than_it_was_made_in(features):
     net = assert_alike(type("Reshaping", (Net,), {"features": features}))
-    assert net.graph_info()[0].refusal is None
+    assert net.graph_info()[0].break_reason is None
 
 
 def test_an_update_between_two_losses_changes_no_gradient_of_a_relu():
@@ -133,7 +133,7 @@ def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
         def features(self, x):
             return Shifted()(self.conv(x))
 
-    assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].refusal
+    assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].break_reason
 
 
 def test_a_tensor_put_aside_holds_the_values_of_the_last_step():
@@ -181,8 +181,8 @@ def test_another_thread_is_no_part_of_a_recorded_step():
             thread.join()
             return super().features(x)
 
-    assert assert_alike(Disturbed).graph_info()[0].refusal is None
-    assert state.recorder is None
+    assert assert_alike(Disturbed).graph_info()[0].break_reason is None
+    assert this_thread.recorder is None
 
 
 def test_a_copy_of_a_recorded_model_trains_on_its_own():

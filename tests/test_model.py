@@ -3,6 +3,7 @@
 
 import threading
 import zipfile
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -95,11 +96,12 @@ def test_training_lowers_the_loss_and_eval_leaves_no_trace():
 @pytest.mark.parametrize("use_graph", [False, True])
 def test_a_thread_that_evaluates_leaves_another_one_training(use_graph):
     evaluated = compiled()
-    before, seen = values(evaluated), []
+    evaluated.eval()
+    before, seen = values(evaluated), SimpleQueue()  # a record does not look into that
 
     def evaluate():
-        evaluated.eval()
-        seen.extend([evaluated(batch(9)[0]), autograd.training])
+        evaluated(batch(9)[0])
+        seen.put(autograd.training)
 
     class Disturbed(Net):
         def forward(self, x):
@@ -114,7 +116,8 @@ def test_a_thread_that_evaluates_leaves_another_one_training(use_graph):
         get_default_device().SetRandSeed(7)
         for step in range(3):
             net(*batch(step))
-    assert autograd.training is True and seen[1::2] == [False] * (1 if use_graph else 3)
+    flags = [seen.get() for _ in range(seen.qsize())]
+    assert autograd.training is True and flags == [False] * (1 if use_graph else 3)
     assert values(nets[1]) == values(nets[0]) and values(evaluated) == before
 
 
@@ -167,7 +170,7 @@ def test_new_inputs_options_and_batch_sizes_are_honoured(use_graph):
         loss = other.loss(out, y)
         expected.append(loss.item())
         other.optimizer(loss, option, 0.5)
-    assert seen == expected and len(set(seen)) == 4
+    assert seen == (pytest.approx(expected, rel=1e-6) if use_graph else expected) and len(set(seen)) == 4
 
 
 def test_an_optimizer_set_after_compile_is_prepared_at_the_first_call():
@@ -264,7 +267,7 @@ def test_a_checkpoint_of_another_optimizer_or_a_damaged_one_changes_nothing(tmp_
         with pytest.raises(CheckpointError):
             net.load_states(path)
         assert values(net) == before
-    with pytest.raises(CheckpointError, match="no array of numbers"):
+    with pytest.raises(CheckpointError, match="not an array of numbers"):
         net.save_states(tmp_path / "aux.zip", {"a": {"x": 1}})
 
 

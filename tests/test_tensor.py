@@ -113,6 +113,7 @@ SAMPLES = [
     Sample("repeat", (A, 2), np.repeat),
     Sample("repeat", (A, (2, 0, 1), 0), np.repeat),
     Sample("repeat", (A, (2, 0, 1, 3), -1), np.repeat),
+    Sample("repeat", (A, [2], 0), np.repeat),
     Sample("concatenate", ([A, normal(3, 1)], -1), np.concatenate),
     Sample("zeros_like", (A,), np.zeros_like),
     Sample("ones_like", (A,), np.ones_like),
@@ -214,7 +215,7 @@ def test_a_part_keeps_axes_and_honours_steps(keys: Any, same_in_numpy: Any) -> N
     np.testing.assert_array_equal(to_numpy(t), A)
 
 
-def test_rows_of_a_tensor_and_numpy_meet_it() -> None:
+def test_rows_of_a_tensor_and_numpy_combine_with_it() -> None:
     t = wrap(A)
     assert [row.shape for row in t] == [(1, 4)] * 3
     np.testing.assert_array_equal(np.asarray(t), A)
@@ -239,7 +240,7 @@ def test_rows_and_columns_change_the_matrix(name: str, vector: np.ndarray, refer
     t = wrap(A)
     assert getattr(t, name)(wrap(vector)) is t
     np.testing.assert_allclose(to_numpy(t), reference)
-    with pytest.raises(ShapeError, match=r"is no (row|column) of a matrix"):
+    with pytest.raises(ShapeError, match=r"is not a (row|column) of a matrix"):
         getattr(t, name)(Tensor((5,), dtype="float64"))
 
 
@@ -249,16 +250,37 @@ def test_small_methods() -> None:
     assert t.contiguous() is t and not t.T().is_transpose()
     np.testing.assert_allclose(to_numpy(t // 0.5), np.floor(A / 0.5))
     np.testing.assert_allclose(to_numpy(t // wrap(B)), np.floor(A / B))
+    np.testing.assert_allclose(to_numpy(abs(t)), np.abs(A))
     t.reset_like(Tensor((2,), dtype="int32"))
     assert t.dtype == "int32" and to_numpy(t).tolist() == [0, 0]
     assert autograd.Operation is autograd.Operator
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_integers_divide_to_the_floor_of_their_quotient(device: Device, dtype: str) -> None:
+    lowest, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    a = np.array([7, -7, 7, -7, 6, -6, 0, 5, -5, lowest, lowest, largest, lowest], dtype)
+    b = np.array([2, 2, -2, -2, 3, 3, 4, 0, 0, -1, 1, largest, 2], dtype)
+    quotients = Tensor(data=a, dtype=dtype) // Tensor(data=b, dtype=dtype)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(to_numpy(quotients), a // b)
+    assert quotients.dtype == dtype
+    np.testing.assert_array_equal(to_numpy(Tensor(data=a, dtype=dtype) // 4), a // 4)
+    with pytest.raises(DTypeError, match="int"):
+        Tensor(data=a, dtype=dtype) // 0.5
+
+
+def test_numpy_arrays_are_copied_by_to_numpy_too() -> None:
+    values = np.arange(3)
+    copied = to_numpy(values)
+    copied[0] = 9
+    assert values.tolist() == [0, 1, 2] and copied.tolist() == [9, 1, 2]
 
 
 def test_what_would_lose_a_gradient_raises(training: None) -> None:
     y = Tensor(data=A, stores_grad=True) * 2
     assert wrap(A).is_dummy() and not y.is_dummy()
     attempts: list[Callable[[], object]] = [
-        lambda: y[0],
         lambda: y // 2,
         lambda: y.reset_like(y),
         lambda: y.copy_data(y.clone()),
@@ -268,7 +290,34 @@ def test_what_would_lose_a_gradient_raises(training: None) -> None:
     for attempt in attempts:
         with pytest.raises(GraphError):
             attempt()
-    assert to_numpy(y.clone()[0]).shape == (1, 4)
+
+
+KEYS: list[Any] = [
+    0,
+    -1,
+    slice(1, None),
+    (slice(None), 0),
+    (slice(None, None, 2), slice(None, None, -1)),
+    (-1, slice(3, 0, -2)),
+]
+KEYS += [slice(5, 9), slice(2, 1), (..., 1), (0, ...), (...,), (0, ..., slice(1, 3))]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_a_part_of_a_recorded_tensor_has_a_gradient(device: Device, training: None, key: Any) -> None:
+    keys = tuple(
+        slice(k, k + 1 or None) if isinstance(k, int) else k
+        for k in (key if isinstance(key, tuple) else (key,))
+    )
+    x = Tensor(data=A, dtype="float64", stores_grad=True)
+    part = (x * 2)[key]
+    np.testing.assert_array_equal(to_numpy(part), 2 * A[keys])
+    direction = np.random.default_rng(1).standard_normal(part.shape)
+    expected = np.zeros(A.shape)
+    expected[keys] = 2 * direction
+    (gradient,) = autograd.gradients(part, Tensor(data=direction, dtype="float64")).values()
+    np.testing.assert_allclose(to_numpy(gradient), expected)
+    assert part.clone()[()].shape == part.shape
 
 
 def test_a_refused_row_leaves_the_matrix_alone() -> None:
@@ -299,7 +348,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: t(6).reshape((-1, -1)), ShapeError, "at most one -1"),
     (lambda: t(6).reshape("ab"), ShapeError, "made of ints"),
     (lambda: t(2, 3).transpose((0, 0)), ShapeError, "twice"),
-    (lambda: t(2, 3).transpose((0,)), ShapeError, "no permutation"),
+    (lambda: t(2, 3).transpose((0,)), ShapeError, "not a permutation"),
     (lambda: t(2, 3).transpose((0, 2)), ShapeError, "out of range"),
     (lambda: t(2) < t(3), ShapeError, "less: shapes .* do not broadcast"),
     (lambda: t(2) == t(3), ShapeError, "equal: shapes .* do not broadcast"),
@@ -308,10 +357,10 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: changed("__iadd__", t(2), "a"), DTypeError, "got str"),
     (lambda: changed("__iadd__", t(2, dtype="int32"), 0.5), DTypeError, "cannot hold"),
     (lambda: changed("__itruediv__", t(2, dtype="int32"), 2), DTypeError, "in-place division"),
-    (lambda: changed("__iadd__", t(2), elsewhere(2)), DeviceError, "meet"),
-    (lambda: Tensor((2,), device="cpu"), DeviceError, "'cpu' is no Device"),
-    (lambda: t(2).to_device("cpu"), DeviceError, "'cpu' is no Device"),
-    (lambda: from_numpy([1.0], 0), DeviceError, "0 is no Device"),
+    (lambda: changed("__iadd__", t(2), elsewhere(2)), DeviceError, "tensors are on"),
+    (lambda: Tensor((2,), device="cpu"), DeviceError, "'cpu' is not a Device"),
+    (lambda: t(2).to_device("cpu"), DeviceError, "'cpu' is not a Device"),
+    (lambda: from_numpy([1.0], 0), DeviceError, "0 is not a Device"),
     (lambda: Tensor((2.5,)), ShapeError, "made of ints"),
     (lambda: Tensor("ab"), ShapeError, "made of ints"),
     (lambda: Tensor((-1,)), ShapeError, "negative"),
@@ -319,20 +368,20 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: Tensor(data=["a"]), DTypeError, "not numbers"),
     (lambda: t(2)[2], ShapeError, "index 2 is out of range"),
     (lambda: t(2)[0, 0], ShapeError, "2 keys"),
-    (lambda: t(2)["a"], ShapeError, "key 'a' is no int"),
+    (lambda: t(2)["a"], ShapeError, "key 'a' is not an int"),
     (lambda: t(2)[::0], ShapeError, "step"),
-    (lambda: t(2)["a":], ShapeError, "no slice"),
+    (lambda: t(2)["a":], ShapeError, "not a slice"),
     (lambda: t(2).repeat(-1), ShapeError, "int >= 0"),
-    (lambda: t(2).repeat((1, 2, 3)), ShapeError, "2 places"),
+    (lambda: t(2).repeat((1, 2, 3)), ShapeError, "2 elements"),
     (lambda: t(2).repeat(2, 1), ShapeError, "axis 1 is out of range"),
-    (lambda: t(2, dtype="int32") // 2, DTypeError, "needs float"),
+    (lambda: t(2, dtype="int32") // 0.5, DTypeError, "int32 cannot hold"),
     (lambda: t(2) // t(3), ShapeError, "do not broadcast"),
     (lambda: tensor.exp(t(2, dtype="int32")), DTypeError, "exp: needs a float tensor"),
     (lambda: tensor.abs(np.ones(2)), DTypeError, "abs: expected a Tensor, got ndarray"),
     (lambda: tensor.add(1, 2), DTypeError, "expected a Tensor, got int"),
     (lambda: tensor.add(t(2), t(3)), ShapeError, "do not broadcast"),
-    (lambda: tensor.add(t(2), t(2, dtype="int32")), DTypeError, "meet"),
-    (lambda: tensor.add(t(2), elsewhere(2)), DeviceError, "meet"),
+    (lambda: tensor.add(t(2), t(2, dtype="int32")), DTypeError, "dtypes are"),
+    (lambda: tensor.add(t(2), elsewhere(2)), DeviceError, "tensors are on"),
     (lambda: tensor.add(t(2), t(2), t(3)), ShapeError, "the tensor to write"),
     (lambda: tensor.sum(t(2), 1), ShapeError, "axis 1 is out of range"),
     (lambda: tensor.average(t(2, dtype="int32")), DTypeError, "needs a float"),
@@ -370,3 +419,22 @@ def test_bad_input_raises_a_typed_error(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+# ---- print ---------------------------------------------------------------------------------------------
+
+
+def test_print_shows_values_dtype_shape_and_device(capsys: pytest.CaptureFixture[str]) -> None:
+    where = get_default_device()
+    print(Tensor(data=[[1.0, 2.5], [3.0, 4.0]], name="w"))
+    print(Tensor(data=[1, 2], dtype="int32"))
+    print(Tensor(data=3.0))
+    assert capsys.readouterr().out.splitlines() == [
+        "Tensor([[1. , 2.5],",
+        f"        [3. , 4. ]], dtype=float32, shape=(2, 2), device={where}, name='w')",
+        f"Tensor([1, 2], dtype=int32, shape=(2,), device={where})",
+        f"Tensor(3., dtype=float32, shape=(), device={where})",
+    ]
+    large = str(Tensor((1000, 1000)))
+    assert len(large) < 700 and "..." in large and "shape=(1000, 1000)" in large
+    assert repr(Tensor((2, 3), name="w")) == f"<Tensor 'w' float32[2, 3] on {where}>"  # errors need no values

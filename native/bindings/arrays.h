@@ -2,7 +2,7 @@
 // What the bindings of all kernels share: arrays as they arrive from Python, and running a kernel now or at every replay.
 //
 // A binding has the name and the form of a kernel of singa_lite/backend/base.py and returns False, having done nothing,
-// when the call is not one for it (another dtype, a strided array, odd shapes): the caller then takes the numpy path.
+// when the call is not one for it (another dtype, a strided array, odd shapes): the caller then uses the numpy kernel.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -88,14 +88,14 @@ inline void read_pair(const py::handle& pair, std::int64_t to[2]) {
   to[1] = two.second;
 }
 
-// The kernels of a recorded step between two places where Python must run. A step returns false if the values it meets are
+// The kernels of a recorded step between two points where Python must run. A step returns false if the values it gets are
 // not for it (a label out of range): its caller then computes that kernel in numpy.
 class Plan {
  public:
   using Step = std::function<bool()>;
 
   // The plan that collects the kernels run by this thread instead of running them, or null.
-  static Plan*& listening() {
+  static Plan*& recording() {
     thread_local Plan* plan = nullptr;
     return plan;
   }
@@ -114,8 +114,8 @@ bool run(const Body& body) {
     else body();
     return true;
   };
-  if (Plan::listening()) {
-    Plan::listening()->add(step);
+  if (Plan::recording()) {
+    Plan::recording()->add(step);
     return true;
   }
   py::gil_scoped_release release;

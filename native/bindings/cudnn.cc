@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of native/cuda: addresses of device memory and streams are integers, the GIL is released, and
-// CudnnError is Python's DeviceError. singa_lite/backend/cuda/cudnn.py is its door.
+// CudnnError is Python's DeviceError. singa_lite/backend/cuda/cudnn.py calls it.
 #include "cuda/cudnn.h"
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,6 @@
 
 #include "cuda/convolution.h"
 #include "cuda/norm.h"
-#include "cuda/pool.h"
 #include "cuda/rnn.h"
 
 namespace py = pybind11;
@@ -85,32 +84,14 @@ void bind_norm(py::module_& m) {
            Unlocked());
 }
 
-void bind_pool(py::module_& m) {
-  py::class_<AveragePool>(m, "AveragePool")
-      .def(py::init([](std::shared_ptr<Handle> handle, int dtype, bool is_channels_last, Shape x, Shape y,
-                       Pair kernel_size, Pair stride, Pair padding, bool count_include_pad) {
-             const Windows windows{dtype_of(dtype), layout_of(is_channels_last), x, y,
-                                   kernel_size,     stride,                      padding, count_include_pad};
-             return std::make_unique<AveragePool>(std::move(handle), windows);
-           }),
-           py::arg("handle"), py::arg("dtype"), py::arg("is_channels_last"), py::arg("x"), py::arg("y"),
-           py::arg("kernel_size"), py::arg("stride"), py::arg("padding"), py::arg("count_include_pad"))
-      .def("forward",
-           [](AveragePool& self, Address stream, Address x, Address y) { self.forward(at(stream), at(x), at(y)); },
-           Unlocked())
-      .def("backward",
-           [](AveragePool& self, Address stream, Address dy, Address dx) { self.backward(at(stream), at(dy), at(dx)); },
-           Unlocked());
-}
-
 std::unique_ptr<Recurrent> make_recurrent(std::shared_ptr<Handle> handle, int dtype, int mode, int input_size,
                                           int hidden_size, int num_layers, bool bidirectional, bool bias, int steps,
                                           int batch, std::vector<int> lengths, bool allow_tf32) {
   if (mode < 0 || mode > 3) throw py::value_error("mode is 0, 1, 2 or 3");
   if (!lengths.empty() && int(lengths.size()) != batch) throw py::value_error("one length for each sequence");
-  const Stack stack{dtype_of(dtype), RnnMode(mode), input_size, hidden_size, num_layers, bidirectional, bias, steps,
+  const RnnConfig config{dtype_of(dtype), RnnMode(mode), input_size, hidden_size, num_layers, bidirectional, bias, steps,
                     batch, std::move(lengths)};
-  return std::make_unique<Recurrent>(std::move(handle), stack, allow_tf32);
+  return std::make_unique<Recurrent>(std::move(handle), config, allow_tf32);
 }
 
 void bind_recurrent(py::module_& m) {
@@ -148,7 +129,7 @@ void bind_recurrent(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(_cudnn, m) {
-  m.doc() = "libcudnn.so.9, opened at run time; singa_lite/backend/cuda/cudnn.py is its door.";
+  m.doc() = "libcudnn.so.9, opened at run time; singa_lite/backend/cuda/cudnn.py calls it.";
   // Kept for the life of the process: exceptions may be translated while the interpreter shuts down.
   static PyObject* device_error =
       py::object(py::module_::import("singa_lite.errors").attr("DeviceError")).release().ptr();
@@ -171,6 +152,5 @@ PYBIND11_MODULE(_cudnn, m) {
 
   bind_convolution(m);
   bind_norm(m);
-  bind_pool(m);
   bind_recurrent(m);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's view of native/kernels: memory, element by element, optimizer steps, selection, and the module itself.
+// Python's view of native/kernels: memory, element by element, selection, and the module itself.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -10,14 +10,20 @@
 #include "kernels/elementwise.h"
 #include "kernels/memory.h"
 #include "kernels/pack.h"
+#include "kernels/reduce.h"
 #include "kernels/select.h"
 #include "kernels/threads.h"
-#include "kernels/update.h"
 
 using namespace singa_lite;
 using namespace pybind11::literals;
 
 namespace {
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+constexpr bool kKnowsLevels = true;
+#else
+constexpr bool kKnowsLevels = false;
+#endif
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -45,38 +51,55 @@ py::array empty(const py::handle& shape_, const py::object& dtype_) {
 
 // ---- element by element ----------------------------------------------------------------------------------------------
 
-bool bind_relu(const py::handle& x_, const py::handle& out_) {
+// The axes of x, adjacent ones joined that are both summed or both kept; nothing if one is empty.
+std::optional<SummedAxes> summed_axes(const In& x, const std::vector<bool>& is_summed) {
+  SummedAxes axes{{}, 0};
+  bool is_last_summed = false;
+  for (int axis = 0; axis < x.ndim; ++axis) {
+    const auto size = std::size_t(x.shape(axis));
+    if (size == 0) return {};
+    if (size == 1) continue;
+    if (axes.sizes.empty() || is_last_summed != is_summed[std::size_t(axis)]) axes.sizes.push_back(1);
+    if (axes.sizes.size() == 1) axes.first = is_summed[std::size_t(axis)] ? 0 : 1;
+    axes.sizes.back() *= size;
+    is_last_summed = is_summed[std::size_t(axis)];
+  }
+  if (axes.sizes.size() <= axes.first) {  // nothing but axes of size 1 is summed
+    axes.sizes.insert(axes.sizes.begin(), 1);
+    axes.first = 0;
+  }
+  return axes;
+}
+
+bool run_sum(const In& x, const Out& out, const std::vector<bool>& is_summed, bool is_mean) {
+  if (!all(x, out)) return false;
+  const auto axes = summed_axes(x, is_summed);
+  if (!axes) return false;
+  std::size_t summed = 1;
+  for (std::size_t axis = axes->first; axis < axes->sizes.size(); axis += 2) summed *= axes->sizes[axis];
+  if (out.size * summed != x.size) return false;
+  return run([=, axes = *axes] { sum(x.data(), out.data(), axes, is_mean ? double(summed) : 1.0); });
+}
+
+template <bool is_mean>
+bool bind_sum(const py::handle& x_, const py::handle& out_, const std::vector<std::int64_t>& axes, bool) {
   const In x(x_);
-  const Out out(out_);
-  if (!all(x, out) || x.size != out.size) return false;
-  return run([=] { relu(x.data(), out.data(), x.size); });
-}
-
-bool bind_relu_backward(const py::handle& dy_, const py::handle& y_, const py::handle& out_) {
-  const In dy(dy_), y(y_);
-  const Out out(out_);
-  if (!all(dy, y, out) || dy.size != out.size || y.size != out.size) return false;
-  return run([=] { relu_backward(dy.data(), y.data(), out.data(), dy.size); });
-}
-
-// Same shapes, a row of the last axis, or one number, added to the first.
-template <Arithmetic op>
-bool bind_arithmetic(const py::handle& a_, const py::handle& b_, const py::handle& out_) {
-  const In a(a_), b(b_);
-  const Out out(out_);
-  if (!all(a, b, out) || a.size != out.size || a.ndim != out.ndim || a.size == 0) return false;
-  const bool is_row = b.ndim == 1 && a.ndim >= 1 && b.shape(0) == a.shape(a.ndim - 1);
-  const bool is_same = b.ndim == a.ndim && (b.ndim == 0 || b.has_shape(a.ndim, &a.shape_ref()));
-  if (!is_same && !is_row && !(b.size == 1 && b.ndim <= a.ndim)) return false;
-  return run([=] { arithmetic(op, a.data(), b.data(), out.data(), a.size, is_same ? a.size : b.size); });
+  std::vector<bool> is_summed(std::size_t(x.ndim), false);
+  for (const std::int64_t axis : axes) {
+    if (axis < -x.ndim || axis >= x.ndim) return false;
+    is_summed[std::size_t(axis < 0 ? axis + x.ndim : axis)] = true;
+  }
+  return run_sum(x, Out(out_), is_summed, is_mean);
 }
 
 bool bind_sum_to(const py::handle& dy_, const py::handle& out_) {
   const In dy(dy_);
   const Out out(out_);
-  if (!all(dy, out) || dy.size == 0 || out.ndim != 1 || dy.ndim < 2 || out.shape(0) != dy.shape(dy.ndim - 1))
-    return false;
-  return run([=] { sum_rows(dy.data(), out.data(), dy.size / out.size, out.size); });
+  if (!all(dy, out) || out.ndim > dy.ndim) return false;
+  const int added = dy.ndim - out.ndim;
+  std::vector<bool> is_summed(std::size_t(dy.ndim), true);
+  for (int axis = 0; axis < out.ndim; ++axis) is_summed[std::size_t(added + axis)] = out.shape(axis) == 1;
+  return run_sum(dy, out, is_summed, false);
 }
 
 bool bind_clip(const py::handle& x_, const py::handle& out_, std::optional<double> min, std::optional<double> max) {
@@ -106,67 +129,19 @@ bool bind_max_abs(const py::handle& x_, const py::handle& out_) {
   return run([=] { *out.data() = max_abs(x.data(), x.size); });
 }
 
-// ---- optimizer steps -------------------------------------------------------------------------------------------------
-
-// The tensors of a step from (grad, ...) and (param, ..., each state of all ...); nothing if one is not for us, or if
-// two outputs share memory, which threads must not write at once.
-std::optional<std::vector<UpdatePart>> update_parts(const py::args& grads, const py::handle& out, std::size_t most) {
-  const std::size_t count = grads.size(), arrays = PyTuple_Check(out.ptr()) ? length(out) : 1;
-  if (count == 0 || arrays % count != 0 || arrays / count > most + 1) return {};
-  std::vector<UpdatePart> parts(count);
-  std::vector<std::pair<const float*, const float*>> written;
-  for (std::size_t i = 0; i < arrays; ++i) {
-    const Out array(PyTuple_Check(out.ptr()) ? at(out, i) : out);
-    UpdatePart& part = parts[i % count];
-    if (i < count) {
-      const In grad(grads[i]);
-      if (!grad) return {};
-      part = {grad.data(), array.data(), {nullptr, nullptr}, grad.size};
-    } else {
-      part.state[i / count - 1] = array.data();
-    }
-    if (!array || array.size != part.count) return {};
-    if (array.size) written.emplace_back(array.data(), array.data() + array.size);
-  }
-  std::sort(written.begin(), written.end());
-  for (std::size_t i = 1; i < written.size(); ++i)
-    if (written[i].first < written[i - 1].second) return {};
-  return parts;
-}
-
-bool bind_sgd_update(const py::args& grads, const py::handle& out, double lr, double momentum, double dampening,
-                     double weight_decay, bool nesterov) {
-  const auto parts = update_parts(grads, out, 1);
-  if (!parts) return false;
-  const SgdStep step{float(lr), float(momentum), float(dampening), float(weight_decay), nesterov};
-  return run([=] { sgd_update(*parts, step); });
-}
-
-bool bind_adam_update(const py::args& grads, const py::handle& out, double lr, double beta_1, double beta_2, double eps,
-                      std::int64_t step, double weight_decay) {
-  const auto parts = update_parts(grads, out, 2);
-  if (!parts || length(out) != 3 * parts->size()) return false;
-  const AdamStep now{float(beta_1),
-                     float(beta_2),
-                     float(eps),
-                     float(weight_decay),
-                     float(lr / (1 - std::pow(beta_1, double(step)))),
-                     float(1 / (1 - std::pow(beta_2, double(step))))};
-  return run([=] { adam_update(*parts, now); });
-}
-
 // ---- one flat array and many -----------------------------------------------------------------------------------------
 
-bool bind_pack(const py::args& xs, const py::handle& out_) {
+bool bind_pack(const py::args& xs, const py::handle& out_, std::size_t alignment) {
   const Out out(out_);
-  if (!out) return false;
+  if (!out || alignment == 0) return false;
   std::vector<CopyPart> parts;
   std::size_t start = 0;
   for (const py::handle& x_ : xs) {
     const In x(x_);
     if (!x || x.size > out.size - start) return false;
     parts.push_back({x.data(), out.data() + start, x.size});
-    start += x.size;
+    start += (x.size + alignment - 1) / alignment * alignment;
+    if (start > out.size) return false;
   }
   return start == out.size && run([=] { copy_parts(parts); });
 }
@@ -204,7 +179,7 @@ bool hand_over(const std::vector<std::uint32_t>& positions, const In& values, co
 bool bind_top_k(const py::handle& values_, const py::handle& out, std::int64_t k) {
   const In values(values_);
   if (!values || k < 0 || std::size_t(k) > values.size || values.size >= kMostSelectable) return false;
-  if (Plan::listening()) return false;  // what comes back is not there yet
+  if (Plan::recording()) return false;  // the result is not computed yet
   std::vector<std::uint32_t> positions;
   run([&] { positions = top_k(values.data(), values.size, std::size_t(k)); });
   return hand_over(positions, values, out);
@@ -222,7 +197,7 @@ bool bind_threshold_count(const py::handle& values_, const py::handle& out_, dou
 bool bind_threshold_select(const py::handle& values_, const py::handle& out, double threshold) {
   const In values(values_);
   if (!values || values.size >= kMostSelectable || threshold != threshold) return false;
-  if (Plan::listening()) return false;  // what comes back is not there yet
+  if (Plan::recording()) return false;  // the result is not computed yet
   std::vector<std::uint32_t> positions;
   run([&] { positions = threshold_select(values.data(), values.size, float(threshold)); });
   return hand_over(positions, values, out);
@@ -256,7 +231,7 @@ bool bind_scatter_fill(const py::handle& indices, const py::handle& out, double 
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-  m.doc() = "Float32 kernels on numpy arrays; singa_lite/backend/cpu/native.py is their door.";
+  m.doc() = "Float32 kernels on numpy arrays; singa_lite/backend/cpu/native.py calls them.";
 #ifdef SINGA_LITE_ONEDNN
   m.attr("onednn") = SINGA_LITE_ONEDNN;
 #else
@@ -265,29 +240,25 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("num_threads", &num_threads, "Threads the next kernel may use.");
   m.def("set_num_threads", &set_num_threads, "threads"_a, "Threads for kernels called from this thread.");
 
+  m.attr("knows_levels") = bool(kKnowsLevels);
+  m.def("fuses_multiply_add", &fuses_multiply_add, "Whether cloned functions run as compiled for x86-64-v3 or above.");
+
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
-  m.def("give_back", [] { memory_pool().give_back(); }, "Hand memory that is kept for reuse to the system.");
+  m.def("release_cached_memory", [] { memory_pool().release_cached_memory(); }, "Release memory that is kept for reuse to the system.");
   m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");
 
   const py::kw_only kw;
-  m.def("relu", &bind_relu, "x"_a, kw, "out"_a);
-  m.def("relu_backward", &bind_relu_backward, "dy"_a, "y"_a, kw, "out"_a);
-  m.def("add", &bind_arithmetic<Arithmetic::kAdd>, "a"_a, "b"_a, kw, "out"_a);
-  m.def("sub", &bind_arithmetic<Arithmetic::kSub>, "a"_a, "b"_a, kw, "out"_a);
-  m.def("mul", &bind_arithmetic<Arithmetic::kMul>, "a"_a, "b"_a, kw, "out"_a);
-  m.def("div", &bind_arithmetic<Arithmetic::kDiv>, "a"_a, "b"_a, kw, "out"_a);
+  m.def("sum", &bind_sum<false>, "x"_a, kw, "out"_a, "axes"_a, "keepdims"_a);
+  m.def("mean", &bind_sum<true>, "x"_a, kw, "out"_a, "axes"_a, "keepdims"_a);
   m.def("sum_to", &bind_sum_to, "dy"_a, kw, "out"_a);
   m.def("clip", &bind_clip, "x"_a, kw, "out"_a, "min"_a, "max"_a);
   m.def("cast", &bind_cast, "x"_a, kw, "out"_a);
   m.def("max_abs", &bind_max_abs, "x"_a, kw, "out"_a);
+  bind_registered(m);
   bind_windows(m);
   bind_norms(m);
   bind_plan(m);
-  m.def("sgd_update", &bind_sgd_update, "out"_a, "lr"_a, "momentum"_a = 0.0, "dampening"_a = 0.0,
-        "weight_decay"_a = 0.0, "nesterov"_a = false);
-  m.def("adam_update", &bind_adam_update, "out"_a, "lr"_a, "beta_1"_a, "beta_2"_a, "eps"_a, "step"_a,
-        "weight_decay"_a = 0.0);
-  m.def("pack", &bind_pack, "out"_a);
+  m.def("pack", &bind_pack, "out"_a, "alignment"_a = 1);
   m.def("unpack", &bind_unpack, "flat"_a, kw, "out"_a);
   m.def("top_k", &bind_top_k, "values"_a, kw, "out"_a, "k"_a);
   m.def("threshold_count", &bind_threshold_count, "values"_a, kw, "out"_a, "threshold"_a);

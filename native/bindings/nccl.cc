@@ -32,7 +32,7 @@ py::bytes unique_id(const NcclLibrary& library) {
   return py::bytes(id.bytes, sizeof(id.bytes));
 }
 
-void hear_ctrl_c() {
+void check_signals() {
   py::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
@@ -44,7 +44,7 @@ std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std
                                        const NcclCommunicator* parent, bool is_blocking) {
   py::gil_scoped_release release;
   auto* made = new NcclCommunicator(std::move(library), std::move(driver), id_of(id), rank, size, device, timeout_s,
-                                    peers, parent, is_blocking, hear_ctrl_c);
+                                    peers, parent, is_blocking, check_signals);
   return std::shared_ptr<NcclCommunicator>(made, [](NcclCommunicator* communicator) {
     if (!communicator->is_forked()) delete communicator;
   });
@@ -57,22 +57,10 @@ std::shared_ptr<NcclOp> start(NcclCommunicator& communicator, int kind, int op, 
                             stream_of(stream));
 }
 
-// Memory that Python lets go of may have to wait for the GPU: not with the GIL, which a callback of CUDA's may need.
-std::shared_ptr<NcclMemory> allocate(NcclCommunicator& communicator, std::size_t bytes) {
-  std::shared_ptr<NcclMemory> memory = communicator.allocate(bytes);
-  if (memory == nullptr) return nullptr;
-  NcclMemory* const raw = memory.get();
-  return {raw, [memory](NcclMemory*) mutable {
-            if (PyGILState_Check() == 0) return memory.reset();
-            py::gil_scoped_release release;
-            memory.reset();
-          }};
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_nccl, m) {
-  m.doc() = "Collectives on GPU memory over NCCL; singa_lite/comm/nccl.py is their door. Opens nothing on import.";
+  m.doc() = "Collectives on GPU memory over NCCL; singa_lite/comm/nccl.py calls them. Opens nothing on import.";
   // Kept for the life of the process: exceptions may be translated while the interpreter shuts down.
   static PyObject* comm_error = py::object(py::module_::import("singa_lite.errors").attr("CommError")).release().ptr();
   py::register_local_exception_translator([](std::exception_ptr pointer) {
@@ -93,12 +81,8 @@ PYBIND11_MODULE(_nccl, m) {
   py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "Library")
       .def(py::init<const Names&>(), py::arg("names"), release)
       .def_readonly("version", &NcclLibrary::version)
-      .def_property_readonly("registers", &NcclLibrary::registers)
       .def("unique_id", &unique_id);
 
-  py::class_<NcclMemory, std::shared_ptr<NcclMemory>>(m, "Memory")
-      .def_property_readonly("address", [](const NcclMemory& memory) { return std::uintptr_t(memory.address()); })
-      .def_property_readonly("bytes", &NcclMemory::bytes);
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
       .def_property_readonly("label", &NcclOp::label)
       .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
@@ -110,7 +94,6 @@ PYBIND11_MODULE(_nccl, m) {
            release)
       .def("watch", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
             c.watch(stream_of(stream), name); }, release)
-      .def("allocate", &allocate, release)
       .def("is_done", &NcclCommunicator::is_done, release)
       .def("check_failure", &NcclCommunicator::check_failure, release)
       .def("abort", &NcclCommunicator::abort, release)

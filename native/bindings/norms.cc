@@ -132,11 +132,11 @@ bool bind_softmax_cross_entropy_backward(const py::handle& dy, const py::handle&
 void bind_norms(py::module_& m) {
   const py::kw_only kw;
   m.def("batchnorm_2d_train", &bind_batchnorm_train, "x"_a, "scale"_a, "bias"_a, "residual"_a = py::none(), kw,
-        "out"_a, "momentum"_a, "eps"_a, "relu"_a = false, "block"_a = 1);
+        "out"_a, "momentum"_a, "eps"_a, "relu"_a = false, "memory_format"_a = 1);
   m.def("batchnorm_2d_infer", &bind_batchnorm_infer, "x"_a, "scale"_a, "bias"_a, "mean"_a, "var"_a, kw, "out"_a,
         "eps"_a);
   m.def("batchnorm_2d_backward", &bind_batchnorm_backward, "dy"_a, "x"_a, "scale"_a, "mean"_a, "inverse_std"_a,
-        "bias"_a = py::none(), kw, "out"_a, "block"_a = 1);
+        "bias"_a = py::none(), kw, "out"_a, "memory_format"_a = 1);
   m.def("softmax", &bind_softmax, "x"_a, kw, "out"_a, "axis"_a);
   m.def("softmax_cross_entropy", &bind_softmax_cross_entropy, "x"_a, "labels"_a, kw, "out"_a);
   m.def("softmax_cross_entropy_backward", &bind_softmax_cross_entropy_backward, "dy"_a, "probabilities"_a,

@@ -10,16 +10,16 @@ namespace {
 
 using namespace pybind11::literals;
 
-// Calls kernel(*inputs, out=out, **attributes) with the plan listening: whether it was taken.
+// Calls kernel(*inputs, out=out, **attributes) with the plan recording: returns whether it was added.
 bool record(Plan& plan, const py::function& kernel, const py::tuple& inputs, const py::dict& keywords) {
-  struct Listening {
-    explicit Listening(Plan* plan) { Plan::listening() = plan; }
-    ~Listening() { Plan::listening() = nullptr; }
-  } listening(&plan);
+  struct Recording {
+    explicit Recording(Plan* plan) { Plan::recording() = plan; }
+    ~Recording() { Plan::recording() = nullptr; }
+  } recording(&plan);
   return kernel(*inputs, **keywords).cast<bool>();
 }
 
-// Runs the steps from `first` on: the number of the first that refused, or how many there are.
+// Runs the steps from `first` on: the number of the first that did not, or how many there are.
 std::size_t run_steps(const Plan& plan, std::size_t first) {
   py::gil_scoped_release release;
   const auto& steps = plan.steps();
@@ -32,9 +32,9 @@ std::size_t run_steps(const Plan& plan, std::size_t first) {
 void bind_plan(py::module_& m) {
   py::class_<Plan>(m, "Plan", "Kernels on arrays that must outlive it, run one after the other without the GIL.")
       .def(py::init<>())
-      .def("record", &record, "kernel"_a, "inputs"_a, "keywords"_a, "Add a kernel call; False if it is not for it.")
+      .def("record", &record, "kernel"_a, "inputs"_a, "keywords"_a, "Add a kernel call; False if it cannot.")
       .def("run", &run_steps, "first"_a = 0,
-           "Run the steps from `first` on; the number of the one that refused, or len(plan).")
+           "Run the steps from `first` on; the number of the one not run, or len(plan).")
       .def("__len__", [](const Plan& plan) { return plan.steps().size(); });
 }
 

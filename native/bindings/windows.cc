@@ -21,12 +21,16 @@ bool bind_matmul(const py::handle& a_, const py::handle& b_, const py::handle& b
                  bool transpose_a, bool transpose_b, bool relu) {
   const In a(a_), b(b_), bias(bias_);
   const Out out(out_);
-  if (!all(a, b, out) || out.size == 0 || a.ndim < 2 || a.ndim > 3 || b.ndim != a.ndim || out.ndim != a.ndim)
-    return false;
+  if (!all(a, b, out) || out.size == 0 || a.ndim < 2 || b.ndim != a.ndim || out.ndim != a.ndim) return false;
   const int last = a.ndim - 1;
-  Matmul product{a.ndim == 3 ? a.shape(0) : 1, out.shape(last - 1), out.shape(last),
-                 a.shape(transpose_a ? last - 1 : last), transpose_a, transpose_b};
-  if (product.k == 0 || (a.ndim == 3 && b.shape(0) != a.shape(0))) return false;
+  std::int64_t batch = 1;
+  for (int axis = 0; axis < last - 1; ++axis) {  // what broadcasts is for numpy
+    if (a.shape(axis) != out.shape(axis) || b.shape(axis) != out.shape(axis)) return false;
+    batch *= out.shape(axis);
+  }
+  const Matmul product{batch, out.shape(last - 1), out.shape(last), a.shape(transpose_a ? last - 1 : last), transpose_a,
+                       transpose_b};
+  if (product.k == 0) return false;
   if (!bias_.is_none() && (!bias || bias.size != std::size_t(product.n))) return false;
   return run([=] {
     if (!matmul(product, a.data(), b.data(), out.data())) return false;
@@ -35,36 +39,36 @@ bool bind_matmul(const py::handle& a_, const py::handle& b_, const py::handle& b
   });
 }
 
-using Blocks = std::pair<std::int64_t, std::int64_t>;  // of x and y, see Note [blocks] in kernels/layout.h
+using Formats = std::pair<std::int64_t, std::int64_t>;  // of x and y, see Note [memory formats] in kernels/layout.h
 
 std::optional<Conv> conv_of(const std::int64_t* x, const std::int64_t* w, const std::int64_t* y,
                             const py::handle& stride, const py::handle& padding, const py::handle& dilation,
-                            std::int64_t groups, const Blocks& blocks) {
+                            std::int64_t groups, const Formats& formats) {
   Conv conv{x[0], x[1], x[2], x[3], w[0], y[2], y[3], {w[2], w[3]}, {}, {}, {}, groups};
   read_pair(stride, conv.stride);
   read_pair(padding, conv.padding);
   read_pair(dilation, conv.dilation);
   for (const std::int64_t size : {x[0], x[1], x[2], x[3], w[0], y[2], y[3], w[2], w[3]})
     if (size == 0) return {};
-  conv.x_block = blocks.first;
-  conv.y_block = blocks.second;
+  conv.x_block = formats.first;
+  conv.y_block = formats.second;
   return conv;
 }
 
 template <class A, class B, class C>
 std::optional<Conv> conv_of(const A& x, const B& w, const C& y, const py::handle& stride, const py::handle& padding,
-                            const py::handle& dilation, std::int64_t groups, const Blocks& blocks) {
+                            const py::handle& dilation, std::int64_t groups, const Formats& formats) {
   if (!all(x, w, y) || x.ndim != 4 || w.ndim != 4 || y.ndim != 4) return {};
-  return conv_of(&x.shape_ref(), &w.shape_ref(), &y.shape_ref(), stride, padding, dilation, groups, blocks);
+  return conv_of(&x.shape_ref(), &w.shape_ref(), &y.shape_ref(), stride, padding, dilation, groups, formats);
 }
 
 bool bind_conv2d(const py::handle& x_, const py::handle& w_, const py::handle& b_, const py::handle& out_,
                  const py::handle& stride, const py::handle& padding, const py::handle& dilation,
-                 std::int64_t groups, const Blocks& blocks, bool relu) {
+                 std::int64_t groups, const Formats& formats, bool relu) {
   const In x(x_), w(w_), b(b_);
   const Out out(out_);
   if (!b && !b_.is_none()) return false;
-  auto conv = conv_of(x, w, out, stride, padding, dilation, groups, blocks);
+  auto conv = conv_of(x, w, out, stride, padding, dilation, groups, formats);
   if (!conv) return false;
   conv->relu = relu;
   return run([=] { return conv_forward(*conv, x.data(), w.data(), b.data(), out.data()); });
@@ -72,22 +76,22 @@ bool bind_conv2d(const py::handle& x_, const py::handle& w_, const py::handle& b
 
 bool bind_conv2d_backward_data(const py::handle& dy_, const py::handle& w_, const py::handle& out_,
                                const py::handle& stride, const py::handle& padding, const py::handle& dilation,
-                               std::int64_t groups, const Blocks& blocks) {
+                               std::int64_t groups, const Formats& formats) {
   const In dy(dy_), w(w_);
   const Out out(out_);
-  const auto conv = conv_of(out, w, dy, stride, padding, dilation, groups, blocks);
+  const auto conv = conv_of(out, w, dy, stride, padding, dilation, groups, formats);
   if (!conv) return false;
   return run([=] { return conv_backward_data(*conv, dy.data(), w.data(), out.data()); });
 }
 
 bool bind_conv2d_backward_weight(const py::handle& dy_, const py::handle& x_, const py::handle& out_,
                                  const py::handle& stride, const py::handle& padding, const py::handle& dilation,
-                                 std::int64_t groups, const Blocks& blocks) {
+                                 std::int64_t groups, const Formats& formats) {
   const In dy(dy_), x(x_);
   const bool has_bias = PyTuple_Check(out_.ptr());
   const Out dw(has_bias ? at(out_, 0) : out_), db(has_bias ? at(out_, 1) : py::handle());
   if (has_bias && !db) return false;
-  const auto conv = conv_of(x, dw, dy, stride, padding, dilation, groups, blocks);
+  const auto conv = conv_of(x, dw, dy, stride, padding, dilation, groups, formats);
   if (!conv) return false;
   return run([=] { return conv_backward_weight(*conv, dy.data(), x.data(), dw.data(), db.data()); });
 }
@@ -158,8 +162,8 @@ bool bind_avg_pool_backward(const py::handle& dy_, const py::handle& out_, const
 }
 
 
-// The blocks of x and y with which a convolution ("conv2d" or one of its gradients) reorders no array, or None.
-std::optional<Blocks> bind_conv_blocks(const std::string& kernel, const std::array<std::int64_t, 4>& x,
+// The memory formats of x and y with which a convolution ("conv2d" or one of its gradients) reorders no array, or None.
+std::optional<Formats> bind_conv_formats(const std::string& kernel, const std::array<std::int64_t, 4>& x,
                                        const std::array<std::int64_t, 4>& w, const std::array<std::int64_t, 4>& y,
                                        bool has_bias, const py::handle& stride, const py::handle& padding,
                                        const py::handle& dilation, std::int64_t groups) {
@@ -168,19 +172,19 @@ std::optional<Blocks> bind_conv_blocks(const std::string& kernel, const std::arr
   const auto kind = kernel == "conv2d"                 ? ConvKind::kForward
                     : kernel == "conv2d_backward_data" ? ConvKind::kBackwardData
                                                        : ConvKind::kBackwardWeight;
-  return conv_blocks(*conv, kind, has_bias);
+  return conv_formats(*conv, kind, has_bias);
 }
 
-bool bind_reorder(const py::handle& x_, const py::handle& out_, const Blocks& blocks) {
+bool bind_reorder(const py::handle& x_, const py::handle& out_, const Formats& formats) {
   const In x(x_);
   const Out out(out_);
   if (!all(x, out) || x.ndim != 4 || x.size == 0 || out.size != x.size) return false;
   const Image image{x.shape(0), x.shape(1), x.shape(2), x.shape(3)};
-  for (const std::int64_t block : {blocks.first, blocks.second}) {
+  for (const std::int64_t block : {formats.first, formats.second}) {
     const bool is_known = block == 1 || block == 8 || block == 16 || block == image.channels;
     if (!is_known || image.channels % block != 0) return false;
   }
-  return run([=] { return reorder(image, x.data(), blocks.first, out.data(), blocks.second); });
+  return run([=] { return reorder(image, x.data(), formats.first, out.data(), formats.second); });
 }
 
 }  // namespace
@@ -190,25 +194,25 @@ void bind_windows(py::module_& m) {
 #ifdef SINGA_LITE_ONEDNN
   m.def("matmul", &bind_matmul, "a"_a, "b"_a, "bias"_a = py::none(), kw, "out"_a, "transpose_a"_a = false,
         "transpose_b"_a = false, "relu"_a = false);
-  m.def("conv_blocks", &bind_conv_blocks, "kernel"_a, "x"_a, "w"_a, "y"_a, "has_bias"_a, kw, "stride"_a, "padding"_a,
+  m.def("conv_formats", &bind_conv_formats, "kernel"_a, "x"_a, "w"_a, "y"_a, "has_bias"_a, kw, "stride"_a, "padding"_a,
         "dilation"_a, "groups"_a);
-  m.def("reorder", &bind_reorder, "x"_a, kw, "out"_a, "blocks"_a);
+  m.def("reorder", &bind_reorder, "x"_a, kw, "out"_a, "memory_formats"_a);
 #else
-  (void)&bind_matmul, (void)&bind_conv_blocks, (void)&bind_reorder;
+  (void)&bind_matmul, (void)&bind_conv_formats, (void)&bind_reorder;
 #endif
   m.def("conv2d", &bind_conv2d, "x"_a, "w"_a, "b"_a = py::none(), kw, "out"_a, "stride"_a, "padding"_a, "dilation"_a,
-        "groups"_a, "blocks"_a = Blocks(1, 1), "relu"_a = false);
+        "groups"_a, "memory_formats"_a = Formats(1, 1), "relu"_a = false);
   m.def("conv2d_backward_data", &bind_conv2d_backward_data, "dy"_a, "w"_a, kw, "out"_a, "stride"_a, "padding"_a,
-        "dilation"_a, "groups"_a, "blocks"_a = Blocks(1, 1));
+        "dilation"_a, "groups"_a, "memory_formats"_a = Formats(1, 1));
   m.def("conv2d_backward_weight", &bind_conv2d_backward_weight, "dy"_a, "x"_a, kw, "out"_a, "stride"_a, "padding"_a,
-        "dilation"_a, "groups"_a, "blocks"_a = Blocks(1, 1));
-  m.def("max_pool_2d", &bind_max_pool, "x"_a, kw, "out"_a, "kernel_size"_a, "stride"_a, "padding"_a, "block"_a = 1);
+        "dilation"_a, "groups"_a, "memory_formats"_a = Formats(1, 1));
+  m.def("max_pool_2d", &bind_max_pool, "x"_a, kw, "out"_a, "kernel_size"_a, "stride"_a, "padding"_a, "memory_format"_a = 1);
   m.def("max_pool_2d_backward", &bind_max_pool_backward, "dy"_a, "indices"_a, kw, "out"_a, "kernel_size"_a,
-        "stride"_a, "padding"_a, "block"_a = 1);
+        "stride"_a, "padding"_a, "memory_format"_a = 1);
   m.def("avg_pool_2d", &bind_avg_pool, "x"_a, kw, "out"_a, "kernel_size"_a, "stride"_a, "padding"_a,
-        "count_include_pad"_a, "block"_a = 1);
+        "count_include_pad"_a, "memory_format"_a = 1);
   m.def("avg_pool_2d_backward", &bind_avg_pool_backward, "dy"_a, kw, "out"_a, "kernel_size"_a, "stride"_a,
-        "padding"_a, "count_include_pad"_a, "block"_a = 1);
+        "padding"_a, "count_include_pad"_a, "memory_format"_a = 1);
 }
 
 }  // namespace singa_lite

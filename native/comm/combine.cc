@@ -119,7 +119,7 @@ void combine_typed(ReduceOp op, const void* const* sources, std::size_t num_sour
 }
 
 void combine_narrow(DType wire, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
-                    std::size_t count, bool widen) {
+                    std::size_t count, bool widen, float scale) {
   alignas(64) float partial[kBlock], next[kBlock];
   alignas(64) std::uint16_t rounded[kBlock];
   const auto source = [&](std::size_t s) { return static_cast<const std::uint16_t*>(sources[s]); };
@@ -133,7 +133,7 @@ void combine_narrow(DType wire, ReduceOp op, const void* const* sources, std::si
     }
     if (widen) {
       to_wire(wire, partial, rounded, n);
-      from_wire(wire, rounded, static_cast<float*>(out) + at, n);
+      from_wire(wire, rounded, static_cast<float*>(out) + at, n, scale);
     } else {
       to_wire(wire, partial, static_cast<std::uint16_t*>(out) + at, n);
     }
@@ -142,21 +142,35 @@ void combine_narrow(DType wire, ReduceOp op, const void* const* sources, std::si
 
 }  // namespace
 
-void to_wire(DType wire, const float* from, void* to, std::size_t count) {
+// Blocks of kBlock stay in the L1 cache, so scaling costs no pass over memory.
+void to_wire(DType wire, const float* from, void* to, std::size_t count, float scale) {
   const auto convert = wire == DType::kFloat16 ? float_to_half : float_to_bfloat16;
-  convert(from, static_cast<std::uint16_t*>(to), count);
+  std::uint16_t* out = static_cast<std::uint16_t*>(to);
+  if (scale == 1) return convert(from, out, count);
+  alignas(64) float scaled[kBlock];
+  for (std::size_t at = 0; at < count; at += kBlock) {
+    const std::size_t n = std::min(kBlock, count - at);
+    for (std::size_t i = 0; i < n; ++i) scaled[i] = from[at + i] * scale;
+    convert(scaled, out + at, n);
+  }
 }
 
-void from_wire(DType wire, const void* from, float* to, std::size_t count) {
+void from_wire(DType wire, const void* from, float* to, std::size_t count, float scale) {
   const auto convert = wire == DType::kFloat16 ? half_to_float : bfloat16_to_float;
-  convert(static_cast<const std::uint16_t*>(from), to, count);
+  const std::uint16_t* in = static_cast<const std::uint16_t*>(from);
+  if (scale == 1) return convert(in, to, count);
+  for (std::size_t at = 0; at < count; at += kBlock) {
+    const std::size_t n = std::min(kBlock, count - at);
+    convert(in + at, to + at, n);
+    for (std::size_t i = 0; i < n; ++i) to[at + i] /= scale;
+  }
 }
 
 void combine(DType dtype, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
-             std::size_t count, bool widen) {
+             std::size_t count, bool widen, float scale) {
   switch (dtype) {
     case DType::kFloat16:
-    case DType::kBFloat16: return combine_narrow(dtype, op, sources, num_sources, out, count, widen);
+    case DType::kBFloat16: return combine_narrow(dtype, op, sources, num_sources, out, count, widen, scale);
     case DType::kFloat32: return combine_typed<float>(op, sources, num_sources, out, count);
     case DType::kFloat64: return combine_typed<double>(op, sources, num_sources, out, count);
     case DType::kInt32: return combine_typed<std::int32_t>(op, sources, num_sources, out, count);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Engine, third part: who drives, see Note [driver], and how a failure reaches every waiter.
+// Engine, third part: who makes progress, see Note [progress], and how a failure reaches every waiter.
 #include "comm/engine.h"
 
 #include <pthread.h>
@@ -9,8 +9,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
+#include <functional>
 
+#include "comm/names.h"
 #include "common/error.h"
 
 namespace singa_lite {
@@ -35,8 +36,8 @@ int cores() {
 
 }  // namespace
 
-Engine::Engine(const std::string& ticket, int rank, int size, double timeout_s)
-    : segment_(new Segment(ticket, rank, size, timeout_s)),
+Engine::Engine(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Segment::Check& check)
+    : segment_(new Segment(rendezvous_id, rank, size, timeout_s, check)),
       rank_(rank),
       size_(size),
       timeout_s_(timeout_s),
@@ -47,11 +48,11 @@ Engine::Engine(const std::string& ticket, int rank, int size, double timeout_s)
 
 bool Engine::is_forked() const { return forks_ != fork_count.load(std::memory_order_relaxed); }
 
-void Engine::wait_for_all() { segment_->wait_for_all(timeout_s_); }
+void Engine::wait_for_all(const Segment::Check& check) { segment_->wait_for_all(timeout_s_, check); }
 
 std::string Engine::label(const Op& op) const {
   return "rank " + std::to_string(rank_) + ": " + name_of(op.request.kind) + " #" +
-         std::to_string(op.descriptor.sequence) + " '" + op.descriptor.name + "'";
+         std::to_string(op.fingerprint.sequence) + " '" + shortened(op.request.name) + "'";
 }
 
 void Engine::check_usable() const {
@@ -67,21 +68,22 @@ void Engine::check_usable() const {
 std::shared_ptr<Op> Engine::start(Request request) {
   if (is_forked()) check_usable();
   auto op = std::make_shared<Op>();
-  Descriptor& d = op->descriptor;
-  d.count = request.count;
-  d.kind = std::uint8_t(request.kind);
-  d.op = std::uint8_t(request.op);
-  d.dtype = std::uint8_t(request.dtype);
-  d.wire = std::uint8_t(request.wire);
-  d.root = request.root;
-  std::strncpy(d.name, request.name.c_str(), sizeof d.name - 1);
+  op->fingerprint = {0,
+                     request.count,
+                     std::hash<std::string>()(request.name),
+                     std::uint8_t(request.kind),
+                     std::uint8_t(request.op),
+                     std::uint8_t(request.dtype),
+                     std::uint8_t(request.wire),
+                     request.root,
+                     request.name.size()};
   op->request = std::move(request);
   op->is_large = op->request.count * bytes_of(op->request.wire) > kLargeBytes;
 
   std::unique_lock<std::mutex> lock(mutex_);
   check_usable();  // under the lock: another thread may be closing
-  cut(*op);
-  d.sequence = issued_.load(std::memory_order_relaxed);
+  split_into_rounds(*op);
+  op->fingerprint.sequence = issued_.load(std::memory_order_relaxed);
   op->first_round = next_round_;
   next_round_ += op->num_rounds;
   if (in_flight_.empty()) moved_s_.store(monotonic_s(), std::memory_order_relaxed);
@@ -97,8 +99,8 @@ std::shared_ptr<Op> Engine::start(Request request) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     has_work_.notify_one();
-  } else if (driver_ == Driver::kNone && large_in_flight_.load() == 0) {
-    driver_ = Driver::kCaller;
+  } else if (progress_owner_ == ProgressOwner::kNone && large_in_flight_.load() == 0) {
+    progress_owner_ = ProgressOwner::kCaller;
     lock.unlock();
     step_all_guarded();
     lock.lock();
@@ -114,16 +116,16 @@ bool Engine::wait(Op& op, double slice_s, double limit_s, double since_s) {
   since_s_.store(since_s);
   while (op.state.load(std::memory_order_acquire) == 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (driver_ == Driver::kNone && !is_stopping_.load()) {
-      driver_ = Driver::kCaller;
+    if (progress_owner_ == ProgressOwner::kNone && !is_stopping_.load()) {
+      progress_owner_ = ProgressOwner::kCaller;
       lock.unlock();
-      drive_guarded(&op, deadline_s);
+      run_progress_guarded(&op, deadline_s);
       lock.lock();
       release(lock);
     } else {
       waiters_.fetch_add(1);
       idle_.wait_for(lock, std::chrono::duration<double>(slice_s),
-                     [&] { return op.state.load() != 0 || (driver_ == Driver::kNone && !is_stopping_.load()); });
+                     [&] { return op.state.load() != 0 || (progress_owner_ == ProgressOwner::kNone && !is_stopping_.load()); });
       waiters_.fetch_sub(1);
     }
     if (op.state.load() == 0 && monotonic_s() > deadline_s) return false;
@@ -139,8 +141,8 @@ bool Engine::wait(Op& op, double slice_s, double limit_s, double since_s) {
 bool Engine::is_done(Op& op) {
   if (is_forked()) check_usable();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (op.state.load() == 0 && driver_ == Driver::kNone && large_in_flight_.load() == 0) {
-    driver_ = Driver::kCaller;
+  if (op.state.load() == 0 && progress_owner_ == ProgressOwner::kNone && large_in_flight_.load() == 0) {
+    progress_owner_ = ProgressOwner::kCaller;
     lock.unlock();
     step_all_guarded();
     lock.lock();
@@ -155,11 +157,11 @@ void Engine::abort(const std::string& text) {
   if (is_stopping_.load()) return;
   segment_->post_abort(text);
   ring_everyone();
-  await_driver(lock);  // it reads the record when it waits, unless its collective ends before that
+  await_progress_owner(lock);  // it reads the record when it waits, unless its collective ends before that
   if (is_stopping_.load() || is_broken_.load()) return;
-  driver_ = Driver::kCaller;
+  progress_owner_ = ProgressOwner::kCaller;
   lock.unlock();
-  fail("rank " + std::to_string(rank_) + ": this rank gave up: " + text);
+  fail("rank " + std::to_string(rank_) + ": this rank aborted: " + text);
   lock.lock();
   release(lock);
 }
@@ -176,7 +178,7 @@ void Engine::close() {
   if (thread_.joinable()) thread_.join();
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    await_driver(lock);  // another thread may be moving data
+    await_progress_owner(lock);  // another thread may be moving data
     if (!is_broken_.load()) failure_ = "rank " + std::to_string(rank_) + ": this communicator was closed while a collective was in flight";
     for (const auto& op : in_flight_) op->state.store(2);
     in_flight_.clear();
@@ -196,15 +198,15 @@ void Engine::step_all_guarded() {
   }
 }
 
-void Engine::drive_guarded(const Op* until, double deadline_s) {
+void Engine::run_progress_guarded(const Op* until, double deadline_s) {
   try {
-    drive(until, deadline_s);
+    run_progress(until, deadline_s);
   } catch (const CommError& error) {
     fail(error.what());
   }
 }
 
-// Called by the driver, which thereby has nothing more to do: no array is touched afterwards.
+// Called by the progress owner, which thereby has nothing more to do: no array is touched afterwards.
 void Engine::fail(const std::string& text) {
   segment_->post_abort(text);
   ring_everyone();
@@ -229,16 +231,16 @@ void Engine::finish(Op& op, int state) {
   idle_.notify_all();
 }
 
-// Return when nobody drives.
-void Engine::await_driver(std::unique_lock<std::mutex>& lock) {
+// Return when progress has no owner.
+void Engine::await_progress_owner(std::unique_lock<std::mutex>& lock) {
   waiters_.fetch_add(1);
-  idle_.wait(lock, [&] { return driver_ == Driver::kNone; });
+  idle_.wait(lock, [&] { return progress_owner_ == ProgressOwner::kNone; });
   waiters_.fetch_sub(1);
 }
 
-// Give up the driver's role; whoever needs it next hears of it.
+// Release progress and wake whoever needs it next.
 void Engine::release(std::unique_lock<std::mutex>&) {
-  driver_ = Driver::kNone;
+  progress_owner_ = ProgressOwner::kNone;
   if (waiters_.load() != 0) idle_.notify_all();
   if (large_in_flight_.load() != 0) has_work_.notify_one();
 }
@@ -248,12 +250,12 @@ void Engine::run_thread() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     has_work_.wait(lock, [&] {
-      return is_stopping_.load() || (large_in_flight_.load() != 0 && driver_ == Driver::kNone);
+      return is_stopping_.load() || (large_in_flight_.load() != 0 && progress_owner_ == ProgressOwner::kNone);
     });
     if (is_stopping_.load()) return;
-    driver_ = Driver::kThread;
+    progress_owner_ = ProgressOwner::kThread;
     lock.unlock();
-    drive_guarded(nullptr, 0);
+    run_progress_guarded(nullptr, 0);
     lock.lock();
     release(lock);
   }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The collectives of one rank over a Segment: their order, their progress, their failure.
 //
-// Note [rounds]: every collective is cut into rounds of at most one slot per rank, numbered through the life of
+// Note [rounds]: every collective is split into rounds of at most one slot per rank, numbered through the life of
 // the world; all ranks count alike, since all make the same calls. In round c a rank
 //   posts     its part into its slot c % kSlots, once everyone has consumed round c - kSlots;
-//   reduces   (piecewise all-reduce only) its piece of everyone's slot, answering there, once all have posted;
-//   consumes  the slots into the caller's array, once all have posted (piecewise: its own slot, once all reduced).
+//   reduces   (two-shot all-reduce only) its piece of everyone's slot, in place, once all have posted;
+//   consumes  the slots into the caller's array, once all have posted (two-shot: its own slot, once all reduced).
 // The slot of a collective's first round carries its Descriptor, which all ranks compare.
 //
-// Note [answers]: a large all-reduce is cut into one piece per rank, which that rank folds and then writes over the
+// Note [two-shot]: a large all-reduce is split into one piece per rank, which that rank folds and then writes over the
 // very bytes the others posted; each finds the whole result in its own slot. Writing what one has read matters: on
 // AMD Zen 4 a core stores with 60 GB/s to lines its peer has changed since, but with 9 GB/s to lines the peer has
 // only read (slots of 32 to 512 KB), which made the next post the slowest part: 1 MB took 0.103 ms, not 0.052.
 //
-// Note [driver]: one thread at a time, the driver, moves data. A call or wait() becomes the driver if nobody is,
+// Note [progress]: one thread at a time, the progress owner, moves data. A call or wait() becomes it if nobody is,
 // so a small or awaited collective costs no hand-off; a background thread takes over large ones that nobody
 // awaits. Everybody else sleeps.
 #pragma once
@@ -34,7 +34,7 @@
 
 namespace singa_lite {
 
-// What a caller asks for. `in` is read and `out` is written; they may be the same memory.
+// What a caller requests. `in` is read and `out` is written; they may be the same memory.
 struct Request {
   Kind kind = Kind::kAllReduce;
   ReduceOp op = ReduceOp::kNone;
@@ -45,6 +45,7 @@ struct Request {
   void* out = nullptr;
   std::size_t count = 0;  // elements this rank puts in; for reduce_scatter those of one rank's block
   std::string name;
+  float scale = 1;  // of a narrower wire: values are multiplied by it there
 
   bool is_narrow() const { return wire != dtype; }
 };
@@ -52,8 +53,8 @@ struct Request {
 // One collective of this rank, in flight or ended.
 struct Op {
   Request request;
-  Descriptor descriptor{};
-  bool is_piecewise = false, is_large = false;
+  Fingerprint fingerprint{};
+  bool is_two_shot = false, is_large = false;
   bool is_checked = false;  // the descriptors of all ranks have been compared
   std::uint64_t first_round = 0, num_rounds = 1;
   std::size_t round_elements = 0;  // in a slot; for reduce_scatter in one of its pieces
@@ -62,11 +63,11 @@ struct Op {
 
 class Engine {
  public:
-  Engine(const std::string& ticket, int rank, int size, double timeout_s);
+  Engine(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Segment::Check& check = {});
   ~Engine() { close(); }
 
-  // Second half of construction: returns once all ranks are there. Throws CommError.
-  void wait_for_all();
+  // Second half of construction: returns once all ranks have joined. Throws CommError.
+  void wait_for_all(const Segment::Check& check = {});
 
   // Start a collective. Throws CommError if this communicator is broken, closed or in a forked child.
   std::shared_ptr<Op> start(Request request);
@@ -76,21 +77,21 @@ class Engine {
   // Whether wait() would return or throw at once. Moves what can be moved without waiting.
   bool is_done(Op& op);
 
-  // Give up for a reason outside of the collectives: every rank gets `text`.
+  // Abort for a reason outside of the collectives: every rank gets `text`.
   void abort(const std::string& text);
   // Leave the world: ends the thread, fails what is in flight. May be called twice.
   void close();
   bool is_forked() const;
 
  private:
-  enum class Driver { kNone, kCaller, kThread };
+  enum class ProgressOwner { kNone, kCaller, kThread };
 
-  // Where a stage stands: its collective (null: none left) and the next round.
+  // The position of a stage: its collective (null: none left) and the next round.
   struct Cursor {
     std::shared_ptr<Op> op;
     std::uint64_t sequence = 0, round = 0;
   };
-  // A peer's counter that this rank cannot go on without.
+  // A peer's counter that this rank cannot continue without.
   struct Await {
     int rank;
     Progress counter;
@@ -108,18 +109,18 @@ class Engine {
   void post(const Op& op, std::uint64_t round);
   void reduce_piece(const Op& op, std::uint64_t round);
   void consume(const Op& op, std::uint64_t round);
-  void consume_direct(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
-  void consume_answers(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
-  void cut(Op& op) const;
+  void consume_one_shot(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
+  void consume_two_shot(const Op& op, std::uint64_t round, std::size_t at, std::size_t count);
+  void split_into_rounds(Op& op) const;
   Piece piece_of(std::size_t count, DType wire, int rank) const;
   std::size_t elements_in(const Op& op, std::uint64_t round) const;
-  bool settle(Cursor& cursor, bool only_piecewise = false);
+  bool advance_cursor(Cursor& cursor, bool only_two_shot = false);
   bool reached(Progress counter, std::uint64_t value);
   void advance(Progress counter, std::uint64_t value);
   void check_descriptors(Op& op, bool only_arrived);
 
-  // waiting.cc: what the driver does when nothing can be moved
-  void drive(const Op* until, double deadline_s);
+  // waiting.cc: what the progress owner does when nothing can be moved
+  void run_progress(const Op* until, double deadline_s);
   void idle(int& spins, double& idle_since_s);
   bool find_await(Await& await);
   void sleep_for(const Await& await);
@@ -129,9 +130,9 @@ class Engine {
   // engine.cc: roles and failure
   void run_thread();
   void release(std::unique_lock<std::mutex>& lock);
-  void await_driver(std::unique_lock<std::mutex>& lock);
+  void await_progress_owner(std::unique_lock<std::mutex>& lock);
   void step_all_guarded();
-  void drive_guarded(const Op* until, double deadline_s);
+  void run_progress_guarded(const Op* until, double deadline_s);
   void fail(const std::string& text);
   void finish(Op& op, int state);
   void check_usable() const;
@@ -143,15 +144,15 @@ class Engine {
   const std::uint64_t forks_;
   const bool may_spin_;
 
-  // The driver's own.
+  // The progress owner's own.
   Cursor post_, reduce_, consume_;
   std::uint64_t all_reached_[3] = {0, 0, 0};  // what everyone's counters are known to have reached
   std::vector<const void*> sources_;
 
   std::mutex mutex_;  // guards the next block
-  std::condition_variable idle_;      // for waiters: the driver has gone, or a collective has ended
+  std::condition_variable idle_;      // for waiters: progress has no owner, or a collective has ended
   std::condition_variable has_work_;  // for the thread
-  Driver driver_ = Driver::kNone;
+  ProgressOwner progress_owner_ = ProgressOwner::kNone;
   std::deque<std::shared_ptr<Op>> in_flight_;
   std::uint64_t first_sequence_ = 0;  // of in_flight_.front()
   std::uint64_t next_round_ = 0;

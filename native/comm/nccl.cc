@@ -12,7 +12,7 @@ namespace singa_lite {
 
 namespace {
 
-constexpr double kLookS = 0.005;      // how soon an error is noticed; each look costs some microseconds
+constexpr double kPollS = 0.005;      // how soon an error is noticed; each check costs some microseconds
 constexpr int kIdleLooks = 100;       // in a row that found nothing in flight; a step's collectives rarely wake the thread
 constexpr double kGraceS = 1.0;       // for what a peer gave before it ended
 constexpr double kLeaveS = 10.0;      // NCCL's end may wait for peers that are gone
@@ -43,60 +43,6 @@ std::string NcclOp::label() const {
          std::to_string(count) + "]" + (op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(op) + ")");
 }
 
-// ---- memory -------------------------------------------------------------------------------------------
-
-NcclMemory::NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
-                       CudaContext context, std::size_t bytes)
-    : library_(std::move(library)),
-      driver_(std::move(driver)),
-      context_(context),
-      bytes_(bytes),
-      forks_(num_forks()) {
-  ContextScope scope(*driver_, context_);
-  if (library_->mem_alloc(&address_, bytes) != kNcclSuccess) address_ = nullptr;
-}
-
-NcclMemory::~NcclMemory() {
-  if (address_ == nullptr || forks_ != num_forks()) return;
-  try {
-    ContextScope scope(*driver_, context_);
-    if (driver_->synchronize()) library_->mem_free(address_);  // else someone captures or the GPU is lost: it stays
-  } catch (const CudaError&) {  // the GPU is lost
-  }
-}
-
-std::shared_ptr<NcclMemory> NcclCommunicator::allocate(std::size_t bytes) {
-  check();
-  if (!library_->registers()) return nullptr;
-  auto memory = std::make_shared<NcclMemory>(library_, driver_, context_, bytes);
-  if (memory->address() == nullptr) return nullptr;
-  ContextScope scope(*driver_, context_);
-  std::lock_guard lock(nccl_);
-  void* handle = nullptr;
-  if (comm_ == nullptr || library_->comm_register(comm_, memory->address(), bytes, &handle) != kNcclSuccess) return nullptr;
-  registered_.emplace_back(memory, handle);
-  return memory;
-}
-
-// Before NCCL's end, and once nothing uses the memory any more. (An abort does it by itself.)
-void NcclCommunicator::deregister_all(double limit_s) {
-  std::shared_ptr<NcclOp> last;
-  {
-    std::scoped_lock lock(mutex_, nccl_);
-    if (registered_.empty()) return;
-    if (!in_flight_.empty()) last = in_flight_.back();
-  }
-  const double start_s = now_s();
-  while (last != nullptr && !driver_->has_happened(last->ended.get())) {
-    if (now_s() - start_s > limit_s) throw CommError("");  // close() aborts then
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  std::lock_guard lock(nccl_);
-  for (const auto& [_, handle] : registered_)
-    if (comm_ != nullptr && handle != nullptr) library_->comm_deregister(comm_, handle);
-  registered_.clear();
-}
-
 // ---- the start ----------------------------------------------------------------------------------------
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
@@ -118,7 +64,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
   config.blocking = is_blocking;
   try {
     library_->check(library_->init(&comm_, size_, id, rank_, &config), where("NCCL's start"));
-    settle([] { return "NCCL's start"; }, timeout_s_, interrupt);
+    poll_until_done([] { return "NCCL's start"; }, timeout_s_, interrupt);
     watcher_ = std::thread([this] { watch_all(); });
   } catch (...) {
     leave(library_->abort);
@@ -166,7 +112,7 @@ void NcclCommunicator::give(const NcclRequest& request, NcclOp& op, CudaStream s
   driver_->wait(stream_->get(), op.ready.get());
   if (request.count > 0) {
     const NcclLibrary::Status status = call_nccl(request);
-    if (status == kNcclInProgress) settle([&] { return op.label(); }, timeout_s_, interrupt_);
+    if (status == kNcclInProgress) poll_until_done([&] { return op.label(); }, timeout_s_, interrupt_);
     else if (status != kNcclSuccess) library_->check(status, where(op.label()));
   }
   driver_->record(op.ended.get(), stream_->get());
@@ -239,19 +185,19 @@ void NcclCommunicator::keep(std::shared_ptr<NcclOp> op) {
 }
 
 // Waits until NCCL has done what it was given; `label` says what that is.
-void NcclCommunicator::settle(const std::function<std::string()>& label, double limit_s,
+void NcclCommunicator::poll_until_done(const std::function<std::string()>& label, double limit_s,
                               const std::function<void()>& interrupt) {
   const double start_s = now_s();
-  for (int turn = 1;; ++turn) {
+  for (int attempt = 1;; ++attempt) {
     const NcclLibrary::Status status = state();
     if (status == kNcclSuccess) return;
     library_->check(status, where(label()));
-    if (turn <= kSpins) {
+    if (attempt <= kSpins) {
       std::this_thread::yield();
       continue;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    if (interrupt && turn % 100 == 0) interrupt();
+    if (interrupt && attempt % 100 == 0) interrupt();
     if (const std::string dead = dead_peer(); !dead.empty()) throw CommError(where(label()) + ": " + dead + " died");
     if (now_s() - start_s > limit_s)
       throw CommError(where(label()) + ": waited " + seconds(limit_s) +
@@ -292,7 +238,7 @@ void NcclCommunicator::watch_all() {
         is_asleep_ = false;
         continue;
       }
-      wake_.wait_for(lock, std::chrono::duration<double>(kLookS));
+      wake_.wait_for(lock, std::chrono::duration<double>(kPollS));
       const std::string text = trouble();
       if (text.empty()) continue;
       lock.unlock();
@@ -374,14 +320,13 @@ void NcclCommunicator::close() {
   try {
     ContextScope scope(*driver_, context_);
     if (!is_idle && !peers_.dead().empty()) throw CommError("");
-    deregister_all(std::min(timeout_s_, kLeaveS));
     {
       std::lock_guard lock(nccl_);
       library_->check(library_->finalize(comm_), "ncclCommFinalize");
     }
-    settle([] { return "NCCL's end"; }, std::min(timeout_s_, kLeaveS));
+    poll_until_done([] { return "NCCL's end"; }, std::min(timeout_s_, kLeaveS));
     leave(library_->destroy);
-  } catch (const std::runtime_error&) {  // there is no one left to tell
+  } catch (const std::runtime_error&) {  // no rank is left to report to
     leave(library_->abort);
   }
 }
@@ -389,20 +334,17 @@ void NcclCommunicator::close() {
 // Ends NCCL's communicator in the way given, in a thread that is left to itself if it takes too long.
 void NcclCommunicator::leave(NcclLibrary::Status (*how)(NcclHandle)) {
   NcclHandle comm;
-  decltype(registered_) memory;  // may go only after NCCL's end
   {
     std::lock_guard lock(nccl_);
     comm = std::exchange(comm_, nullptr);
-    memory.swap(registered_);
   }
   if (comm == nullptr) return;
   auto promise = std::make_shared<std::promise<void>>();
   std::future<void> has_left = promise->get_future();
-  std::thread([how, comm, promise, memory = std::move(memory), driver = driver_, context = context_]() mutable {
+  std::thread([how, comm, promise, driver = driver_, context = context_] {
     try {
       ContextScope scope(*driver, context);
       how(comm);
-      memory.clear();
     } catch (const CudaError&) {  // the GPU is lost, and NCCL's communicator with it
     }
     promise->set_value();

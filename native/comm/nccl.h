@@ -6,7 +6,7 @@
 // neither. It only waits (microseconds) until NCCL has put the collective on the stream, since NCCL's calls do not
 // block and nothing may be recorded behind them before.
 //
-// Note [NCCL failure]: a thread looks every 5 ms, while something is in flight, whether NCCL reports an error, a
+// Note [NCCL failure]: a thread checks every 5 ms, while something is in flight, whether NCCL reports an error, a
 // peer of this host has ended, or the oldest collective has been running for longer than its time-out; it then
 // aborts NCCL, which frees the streams, and every later call throws the reason. A time-out counts from when the
 // input was written and all earlier collectives had ended.
@@ -24,10 +24,10 @@
 #include <thread>
 #include <vector>
 
+#include "comm/nccl_cuda.h"
 #include "comm/nccl_library.h"
 #include "comm/peers.h"
 #include "comm/types.h"
-#include "cuda/driver.h"
 
 namespace singa_lite {
 
@@ -45,7 +45,7 @@ struct NcclRequest {
 // A collective that was started, or a graph that is watched.
 struct NcclOp {
   explicit NcclOp(const std::shared_ptr<const Driver>& driver) : ready(driver), ended(driver) {}
-  std::string label() const;  // its place, name and content, for errors
+  std::string label() const;  // its number, name and content, for errors
 
   bool is_graph = false;
   Kind kind{};
@@ -61,33 +61,12 @@ struct NcclOp {
   std::atomic<bool> has_ended{false};  // so that its arrays need not be kept here
 };
 
-// GPU memory of NCCL's own allocator. Freed by the last who holds it, once the GPU has nothing to do.
-class NcclMemory {
- public:
-  // address() is nullptr if there is not enough memory.
-  NcclMemory(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, CudaContext context,
-             std::size_t bytes);
-  ~NcclMemory();
-  NcclMemory(const NcclMemory&) = delete;
-  NcclMemory& operator=(const NcclMemory&) = delete;
-  void* address() const { return address_; }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  const std::shared_ptr<const NcclLibrary> library_;
-  const std::shared_ptr<const Driver> driver_;
-  const CudaContext context_;
-  const std::size_t bytes_;
-  const int forks_;
-  void* address_ = nullptr;
-};
-
 // How often this process is a forked child of one that had loaded this, without asking the kernel.
 int num_forks();
 
 class NcclCommunicator {
  public:
-  // Returns once every rank has come. `peers`: (rank, process id) of the other ranks of this host. `parent`: a
+  // Returns once every rank has joined. `peers`: (rank, process id) of the other ranks of this host. `parent`: a
   // communicator of more ranks, whose stream is used, so that the two never run at once. `is_blocking`: NCCL's calls
   // return when they have done their part, sooner, but the start and the making of connections have no deadline.
   // `interrupt` is called now and then and may throw. Throws CommError.
@@ -98,7 +77,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Throws CommError: broken or closed, memory of another GPU, or NCCL refuses.
+  // Throws CommError: broken or closed, memory of another GPU, or NCCL returns an error.
   std::shared_ptr<NcclOp> start(const NcclRequest& request, CudaStream stream);
   // Holds `stream` back until `op` has ended. Throws CommError if this communicator is broken.
   void wait(const NcclOp& op, CudaStream stream);
@@ -107,8 +86,6 @@ class NcclCommunicator {
   void watch(CudaStream stream, const std::string& name);
   // Throws the CommError of what has failed, unless this communicator is closed.
   void check_failure();
-  // New memory, registered with NCCL until close() or abort(); nullptr if this NCCL has none (before 2.19), or fails.
-  std::shared_ptr<NcclMemory> allocate(std::size_t bytes);
   // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
   // forked child.
   void close();
@@ -122,8 +99,7 @@ class NcclCommunicator {
   void give(const NcclRequest& request, NcclOp& op, CudaStream stream);
   void keep(std::shared_ptr<NcclOp> op);
   NcclLibrary::Status call_nccl(const NcclRequest& request);
-  void deregister_all(double limit_s);
-  void settle(const std::function<std::string()>& label, double limit_s, const std::function<void()>& interrupt = {});
+  void poll_until_done(const std::function<std::string()>& label, double limit_s, const std::function<void()>& interrupt = {});
   NcclLibrary::Status state();
   void watch_all();
   std::string trouble();
@@ -148,14 +124,13 @@ class NcclCommunicator {
 
   std::mutex nccl_;  // around every call of NCCL; none of them waits for a peer. Taken after mutex_ where both are.
   NcclHandle comm_ = nullptr;  // nullptr once destroyed or aborted
-  std::vector<std::pair<std::shared_ptr<NcclMemory>, void*>> registered_;  // and NCCL's handle
 
   std::mutex mutex_;  // of what follows
   std::condition_variable wake_;
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;
-  bool is_asleep_ = false;  // the watching thread: it looks no more until it is woken
+  bool is_asleep_ = false;  // the watching thread: it sleeps until it is woken
   std::atomic<bool> is_usable_{true};  // neither broken nor closed
   const std::function<void()> interrupt_;
 

@@ -25,13 +25,6 @@ NcclLibrary::NcclLibrary(const std::vector<std::string>& names) try : library(na
   get(broadcast, "ncclBroadcast");
   get(all_gather, "ncclAllGather");
   get(reduce_scatter, "ncclReduceScatter");
-  const auto find = [this](auto& function, const char* symbol) {
-    function = library.find<std::remove_pointer_t<std::remove_reference_t<decltype(function)>>>(symbol);
-  };
-  find(mem_alloc, "ncclMemAlloc");
-  find(mem_free, "ncclMemFree");
-  find(comm_register, "ncclCommRegister");
-  find(comm_deregister, "ncclCommDeregister");
 } catch (const std::runtime_error& error) {
   throw CommError(std::string("NCCL cannot be used: ") + error.what());
 }

@@ -39,8 +39,6 @@ struct NcclLibrary {
   // Throws CommError "where: NCCL status, its text" unless `status` is success or in progress.
   void check(Status status, const std::string& where) const;
   std::string text_of(Status status) const;
-  // Whether it allocates and registers memory.
-  bool registers() const { return mem_alloc && mem_free && comm_register && comm_deregister; }
 
   Library library;
   int version = 0;  // 22809 is 2.28.9
@@ -55,11 +53,6 @@ struct NcclLibrary {
   Status (*broadcast)(const void*, void*, std::size_t, int dtype, int root, NcclHandle, void* stream);
   Status (*all_gather)(const void*, void*, std::size_t, int dtype, NcclHandle, void* stream);
   Status (*reduce_scatter)(const void*, void*, std::size_t, int dtype, int op, NcclHandle, void* stream);
-  // nullptr before 2.19, see registers()
-  Status (*mem_alloc)(void**, std::size_t bytes);
-  Status (*mem_free)(void*);
-  Status (*comm_register)(NcclHandle, void*, std::size_t bytes, void** handle);
-  Status (*comm_deregister)(NcclHandle, void* handle);
 
  private:
   const char* (*get_error_string_)(Status);

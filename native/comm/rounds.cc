@@ -5,21 +5,28 @@
 
 #include "comm/combine.h"
 #include "comm/engine.h"
+#include "comm/names.h"
 #include "common/error.h"
 
 namespace singa_lite {
 namespace {
 
-constexpr std::size_t kDirectBytes = 32 << 10;  // up to here every rank adds everything itself: one meeting less
-constexpr std::size_t kAnswerBytes = 8 << 10;   // reduced at once, so that the answers are copied from the L1 cache
+constexpr std::size_t kDirectBytes = 32 << 10;  // up to here every rank adds everything itself: one wait less
+constexpr std::size_t kReduceBytes = 8 << 10;   // reduced at once, so that the results are copied from the L1 cache
 
-std::string describe(const Descriptor& d) {
-  const Kind kind = Kind(d.kind);
-  std::string text = std::string(name_of(kind)) + " #" + std::to_string(d.sequence) + " '" + d.name + "' ";
-  if (ReduceOp(d.op) != ReduceOp::kNone) text += std::string(name_of(ReduceOp(d.op))) + " ";
-  text += std::string(name_of(DType(d.dtype))) + "[" + std::to_string(d.count) + "]";
-  if (d.wire != d.dtype) text += std::string(" as ") + name_of(DType(d.wire));
-  if (kind == Kind::kBroadcast || kind == Kind::kReduce) text += " root " + std::to_string(d.root);
+// A call and its name, in the words that show where the name differs from that of `other`.
+std::string describe(const Fingerprint& call, std::string_view name, const Fingerprint& other,
+                     std::string_view other_name) {
+  const Kind kind = Kind(call.kind);
+  std::string text = std::string(name_of(kind)) + " #" + std::to_string(call.sequence) + " '" +
+                     shortened(name, other_name) + "' ";
+  if (call.name_hash != other.name_hash && name == other_name)
+    text += "(" + std::to_string(call.name_bytes) + " bytes, which differ after byte " + std::to_string(name.size()) +
+            ") ";
+  if (ReduceOp(call.op) != ReduceOp::kNone) text += std::string(name_of(ReduceOp(call.op))) + " ";
+  text += std::string(name_of(DType(call.dtype))) + "[" + std::to_string(call.count) + "]";
+  if (call.wire != call.dtype) text += std::string(" as ") + name_of(DType(call.wire));
+  if (kind == Kind::kBroadcast || kind == Kind::kReduce) text += " root " + std::to_string(call.root);
   return text;
 }
 
@@ -30,13 +37,13 @@ void copy(void* to, const void* from, std::size_t bytes) {
 
 }  // namespace
 
-void Engine::cut(Op& op) const {
+void Engine::split_into_rounds(Op& op) const {
   const std::size_t element = bytes_of(op.request.wire), count = op.request.count;
-  std::size_t room = segment_->chunk_bytes();
-  if (op.request.kind == Kind::kReduceScatter) room = room / std::size_t(size_) / kLine * kLine;
-  op.round_elements = room / element;
+  std::size_t slot_bytes = segment_->chunk_bytes();
+  if (op.request.kind == Kind::kReduceScatter) slot_bytes = slot_bytes / std::size_t(size_) / kLine * kLine;
+  op.round_elements = slot_bytes / element;
   op.num_rounds = std::max<std::uint64_t>(1, (count + op.round_elements - 1) / op.round_elements);
-  op.is_piecewise =
+  op.is_two_shot =
       op.request.kind == Kind::kAllReduce && size_ > 1 && count * element > kDirectBytes;
 }
 
@@ -53,10 +60,10 @@ Engine::Piece Engine::piece_of(std::size_t count, DType wire, int rank) const {
 }
 
 // Point the cursor at a collective that still has rounds for it; false if none has been started.
-bool Engine::settle(Cursor& cursor, bool only_piecewise) {
+bool Engine::advance_cursor(Cursor& cursor, bool only_two_shot) {
   for (;;) {
     if (cursor.op && cursor.round < cursor.op->first_round + cursor.op->num_rounds &&
-        (!only_piecewise || cursor.op->is_piecewise))
+        (!only_two_shot || cursor.op->is_two_shot))
       return true;
     if (cursor.sequence == issued_.load(std::memory_order_acquire)) {
       cursor.op.reset();
@@ -85,7 +92,7 @@ bool Engine::reached(Progress counter, std::uint64_t value) {
 bool Engine::step() { return try_consume() || try_reduce() || try_post(); }
 
 bool Engine::try_post() {
-  if (!settle(post_)) return false;
+  if (!advance_cursor(post_)) return false;
   const std::uint64_t round = post_.round;
   if (round >= kSlots && !reached(Progress::kConsumed, round + 1 - kSlots)) return false;
   post(*post_.op, round);
@@ -95,7 +102,7 @@ bool Engine::try_post() {
 }
 
 bool Engine::try_reduce() {
-  if (!settle(reduce_, true)) return false;
+  if (!advance_cursor(reduce_, true)) return false;
   Op& op = *reduce_.op;
   const std::uint64_t round = reduce_.round;
   if (!reached(Progress::kPosted, round + 1)) return false;
@@ -107,10 +114,10 @@ bool Engine::try_reduce() {
 }
 
 bool Engine::try_consume() {
-  if (!settle(consume_)) return false;
+  if (!advance_cursor(consume_)) return false;
   Op& op = *consume_.op;
   const std::uint64_t round = consume_.round;
-  if (!reached(op.is_piecewise ? Progress::kReduced : Progress::kPosted, round + 1)) return false;
+  if (!reached(op.is_two_shot ? Progress::kReduced : Progress::kPosted, round + 1)) return false;
   if (!op.is_checked) check_descriptors(op, false);
   consume(op, round);
   ++consume_.round;
@@ -133,9 +140,13 @@ void Engine::post(const Op& op, std::uint64_t round) {
   const std::size_t count = elements_in(op, round);
   char* slot = segment_->data(rank_, round);
   const char* in = static_cast<const char*>(request.in);
-  if (round == op.first_round) segment_->descriptor(rank_, round) = op.descriptor;
+  if (round == op.first_round) {
+    Descriptor& descriptor = segment_->descriptor(rank_, round);
+    descriptor.fingerprint = op.fingerprint;
+    copy(descriptor.name, request.name.data(), std::min(request.name.size(), kNameBytes));
+  }
   if (request.is_narrow()) {
-    to_wire(request.wire, static_cast<const float*>(request.in) + at, slot, count);
+    to_wire(request.wire, static_cast<const float*>(request.in) + at, slot, count, request.scale);
   } else if (size_ == 1 || (request.kind == Kind::kBroadcast && rank_ != request.root)) {
     return;
   } else if (request.kind == Kind::kReduceScatter) {
@@ -144,21 +155,21 @@ void Engine::post(const Op& op, std::uint64_t round) {
         copy(slot + std::size_t(r) * op.round_elements * element,
                     in + (std::size_t(r) * request.count + at) * element, count * element);
   } else {
-    const Piece mine = op.is_piecewise ? piece_of(count, request.wire, rank_) : Piece{count, 0};  // nobody else reads it
+    const Piece mine = op.is_two_shot ? piece_of(count, request.wire, rank_) : Piece{count, 0};  // nobody else reads it
     const std::size_t after = mine.begin + mine.count;
     copy(slot, in + at * element, mine.begin * element);
     copy(slot + after * element, in + (at + after) * element, (count - after) * element);
   }
 }
 
-// See Note [answers].
+// See Note [two-shot].
 void Engine::reduce_piece(const Op& op, std::uint64_t round) {
   const Request& request = op.request;
   const std::size_t element = bytes_of(request.wire), mine = std::size_t(rank_);
   const Piece piece = piece_of(elements_in(op, round), request.wire, rank_);
   const std::size_t at = std::size_t(round - op.first_round) * op.round_elements + piece.begin;
   for (std::size_t done = 0, n; done < piece.count; done += n) {
-    n = std::min(piece.count - done, kAnswerBytes / element);
+    n = std::min(piece.count - done, kReduceBytes / element);
     const std::size_t offset = (piece.begin + done) * element;
     for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + offset;
     char* out = segment_->data(rank_, round) + offset;
@@ -180,10 +191,10 @@ void Engine::consume(const Op& op, std::uint64_t round) {
   const char* in = static_cast<const char*>(request.in);
   switch (request.kind) {
     case Kind::kAllReduce:
-      return op.is_piecewise ? consume_answers(op, round, at, count) : consume_direct(op, round, at, count);
+      return op.is_two_shot ? consume_two_shot(op, round, at, count) : consume_one_shot(op, round, at, count);
     case Kind::kReduce:
     case Kind::kReduceScatter:
-      if (request.kind == Kind::kReduceScatter || rank_ == request.root) consume_direct(op, round, at, count);
+      if (request.kind == Kind::kReduceScatter || rank_ == request.root) consume_one_shot(op, round, at, count);
       return;
     case Kind::kBroadcast:
       if (rank_ != request.root)
@@ -197,7 +208,7 @@ void Engine::consume(const Op& op, std::uint64_t round) {
   }
 }
 
-void Engine::consume_direct(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
+void Engine::consume_one_shot(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
   const Request& request = op.request;
   const std::size_t element = bytes_of(request.wire), mine = std::size_t(rank_);
   const bool is_scatter = request.kind == Kind::kReduceScatter;
@@ -206,14 +217,14 @@ void Engine::consume_direct(const Op& op, std::uint64_t round, std::size_t at, s
   if (!request.is_narrow())  // our own part is nearer in the caller's array
     sources_[mine] = static_cast<const char*>(request.in) + ((is_scatter ? mine * request.count : 0) + at) * element;
   void* out = static_cast<char*>(request.out) + at * bytes_of(request.dtype);
-  combine(request.wire, request.op, sources_.data(), sources_.size(), out, count, request.is_narrow());
+  combine(request.wire, request.op, sources_.data(), sources_.size(), out, count, request.is_narrow(), request.scale);
 }
 
-void Engine::consume_answers(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
+void Engine::consume_two_shot(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
   const std::size_t element = bytes_of(op.request.wire);
   const char* slot = segment_->data(rank_, round);
   if (op.request.is_narrow())
-    return from_wire(op.request.wire, slot, static_cast<float*>(op.request.out) + at, count);
+    return from_wire(op.request.wire, slot, static_cast<float*>(op.request.out) + at, count, op.request.scale);
   const Piece mine = piece_of(count, op.request.wire, rank_);  // already in the caller's array
   const std::size_t after = mine.begin + mine.count;
   char* out = static_cast<char*>(op.request.out);
@@ -227,9 +238,12 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
     const std::atomic<std::uint64_t>& posted = segment_->block(r).counters[std::size_t(Progress::kPosted)];
     if (only_arrived && posted.load(std::memory_order_acquire) <= op.first_round) continue;
     const Descriptor& other = segment_->descriptor(r, op.first_round);
-    if (r == rank_ || std::memcmp(&other, &op.descriptor, sizeof other) == 0) continue;
+    if (r == rank_ || std::memcmp(&other.fingerprint, &op.fingerprint, sizeof(Fingerprint)) == 0) continue;
+    const std::string_view mine = std::string_view(op.request.name).substr(0, kNameBytes);
+    const std::string_view theirs(other.name, std::min<std::size_t>(other.fingerprint.name_bytes, kNameBytes));
     throw CommError(label(op) + ": the ranks disagree: rank " + std::to_string(rank_) + " calls " +
-                    describe(op.descriptor) + ", rank " + std::to_string(r) + " calls " + describe(other) +
+                    describe(op.fingerprint, mine, other.fingerprint, theirs) + ", rank " + std::to_string(r) +
+                    " calls " + describe(other.fingerprint, theirs, op.fingerprint, mine) +
                     "; all ranks must make the same calls in the same order");
   }
   if (!only_arrived) op.is_checked = true;

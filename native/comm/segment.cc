@@ -21,9 +21,10 @@
 namespace singa_lite {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x53494e47414c5401;  // "SINGALT", layout 1
+constexpr std::uint64_t kMagic = 0x53494e47414c5402;  // "SINGALT", layout 2
 constexpr std::size_t kPage = 4096;
-constexpr double kPollS = 0.001;  // between looks at a world that is still gathering
+constexpr double kPollS = 0.001;  // between checks of a world that ranks still join
+constexpr double kCheckS = 0.05;  // between calls of the caller's check, which may need Python
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -58,6 +59,27 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
+// The time-out of one wait, and the caller's check meanwhile.
+class Segment::Wait {
+ public:
+  Wait(double timeout_s, const Check& check) : deadline_s_(monotonic_s() + timeout_s), check_(check) {}
+
+  bool is_over() const { return monotonic_s() > deadline_s_; }
+
+  // Sleep a little; returns why waiting is of no use any more, or "".
+  std::string pause() {
+    pause_s(kPollS);
+    if (!check_ || monotonic_s() < next_check_s_) return "";
+    next_check_s_ = monotonic_s() + kCheckS;
+    return check_();
+  }
+
+ private:
+  const double deadline_s_;
+  double next_check_s_ = 0;
+  const Check& check_;
+};
+
 double monotonic_s() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -73,15 +95,15 @@ void futex_wake(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
-Segment::Segment(const std::string& ticket, int rank, int size, double timeout_s)
-    : name_("/singa_lite-" + ticket), rank_(rank), size_(size) {
+Segment::Segment(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Check& check)
+    : name_("/singa_lite-" + rendezvous_id), rank_(rank), size_(size) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw CommError("shm: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                     " ranks is not possible; up to " + std::to_string(kMaxRanks) + " ranks may share a host");
-  if (ticket.empty() || ticket.size() > 200 || ticket.find('/') != std::string::npos)
-    throw CommError("shm: ticket '" + ticket + "' must have 1 to 200 characters and no '/'");
+  if (rendezvous_id.empty() || rendezvous_id.size() > 200 || rendezvous_id.find('/') != std::string::npos)
+    throw CommError("shm: rendezvous id '" + rendezvous_id + "' must have 1 to 200 characters and no '/'");
   try {
-    rank == 0 ? create() : attach(timeout_s);
+    rank == 0 ? create() : attach(timeout_s, check);
   } catch (...) {
     unlink_if_ours();
     if (base_) munmap(base_, total_bytes_);
@@ -103,8 +125,8 @@ void Segment::create() {
   fd_ = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
   if (fd_ < 0) {
     if (errno == EEXIST)
-      throw CommError(where() + "exists already: another world has this ticket, or an earlier one was killed; "
-                      "remove the file or use a new ticket");
+      throw CommError(where() + "exists already: another world has this rendezvous id, or an earlier one was killed; "
+                      "remove the file or use a new rendezvous id");
     throw CommError(where() + "cannot be created: " + reason());
   }
   is_created_ = true;
@@ -129,9 +151,9 @@ void Segment::create() {
   header().magic.store(kMagic, std::memory_order_release);
 }
 
-void Segment::attach(double timeout_s) {
-  const double deadline = monotonic_s() + timeout_s;
-  open_existing(deadline, timeout_s);
+void Segment::attach(double timeout_s, const Check& check) {
+  Wait wait(timeout_s, check);
+  open_existing(timeout_s, wait);
   check_owner();
   struct stat status {};
   Header head{};
@@ -141,16 +163,16 @@ void Segment::attach(double timeout_s) {
         pread(fd_, static_cast<void*>(&head), offsetof(Header, all_attached), 0) > 0 &&
         head.magic.load(std::memory_order_relaxed) != 0)
       break;
-    if (status.st_nlink == 0) throw CommError(where() + "rank 0 gave up making it; see its error");
-    if (monotonic_s() > deadline)
+    if (status.st_nlink == 0) throw CommError(where() + "rank 0 aborted making it; see its error");
+    if (wait.is_over())
       throw CommError(where() + "was not filled by rank 0 within " + seconds_text(timeout_s) +
                       "; if no rank 0 runs, remove the file");
-    pause_s(kPollS);
+    if (const std::string why = wait.pause(); !why.empty()) throw CommError(where() + why);
   }
   if (head.magic.load(std::memory_order_relaxed) != kMagic || head.total_bytes != std::uint64_t(status.st_size))
     throw CommError(where() + "is not a segment of this version of singa_lite; use one version in all ranks");
   may_unlink_ = true;
-  if (!is_alive(0)) throw CommError(where() + "belongs to a world whose rank 0 has died; use a new ticket");
+  if (!is_alive(0)) throw CommError(where() + "belongs to a world whose rank 0 has died; use a new rendezvous id");
   if (head.size != std::uint32_t(size_)) {
     const std::string text = where() + "rank 0 says the world has " + std::to_string(head.size) + " ranks, rank " +
                              std::to_string(rank_) + " says " + std::to_string(size_) +
@@ -163,16 +185,16 @@ void Segment::attach(double timeout_s) {
   take_rank();
 }
 
-void Segment::open_existing(double deadline, double timeout_s) {
+void Segment::open_existing(double timeout_s, Wait& wait) {
   for (;;) {
     fd_ = shm_open(name_.c_str(), O_RDWR | O_CLOEXEC, 0);
     if (fd_ >= 0) return;
-    if (errno == EACCES) throw CommError(where() + "belongs to another user; use a new ticket");
+    if (errno == EACCES) throw CommError(where() + "belongs to another user; use a new rendezvous id");
     if (errno != ENOENT) throw CommError(where() + "cannot be opened: " + reason());
-    if (monotonic_s() > deadline)
+    if (wait.is_over())
       throw CommError(where() + "was not made by rank 0 within " + seconds_text(timeout_s) +
-                      "; check that rank 0 runs on this host, with the same ticket");
-    pause_s(kPollS);
+                      "; check that rank 0 runs on this host, with the same rendezvous id");
+    if (const std::string why = wait.pause(); !why.empty()) throw CommError(where() + why);
   }
 }
 
@@ -181,8 +203,8 @@ void Segment::check_owner() const {
   fstat(fd_, &status);
   if (status.st_uid != geteuid())
     throw CommError(where() + "belongs to another user (uid " + std::to_string(status.st_uid) +
-                    "); use a new ticket");
-  if (status.st_mode & 077) throw CommError(where() + "is open to other users; use a new ticket");
+                    "); use a new rendezvous id");
+  if (status.st_mode & 077) throw CommError(where() + "is open to other users; use a new rendezvous id");
 }
 
 void Segment::map(std::size_t bytes) {
@@ -221,29 +243,34 @@ bool Segment::is_alive(int peer) const {
   return lock.l_type != F_UNLCK;
 }
 
-void Segment::wait_for_all(double timeout_s) {
-  const double deadline = monotonic_s() + timeout_s;
+void Segment::wait_for_all(double timeout_s, const Check& check) {
+  Wait wait(timeout_s, check);
+  const auto fail = [&](const std::string& text) {
+    post_abort(text);  // the others need not find out for themselves
+    throw CommError(where() + text);
+  };
   while (header().all_attached.load(std::memory_order_acquire) == 0) {
+    if (const std::string text = abort_text(); !text.empty()) throw CommError(where() + text);
     std::string missing;
     for (int r = 0; r < size_; ++r) {
       const Presence presence = block(r).presence.load(std::memory_order_acquire);
       if (presence == Presence::kAbsent) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
       const bool is_gone =
           presence == Presence::kClosed || (presence == Presence::kAttached && r != rank_ && !is_alive(r));
-      if (is_gone && header().all_attached.load(std::memory_order_acquire) == 0)
-        throw CommError(where() + "rank " + std::to_string(r) + " (process " + std::to_string(block(r).pid.load()) +
-                        ") ended before all ranks were there");
+      if (is_gone && header().all_attached.load(std::memory_order_acquire) == 0 && abort_text().empty())
+        fail("rank " + std::to_string(r) + " (process " + std::to_string(block(r).pid.load()) +
+             ") ended before all ranks were there");
     }
-    if (const std::string text = abort_text(); !text.empty()) throw CommError(where() + text);
     if (missing.empty() && rank_ == 0) {
       unlink_if_ours();
       header().all_attached.store(1, std::memory_order_release);
       break;
     }
-    if (monotonic_s() > deadline)
-      throw CommError(where() + "waited " + seconds_text(timeout_s) + " for rank " + missing +
-                      " to start; check that all ranks run on this host, with the same ticket");
-    pause_s(kPollS);
+    if (wait.is_over())
+      fail("waited " + seconds_text(timeout_s) + " for rank " + missing +
+           " to start; check that all ranks run on this host, with the same rendezvous id");
+    const std::string why = wait.pause();
+    if (!why.empty() && header().all_attached.load(std::memory_order_acquire) == 0) fail(why);
   }
 }
 
@@ -269,7 +296,7 @@ void Segment::post_abort(const std::string& text) {
 
 std::string Segment::abort_text() const {
   if (header().abort_state.load(std::memory_order_acquire) != 2) return "";
-  return "rank " + std::to_string(header().abort_rank) + " gave up: " + header().abort_text;
+  return "rank " + std::to_string(header().abort_rank) + " aborted: " + header().abort_text;
 }
 
 void Segment::leave() { block(rank_).presence.store(Presence::kClosed, std::memory_order_release); }

@@ -2,14 +2,16 @@
 // The shared memory of one world on one host: who is there, and the staging slots.
 //
 // Layout: one header page; one RankBlock per rank; then for every rank kSlots slots, each a Descriptor followed
-// by chunk_bytes of data. Rank r alone writes block r (but for its bell) and slots r (but for the others' answers,
-// see Note [answers] in engine.h). No Python, no collectives.
+// by chunk_bytes of data. Rank r alone writes block r (but for its bell) and slots r (but for what others reduce there,
+// see Note [two-shot] in engine.h). No Python, no collectives.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <type_traits>
 
 namespace singa_lite {
 
@@ -19,15 +21,23 @@ constexpr std::size_t kChunkBytes = 256 << 10;    // 1 MB by 2 ranks: 0.052 ms; 
 constexpr std::size_t kMaxSegmentBytes = 32 << 20;  // half of the 64 MB a container's /dev/shm has by default
 constexpr int kMaxRanks = 1024;
 
-// What a rank is about to do; stands in the slot of a collective's first round and must be equal on all ranks.
-struct Descriptor {
-  std::uint64_t sequence;
-  std::uint64_t count;
+// A collective as its rank calls it; must be equal on all ranks, byte by byte.
+struct Fingerprint {
+  std::uint64_t sequence, count, name_hash;
   std::uint8_t kind, op, dtype, wire;
   std::int32_t root;
-  char name[104];
+  std::uint64_t name_bytes;
 };
-static_assert(sizeof(Descriptor) == 2 * kLine);
+static_assert(sizeof(Fingerprint) == 40 && std::has_unique_object_representations_v<Fingerprint>);
+
+constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint);
+
+// Stands in the slot of a collective's first round. Of a longer name the beginning is there, for errors.
+struct Descriptor {
+  Fingerprint fingerprint;
+  char name[kNameBytes];
+};
+static_assert(sizeof(Descriptor) % kLine == 0);
 
 enum class Presence : std::uint32_t { kAbsent, kAttached, kClosed };
 enum class Progress : std::uint32_t { kPosted, kReduced, kConsumed };  // the three counters of a rank
@@ -53,15 +63,19 @@ struct Header {
 
 class Segment {
  public:
-  // Creates (rank 0) or attaches "/singa_lite-<ticket>", waiting at most until `timeout_s` for rank 0 to do so.
-  // Throws CommError: no room in /dev/shm, name taken, other size, other owner, rank taken, time-out.
-  Segment(const std::string& ticket, int rank, int size, double timeout_s);
+  // Called while a rank waits for the world to be complete, some times a second: returns why it cannot be, or "".
+  // What it throws ends the wait.
+  using Check = std::function<std::string()>;
+
+  // Creates (rank 0) or attaches "/singa_lite-<rendezvous_id>", waiting at most until `timeout_s` for rank 0 to do so.
+  // Throws CommError: no space in /dev/shm, name taken, other size, other owner, rank taken, time-out, a lost rank.
+  Segment(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Check& check = {});
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   // Returns once every rank has attached, when the name is gone from /dev/shm. Throws CommError.
-  void wait_for_all(double timeout_s);
+  void wait_for_all(double timeout_s, const Check& check = {});
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankBlock& block(int rank) const { return blocks_[rank]; }
@@ -78,21 +92,22 @@ class Segment {
   // Whether the process of a peer still holds its lock: false from the instant it dies, collected or not.
   bool is_alive(int peer) const;
 
-  // Tell the others why this rank gives up; only the first text of a world is kept.
+  // Show the others why this rank aborts; only the first text of a world is kept.
   void post_abort(const std::string& text);
-  // "rank 2: <text>", or "" if nobody gave up.
+  // "rank 2: <text>", or "" if no rank aborted.
   std::string abort_text() const;
 
   // Mark this rank closed for its peers. The memory stays mapped until destruction.
   void leave();
 
  private:
+  class Wait;
   std::size_t slot_index(int rank, std::uint64_t round) const {
     return std::size_t(rank) * kSlots + round % kSlots;
   }
   void create();
-  void attach(double timeout_s);
-  void open_existing(double deadline, double timeout_s);
+  void attach(double timeout_s, const Check& check);
+  void open_existing(double timeout_s, Wait& wait);
   void check_owner() const;
   void map(std::size_t bytes);
   void take_rank();

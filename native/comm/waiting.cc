@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Engine, second part: what the driver does while it waits for a peer, and how it notices that none will come.
+// Engine, second part: what the progress owner does while it waits for a peer, and how it notices that none will join in.
 #include <sched.h>
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 namespace singa_lite {
 namespace {
 
-constexpr double kSpinS = 100e-6;     // a peer in the same collective answers sooner; a sleep costs 5 to 50 us to end
+constexpr double kSpinS = 100e-6;     // a peer in the same collective is ready sooner; a sleep costs 5 to 50 us to end
 constexpr double kYieldAfterS = 8e-6;  // then the peer may be waiting for this very core, see Note [one core]
 constexpr int kSpinsPerClock = 32;
 constexpr int kYields = 20;           // with more ranks than cores, this often before sleeping
-constexpr double kSleepS = 5e-3;      // between looks whether the peers still live
+constexpr double kSleepS = 5e-3;      // between checks that the peers are alive
 
 // Note [one core]: on a busy machine the scheduler may put two ranks on one core; a rank that spins there only
-// delays its peer: 4 KB then took 0.12 ms a call. Giving the core away costs 0.3 us if nobody wants it.
+// delays its peer: 4 KB then took 0.12 ms a call. Giving the core away costs 0.3 us if no other thread is ready.
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -37,7 +37,7 @@ std::uint64_t pack(int rank, Progress counter, std::uint64_t value) {
   return (value << (kRankBits + kCounterBits)) | (std::uint64_t(counter) << kRankBits) | std::uint64_t(rank);
 }
 
-bool is_met(std::uint64_t word, int rank, Progress counter, std::uint64_t value) {
+bool is_reached(std::uint64_t word, int rank, Progress counter, std::uint64_t value) {
   return (word & 0xffff) == std::uint64_t(rank) && ((word >> kRankBits) & 3) == std::uint64_t(counter) &&
          (word >> (kRankBits + kCounterBits)) <= value;
 }
@@ -50,7 +50,7 @@ void Engine::advance(Progress counter, std::uint64_t value) {
     if (r == rank_) continue;
     RankBlock& peer = segment_->block(r);
     std::uint64_t word = peer.waits_for.load(std::memory_order_seq_cst);
-    if (word != 0 && is_met(word, rank_, counter, value) && peer.waits_for.compare_exchange_strong(word, 0)) {
+    if (word != 0 && is_reached(word, rank_, counter, value) && peer.waits_for.compare_exchange_strong(word, 0)) {
       peer.bell.fetch_add(1);
       futex_wake(peer.bell);
     }
@@ -64,7 +64,7 @@ void Engine::ring_everyone() {
   }
 }
 
-void Engine::drive(const Op* until, double deadline_s) {
+void Engine::run_progress(const Op* until, double deadline_s) {
   int spins = 0;
   bool has_moved = false;
   double idle_since_s = 0;
@@ -101,16 +101,16 @@ void Engine::idle(int& spins, double& idle_since_s) {
   check_peers(await);
 }
 
-// The earliest stage that cannot go on, and the first rank it lacks. The rank furthest behind in the world is
+// The earliest stage that cannot continue, and the first rank it lacks. The rank furthest behind in the world is
 // never the one that sleeps, so somebody can always move.
 bool Engine::find_await(Await& await) {
-  if (!settle(consume_)) return false;
+  if (!advance_cursor(consume_)) return false;
   const std::uint64_t round = consume_.round;
-  if (settle(post_) && post_.round <= round)
+  if (advance_cursor(post_) && post_.round <= round)
     await = {0, Progress::kConsumed, post_.round + 1 - std::min<std::uint64_t>(kSlots, post_.round + 1)};
-  else if (!consume_.op->is_piecewise)
+  else if (!consume_.op->is_two_shot)
     await = {0, Progress::kPosted, round + 1};
-  else if (settle(reduce_, true) && reduce_.round <= round)
+  else if (advance_cursor(reduce_, true) && reduce_.round <= round)
     await = {0, Progress::kPosted, reduce_.round + 1};
   else
     await = {0, Progress::kReduced, round + 1};

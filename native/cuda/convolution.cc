@@ -101,9 +101,9 @@ void Convolution::estimate(std::size_t limit_bytes) {
   choose(candidates, count, limit_bytes);
 }
 
-// Candidates come fastest first. Deterministic ones are preferred to all others, so that a step repeats bit for bit.
-// cuDNN also tries its default arithmetic beside the one asked for: where TF32 is not allowed such a candidate was
-// timed with TF32, so it comes after the others and runs with the arithmetic asked for.
+// Candidates come fastest first. Deterministic ones are preferred to all others, so that a step can be repeated bit for bit.
+// cuDNN also tries its default arithmetic beside the one requested: where TF32 is not allowed such a candidate was
+// timed with TF32, so it comes after the others and runs with the arithmetic requested.
 void Convolution::choose(const Performance* candidates, int count, std::size_t limit_bytes) {
   std::vector<Performance> ranked(candidates, candidates + count);
   const auto preference = [&](const Performance& candidate) {

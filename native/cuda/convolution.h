@@ -13,7 +13,7 @@ namespace singa_lite::cudnn {
 enum class Mode : int { kCrossCorrelation = 1 };
 enum class Determinism : int { kDeterministic = 1 };
 
-// What cuDNN says of one algorithm.
+// What cuDNN reports of one algorithm.
 struct Performance {
   int algorithm;
   Status status;

@@ -3,7 +3,6 @@
 
 #include "cuda/convolution.h"
 #include "cuda/norm.h"
-#include "cuda/pool.h"
 #include "cuda/rnn.h"
 
 namespace singa_lite::cudnn {
@@ -37,7 +36,6 @@ Cudnn::Cudnn(const std::vector<std::string>& names) : library_(open(names)) {
   load(set_tensor, "cudnnSetTensor4dDescriptor");
   convolution = std::make_shared<ConvolutionCalls>(*this);
   norm = std::make_shared<NormCalls>(*this);
-  pool = std::make_shared<PoolCalls>(*this);
   recurrent = std::make_shared<RecurrentCalls>(*this);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuDNN 9, opened at run time: what all families of calls share. Each family (convolution.h, norm.h, pool.h) has a file
+// cuDNN 9, opened at run time: what all families of calls share. Each family (convolution.h, norm.h, rnn.h) has a file
 // with the functions it uses and what is planned with them.
 //
 // No file of NVIDIA's is needed to build this. Prototypes and numbers are our own; native/tests/cudnn_header.cc
@@ -18,7 +18,7 @@
 
 namespace singa_lite::cudnn {
 
-// cuDNN is missing, too old, or refused a call; the text says which call and cuDNN's reason.
+// cuDNN is missing, too old, or failed a call; the text names the call and cuDNN's reason.
 struct CudnnError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -41,7 +41,6 @@ using SetTensor = Status(Opaque, Layout, DType, int n, int c, int h, int w);
 // The functions of each family.
 struct ConvolutionCalls;
 struct NormCalls;
-struct PoolCalls;
 struct RecurrentCalls;
 
 // The library and the functions used of it.
@@ -69,7 +68,6 @@ class Cudnn {
   SetTensor* set_tensor;
   std::shared_ptr<const ConvolutionCalls> convolution;
   std::shared_ptr<const NormCalls> norm;
-  std::shared_ptr<const PoolCalls> pool;
   std::shared_ptr<const RecurrentCalls> recurrent;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batch normalisation by cuDNN: over batch and place, for each channel.
+// Batch normalisation by cuDNN: over batch and pixels, for each channel.
 #pragma once
 
 #include "cuda/cudnn.h"

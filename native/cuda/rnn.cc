@@ -30,32 +30,32 @@ RecurrentCalls::RecurrentCalls(const Cudnn& cudnn) {
   cudnn.load(set_rnn, "cudnnSetRNNDescriptor_v8");
   cudnn.load(set_data, "cudnnSetRNNDataDescriptor");
   cudnn.load(weight_size, "cudnnGetRNNWeightSpaceSize");
-  cudnn.load(weight_place, "cudnnGetRNNWeightParams");
+  cudnn.load(weight_address, "cudnnGetRNNWeightParams");
   cudnn.load(temporary_sizes, "cudnnGetRNNTempSpaceSizes");
   cudnn.load(forward, "cudnnRNNForward");
   cudnn.load(backward_data, "cudnnRNNBackwardData_v8");
   cudnn.load(backward_weights, "cudnnRNNBackwardWeights_v8");
 }
 
-std::string Stack::text() const {
+std::string RnnConfig::text() const {
   return std::string(name_of(dtype)) + ' ' + mode_name(mode) + text_of(" x", std::array{steps, batch, input_size}) +
          " hidden " + std::to_string(hidden_size) + " layers " + std::to_string(num_layers) +
          (bidirectional ? " bidirectional" : "") + (bias ? "" : " without bias") +
          (lengths.empty() ? "" : " of several lengths");
 }
 
-Recurrent::Recurrent(std::shared_ptr<Handle> handle, Stack stack, bool allow_tf32)
+Recurrent::Recurrent(std::shared_ptr<Handle> handle, RnnConfig config, bool allow_tf32)
     : handle_(std::move(handle)),
       cudnn_(*handle_->cudnn),
       calls_(*cudnn_.recurrent),
-      stack_(std::move(stack)),
+      config_(std::move(config)),
       rnn_(handle_->cudnn, calls_.create_rnn, calls_.destroy_rnn),
       dropout_(handle_->cudnn, calls_.create_dropout, calls_.destroy_dropout),
       x_(handle_->cudnn, calls_.create_data, calls_.destroy_data),
       y_(handle_->cudnn, calls_.create_data, calls_.destroy_data),
       h_(*handle_) {
   const std::lock_guard lock(handle_->mutex);
-  const auto& [dtype, mode, input_size, hidden_size, num_layers, bidirectional, bias, steps, batch, lengths] = stack_;
+  const auto& [dtype, mode, input_size, hidden_size, num_layers, bidirectional, bias, steps, batch, lengths] = config_;
   const DType compute = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   // sequences of one length need no padding, and no copies that leave it out
   const bool is_padded = !lengths.empty();
@@ -74,7 +74,7 @@ Recurrent::Recurrent(std::shared_ptr<Handle> handle, Stack stack, bool allow_tf3
         "cudnnSetRNNDataDescriptor of x");
   check(calls_.set_data(y_, dtype, layout, steps, batch, hidden_size * (bidirectional ? 2 : 1), ends.data(), &padding),
         "cudnnSetRNNDataDescriptor of y");
-  const int shape[] = {stack_.num_cells(), batch, hidden_size}, strides[] = {batch * hidden_size, hidden_size, 1};
+  const int shape[] = {config_.num_cells(), batch, hidden_size}, strides[] = {batch * hidden_size, hidden_size, 1};
   check(calls_.set_tensor_nd(h_, dtype, 3, shape, strides), "cudnnSetTensorNdDescriptor");
   if (mode == RnnMode::kLstm) c_ = h_;
   check(calls_.weight_size(object, rnn_, &weight_bytes_), "cudnnGetRNNWeightSpaceSize");
@@ -84,36 +84,36 @@ Recurrent::Recurrent(std::shared_ptr<Handle> handle, Stack stack, bool allow_tf3
   check(calls_.temporary_sizes(object, rnn_, ForwardMode::kTraining, x_, &workspace_bytes_, &reserve_bytes_),
         "cudnnGetRNNTempSpaceSizes");
   workspace_bytes_ = std::max(workspace_bytes_, inference_bytes_);
-  find_places();
+  find_offsets();
 }
 
 void Recurrent::check(Status status, const char* call) const {
-  if (status != kSuccess) cudnn_.check(status, std::string(call) + " for " + stack_.text());
+  if (status != kSuccess) cudnn_.check(status, std::string(call) + " for " + config_.text());
 }
 
-// Our order is what cuDNN 9 is known to use, but it promises none: it only tells where each matrix and bias lies.
-void Recurrent::find_places() {
+// Our order is what cuDNN 9 is known to use, but it promises none: it only returns the address of each matrix and bias.
+void Recurrent::find_offsets() {
   const Tensor matrix(*handle_), bias(*handle_);
-  const std::size_t size = size_of(stack_.dtype), hidden = stack_.hidden_size;
-  const int gates = gates_of(stack_.mode), directions = stack_.bidirectional ? 2 : 1;
+  const std::size_t size = size_of(config_.dtype), hidden = config_.hidden_size;
+  const int gates = gates_of(config_.mode), directions = config_.bidirectional ? 2 : 1;
   char* const base = reinterpret_cast<char*>(std::uintptr_t(1) << 20);  // never read, and not null, which means absent
   std::vector<Piece> biases;
   std::size_t ours = 0;
-  const auto add = [&](std::vector<Piece>& to, void* place, std::size_t count) {
-    if (place == nullptr) throw CudnnError("cudnnGetRNNWeightParams finds no place for weights of " + stack_.text());
-    to.push_back({0, std::size_t(static_cast<char*>(place) - base) / size, count});
+  const auto add = [&](std::vector<Piece>& to, void* address, std::size_t count) {
+    if (address == nullptr) throw CudnnError("cudnnGetRNNWeightParams returned no address for the weights of " + config_.text());
+    to.push_back({0, std::size_t(static_cast<char*>(address) - base) / size, count});
   };
-  for (int cell = 0; cell < stack_.num_cells(); ++cell)
+  for (int cell = 0; cell < config_.num_cells(); ++cell)
     for (int number = 0; number < 2 * gates; ++number) {
       void *of_matrix = nullptr, *of_bias = nullptr;
-      check(calls_.weight_place(handle_->object(), rnn_, cell, weight_bytes_, base, number, matrix, &of_matrix, bias,
+      check(calls_.weight_address(handle_->object(), rnn_, cell, weight_bytes_, base, number, matrix, &of_matrix, bias,
                                 &of_bias),
             "cudnnGetRNNWeightParams");
       const std::size_t columns = number >= gates        ? hidden
-                                  : cell / directions == 0 ? stack_.input_size
+                                  : cell / directions == 0 ? config_.input_size
                                                            : directions * hidden;
       add(pieces_, of_matrix, hidden * columns);
-      if (stack_.bias) add(biases, of_bias, hidden);
+      if (config_.bias) add(biases, of_bias, hidden);
     }
   pieces_.insert(pieces_.end(), biases.begin(), biases.end());
   std::vector<Piece> joined;
@@ -129,7 +129,7 @@ void Recurrent::find_places() {
   pieces_ = is_ours ? std::vector<Piece>() : joined;
 }
 
-// The lengths stand in the descriptors. Since 8.9.1 the argument beside them, device memory, is not read.
+// The lengths are in the descriptors. Since 8.9.1 the argument beside them, device memory, is not read.
 void Recurrent::forward(Opaque stream, const void* x, const void* weights, const void* h0, const void* c0, void* y,
                         void* hy, void* cy, void* workspace, void* reserve) {
   const std::lock_guard lock(handle_->mutex);

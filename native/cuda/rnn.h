@@ -27,7 +27,7 @@ using SetRnn = Status(Opaque, RnnAlgorithm, RnnMode, BiasMode, Directions, Input
 using SetRnnData = Status(Opaque, DType, SequenceLayout, int steps, int batch, int features, const int* lengths,
                           void* padding);
 using WeightSize = Status(Opaque handle, Opaque rnn, std::size_t* bytes);
-using WeightPlace = Status(Opaque handle, Opaque rnn, std::int32_t cell, std::size_t bytes, const void* weights,
+using WeightAddress = Status(Opaque handle, Opaque rnn, std::int32_t cell, std::size_t bytes, const void* weights,
                            std::int32_t number, Opaque matrix, void** matrix_data, Opaque bias, void** bias_data);
 using TemporarySizes = Status(Opaque handle, Opaque rnn, ForwardMode, Opaque x, std::size_t* workspace,
                               std::size_t* reserve);
@@ -54,7 +54,7 @@ struct RecurrentCalls {
   SetRnn* set_rnn;
   SetRnnData* set_data;
   WeightSize* weight_size;
-  WeightPlace* weight_place;
+  WeightAddress* weight_address;
   TemporarySizes* temporary_sizes;
   RnnForward* forward;
   RnnBackwardData* backward_data;
@@ -62,21 +62,21 @@ struct RecurrentCalls {
 };
 
 // x (steps, batch, input), y (steps, batch, directions * hidden), states (layers * directions, batch, hidden).
-struct Stack {
+struct RnnConfig {
   DType dtype;
   RnnMode mode;
   int input_size, hidden_size, num_layers;
   bool bidirectional, bias;
   int steps, batch;
   // Where each sequence ends, at least one of them after the last step; empty: all do. cuDNN reads them here, on the
-  // host, and hands them to its kernels by value, so a captured call repeats them.
+  // host, and passes them to its kernels by value, so a captured call repeats them.
   std::vector<int> lengths;
 
   int num_cells() const { return num_layers * (bidirectional ? 2 : 1); }
   std::string text() const;
 };
 
-// So many elements of the packed weights (singa_lite/backend/recurrent.py) and where cuDNN wants them.
+// So many elements of the packed weights (singa_lite/backend/recurrent.py) and cuDNN's offset of them.
 struct Piece {
   std::size_t ours, theirs, count;
 };
@@ -85,7 +85,7 @@ struct Piece {
 // row-major. No dropout: that falls between calls.
 class Recurrent {
  public:
-  Recurrent(std::shared_ptr<Handle> handle, Stack stack, bool allow_tf32);
+  Recurrent(std::shared_ptr<Handle> handle, RnnConfig config, bool allow_tf32);
 
   // Where cuDNN's order of weights differs from ours; empty if it does not.
   const std::vector<Piece>& pieces() const { return pieces_; }
@@ -93,7 +93,7 @@ class Recurrent {
   std::size_t reserve_bytes() const { return reserve_bytes_; }
   std::size_t workspace_bytes() const { return workspace_bytes_; }
 
-  // Starts on `stream`. `reserve`: null if no gradient will be asked for; c0 and cy: null but for lstm.
+  // Starts on `stream`. `reserve`: null if no gradient will be computed; c0 and cy: null but for lstm.
   void forward(Opaque stream, const void* x, const void* weights, const void* h0, const void* c0, void* y, void* hy,
                void* cy, void* workspace, void* reserve);
   // Likewise; writes all that begins with d and comes after y, adds to dweights, and uses the reserve up.
@@ -103,12 +103,12 @@ class Recurrent {
 
  private:
   void check(Status status, const char* call) const;
-  void find_places();
+  void find_offsets();
 
   std::shared_ptr<Handle> handle_;
   const Cudnn& cudnn_;
   const RecurrentCalls& calls_;
-  Stack stack_;
+  RnnConfig config_;
   Object rnn_, dropout_, x_, y_;
   Tensor h_;
   Opaque c_ = nullptr;  // h_ for lstm

@@ -87,45 +87,45 @@ WeightDesc weight_desc(const Conv& c, bool has_bias) {
           s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, has_bias)};
 }
 
-Call::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
+OnednnCall::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
   return {argument, blocked_like(Shapes(c).x, c.x_block, chosen), chosen, is_output};
 }
 
-Call::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
+OnednnCall::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
   return {argument, blocked_like(Shapes(c).y, c.y_block, chosen), chosen, is_output};
 }
 
-Call make_forward(const Conv& c, bool has_bias) {
+OnednnCall make_forward(const Conv& c, bool has_bias) {
   const Shapes s(c);
   const auto pd = forward_desc(c, has_bias);
-  std::vector<Call::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
+  std::vector<OnednnCall::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_WEIGHTS, s.weights(false), pd.weights_desc(), false},
                                 y_slot(c, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
-  return Call(dnnl::convolution_forward(pd), std::move(slots));
+  return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
 }
 
-Call make_backward_data(const Conv& c) {
+OnednnCall make_backward_data(const Conv& c) {
   const auto pd = data_desc(c);
-  return Call(dnnl::convolution_backward_data(pd),
+  return OnednnCall(dnnl::convolution_backward_data(pd),
               {y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
                {DNNL_ARG_WEIGHTS, Shapes(c).weights(false), pd.weights_desc(), false},
                x_slot(c, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
 }
 
-Call make_backward_weight(const Conv& c, bool has_bias) {
+OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
   const Shapes s(c);
   const auto pd = weight_desc(c, has_bias);
-  std::vector<Call::Slot> slots{y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
+  std::vector<OnednnCall::Slot> slots{y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
                                 x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_DIFF_WEIGHTS, s.weights(false), pd.diff_weights_desc(), true}};
   if (has_bias) slots.push_back({DNNL_ARG_DIFF_BIAS, s.bias(), s.bias(), true});
-  return Call(dnnl::convolution_backward_weights(pd), std::move(slots));
+  return OnednnCall(dnnl::convolution_backward_weights(pd), std::move(slots));
 }
 
 }  // namespace
 
-std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv& c, ConvKind kind, bool has_bias) try {
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c, ConvKind kind, bool has_bias) try {
   const Shapes s(c);
   Desc x, y;
   if (kind == ConvKind::kForward) {
@@ -168,7 +168,7 @@ bool conv_backward_weight(const Conv& c, const float* dy, const float* x, float*
 
 #else
 
-std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv&, ConvKind, bool) { return {}; }
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv&, ConvKind, bool) { return {}; }
 bool conv_forward(const Conv&, const float*, const float*, const float*, float*) { return false; }
 bool conv_backward_data(const Conv&, const float*, const float*, float*) { return false; }
 bool conv_backward_weight(const Conv&, const float*, const float*, float*, float*) { return false; }

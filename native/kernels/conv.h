@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// 2-D convolution and its gradients on NCHW arrays, or on blocked ones, see Note [blocks] in layout.h.
+// 2-D convolution and its gradients on NCHW arrays, or on blocked ones, see Note [memory formats] in layout.h.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardW
 
 // The blocks of x and y, or of their gradients, with which no array needs to be reordered; nothing if this build has no
 // code for the convolution.
-std::optional<std::pair<std::int64_t, std::int64_t>> conv_blocks(const Conv& conv, ConvKind kind, bool has_bias);
+std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& conv, ConvKind kind, bool has_bias);
 
 // Each returns false, and does nothing, if this build has no code for such a convolution. b and db may be null.
 bool conv_forward(const Conv& conv, const float* x, const float* w, const float* b, float* y);

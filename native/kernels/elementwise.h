@@ -1,25 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element-by-element kernels, sums over rows, and half precision.
+// Element-by-element kernels: the formulas of singa_lite/backend/formulas.h, which are registered (registry.h), and those
+// that are none.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace singa_lite {
 
-enum class Arithmetic { kAdd, kSub, kMul, kDiv };
+constexpr std::size_t kMostInputs = 3;
 
-void relu(const float* x, float* y, std::size_t count);                             // NaN stays NaN
-void relu_backward(const float* dy, const float* y, float* dx, std::size_t count);  // dy * (y > 0)
+// A formula, compiled.
+struct Formula {
+  const char* name;
+  std::size_t num_inputs;
+  const char* numbers;  // names of its attributes, separated by ", "
+  std::size_t cost;     // of an element, in elements moved
+  // to[i] = value(from[0][i * steps[0]], ...) for count elements; steps are 0 or 1, that of a first of three or an only
+  // one is 1. to may be from[0].
+  void (*loop)(const float* const* from, const std::size_t* steps, const float* numbers, float* to, std::size_t count);
+};
+const std::vector<Formula>& formulas();
 
-// out = a op b; out may be a. b has count elements, or repeats every period elements (1: a scalar).
-void arithmetic(Arithmetic op, const float* a, const float* b, float* out, std::size_t count, std::size_t period);
+// How inputs are broadcast to the elements of a result: its axes, outermost first, and how far each input moves along each, in
+// elements: 0 where it is repeated, 0 or 1 along the last.
+struct Broadcast {
+  std::vector<std::size_t> sizes;
+  std::vector<std::array<std::size_t, kMostInputs>> strides;
+};
+void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
+           const float* numbers, float* out);
 
 // y += b in every row (b may be null), then max(y, 0) with relu.
 void add_row(const float* b, bool relu, float* y, std::size_t rows, std::size_t columns);
 
-// out[c] = sum over r of x[r][c].
-void sum_rows(const float* x, float* out, std::size_t rows, std::size_t columns);
+// Whether cloned functions multiply and add with one rounding: on processors of level x86-64-v3, compiled by GCC 12 or later.
+bool fuses_multiply_add();
 
 float max_abs(const float* x, std::size_t count);  // 0 for none, NaN if one is
 void clip(const float* x, float* y, float low, float high, std::size_t count);

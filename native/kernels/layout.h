@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the channels of an image lie in memory.
+// The memory format of an image: the order of its channels in memory.
 //
-// Note [blocks]: an array (batch, channels, spatial) with blocks of b channels has its elements in the order
+// Note [memory formats]: an array (batch, channels, spatial) with blocks of b channels has its elements in the order
 // (batch, channels / b, spatial, b): b = 1 is row-major NCHW, b = channels is channels-last, 8 or 16 is what convolutions
-// on vectors of that width want. b divides the number of channels, so an array has the same size in every order.
+// on vectors of that width want. b divides the number of channels, so an array has the same size in every format.
 #pragma once
 
 #include <cstddef>

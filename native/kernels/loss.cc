@@ -7,30 +7,12 @@
 #include <vector>
 
 #include "kernels/clones.h"
+#include "kernels/registry.h"
 #include "kernels/threads.h"
+#include "kernels/vector_math.h"
 
 namespace singa_lite {
 namespace loss_loops {
-
-// e^x for x <= 0 (NaN stays NaN), relative error below 2e-7: x = n ln 2 + r, a polynomial in r, times 2^n.
-// Source of the coefficients: Cephes, expf.
-ALWAYS_INLINE float exp_below_0(float x) {
-  const float clamped = x < -87.0f ? -87.0f : x;
-  const float n = std::nearbyint(clamped * 1.44269504f);
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float safe = n == n ? n : 0.0f;  // NaN has no integer
-  const std::int32_t bits = (std::int32_t(safe) + 127) << 23;
-  float power;
-  __builtin_memcpy(&power, &bits, sizeof power);
-  return x < -87.0f ? 0.0f : p * power;
-}
 
 // y = e^(x - max(x)); returns its sum.
 CLONES float shifted_powers(const float* x, float* y, std::size_t count, float* largest) {
@@ -40,7 +22,7 @@ CLONES float shifted_powers(const float* x, float* y, std::size_t count, float* 
   float total = 0;
 #pragma omp simd reduction(+ : total)
   for (std::size_t i = 0; i < count; ++i) {
-    y[i] = exp_below_0(x[i] - most);
+    y[i] = vector_math::exp(x[i] - most);
     total += y[i];
   }
   *largest = most;
@@ -49,6 +31,14 @@ CLONES float shifted_powers(const float* x, float* y, std::size_t count, float* 
 
 CLONES void scale(float* y, float factor, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) y[i] *= factor;
+}
+
+// dx = y (dy - sum of dy y)
+CLONES void softmax_backward(const float* dy, const float* y, float* dx, std::size_t count) {
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (std::size_t i = 0; i < count; ++i) total += dy[i] * y[i];
+  for (std::size_t i = 0; i < count; ++i) dx[i] = y[i] * (dy[i] - total);
 }
 
 }  // namespace loss_loops
@@ -94,10 +84,10 @@ void softmax_cross_entropy_backward(float dy, const float* probabilities, const 
   const float factor = dy / float(rows);
   parallel_for(rows, columns, [&](std::size_t begin, std::size_t end) {
     for (std::size_t row = begin; row < end; ++row) {
-      float* slopes = dx + row * columns;
-      std::memcpy(slopes, probabilities + row * columns, columns * sizeof(float));
-      slopes[labels[row]] -= 1;
-      loss_loops::scale(slopes, factor, columns);
+      float* grads = dx + row * columns;
+      std::memcpy(grads, probabilities + row * columns, columns * sizeof(float));
+      grads[labels[row]] -= 1;
+      loss_loops::scale(grads, factor, columns);
     }
   });
 }
@@ -109,4 +99,22 @@ template void softmax_cross_entropy_backward(float, const float*, const std::int
 template void softmax_cross_entropy_backward(float, const float*, const std::int64_t*, float*, std::size_t,
                                              std::size_t);
 
+namespace {
+
+const Registration softmax_backward("softmax_backward", [](const Call& call) -> Step {
+  if (!call.are_floats(2, 1) || !call.has_numbers({"axis"})) return {};
+  const View &dy = call.inputs[0], &y = call.inputs[1], &dx = call.outputs[0];
+  const double axis = call.number("axis");
+  if (y.size() == 0 || dy.shape != y.shape || dx.shape != y.shape || (axis != -1 && axis != y.ndim() - 1)) return {};
+  const auto columns = std::size_t(y.shape.back()), rows = y.size() / columns;
+  return [rows, columns, dy = dy.floats(), y = y.floats(), dx = dx.floats()] {
+    parallel_for(rows, 2 * columns, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t row = begin; row < end; ++row)
+        loss_loops::softmax_backward(dy + row * columns, y + row * columns, dx + row * columns, columns);
+    });
+    return true;
+  };
+});
+
+}  // namespace
 }  // namespace singa_lite

@@ -8,7 +8,7 @@ namespace singa_lite {
 
 void softmax(const float* x, float* y, std::size_t rows, std::size_t columns);
 
-// Mean over the rows of -log softmax(x)[label], and the softmax itself. Labels must lie in 0 .. columns - 1.
+// Mean over the rows of -log softmax(x)[label], and the softmax itself. Labels must be in 0 .. columns - 1.
 template <class Id>
 float softmax_cross_entropy(const float* x, const Id* labels, float* probabilities, std::size_t rows,
                             std::size_t columns);

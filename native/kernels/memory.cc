@@ -63,7 +63,7 @@ void MemoryPool::release(void* block, std::size_t bytes) {
   kept_.push_back({size, block});
 }
 
-void MemoryPool::give_back() {
+void MemoryPool::release_cached_memory() {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (!kept_.empty()) drop_oldest();
 #ifdef __GLIBC__

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that is reused: fresh pages cost several times what a kernel needs to fill them (a 2.9 MB relu: 1.2 ms with,
-// 0.2 ms without), and malloc hands large blocks back to the system at every step.
+// 0.2 ms without), and malloc returns large blocks to the system at every step.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 namespace singa_lite {
 
 // Blocks freed are kept for later requests of their size. In use and kept together the pool holds at most a quarter (or
-// kSlack) more than was ever in use at once: before a new block would pass that, those unused for longest are given back.
+// kSlack) more than was ever in use at once: before a new block would pass that, those unused for longest are released.
 // Without the slack a step that needs three large blocks now and ten small ones later would trade them at every step.
 class MemoryPool {
  public:
@@ -20,7 +20,7 @@ class MemoryPool {
   ~MemoryPool();
   void* acquire(std::size_t bytes);  // throws std::bad_alloc
   void release(void* block, std::size_t bytes);
-  void give_back();  // all that is kept, to the system
+  void release_cached_memory();  // all of it, to the system
 
   std::size_t bytes_held() const;  // in use and kept
 

@@ -11,7 +11,7 @@
 namespace singa_lite {
 namespace {
 
-// A part of one sample: rows of `lanes` floats that lie next to each other, each row `stride` behind the one before.
+// A part of one sample: rows of `lanes` floats that are contiguous, each row `stride` behind the one before.
 // Either every lane is a channel of its own, from `channel` on, or all are of that one channel.
 struct Tile {
   std::size_t offset, rows, stride, lanes, channel;
@@ -27,7 +27,7 @@ constexpr std::size_t kRun = 128;  // rows added up in float; the sums of runs a
 template <class T>
 using PerLane = T[kLanes];
 
-// (x - mean) * factor + shift: forward and backward must round alike, as the sign tells where a ReLU was at work.
+// (x - mean) * factor + shift: forward and backward must round alike, as the sign shows where a ReLU was applied.
 ALWAYS_INLINE float normal(float x, float mean, float factor, float shift) { return (x - mean) * factor + shift; }
 
 // Call body(row, lane) for a whole tile; L lanes are one vector.
@@ -82,18 +82,18 @@ ALWAYS_INLINE void apply_to(const Tile& t, const Apply& a, const float* x, const
 
 // dy, or with relu 0 where the forward pass gave 0
 template <bool relu>
-ALWAYS_INLINE float slope_of(float dy, float x, const Apply& a, std::size_t lane) {
+ALWAYS_INLINE float grad_of(float dy, float x, const Apply& a, std::size_t lane) {
   return !relu || normal(x, a.mean[lane], a.factor[lane], a.shift[lane]) > 0 ? dy : 0.0f;
 }
 
 // sums of dy and of dy (x - mean)
 template <std::size_t L, bool relu>
-ALWAYS_INLINE void slopes_of(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy,
+ALWAYS_INLINE void grad_sums_of(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy,
                              double* of_dyx) {
   add_up<L>(t, of_dy, of_dyx, [&](std::size_t at, std::size_t lane, float* sum, float* product) INLINE_LAMBDA {
-    const float slope = slope_of<relu>(dy[at], x[at], a, lane);
-    *sum += slope;
-    *product += slope * (x[at] - a.mean[lane]);
+    const float grad = grad_of<relu>(dy[at], x[at], a, lane);
+    *sum += grad;
+    *product += grad * (x[at] - a.mean[lane]);
   });
 }
 
@@ -103,8 +103,8 @@ ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, 
                              const float* x, float* dx) {
   for_each<L>(0, t.rows, [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
     const std::size_t at = row * t.stride + lane;
-    const float slope = slope_of<relu>(dy[at], x[at], a, lane);
-    dx[at] = a.factor[lane] * (slope - of_dy[lane] - (x[at] - a.mean[lane]) * of_dyx[lane]);
+    const float grad = grad_of<relu>(dy[at], x[at], a, lane);
+    dx[at] = a.factor[lane] * (grad - of_dy[lane] - (x[at] - a.mean[lane]) * of_dyx[lane]);
   });
 }
 
@@ -124,10 +124,10 @@ CLONES void apply(const Tile& t, const Apply& a, const float* x, const float* re
   else residual ? apply_to<1, true>(t, a, x, residual, y) : apply_to<1, false>(t, a, x, residual, y);
 }
 
-CLONES void slopes(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy, double* of_dyx) {
-  if (t.lanes == 16) a.relu ? slopes_of<16, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<16, false>(t, a, dy, x, of_dy, of_dyx);
-  else if (t.lanes == 8) a.relu ? slopes_of<8, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<8, false>(t, a, dy, x, of_dy, of_dyx);
-  else a.relu ? slopes_of<1, true>(t, a, dy, x, of_dy, of_dyx) : slopes_of<1, false>(t, a, dy, x, of_dy, of_dyx);
+CLONES void grad_sums(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy, double* of_dyx) {
+  if (t.lanes == 16) a.relu ? grad_sums_of<16, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<16, false>(t, a, dy, x, of_dy, of_dyx);
+  else if (t.lanes == 8) a.relu ? grad_sums_of<8, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<8, false>(t, a, dy, x, of_dy, of_dyx);
+  else a.relu ? grad_sums_of<1, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<1, false>(t, a, dy, x, of_dy, of_dyx);
 }
 
 CLONES void spread(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const float* dy,
@@ -266,7 +266,7 @@ void batchnorm_backward(const Norm& n, const float* dy, const float* x, const fl
   std::vector<float> factor(n.channels), of_dy(n.channels), of_dyx(n.channels);
   for (std::size_t c = 0; c < n.channels; ++c) factor[c] = inverse_std[c] * scale[c];
   const Sums sums(n, n.batch, [&](const Tile& t, double* a, double* b) {
-    norm_loops::slopes(t, parameters(t, mean, factor.data(), bias, bias), dy + t.offset, x + t.offset, a, b);
+    norm_loops::grad_sums(t, parameters(t, mean, factor.data(), bias, bias), dy + t.offset, x + t.offset, a, b);
   });
   const double count = double(n.batch * n.inner);
   for (std::size_t c = 0; c < n.channels; ++c) {

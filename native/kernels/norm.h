@@ -6,12 +6,12 @@
 
 namespace singa_lite {
 
-// x is (batch, channels, inner), in blocks of so many channels, see Note [blocks] in layout.h.
+// x is (batch, channels, inner), in blocks of so many channels, see Note [memory formats] in layout.h.
 struct Norm {
   std::size_t batch, channels, inner, block = 1;
 };
 
-// y = normal(x), plus residual if there is one, and not less than 0 with relu; residual lies in memory as x does.
+// y = normal(x), plus residual if there is one, and not less than 0 with relu; residual has x's memory format.
 // running = (1 - momentum) running + momentum batch, with the unbiased variance.
 void batchnorm_train(const Norm& norm, const float* x, const float* scale, const float* bias, const float* residual,
                      bool relu, float* y, float* mean, float* inverse_std, float* running_mean, float* running_var,

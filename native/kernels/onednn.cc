@@ -52,7 +52,7 @@ const dnnl::engine& onednn_engine() {
   return engine;
 }
 
-Call::Call(const dnnl::primitive& primitive, std::vector<Slot> slots)
+OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots)
     : primitive_(primitive), slots_(std::move(slots)), reorders_(slots_.size()) {
   const dnnl::engine& engine = onednn_engine();
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -64,11 +64,11 @@ Call::Call(const dnnl::primitive& primitive, std::vector<Slot> slots)
   }
 }
 
-void Call::run(const std::vector<const void*>& arrays) const {
+void OnednnCall::run(const std::vector<const void*>& arrays) const {
   const std::lock_guard<std::mutex> lock(*running_);
   thread_local Scratch scratch;
   const dnnl::engine& engine = onednn_engine();
-  char* room = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;
+  char* space = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;
   std::unordered_map<int, dnnl::memory> arguments;
   std::vector<std::pair<std::size_t, dnnl::memory>> results;
   note_parallel_region(num_threads());
@@ -79,8 +79,8 @@ void Call::run(const std::vector<const void*>& arrays) const {
       arguments.emplace(slot.arg, plain);
       continue;
     }
-    dnnl::memory chosen(slot.chosen, engine, room);
-    room += rounded(slot.chosen.get_size());
+    dnnl::memory chosen(slot.chosen, engine, space);
+    space += rounded(slot.chosen.get_size());
     arguments.emplace(slot.arg, chosen);
     if (slot.is_output)
       results.emplace_back(i, plain);
@@ -91,18 +91,18 @@ void Call::run(const std::vector<const void*>& arrays) const {
   for (auto& [i, plain] : results) reorders_[i].execute(stream(), arguments.at(slots_[i].arg), plain);
 }
 
-std::shared_ptr<const Call> cached_call(CallKey key, const std::function<Call()>& make) {
+std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<OnednnCall()>& make) {
   static std::mutex mutex;
-  static std::map<CallKey, std::shared_ptr<const Call>> calls;
+  static std::map<CallKey, std::shared_ptr<const OnednnCall>> calls;
   key.push_back(num_threads());  // a primitive splits its work when it is made
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = calls.find(key);
     if (found != calls.end()) return found->second;
   }
-  std::shared_ptr<const Call> call;
+  std::shared_ptr<const OnednnCall> call;
   try {
-    call = std::make_shared<const Call>(make());
+    call = std::make_shared<const OnednnCall>(make());
   } catch (const dnnl::error& error) {
     if (error.status != dnnl_unimplemented) throw;
   }
@@ -145,7 +145,7 @@ bool reorder(const Image& image, const float* x, std::int64_t x_block, float* y,
   const auto call = cached_call({kKind, dims[0], dims[1], dims[2], dims[3], x_block, y_block}, [&] {
     const auto from = blocked(dims, x_block), to = blocked(dims, y_block);
     const dnnl::engine& engine = onednn_engine();
-    return Call(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
+    return OnednnCall(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
                 {{DNNL_ARG_FROM, from, from, false}, {DNNL_ARG_TO, to, to, true}});
   });
   if (!call) return false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // oneDNN's side of the kernels: one CPU engine, primitives kept by what they were made for, and calls on plain arrays.
 //
-// A Call is a primitive with the memory formats it chose. Where they differ from the caller's plain arrays it reorders
-// through thread-local scratch, so one Call may run in several threads at once.
+// An OnednnCall is a primitive with the memory formats it chose. Where they differ from the caller's plain arrays it reorders
+// through thread-local scratch, so one OnednnCall may run in several threads at once.
 #pragma once
 
 #ifdef SINGA_LITE_ONEDNN
@@ -20,7 +20,7 @@ namespace singa_lite {
 
 const dnnl::engine& onednn_engine();
 
-class Call {
+class OnednnCall {
  public:
   // Where the primitive has argument arg (DNNL_ARG_...), the caller's array has the format plain and the primitive wants
   // chosen.
@@ -30,7 +30,7 @@ class Call {
     bool is_output;
   };
 
-  Call(const dnnl::primitive& primitive, std::vector<Slot> slots);
+  OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots);
 
   // arrays: one per slot, in their order. One thread at a time: a primitive has one scratchpad, with the barriers of its
   // threads in it, so a second caller would hang or falsify results.
@@ -46,7 +46,7 @@ class Call {
 
 using Dims = dnnl::memory::dims;
 
-// The description of (batch, channels, height, width) in blocks of b channels, see Note [blocks] in layout.h.
+// The description of (batch, channels, height, width) in blocks of b channels, see Note [memory formats] in layout.h.
 dnnl::memory::desc blocked(const Dims& dims, std::int64_t block);
 
 // The block of such a description, or 0 if it has none.
@@ -55,11 +55,11 @@ std::int64_t block_of(const Dims& dims, const dnnl::memory::desc& desc);
 // The arrays are in blocks; desc where that is the same memory, so that nothing is reordered.
 dnnl::memory::desc blocked_like(const Dims& dims, std::int64_t block, const dnnl::memory::desc& desc);
 
-// What a Call was made for: the kind of kernel and its numbers; the number of threads is added.
+// What an OnednnCall was made for: the kind of kernel and its numbers; the number of threads is added.
 using CallKey = std::vector<std::int64_t>;
 
-// The Call for key, made by make() at its first use. Null if oneDNN has no code for it.
-std::shared_ptr<const Call> cached_call(CallKey key, const std::function<Call()>& make);
+// The OnednnCall for key, made by make() at its first use. Null if oneDNN has no code for it.
+std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<OnednnCall()>& make);
 
 }  // namespace singa_lite
 

@@ -57,12 +57,12 @@ template <class Index>
 void max_2x2_backward(const float* dy, const Index* indices, float* top, float* bottom, std::int64_t count) {
   std::int64_t j = 0;
   for (; j + 4 <= count; j += 4) {
-    const Float4 slopes = load(dy + j), zero{};
+    const Float4 grads = load(dy + j), zero{};
     const Int4 winner{std::int32_t(indices[j]), std::int32_t(indices[j + 1]), std::int32_t(indices[j + 2]),
                       std::int32_t(indices[j + 3])};
     Float4 cells[4];
     for (int number = 0; number < 4; ++number)
-      cells[number] = winner == Int4{number, number, number, number} ? slopes : zero;
+      cells[number] = winner == Int4{number, number, number, number} ? grads : zero;
     const Float4 rows[4] = {__builtin_shufflevector(cells[0], cells[1], 0, 4, 1, 5),
                             __builtin_shufflevector(cells[0], cells[1], 2, 6, 3, 7),
                             __builtin_shufflevector(cells[2], cells[3], 0, 4, 1, 5),
@@ -93,7 +93,7 @@ void max_plane(const Pool& p, const float* x, float* y, Index* indices) {
       float best = -INFINITY;
       std::int64_t winner = 0;
       for (std::int64_t r = rows.begin; r < rows.end; ++r) {
-        const std::int64_t number = (r - rows.begin + rows.cut) * p.kernel[1] + columns.cut - columns.begin;
+        const std::int64_t number = (r - rows.begin + rows.before) * p.kernel[1] + columns.before - columns.begin;
         for (std::int64_t c = columns.begin; c < columns.end; ++c) {
           const float value = x[r * p.width + c];
           if (value > best) winner = number + c;  // strictly: the first of equals wins
@@ -145,9 +145,9 @@ void avg_plane_backward(const Pool& p, const float* dy, float* dx) {
     const Span rows = span(p, 0, i, p.height);
     for (std::int64_t j = 0; j < p.out_width; ++j) {
       const Span columns = span(p, 1, j, p.width);
-      const float slope = *dy++ * share(p, rows, columns);
+      const float grad = *dy++ * share(p, rows, columns);
       for (std::int64_t r = rows.begin; r < rows.end; ++r)
-        for (std::int64_t c = columns.begin; c < columns.end; ++c) dx[r * p.width + c] += slope;
+        for (std::int64_t c = columns.begin; c < columns.end; ++c) dx[r * p.width + c] += grad;
     }
   }
 }

@@ -8,7 +8,7 @@
 
 namespace singa_lite {
 
-// planes images of height x width, each of `block` channels side by side: N * C of one, or N * C / block, see Note [blocks]
+// planes images of height x width, each of `block` channels side by side: N * C of one, or N * C / block, see Note [memory formats]
 // in layout.h. Windows as in backend/base.py, padding smaller than the window.
 struct Pool {
   std::int64_t planes, height, width, out_height, out_width;
@@ -17,13 +17,13 @@ struct Pool {
   std::int64_t block = 1;
 };
 
-// The part of a window that lies inside the image: [begin, end), and how much of it is cut off in front.
+// The part of a window inside the image: [begin, end), and how many elements are before it.
 struct Span {
-  std::int64_t begin, end, cut;
+  std::int64_t begin, end, before;
 };
 
-inline Span span(const Pool& p, int axis, std::int64_t place, std::int64_t size) {
-  const std::int64_t start = place * p.stride[axis] - p.padding[axis];
+inline Span span(const Pool& p, int axis, std::int64_t number, std::int64_t size) {
+  const std::int64_t start = number * p.stride[axis] - p.padding[axis];
   const std::int64_t begin = std::max<std::int64_t>(start, 0);
   return {begin, std::min(start + p.kernel[axis], size), begin - start};
 }

@@ -33,10 +33,10 @@ template <class Body>
 ALWAYS_INLINE void for_cells(const Pool& p, const Span& rows, const Span& columns, const Body& body) {
   for (std::int64_t r = rows.begin; r < rows.end; ++r)
     for (std::int64_t c = columns.begin; c < columns.end; ++c)
-      body((r - rows.begin + rows.cut) * p.kernel[1] + c - columns.begin + columns.cut, r * p.width + c);
+      body((r - rows.begin + rows.before) * p.kernel[1] + c - columns.begin + columns.before, r * p.width + c);
 }
 
-// Call body(place, rows, columns) for every window.
+// Call body(number, rows, columns) for every window.
 template <class Body>
 ALWAYS_INLINE void for_windows(const Pool& p, const Body& body) {
   for (std::int64_t i = 0; i < p.out_height; ++i)
@@ -67,7 +67,7 @@ template <int L, class Index>
 ALWAYS_INLINE void max_lanes_backward(const Pool& p, const Span& rows, const Span& columns, const float* dy,
                                       const Index* indices, float* dx) {
   using Ints = typename Lanes<L>::Ints;
-  const auto slope = load<L>(dy);
+  const auto grad = load<L>(dy);
   typedef Index Numbers __attribute__((vector_size(L * sizeof(Index))));
   Numbers numbers;
   std::memcpy(&numbers, indices, sizeof numbers);
@@ -75,7 +75,7 @@ ALWAYS_INLINE void max_lanes_backward(const Pool& p, const Span& rows, const Spa
   for_cells(p, rows, columns, [&](std::int64_t number, std::int64_t cell) INLINE_LAMBDA {
     const auto before = load<L>(dx + cell * p.block);
     const Ints is_winner = winner == Ints{} + std::int32_t(number);
-    const auto after = before + (typename Lanes<L>::Floats)(is_winner & (Ints)slope);
+    const auto after = before + (typename Lanes<L>::Floats)(is_winner & (Ints)grad);
     std::memcpy(dx + cell * p.block, &after, sizeof after);
   });
 }
@@ -97,8 +97,8 @@ namespace pool_loops {
 
 template <class Index>
 ALWAYS_INLINE void max_windows(const Pool& p, const float* x, float* y, Index* indices) {
-  for_windows(p, [&](std::int64_t place, const Span& rows, const Span& columns) INLINE_LAMBDA {
-    const std::int64_t at = place * p.block;
+  for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
+    const std::int64_t at = number * p.block;
 #define MAX_LANES(L) max_lanes<L>(p, rows, columns, x + lane, y + at + lane, indices + at + lane)
     FOR_LANES(MAX_LANES)
 #undef MAX_LANES
@@ -108,8 +108,8 @@ ALWAYS_INLINE void max_windows(const Pool& p, const float* x, float* y, Index* i
 template <class Index>
 ALWAYS_INLINE void max_windows_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
   std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width * p.block));
-  for_windows(p, [&](std::int64_t place, const Span& rows, const Span& columns) INLINE_LAMBDA {
-    const std::int64_t at = place * p.block;
+  for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
+    const std::int64_t at = number * p.block;
 #define MAX_LANES(L) max_lanes_backward<L>(p, rows, columns, dy + at + lane, indices + at + lane, dx + lane)
     FOR_LANES(MAX_LANES)
 #undef MAX_LANES
@@ -126,8 +126,8 @@ CLONES void max_ints_backward(const Pool& p, const float* dy, const std::int32_t
 }
 
 CLONES void avg(const Pool& p, const float* x, float* y) {
-  for_windows(p, [&](std::int64_t place, const Span& rows, const Span& columns) INLINE_LAMBDA {
-    float* to = y + place * p.block;
+  for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
+    float* to = y + number * p.block;
     std::memset(to, 0, sizeof(float) * std::size_t(p.block));
     for_cells(p, rows, columns, [&](std::int64_t, std::int64_t cell) INLINE_LAMBDA {
       for (std::int64_t lane = 0; lane < p.block; ++lane) to[lane] += x[cell * p.block + lane];
@@ -139,9 +139,9 @@ CLONES void avg(const Pool& p, const float* x, float* y) {
 
 CLONES void avg_backward(const Pool& p, const float* dy, float* dx) {
   std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width * p.block));
-  for_windows(p, [&](std::int64_t place, const Span& rows, const Span& columns) INLINE_LAMBDA {
+  for_windows(p, [&](std::int64_t number, const Span& rows, const Span& columns) INLINE_LAMBDA {
     const float factor = share(p, rows, columns);
-    const float* from = dy + place * p.block;
+    const float* from = dy + number * p.block;
     for_cells(p, rows, columns, [&](std::int64_t, std::int64_t cell) INLINE_LAMBDA {
       for (std::int64_t lane = 0; lane < p.block; ++lane) dx[cell * p.block + lane] += from[lane] * factor;
     });

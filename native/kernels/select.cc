@@ -22,7 +22,7 @@ constexpr Key kSizeBits = 0x7fffffffu;
 constexpr Key kNan = 0x7f800001u;         // all NaNs are equal
 constexpr std::size_t kSample = 1 << 16;  // 0.4 % spread of the quantile at k = 1 %; its own cost stays below 1 ms
 constexpr std::size_t kBlock = 16;        // elements looked at together; at 1 % most blocks hold nothing
-constexpr std::size_t kRun = 4096;        // elements between two looks at the room left
+constexpr std::size_t kRun = 4096;        // elements between two checks of the space left
 
 ALWAYS_INLINE Key load(const float* values, std::size_t i) {
   Key bits;
@@ -55,7 +55,7 @@ CLONES std::size_t count_keys(const float* values, std::size_t count, Key bound)
   return total;
 }
 
-// Append base + i for every key >= bound; to has room for count entries. Returns how many were appended.
+// Append base + i for every key >= bound; to has space for count entries. Returns how many were appended.
 CLONES std::size_t collect(const float* values, std::size_t count, Key bound, std::uint32_t base, std::uint32_t* to) {
   std::size_t found = 0, i = 0;
   for (; i + kBlock <= count; i += kBlock) {
@@ -112,9 +112,9 @@ Key sampled_bound(const float* values, std::size_t count, std::size_t k) {
   const double expected = double(k) * double(kSample) / double(count);
   const double wanted = expected + 5 * std::sqrt(expected) + 8;  // 5 deviations: hardly ever too few
   if (wanted >= double(kSample)) return 0;
-  const auto place = sample.begin() + std::ptrdiff_t(wanted);
-  std::nth_element(sample.begin(), place, sample.end(), std::greater<Key>());
-  return *place;
+  const auto nth = sample.begin() + std::ptrdiff_t(wanted);
+  std::nth_element(sample.begin(), nth, sample.end(), std::greater<Key>());
+  return *nth;
 }
 
 // The largest multiple of 2^20 that at least k keys reach.

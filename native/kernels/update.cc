@@ -1,63 +1,113 @@
 // SPDX-License-Identifier: Apache-2.0
+// The updates of updates.h: a loop for each, and running one on many tensors.
 #include "kernels/update.h"
 
-#include <cmath>
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
 
 #include "kernels/clones.h"
 #include "kernels/parts.h"
+#include "kernels/registry.h"
+#include "kernels/vector_math.h"
+
+// inside of vector_math, so that updates find its functions before those of <cmath>
+namespace singa_lite::vector_math::update_loops {
+
+#define UPDATE(name, num_states, s, t, assignments, ...)                                                    \
+  struct name##_rule {                                                                                      \
+    float weight_decay, __VA_ARGS__;                                                                        \
+    ALWAYS_INLINE void operator()(float g, float& p, float& s, float& t) const { assignments }              \
+  };                                                                                                        \
+  CLONES void name##_loop(const float* grad, float* param, float* first, float* second, std::size_t count,  \
+                          const float* numbers) {                                                           \
+    name##_rule rule;                                                                                       \
+    __builtin_memcpy(&rule, numbers, sizeof rule);                                                          \
+    float unused = 0;                                                                                       \
+    _Pragma("GCC ivdep") for (std::size_t i = 0; i < count; ++i)                                            \
+        rule(grad[i] + rule.weight_decay * param[i], param[i], num_states > 0 ? first[i] : unused,          \
+             num_states > 1 ? second[i] : unused);                                                          \
+  }
+#define UPDATE0(name, value, ...) UPDATE(name, 0, first_, second_, p = value;, __VA_ARGS__)
+#define UPDATE1(name, s, s_value, value, ...) UPDATE(name, 1, s, second_, s = s_value; p = value;, __VA_ARGS__)
+#define UPDATE2(name, s, s_value, t, t_value, value, ...) \
+  UPDATE(name, 2, s, t, s = s_value; t = t_value; p = value;, __VA_ARGS__)
+#include "updates.h"
+#undef UPDATE
+#undef UPDATE0
+#undef UPDATE1
+#undef UPDATE2
+
+}  // namespace singa_lite::vector_math::update_loops
 
 namespace singa_lite {
-namespace update_loops {
 
-CLONES void sgd_plain(const float* grad, float* param, std::size_t count, float lr, float decay) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) param[i] -= lr * (grad[i] + decay * param[i]);
+const std::vector<Update>& updates() {
+#define UPDATE(name, num_states, ...)                                                                         \
+  {#name, num_states, #__VA_ARGS__,                                                                           \
+   [](const UpdatePart& part, std::size_t begin, std::size_t count, const float* numbers) {                   \
+     float* const first = num_states > 0 ? part.states[0] + begin : nullptr;                                  \
+     float* const second = num_states > 1 ? part.states[1] + begin : nullptr;                                 \
+     vector_math::update_loops::name##_loop(part.grad + begin, part.param + begin, first, second, count, numbers); \
+   }},
+#define UPDATE0(name, value, ...) UPDATE(name, 0, __VA_ARGS__)
+#define UPDATE1(name, s, s_value, value, ...) UPDATE(name, 1, __VA_ARGS__)
+#define UPDATE2(name, s, s_value, t, t_value, value, ...) UPDATE(name, 2, __VA_ARGS__)
+  static const std::vector<Update> all = {
+#include "updates.h"
+  };
+  return all;
 }
 
-// velocity = keep * velocity + take * slope, then p -= lr (a slope + b velocity)
-CLONES void sgd_momentum(const float* grad, float* param, float* velocity, std::size_t count, float lr, float decay,
-                         float keep, float take, float a, float b) {
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) {
-    const float slope = grad[i] + decay * param[i];
-    const float v = keep * velocity[i] + take * slope;
-    velocity[i] = v;
-    param[i] -= lr * (a * slope + b * v);
-  }
-}
-
-CLONES void adam(const float* grad, float* param, float* m, float* v, std::size_t count, AdamStep step) {
-  const float take_1 = 1 - step.beta_1, take_2 = 1 - step.beta_2;
-#pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) {
-    const float slope = grad[i] + step.weight_decay * param[i];
-    m[i] = step.beta_1 * m[i] + take_1 * slope;
-    v[i] = step.beta_2 * v[i] + take_2 * (slope * slope);
-    param[i] -= step.scale_m * (m[i] / (std::sqrt(v[i] * step.scale_v) + step.eps));
-  }
-}
-
-}  // namespace update_loops
-
-void sgd_update(const std::vector<UpdatePart>& parts, const SgdStep& step) {
-  const float a = step.nesterov ? 1.0f : 0.0f, b = step.nesterov ? step.momentum : 1.0f;
+void apply(const Update& update, const std::vector<UpdatePart>& parts, const float* numbers) {
   parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
-    const std::size_t size = end - begin;
-    const float* g = part.grad + begin;
-    float* p = part.param + begin;
-    if (!part.state[0] || step.momentum == 0)
-      update_loops::sgd_plain(g, p, size, step.lr, step.weight_decay);
+    update.loop(part, begin, end - begin, numbers);
+  });
+}
+
+namespace {
+
+// The tensors of a step from (grad, ...) and (param, ..., each state of all ...); nothing if two outputs share memory,
+// which threads must not write at once, or if sizes differ.
+std::optional<std::vector<UpdatePart>> parts_of(const Call& call) {
+  const std::size_t count = call.inputs.size();
+  std::vector<UpdatePart> parts(count);
+  std::vector<std::pair<const float*, const float*>> written;
+  for (std::size_t i = 0; i < call.outputs.size(); ++i) {
+    const View& out = call.outputs[i];
+    UpdatePart& part = parts[i % count];
+    if (i < count)
+      part = {call.inputs[i].floats(), out.floats(), {}, call.inputs[i].size()};
     else
-      update_loops::sgd_momentum(g, p, part.state[0] + begin, size, step.lr, step.weight_decay, step.momentum,
-                                 1 - step.dampening, a, b);
-  });
+      part.states[i / count - 1] = out.floats();
+    if (out.size() != part.count) return {};
+    if (part.count) written.emplace_back(out.floats(), out.floats() + part.count);
+  }
+  std::sort(written.begin(), written.end());
+  for (std::size_t i = 1; i < written.size(); ++i)
+    if (written[i].first < written[i - 1].second) return {};
+  return parts;
 }
 
-void adam_update(const std::vector<UpdatePart>& parts, const AdamStep& step) {
-  parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
-    update_loops::adam(part.grad + begin, part.param + begin, part.state[0] + begin, part.state[1] + begin,
-                       end - begin, step);
-  });
+Step prepare(const Update& update, const Call& call) {
+  const std::size_t count = call.inputs.size();
+  if (count == 0 || !call.are_floats(count, count * (1 + update.num_states))) return {};
+  const auto numbers = call.read_numbers<kMostNumbers>(update.numbers, {"weight_decay"});
+  auto parts = parts_of(call);
+  if (!parts || !numbers) return {};
+  return [&update, parts = std::move(*parts), numbers = *numbers] {
+    apply(update, parts, numbers.data());
+    return true;
+  };
 }
 
+const struct RegisterUpdates {
+  RegisterUpdates() {
+    for (const Update& update : updates())
+      Registration(update.name, [&update](const Call& call) { return prepare(update, call); });
+  }
+} register_updates;
+
+}  // namespace
 }  // namespace singa_lite

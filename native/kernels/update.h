@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer steps, in place on parameter and state.
+// Optimizer steps, in place on parameter and state: the updates of singa_lite/backend/updates.h, which are registered.
 #pragma once
 
 #include <cstddef>
@@ -7,27 +7,26 @@
 
 namespace singa_lite {
 
+constexpr std::size_t kMostStates = 2, kMostNumbers = 8;
+
 // One tensor of a step; no two write the same memory.
 struct UpdatePart {
   const float* grad;
   float* param;
-  float* state[2];  // what the optimizer keeps: sgd the velocity or null, adam m and v
+  float* states[kMostStates];
   std::size_t count;
 };
 
-struct SgdStep {
-  float lr, momentum, dampening, weight_decay;
-  bool nesterov;
+// An update, compiled.
+struct Update {
+  const char* name;
+  std::size_t num_states;
+  const char* numbers;  // names of its attributes behind weight_decay, separated by ", "
+  // Updates count elements from begin on; numbers are weight_decay and those that are named.
+  void (*loop)(const UpdatePart& part, std::size_t begin, std::size_t count, const float* numbers);
 };
+const std::vector<Update>& updates();
 
-void sgd_update(const std::vector<UpdatePart>& parts, const SgdStep& step);
-
-struct AdamStep {
-  float beta_1, beta_2, eps, weight_decay;
-  float scale_m;  // lr / (1 - beta_1^step)
-  float scale_v;  // 1 / (1 - beta_2^step)
-};
-
-void adam_update(const std::vector<UpdatePart>& parts, const AdamStep& step);
+void apply(const Update& update, const std::vector<UpdatePart>& parts, const float* numbers);
 
 }  // namespace singa_lite

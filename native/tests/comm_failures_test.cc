@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a world ends badly: who hears of it, in which words, and that neither memory nor a file is left.
+// How a world ends badly: which ranks report it, in which words, and that neither memory nor a file is left.
 #include <fcntl.h>
 #include <sys/stat.h>
 
@@ -45,7 +45,7 @@ void test_a_killed_rank_is_told_of(std::size_t count) {
     sum_once(engine, kFew);
     if (rank == 2) kill(getpid(), SIGKILL);
     const std::string text = error_of([&] { sum_once(engine, count); });
-    // the second to notice may hear it from the first
+    // the second to notice may get it from the first
     CHECK_SAYS(text, "rank 2");
     CHECK_SAYS(text, "died");
   };
@@ -85,11 +85,26 @@ void test_a_late_rank_is_told_of() {
 
 void test_ranks_that_disagree_are_shown_both_calls() {
   run_world(2, [&](Engine& engine, int rank) {
-    const std::string long_name(300, 'n');  // longer than a descriptor has room for
+    const std::string long_name(3000, 'n');  // longer than a descriptor has space for
     sum_once(engine, kFew, long_name.c_str());
     const std::string text = error_of([&] { sum_once(engine, rank == 0 ? 5 : 7, rank == 0 ? "a" : "b"); });
     CHECK_SAYS(text, "float32[5]");
     CHECK_SAYS(text, "float32[7]");
+  });
+}
+
+// Both names differ in one character, at `at`.
+void test_long_names_are_compared_to_their_end(std::size_t at, const std::string& rank_0, const std::string& rank_1) {
+  run_world(2, [&](Engine& engine, int rank) {
+    std::string name;
+    while (name.size() < 2000) name += "layer" + std::to_string(name.size()) + ".W ";
+    sum_once(engine, kFew, name.c_str());
+    name[at] = rank == 0 ? '<' : '>';
+    const std::string text = error_of([&] { sum_once(engine, kFew, name.c_str()); });
+    CHECK_SAYS(text, "the ranks disagree: ");
+    CHECK_SAYS(text, rank_0);
+    CHECK_SAYS(text, rank_1);
+    CHECK(text.size() < 1000);
   });
 }
 
@@ -111,7 +126,7 @@ void test_close_with_collectives_in_flight(std::size_t count) {
   });
 }
 
-// A thread waits, another gives up: the waiter hears of it, and nobody touches what the other has cleared.
+// A thread waits, another aborts: the waiter fails too, and no memory is used after it was cleared.
 void test_abort_by_another_thread(std::size_t count) {
   run_world(2, [&](Engine& engine, int rank) {
     if (rank == 1) {
@@ -122,7 +137,7 @@ void test_abort_by_another_thread(std::size_t count) {
       });
       CHECK_SAYS(error_of([&] {
         for (;;) sum_once(engine, count);
-      }), "gave up: interrupted");
+      }), "aborted: interrupted");
       other.join();
       return;
     }
@@ -171,24 +186,24 @@ void test_a_forked_child_is_refused() {
 
 void test_worlds_that_cannot_gather() {
   for (auto [rank, size] : {std::pair<int, int>{-1, 2}, {2, 2}, {0, 0}, {0, kMaxRanks + 1}})
-    CHECK_SAYS(error_of([rank = rank, size = size] { Engine(new_ticket(), rank, size, 1); }), "is not possible");
-  for (const std::string& ticket : {std::string(), std::string(201, 'x'), std::string("a/b")})
-    CHECK_SAYS(error_of([&] { Engine(ticket, 0, 1, 1); }), "1 to 200 characters");
-  CHECK_SAYS(error_of([] { Engine(new_ticket(), 1, 2, 0.05); }), "was not made by rank 0");
+    CHECK_SAYS(error_of([rank = rank, size = size] { Engine(new_rendezvous_id(), rank, size, 1); }), "is not possible");
+  for (const std::string& rendezvous_id : {std::string(), std::string(201, 'x'), std::string("a/b")})
+    CHECK_SAYS(error_of([&] { Engine(rendezvous_id, 0, 1, 1); }), "1 to 200 characters");
+  CHECK_SAYS(error_of([] { Engine(new_rendezvous_id(), 1, 2, 0.05); }), "was not made by rank 0");
 
-  const std::string ticket = new_ticket(), path = "/dev/shm/singa_lite-" + ticket;
+  const std::string rendezvous_id = new_rendezvous_id(), path = "/dev/shm/singa_lite-" + rendezvous_id;
   run_ranks(1, [&](int) {
-    Engine engine(ticket, 0, 2, 0.2);
+    Engine engine(rendezvous_id, 0, 2, 0.2);
     CHECK_SAYS(error_of([&] { engine.wait_for_all(); }), "for rank 1 to start");
   });
   CHECK(access(path.c_str(), F_OK) != 0);
 
-  run_ranks(3, [&](int process) {  // one says there are three
+  run_ranks(3, [&](int process) {  // one is started with three
     const std::string text = error_of([&] {
-      Engine engine(ticket, process == 2 ? 1 : process, process == 0 ? 2 : 3, 5);
+      Engine engine(rendezvous_id, process == 2 ? 1 : process, process == 0 ? 2 : 3, 5);
       engine.wait_for_all();
     });
-    CHECK_SAYS(text, process == 0 ? "gave up" : "");
+    CHECK_SAYS(text, process == 0 ? "aborted" : "");
   });
   CHECK(access(path.c_str(), F_OK) != 0);
 
@@ -198,19 +213,19 @@ void test_worlds_that_cannot_gather() {
     CHECK(file >= 0);
     const std::string filling(bytes, 'x');
     CHECK(write(file, filling.data(), bytes) == ssize_t(bytes));
-    CHECK_SAYS(error_of([&] { Engine(ticket, 0, 2, 1); }), "exists already");
-    CHECK_SAYS(error_of([&] { Engine(ticket, 1, 2, 0.1); }), bytes == 10 ? "was not filled" : "not a segment");
+    CHECK_SAYS(error_of([&] { Engine(rendezvous_id, 0, 2, 1); }), "exists already");
+    CHECK_SAYS(error_of([&] { Engine(rendezvous_id, 1, 2, 0.1); }), bytes == 10 ? "was not filled" : "not a segment");
     CHECK(fchmod(file, 0644) == 0);
-    CHECK_SAYS(error_of([&] { Engine(ticket, 1, 2, 0.1); }), "open to other users");
+    CHECK_SAYS(error_of([&] { Engine(rendezvous_id, 1, 2, 0.1); }), "open to other users");
     CHECK(close(file) == 0 && unlink(path.c_str()) == 0);
   }
 }
 
 void test_a_rank_taken_twice() {
-  const std::string ticket = new_ticket();
+  const std::string rendezvous_id = new_rendezvous_id();
   run_ranks(2, [&](int process) {
     if (process == 1) usleep(200000);
-    Engine engine(ticket, 0, 1, 5);
+    Engine engine(rendezvous_id, 0, 1, 5);
     engine.wait_for_all();
     sum_once(engine, kFew);
   });
@@ -231,6 +246,9 @@ int main() {
   test_a_closed_rank_is_told_of();
   test_a_late_rank_is_told_of();
   test_ranks_that_disagree_are_shown_both_calls();
+  test_long_names_are_compared_to_their_end(3, "'lay<r0.W layer9.W", "'lay>r0.W layer9.W");
+  test_long_names_are_compared_to_their_end(500, "<", ">");
+  test_long_names_are_compared_to_their_end(1900, "bytes, which differ after byte 1048) sum", "(20");
   test_a_forked_child_is_refused();
   test_worlds_that_cannot_gather();
   test_a_rank_taken_twice();

@@ -19,7 +19,7 @@ Conv make_conv(std::int64_t batch, std::int64_t channels, std::int64_t outputs, 
   return c;
 }
 
-// Call body(place in y, in x, in w) for every product of the convolution.
+// Call body(offset in y, in x, in w) for every product of the convolution.
 template <class Body>
 void for_products(const Conv& c, const Body& body) {
   const std::int64_t in_group = c.channels / c.groups, out_group = c.outputs / c.groups;

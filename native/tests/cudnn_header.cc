@@ -9,7 +9,6 @@
 #include "cuda/convolution.h"
 #include "cuda/cudnn.h"
 #include "cuda/norm.h"
-#include "cuda/pool.h"
 #include "cuda/rnn.h"
 
 namespace ours = singa_lite::cudnn;
@@ -71,11 +70,6 @@ SAME(ours::DeriveParameters, cudnnDeriveBNTensorDescriptor);
 SAME(ours::NormTrain, cudnnBatchNormalizationForwardTraining);
 SAME(ours::NormInfer, cudnnBatchNormalizationForwardInference);
 SAME(ours::NormBackward, cudnnBatchNormalizationBackward);
-SAME(ours::Create, cudnnCreatePoolingDescriptor);
-SAME(ours::Destroy, cudnnDestroyPoolingDescriptor);
-SAME(ours::SetPooling, cudnnSetPooling2dDescriptor);
-SAME(ours::PoolForward, cudnnPoolingForward);
-SAME(ours::PoolBackward, cudnnPoolingBackward);
 
 SAME(ours::Create, cudnnCreateRNNDescriptor);
 SAME(ours::Create, cudnnCreateRNNDataDescriptor);
@@ -107,9 +101,6 @@ EQUAL(ours::Math::kTensorOp, CUDNN_TENSOR_OP_MATH);
 EQUAL(ours::Math::kFma, CUDNN_FMA_MATH);
 EQUAL(ours::Determinism::kDeterministic, CUDNN_DETERMINISTIC);
 EQUAL(ours::NormMode::kSpatial, CUDNN_BATCHNORM_SPATIAL);
-EQUAL(ours::PoolMode::kAverageWithPadding, CUDNN_POOLING_AVERAGE_COUNT_INCLUDE_PADDING);
-EQUAL(ours::PoolMode::kAverageWithoutPadding, CUDNN_POOLING_AVERAGE_COUNT_EXCLUDE_PADDING);
-EQUAL(ours::NanPropagation::kPropagate, CUDNN_PROPAGATE_NAN);
 static_assert(CUDNN_BN_MIN_EPSILON <= 1e-5, "backward gives that eps; forward any above 0");
 EQUAL(ours::RnnMode::kRelu, CUDNN_RNN_RELU);
 EQUAL(ours::RnnMode::kTanh, CUDNN_RNN_TANH);

@@ -2,6 +2,7 @@
 #include "kernels/elementwise.h"
 
 #include <algorithm>
+#include <string>
 
 #include "check.h"
 
@@ -9,7 +10,7 @@ using namespace singa_lite;
 
 namespace {
 
-// With a zero of each sign, infinities and a NaN where there is room.
+// With a zero of each sign, infinities and a NaN where there is space.
 Floats special_floats(std::size_t count, std::uint64_t seed, std::size_t offset) {
   Floats x = random_floats(count, seed, offset);
   const float specials[] = {0.0f, -0.0f, kInfF, -kInfF, kNanF, 1e-42f};
@@ -18,48 +19,54 @@ Floats special_floats(std::size_t count, std::uint64_t seed, std::size_t offset)
   return x;
 }
 
-void test_relu(std::size_t n, std::size_t offset) {
+const Formula& formula(const std::string& name) {
+  for (const Formula& found : formulas())
+    if (name == found.name) return found;
+  FAIL("no formula %s", name.c_str());
+}
+
+void test_values(std::size_t n, std::size_t offset) {
   const Floats x = special_floats(n, 1, offset), dy = random_floats(n, 2, offset);
   Floats y(n, offset, kNanF), dx(n, offset, kNanF);
-  relu(x.data(), y.data(), n);
-  relu_backward(dy.data(), y.data(), dx.data(), n);
+  apply(formula("relu"), {{n}, {{1}}}, {x.data()}, nullptr, y.data());
+  apply(formula("relu_backward"), {{n}, {{1, 1}}}, {dy.data(), y.data()}, nullptr, dx.data());
   for (std::size_t i = 0; i < n; ++i) {
     CHECK_NEAR(y[i], x[i] < 0 ? 0.0f : x[i], 0);
     CHECK_NEAR(dx[i], y[i] > 0 ? dy[i] : 0.0f, 0);
   }
+  apply(formula("sub"), {{n}, {{1, 0}}}, {x.data(), dy.data()}, nullptr, y.data());  // with one number
+  for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(y[i], x[i] - dy[0], 0);
+  Floats over = special_floats(n, 1, offset);
+  apply(formula("div"), {{n}, {{1, 1}}}, {over.data(), dy.data()}, nullptr, over.data());  // over its first input
+  for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(over[i], x[i] / dy[i], 0);
 }
 
-float apply(Arithmetic op, float a, float b) {
-  switch (op) {
-    case Arithmetic::kAdd: return a + b;
-    case Arithmetic::kSub: return a - b;
-    case Arithmetic::kMul: return a * b;
-    default: return a / b;
-  }
-}
-
-void test_arithmetic(std::size_t rows, std::size_t period, std::size_t offset, bool in_place) {
-  const std::size_t n = rows * period;
-  for (Arithmetic op : {Arithmetic::kAdd, Arithmetic::kSub, Arithmetic::kMul, Arithmetic::kDiv}) {
-    const Floats a = special_floats(n, 3, offset), b = random_floats(period, 4, offset);
-    Floats out(n, offset, kNanF);
-    if (in_place) std::copy(a.data(), a.data() + n, out.data());
-    arithmetic(op, in_place ? out.data() : a.data(), b.data(), out.data(), n, period);
-    for (std::size_t i = 0; i < n; ++i) CHECK_NEAR(out[i], apply(op, a[i], b[i % period]), 0);
-  }
-}
-
-void test_sum_rows(std::size_t rows, std::size_t columns, std::size_t offset) {
-  const Floats x = random_floats(rows * columns, 5, offset);
-  Floats out(columns, offset, kNanF);
-  sum_rows(x.data(), out.data(), rows, columns);
-  for (std::size_t c = 0; c < columns; ++c) {
-    double total = 0, sizes = 1;
-    for (std::size_t r = 0; r < rows; ++r) {
-      total += x[r * columns + c];
-      sizes += std::abs(x[r * columns + c]);
+// Every formula on arrays that broadcast in every way, against the same formula of one element at a time.
+void test_broadcast(const Formula& f, std::size_t rows, std::size_t columns, std::size_t offset) {
+  const float numbers[] = {0.5f, 0.25f, 2.0f, 3.0f};
+  for (std::size_t ways = 0; ways < (std::size_t(1) << 2 * f.num_inputs); ++ways) {
+    Broadcast axes{{rows, columns}, {{}, {}}};
+    std::vector<Floats> made;
+    std::array<const float*, kMostInputs> inputs{};
+    for (std::size_t k = 0; k < f.num_inputs; ++k) {
+      const bool is_whole = f.num_inputs != 2 && k == 0, along = is_whole || (ways >> 2 * k & 1);
+      const bool across = is_whole || (ways >> 2 * k & 2);
+      axes.strides[1][k] = along;
+      axes.strides[0][k] = across ? (along ? columns : 1) : 0;
+      made.push_back(random_floats((across ? rows : 1) * (along ? columns : 1), 10 + k, offset));
     }
-    CHECK_NEAR(out[c], total, 2.4e-7 * sizes);  // four times the rounding of a float
+    for (std::size_t k = 0; k < f.num_inputs; ++k) inputs[k] = made[k].data();
+    Floats out(rows * columns, offset, kInfF);
+    apply(f, axes, inputs, numbers, out.data());
+    for (std::size_t i = 0; i < rows * columns; ++i) {
+      const std::size_t steps[] = {1, 1, 1};
+      const float* from[kMostInputs] = {};
+      for (std::size_t k = 0; k < f.num_inputs; ++k)
+        from[k] = inputs[k] + i / columns * axes.strides[0][k] + i % columns * axes.strides[1][k];
+      float expected;
+      f.loop(from, steps, numbers, &expected, 1);
+      CHECK_NEAR(out[i], expected, 1e-6);
+    }
   }
 }
 
@@ -68,14 +75,14 @@ void test_max_abs(std::size_t n, std::size_t offset) {
   float largest = 0;
   for (std::size_t i = 0; i < n; ++i) largest = std::max(largest, std::abs(x[i]));
   CHECK_NEAR(max_abs(x.data(), n), largest, 0);
-  for (std::size_t place : {std::size_t(0), n / 2, n - 1}) {
+  for (std::size_t index : {std::size_t(0), n / 2, n - 1}) {
     if (n == 0) break;
-    const float kept = x[place];
+    const float kept = x[index];
     for (float extreme : {-kInfF, -3.5f, kNanF, -kNanF}) {
-      x[place] = extreme;
+      x[index] = extreme;
       CHECK_NEAR(max_abs(x.data(), n), std::abs(extreme), 0);
     }
-    x[place] = kept;
+    x[index] = kept;
   }
 }
 
@@ -97,14 +104,10 @@ void test_halves(std::size_t n, std::size_t offset) {
 }
 
 void test_size(std::size_t n, std::size_t offset) {
-  test_relu(n, offset);
+  if (n) test_values(n, offset);
   test_max_abs(n, offset);
   test_clip(n, offset);
   test_halves(n, offset);
-  if (n) test_arithmetic(1, n, offset, offset == 1);
-  test_arithmetic(n, 1, offset, offset == 0);
-  test_sum_rows(n, 1, offset);
-  test_sum_rows(3, n, offset);
 }
 
 }  // namespace
@@ -114,10 +117,10 @@ int main() {
     for (std::size_t n : kSizes)
       for (std::size_t offset : {0, 1, 3}) test_size(n, offset);
     test_size(kLargeSize, 1);
-    for (std::size_t columns : {2, 7, 16, 33, 1025, 2049}) {
-      test_arithmetic(37, columns, 1, false);
-      test_sum_rows(37, columns, 1);
-      test_sum_rows(0, columns, 0);
+    for (const Formula& f : formulas()) {
+      test_broadcast(f, 3, 37, 1);
+      test_broadcast(f, 37, 3, 0);
+      test_broadcast(f, 9, 4099, 0);  // in several threads
     }
   });
 }

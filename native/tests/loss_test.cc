@@ -48,17 +48,17 @@ void test_rows(std::size_t rows, std::size_t columns, float spread, std::size_t 
 
 // One row of each: the result of an infinity or a NaN is what the formula gives, and no conversion goes astray.
 void test_specials(std::size_t columns) {
-  for (std::size_t place : {std::size_t(0), columns / 2, columns - 1}) {
+  for (std::size_t index : {std::size_t(0), columns / 2, columns - 1}) {
     for (float special : {kNanF, kInfF}) {
       Floats x = random_floats(columns, 43, 1), y(columns, 1, 0.0f);
-      x[place] = special;
+      x[index] = special;
       softmax(x.data(), y.data(), 1, columns);
-      CHECK(std::isnan(y[place]));
+      CHECK(std::isnan(y[index]));
     }
     Floats x = random_floats(columns, 43, 1), y(columns, 1, kNanF);
-    x[place] = columns == 1 ? x[place] : -kInfF;
+    x[index] = columns == 1 ? x[index] : -kInfF;
     softmax(x.data(), y.data(), 1, columns);
-    CHECK_NEAR(y[place], columns == 1 ? 1 : 0, 0);
+    CHECK_NEAR(y[index], columns == 1 ? 1 : 0, 0);
   }
   Floats lowest(columns, 0, -std::numeric_limits<float>::max()), y(columns, 0, kNanF);
   lowest[columns - 1] = std::numeric_limits<float>::max();  // their difference is infinite

@@ -52,10 +52,10 @@ void test_what_is_given_back_is_no_longer_held() {
   constexpr std::size_t kBytes = 1 << 20;
   void* used = pool.acquire(kBytes);
   pool.release(pool.acquire(2 * kBytes), 2 * kBytes);
-  pool.give_back();
+  pool.release_cached_memory();
   CHECK_EQUAL(pool.bytes_held(), kBytes);
   pool.release(used, kBytes);
-  pool.give_back();
+  pool.release_cached_memory();
   CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr double kEps = 1e-5, kMomentum = 0.1;
 
-// Call body(place of an element) for all of one channel.
+// Call body(offset of an element) for all of one channel.
 template <class Body>
 void for_channel(const Norm& n, std::size_t c, const Body& body) {
   for (std::size_t b = 0; b < n.batch; ++b)
@@ -49,8 +49,8 @@ void test_norm(const Norm& n, std::size_t offset, float shift) {
     });
     for_channel(n, c, [&](std::size_t at) {
       const double normal = (x[at] - centre) * std_inverse;
-      const double slope = scale[c] * std_inverse * (dy[at] - of_dy / count - normal * of_dyx / count);
-      CHECK_NEAR(dx[at], slope, tolerance * std::max(1.0, std_inverse));
+      const double grad = scale[c] * std_inverse * (dy[at] - of_dy / count - normal * of_dyx / count);
+      CHECK_NEAR(dx[at], grad, tolerance * std::max(1.0, std_inverse));
     });
     CHECK_NEAR(mean[c], centre, 1e-6);
     CHECK_NEAR(inverse[c], std_inverse, 1e-4);

@@ -43,21 +43,21 @@ void test_max(const Pool& p, const Floats& x, std::size_t offset) {
   max_pool(p, x.data(), y.data(), indices.data());
   max_pool_backward(p, dy.data(), indices.data(), dx.data());
 
-  std::vector<double> best(outputs(p), -double(kInfF)), slopes(inputs(p), 0);
+  std::vector<double> best(outputs(p), -double(kInfF)), grads(inputs(p), 0);
   for_cells(p, [&](std::size_t out, std::int64_t in, std::int64_t) {
     if (in >= 0 && (x[std::size_t(in)] > best[out] || std::isnan(x[std::size_t(in)]))) best[out] = x[std::size_t(in)];
   });
   std::vector<std::int64_t> first(outputs(p), -1);  // the first cell that holds the maximum
   for_cells(p, [&](std::size_t out, std::int64_t in, std::int64_t number) {
     if (in >= 0 && first[out] < 0 && double(x[std::size_t(in)]) == best[out]) first[out] = number;
-    if (in >= 0 && number == std::int64_t(indices[out])) slopes[std::size_t(in)] += dy[out];
+    if (in >= 0 && number == std::int64_t(indices[out])) grads[std::size_t(in)] += dy[out];
   });
   for (std::size_t o = 0; o < y.size(); ++o) {
     CHECK_NEAR(y[o], best[o], 0);
     CHECK(std::int64_t(indices[o]) >= 0 && std::int64_t(indices[o]) < p.kernel[0] * p.kernel[1]);
     if (std::isfinite(best[o])) CHECK_EQUAL(indices[o], first[o]);
   }
-  for (std::size_t i = 0; i < dx.size(); ++i) CHECK_NEAR(dx[i], slopes[i], 1e-6);
+  for (std::size_t i = 0; i < dx.size(); ++i) CHECK_NEAR(dx[i], grads[i], 1e-6);
 }
 
 void test_avg(Pool p, const Floats& x, std::size_t offset) {
@@ -67,16 +67,16 @@ void test_avg(Pool p, const Floats& x, std::size_t offset) {
     Floats y(outputs(p), offset, kNanF), dx(inputs(p), offset, kNanF);
     avg_pool(p, x.data(), y.data());
     avg_pool_backward(p, dy.data(), dx.data());
-    std::vector<double> sums(outputs(p), 0), counts(outputs(p), 0), slopes(inputs(p), 0);
+    std::vector<double> sums(outputs(p), 0), counts(outputs(p), 0), grads(inputs(p), 0);
     for_cells(p, [&](std::size_t out, std::int64_t in, std::int64_t) {
       if (in >= 0) sums[out] += x[std::size_t(in)];
       if (in >= 0 || count_include_pad) ++counts[out];
     });
     for_cells(p, [&](std::size_t out, std::int64_t in, std::int64_t) {
-      if (in >= 0) slopes[std::size_t(in)] += dy[out] / counts[out];
+      if (in >= 0) grads[std::size_t(in)] += dy[out] / counts[out];
     });
     for (std::size_t o = 0; o < y.size(); ++o) CHECK_NEAR(y[o], sums[o] / counts[o], 1e-5);
-    for (std::size_t i = 0; i < dx.size(); ++i) CHECK_NEAR(dx[i], slopes[i], 1e-5);
+    for (std::size_t i = 0; i < dx.size(); ++i) CHECK_NEAR(dx[i], grads[i], 1e-5);
   }
 }
 

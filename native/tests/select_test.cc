@@ -15,7 +15,7 @@ constexpr std::size_t kSampled = 300007;  // enough for a bound from a sample
 
 using Positions = std::vector<std::uint32_t>;
 
-// NaN above infinity, as the header says: compared by (is NaN, |value|), then by place.
+// NaN above infinity, as the header says: compared by (is NaN, |value|), then by index.
 Positions sorted_top_k(const Floats& x, std::size_t k) {
   Positions order(x.size());
   std::iota(order.begin(), order.end(), 0u);
@@ -70,7 +70,7 @@ void test_large() {
   test_values(random_floats(kSampled, 23, 1));
   Floats equal(kSampled, 1, 0.25f);
   test_top_k(equal, kSampled / 100);
-  // the sample sees only the places divisible by the stride: here they alone are large, or small
+  // the sample sees only the indices divisible by the stride: here they alone are large, or small
   const std::size_t stride = kSampled / (1 << 16);
   for (float special : {100.0f, 0.0f}) {
     Floats x = random_floats(kSampled, 24);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A world of forked processes: ranks must be processes, because the locks that tell the living from the dead are theirs.
+// A world of forked processes: ranks must be processes, because the locks that show which are alive are theirs.
 #pragma once
 
 #include <signal.h>
@@ -20,7 +20,7 @@ constexpr double kTimeoutS = 20;        // of a collective; the sanitizers are s
 constexpr unsigned kDeadlineS = 60;     // of a rank, which a signal then ends
 constexpr int kKilled = -1;             // the exit status expected of a rank that kills itself
 
-inline std::string new_ticket() {
+inline std::string new_rendezvous_id() {
   static int count = 0;
   return "test-" + std::to_string(getpid()) + "-" + std::to_string(++count);
 }
@@ -58,16 +58,16 @@ inline void run_ranks(int size, const std::function<void(int)>& body, std::vecto
 // Run body(engine, rank) on each rank of a gathered world.
 inline void run_world(int size, const std::function<void(Engine&, int)>& body, std::vector<int> expected = {},
                       double timeout_s = kTimeoutS) {
-  const std::string ticket = new_ticket();
+  const std::string rendezvous_id = new_rendezvous_id();
   run_ranks(
       size,
       [&](int rank) {
-        Engine engine(ticket, rank, size, timeout_s);
+        Engine engine(rendezvous_id, rank, size, timeout_s);
         engine.wait_for_all();
         body(engine, rank);
       },
       std::move(expected));
-  CHECK(access(("/dev/shm/singa_lite-" + ticket).c_str(), F_OK) != 0);
+  CHECK(access(("/dev/shm/singa_lite-" + rendezvous_id).c_str(), F_OK) != 0);
 }
 
 inline void finish(Engine& engine, Op& op) {

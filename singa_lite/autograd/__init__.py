@@ -1,52 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The face of autograd: the engine, every operator function, and the ``training`` switch.
 
-``autograd.training = True``, as SINGA scripts write it, reaches ``config.state.training``.
+``autograd.training = True``, as SINGA scripts write it, reaches ``config.this_thread.training``.
 """
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from ..config import state
+from ..config import this_thread
 from ..tensor import OPERATORS
+from . import ops
 from .engine import Context, Operator, backward, gradients, no_grad
-from .ops import (
-    abs,
-    add,
-    add_bias,
-    avg_pool_2d,
-    batchnorm_2d,
-    cat,
-    clip,
-    conv2d,
-    cross_entropy,
-    div,
-    dropout,
-    exp,
-    flatten,
-    log,
-    matmul,
-    max_pool_2d,
-    mean,
-    mse_loss,
-    mul,
-    negative,
-    pad,
-    pow,
-    recurrent,
-    reduce_mean,
-    reduce_sum,
-    relu,
-    reshape,
-    sigmoid,
-    softmax,
-    softmax_cross_entropy,
-    sqrt,
-    sub,
-    sum,
-    tanh,
-    transpose,
-)
+from .ops import *
 
 
 class _Autograd(ModuleType):
@@ -55,58 +21,18 @@ class _Autograd(ModuleType):
     @property
     def training(self) -> bool:
         """Whether operators record for backward, and dropout and batch norm train. Each thread starts with False."""
-        return state.training
+        return this_thread.training
 
     @training.setter
     def training(self, value: bool) -> None:
-        state.training = bool(value)
+        this_thread.training = bool(value)
 
 
 Operation = Operator  # another name of SINGA's for it
 sys.modules[__name__].__class__ = _Autograd
-# what ``a + b``, ``a @ b`` and their kin on Tensors call
-OPERATORS.update(add=add, sub=sub, mul=mul, div=div, pow=pow, matmul=matmul, negative=negative)
+# what ``a + b``, ``t[0]`` and their kin call
+OPERATORS.update({name: value for name, value in vars(ops).items() if callable(value)})
 
-__all__ = [
-    "Context",
-    "Operation",
-    "Operator",
-    "abs",
-    "add",
-    "add_bias",
-    "avg_pool_2d",
-    "backward",
-    "batchnorm_2d",
-    "cat",
-    "clip",
-    "conv2d",
-    "cross_entropy",
-    "div",
-    "dropout",
-    "exp",
-    "flatten",
-    "gradients",
-    "log",
-    "matmul",
-    "max_pool_2d",
-    "mean",
-    "mse_loss",
-    "mul",
-    "negative",
-    "no_grad",
-    "pad",
-    "pow",
-    "recurrent",
-    "reduce_mean",
-    "reduce_sum",
-    "relu",
-    "reshape",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "sqrt",
-    "sub",
-    "sum",
-    "tanh",
-    "transpose",
-]
+if not TYPE_CHECKING:  # mypy reads lists alone, and without one takes every name
+    __all__ = ["Context", "Operation", "Operator", "backward", "gradients", "no_grad"]
+    __all__ += ops.__all__

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..config import state
+from ..config import state, this_thread
 from ..device import Device
-from ..errors import DeviceError, GraphError, ShapeError
+from ..errors import DeviceError, DTypeError, GraphError, ShapeError
 from ..tensor import Tensor
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
@@ -29,7 +29,7 @@ class Context:
 
     Attributes:
         device: where inputs and outputs live.
-        needs_grad: per input, whether a gradient will be asked for.
+        needs_grad: per input, whether a gradient will be computed.
         training: ``autograd.training`` at the time of the call.
         saved: what ``save`` kept; empty when the call is not recorded.
     """
@@ -38,7 +38,7 @@ class Context:
         self.device = device
         self.backend = device.backend
         self.needs_grad = needs_grad
-        self.training = state.training
+        self.training = this_thread.training
         self.saved: tuple[Any, ...] = ()
 
     def run(self, kernel: str, *inputs: Array, out: Array | tuple[Array, ...], **attributes: Any) -> None:
@@ -46,11 +46,11 @@ class Context:
         self.backend.run(kernel, *inputs, out=out, **attributes)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A new array on the device, values undefined."""
+        """Return a new array on the device, values undefined."""
         return self.backend.empty(shape, dtype)
 
     def save(self, *values: Any) -> None:
-        """Keep values for backward; nothing is kept when no gradient will be asked for."""
+        """Keep values for backward; nothing is kept when no gradient will be computed."""
         if any(self.needs_grad):
             self.saved = values
 
@@ -79,7 +79,7 @@ class Operator:
 
     A subclass writes ``check`` (raises ShapeError or DTypeError), ``forward`` (raw arrays in, one raw array
     or a tuple of them out) and ``backward`` (one gradient per output in; one per input out, None where there
-    is none or ``context.needs_grad`` says nobody asks). Arrays given to either are never written to.
+    is none or ``context.needs_grad`` is False). Arrays given to either are never written to.
     """
 
     def check(self, *inputs: Tensor) -> None:
@@ -92,20 +92,20 @@ class Operator:
         raise NotImplementedError(f"{type(self).__name__}.backward")
 
     def __call__(self, *inputs: Tensor) -> Any:
-        """Check, compute and, where a gradient may be asked for, record; a Tensor or a tuple of Tensors."""
+        """Check, compute and, where a gradient may be needed, record; a Tensor or a tuple of Tensors."""
         self.check(*inputs)
         device = common_device(type(self).__name__, inputs)
-        recording = state.training and state.recording
+        recording = this_thread.training and this_thread.recording
         context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
-        recorder = state.recorder
+        recorder = this_thread.recorder
         if recorder is not None and any(context.needs_grad):  # arithmetic on gradients is not recorded
             recorder.phase = "Forward"
-        result = self.forward(context, *(tensor.data for tensor in inputs))
+        result = self.forward(context, *(tensor.array for tensor in inputs))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
         if recorder is not None:
-            given = tuple(tensor.data for tensor in inputs)
-            recorder.check_made(type(self).__name__, device.backend, arrays, given)
+            given = tuple(tensor.array for tensor in inputs)
+            recorder.check_outputs(type(self).__name__, arrays, given)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
@@ -113,18 +113,18 @@ class Operator:
 
 
 def is_tracked(tensor: Tensor) -> bool:
-    """Whether a gradient of ``tensor`` can be asked for: it was recorded, or is a leaf that stores its gradient."""
+    """Return whether ``tensor`` can get a gradient: it was recorded, or is a leaf that stores its gradient."""
     return tensor.creator is not None or (tensor.stores_grad and tensor.requires_grad)
 
 
 def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
-    """The device of all ``tensors``; DeviceError if they are not on one."""
+    """Return the device of all ``tensors``; DeviceError if they are not on one."""
     if not tensors:
         raise ShapeError(f"{where}: expected at least one Tensor")
     for tensor in tensors[1:]:
         if tensor.device is not tensors[0].device:
             raise DeviceError(
-                f"{where}: tensors on {tensors[0].device} and {tensor.device} meet; move one with to_device()"
+                f"{where}: tensors are on {tensors[0].device} and {tensor.device}; move one with to_device()"
             )
     return tensors[0].device
 
@@ -132,12 +132,12 @@ def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
 @contextmanager
 def no_grad() -> Iterator[None]:
     """Compute without recording inside the ``with`` block."""
-    before = state.recording
-    state.recording = False
+    before = this_thread.recording
+    this_thread.recording = False
     try:
         yield
     finally:
-        state.recording = before
+        this_thread.recording = before
 
 
 class _Gradient:
@@ -158,7 +158,7 @@ class _Gradient:
             backend.run("add", self.array, array, out=self.array)
 
     def release(self, backend: Any) -> Array:
-        """The array, owned by the caller alone."""
+        """Return the array, owned by the caller alone."""
         if not self.is_shared:
             return self.array
         own = backend.empty(self.array.shape, self.array.dtype)
@@ -181,8 +181,20 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     Raises:
         GraphError: y was not recorded (``autograd.training`` was False, under no_grad(), or no parameter
             takes part), or its record was used up.
+        DTypeError: y is not a Tensor.
         ShapeError: y has more than one element and dy is None, or dy has another shape.
     """
+    check_recorded(y)
+    assert y.creator is not None
+    if this_thread.recorder is not None:
+        this_thread.recorder.phase = "Backward"
+    return _walk(y.creator, y.creator_output, _seed(y, dy))
+
+
+def check_recorded(y: object) -> None:
+    """Raise DTypeError unless ``y`` is a Tensor, GraphError unless ``backward`` can begin with it."""
+    if not isinstance(y, Tensor):
+        raise DTypeError(f"backward: expected a Tensor, got {type(y).__name__}")
     if y.creator is None:
         raise GraphError(
             "backward: this tensor was not recorded; set autograd.training = True before the forward pass, "
@@ -190,16 +202,13 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
         )
     if y.creator.context is None:
         raise GraphError("backward: the record of this tensor was used up by an earlier backward()")
-    if state.recorder is not None:
-        state.recorder.phase = "Backward"
-    return _walk(y.creator, y.creator_output, _seed(y, dy))
 
 
 def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
     if isinstance(dy, Tensor):
         if dy.shape != y.shape:
             raise ShapeError(f"backward: dy has shape {dy.shape} but y has {y.shape}")
-        return dy.data
+        return dy.array
     if dy is None and y.size() != 1:
         raise ShapeError(f"backward: y has shape {y.shape}; give dy, or reduce y to one element")
     seed = y.device.backend.empty(y.shape, y.dtype)
@@ -239,13 +248,13 @@ def _walk(root: Node, output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor
 
 def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     """Run one node's backward and hand its results on to where its inputs came from."""
-    context, node.context = node.context, None  # frees what was saved as the walk goes on
+    context, node.context = node.context, None  # frees what was saved during the walk
     if context is None:
         raise GraphError("backward: part of this record was used up by an earlier backward()")
     arrived = [gradients.pop((node, index), None) for index in range(len(node.outputs))]
     if all(gradient is None for gradient in arrived):
         return
-    recorder = state.recorder
+    recorder = this_thread.recorder
     if recorder is not None:  # again, where forward passes and steps of this walk alternate
         recorder.phase = "Backward"
     dys = [
@@ -255,9 +264,9 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
     if recorder is not None:
-        made = tuple(array for array in results if array is not None)
+        outputs = tuple(array for array in results if array is not None)
         given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
-        recorder.check_made(f"the gradient of {type(node.op).__name__}", context.backend, made, given)
+        recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
     shares_memory = context.backend.may_share_memory
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:
@@ -267,11 +276,11 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
         else:
             others = [
                 *dys,
-                *(other for place, other in enumerate(results) if place != index and other is not None),
+                *(other for number, other in enumerate(results) if number != index and other is not None),
             ]
             gradients[source] = _Gradient(array, any(shares_memory(array, other) for other in others))
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[Tensor, Tensor]:
-    """Like ``backward``, all at once: {parameter: gradient}. SINGA keys by id(parameter), which can be reused."""
+    """Run ``backward``; return all at once: {parameter: gradient}. SINGA keys by id(parameter), which can be reused."""
     return dict(backward(y, dy))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The narrow waist: every computation of the package is one of the kernels listed here, on raw arrays.
 
-What lives here: the list of kernels, the form of a call, and the memory calls that are no kernels. What does
+What lives here: the list of kernels, the form of a call, and the memory calls that are not kernels. What does
 not: how a kernel computes (cpu/), devices (device.py), Tensors and gradients (a backend never sees them).
 
 Note [kernel form]: a kernel is called by name with input arrays, ``out=`` (an array or a tuple of arrays,
@@ -20,52 +20,34 @@ Note [lowered calls]: ``lower`` alone makes these, each backend those that it kn
   batchnorm_2d_train on the CPU (cpu/fuse.py, compiled kernels only).
 - One more input, there too: ``bias`` of matmul, a row; ``residual`` of batchnorm_2d_train, added before the ReLU;
   ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
-- Channels side by side, 1 for row-major (layout.py): ``blocks`` of a convolution, of x and y or of their
-  gradients; ``block`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
+- Memory formats, channels per block, 1 for row-major (layout.py): ``memory_formats`` of a convolution, of x and y or
+  of their gradients; ``memory_format`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ..config import state
+from ..config import this_thread
 from ..errors import OptionError
-from ..graph import HostCall, KernelCall, View
+from ..graph.nodes import Node
+from ..graph.recorder import Recorder, break_graph
+from .formulas import FORMULAS, UPDATES
 
 Array = Any  # Any: numpy.ndarray on the CPU, cupy.ndarray on CUDA; see Note [kernel form]
 
-Call = KernelCall | HostCall
-
 # kernel -> (inputs) -> outputs; attributes. N batch, C channels, H and W height and width, O output channels.
+# Of kernels that are not here the docstring of numpy's method (cpu/) says the same.
 KERNELS = {
-    # element by element; two inputs broadcast
-    "relu": "(x) -> max(x, 0)",
-    "relu_backward": "(dy, y) -> dx",
-    "sigmoid": "(x) -> y",
-    "sigmoid_backward": "(dy, y) -> dx",
-    "tanh": "(x) -> y",
-    "tanh_backward": "(dy, y) -> dx",
-    "exp": "(x) -> y",
-    "log": "(x) -> y",
-    "sqrt": "(x) -> y",
-    "abs": "(x) -> y",
-    "negative": "(x) -> y",
-    "sign": "(x) -> -1, 0 or 1",
-    "ceil": "(x) -> y",
-    "floor": "(x) -> y",
-    "square": "(x) -> y",
-    "add": "(a, b) -> a + b",
-    "sub": "(a, b) -> a - b",
-    "mul": "(a, b) -> a * b",
-    "div": "(a, b) -> a / b",
-    "pow": "(a, b) -> a ** b",
-    "pow_backward_base": "(dy, a, b) -> gradient of a, in the broadcast shape",
-    "pow_backward_exponent": "(dy, a, y) -> gradient of b, in the broadcast shape; 0 where a is 0",
+    # element by element; two inputs broadcast; those of formulas.h are defined there
+    **{name: formula.signature for name, formula in FORMULAS.items()},
     "compare": "(a, b) -> 0 or 1 in out's dtype; relation: less, less_equal, greater, greater_equal, equal",
     "clip": "(x) -> y; min and max: float or None",
     "clip_backward": "(dy, x) -> dx, dy where min <= x <= max; min, max",
@@ -74,10 +56,10 @@ KERNELS = {
     "copy": "(x) -> same shape and dtype",
     "cast": "(x) -> same shape, out's dtype, rounded to nearest even",
     "transpose": "(x) -> y; axes: permutation",
-    "reorder": "(x NCHW) -> the same image; blocks: channels side by side in x and in out (layout.py), one is 1",
+    "reorder": "(x NCHW) -> the same image; memory_formats: of x and of out (layout.py), one is 1",
     "concat": "(x, ...) -> y; axis",
     "slice": "(x) -> x[start : start + out.shape[axis]] along axis; axis, start",
-    "pack": "(x, ...) -> flat (n,), one after the other",
+    "pack": "(x, ...) -> flat (n,), one after the other, each at a multiple of alignment elements (1 if not given)",
     "unpack": "(flat) -> (x, ...), the reverse of pack",
     "sum": "(x) -> y; axes: tuple of ints, keepdims: bool",
     "mean": "(x) -> y; axes, keepdims",
@@ -93,7 +75,7 @@ KERNELS = {
     "max_pool_2d_backward": "(dy, indices) -> dx; kernel_size, stride, padding",
     "avg_pool_2d": "(x) -> y; kernel_size, stride, padding, count_include_pad",
     "avg_pool_2d_backward": "(dy) -> dx; kernel_size, stride, padding, count_include_pad",
-    # normalisation; channels on axis 1, statistics float32 or wider
+    # normalisation; channels on axis 1; what there is one of for each channel is float32 where x is float16
     "batchnorm_2d_train": "(x, scale, bias) -> (y, mean, inverse_std, running_mean, running_var), the "
     "last two in place: r = (1 - momentum) r + momentum batch; momentum, eps",
     "batchnorm_2d_infer": "(x, scale, bias, running_mean, running_var) -> y; eps",
@@ -121,11 +103,9 @@ KERNELS = {
     "random_uniform": "() -> out in [low, high); low, high, seed, counter",
     "random_normal": "() -> out; mean, std, seed, counter",
     "random_bernoulli": "() -> 1 with probability p, else 0; p, seed, counter",
-    # optimizer steps of many tensors, one after the other; out holds all params, then all of each state
-    "sgd_update": "(grad, ...) -> (param, ...[, velocity, ...]) in place; lr, momentum, dampening, "
-    "weight_decay, nesterov",
-    "adam_update": "(grad, ...) -> (param, ..., m, ..., v, ...) in place; lr, beta_1, beta_2, eps, "
-    "weight_decay, step (from 1)",
+    # optimizer steps of many tensors, one after the other, those of updates.h; out holds all params, then all of each
+    # state
+    **{name: update.signature for name, update in UPDATES.items()},
     # selection for sparse exchange; indices: int32 or int64, ascending
     "top_k": "(values (n,)) -> (indices (k,), selected (k,)), largest |v|; ties: lowest index; NaN first; k",
     "threshold_count": "(values (n,)) -> count (1,), how many |v| >= threshold or are NaN; threshold",
@@ -139,10 +119,18 @@ KERNELS = {
 }
 
 
+@cache
+def is_kernel(backend: type, name: str) -> bool:
+    """Whether a method of a backend is a kernel: not one of every Backend, with the keyword-only argument ``out``."""
+    method = None if hasattr(Backend, name) else getattr(backend, name, None)
+    return inspect.isfunction(method) and "out" in inspect.getfullargspec(method).kwonlyargs
+
+
 class Backend(ABC):
-    """The kernels of one kind of device and its memory. A backend has one method per name in ``KERNELS``."""
+    """The kernels of one kind of device and its memory: a method for each, see ``is_kernel``."""
 
     name: str = ""
+    alignment_bytes = 1  # where an array in a larger one should begin
 
     def run(
         self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object
@@ -152,14 +140,15 @@ class Backend(ABC):
         Args:
             kernel: a name of ``KERNELS``.
             inputs: arrays of this backend.
-            out: array or tuple of arrays that receive the result; which may be an input says Note [kernel form].
+            out: array or tuple of arrays that receive the result; which may be an input, see Note [kernel form].
             attributes: plain values, read at the call.
 
         Raises:
             OptionError: ``kernel`` is not a kernel of this backend.
         """
-        if state.recorder is not None:
-            state.recorder.add(self, kernel, inputs, out, attributes)
+        recorder: Recorder | None = this_thread.recorder
+        if recorder is not None:
+            attributes = recorder.kernel(self, kernel, inputs, out, attributes)
         self.execute(kernel, inputs, out, attributes)
 
     def execute(
@@ -169,64 +158,69 @@ class Backend(ABC):
         out: Array | tuple[Array, ...],
         attributes: dict[str, Any],
     ) -> None:
-        """What ``run`` does, unrecorded."""
+        """Do what ``run`` does, unrecorded."""
         self.find(kernel)(*inputs, out=out, **attributes)
 
     def find(self, kernel: str) -> Callable[..., None]:
-        """The method that computes ``kernel``; OptionError if this backend has none."""
-        method = getattr(self, kernel, None) if kernel in KERNELS else None
-        if method is None:
-            raise OptionError(f"{self.name} backend: no kernel {kernel!r}; backend/base.py lists all of them")
-        found: Callable[..., None] = method
+        """Return the method that computes ``kernel``; OptionError if this backend has none."""
+        if not is_kernel(type(self), kernel):
+            raise OptionError(f"{self.name} backend: no kernel {kernel!r}; backend/cpu has all of them")
+        found: Callable[..., None] = getattr(self, kernel)
         return found
 
-    @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A row-major array of undefined content. dtype: whatever numpy.dtype accepts."""
+        """Return a row-major array of undefined content. dtype: whatever numpy.dtype accepts."""
+        array = self.allocate(shape, dtype)
+        return array if this_thread.recorder is None else this_thread.recorder.allocate(array)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Return a row-major array of zeros, which it is again at the start of every replay."""
+        if this_thread.recorder is None:
+            return self.allocate_zeros(shape, dtype)
+        array = self.empty(shape, dtype)
+        self.run("fill", out=array, value=0.0)
+        return array
 
     @abstractmethod
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
-        """A row-major array of zeros."""
+    def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Do what ``empty`` does, unrecorded."""
+
+    @abstractmethod
+    def allocate_zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        """Do what ``zeros`` does, unrecorded."""
 
     @abstractmethod
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
-        """A new row-major array of this backend with the values and dtype of a numpy array."""
+        """Return a new row-major array of this backend with the values and dtype of a numpy array."""
 
-    @abstractmethod
-    def root(self, array: Array) -> Array:
-        """The array that owns the memory ``array`` is a part of; itself if it owns it."""
-
-    @abstractmethod
-    def offset(self, array: Array) -> int:
-        """How many bytes behind the start of its root ``array`` begins."""
-
-    @abstractmethod
-    def view(self, root: Array, view: View) -> Array:
-        """The array that ``view`` describes in the memory of ``root``."""
-
-    def give_back(self) -> None:
-        """Hand memory that is kept for reuse to the system; the default keeps none."""
+    def release_cached_memory(self) -> None:
+        """Give memory that is kept for reuse to the system; the default keeps none."""
         return None
 
-    def lower(self, calls: list[Call]) -> list[Call]:
-        """The calls of a recorded step in a form that this backend runs faster; the default changes nothing."""
-        return calls
+    def lower(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes of a recorded step in a form that this backend runs faster; the default changes nothing."""
+        return nodes
 
-    def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
-        """What a replay runs in this order, for calls on arrays that stay where they are; the default: one by one."""
-        return list(calls)
+    def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
+        """Return what a replay runs, in order, for nodes on arrays that stay; the default runs them one by one."""
+        return list(nodes)
 
     def recurrent_reserve_bytes(self, x_shape: tuple[int, ...], dtype: Any, **attributes: Any) -> int:
         """Size of the uint8 array that a call of the kernel ``recurrent`` fills; dtype: x's; its attributes."""
         raise OptionError(f"{self.name} backend: no kernel 'recurrent'")
 
-    @abstractmethod
     def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """A numpy copy of ``array``, after all kernels that write it."""
+        """Return a numpy copy of ``array``, after all kernels that write it."""
+        break_graph("it reads values on the host, and a replay runs no Python that could use them")
+        return self.copy_to_host(array)
+
+    @abstractmethod
+    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        """Do what ``to_numpy`` does."""
 
     @abstractmethod
     def may_share_memory(self, a: Array, b: Array) -> bool:
-        """Whether writing ``a`` could change ``b``; never wrongly False."""
+        """Return whether writing ``a`` could change ``b``; never wrongly False."""
 
     def activate(self) -> None:
         """Let what others start for this thread come after its kernels on this backend; no thing of the CPU."""

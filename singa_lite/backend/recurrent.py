@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a stack of recurrent layers, and where its weights lie in one packed array.
+"""The shape of a stack of recurrent layers, and the offsets of its weights in one packed array.
 
-What lives here: sizes and places. What does not: how a cell computes (cpu/recurrent.py, cuDNN on CUDA).
+What lives here: sizes and offsets. What does not: how a cell computes (cpu/recurrent.py, cuDNN on CUDA).
 
 Note [packed weights]: one flat array holds all weights of a stack, in the order cuDNN gives them. First all matrices,
 layer by layer, in a bidirectional layer forward before backward: those that multiply the layer's input, gate by gate
@@ -21,7 +21,7 @@ GATES = {"tanh": 1, "relu": 1, "lstm": 4, "gru": 3}
 
 
 @dataclass(frozen=True)
-class Stack:
+class RnnConfig:
     """Recurrent layers on top of each other; the output of one, all directions joined, is the input of the next.
 
     Attributes:

@@ -5,22 +5,24 @@ What lives here: argument checks, sequence numbers, byte counts. What does not: 
 shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
 Note [bytes]: a collective reports the bytes one rank puts on a ring, whatever the transport does:
 all-reduce 2(N-1)/N*B, reduce-scatter (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce (N-1)/N*B,
-rounded up to a whole byte, where B is the payload in bytes as it travels (wire dtype).
+rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from ..config import state
+from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
-from ..graph import made
+from ..graph.recorder import break_graph
+from .gpu_arrays import is_cuda_array
 from .wire import WIRE_DTYPES
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -29,94 +31,141 @@ DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int
 _TRAVELS = frozenset(DTYPES)  # sooner searched
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
-
-
-def is_cuda_array(array: object) -> bool:
-    """Whether ``array`` lives on a GPU, by CUDA's array interface."""
-    return type(array) is not np.ndarray and hasattr(array, "__cuda_array_interface__")
+MAX_DROPPED = 64  # works that nobody has waited for, until those that have ended are forgotten
 
 
 class Graph(Protocol):
     """A CUDA graph with collectives in it."""
 
-    def give_up(self) -> None:
-        """End it; it is never started again."""
-
-
-class MakesArrays(Protocol):
-    """A backend, as far as a communicator needs one."""
-
-    @property
-    def name(self) -> str: ...
-
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Any: ...
+    def destroy(self) -> None:
+        """End it; it is never launched again."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Who takes part: this process's place among the processes of one training job.
+    """One process of a training job: its rank and how many there are.
 
     Attributes:
         rank: 0 <= rank < size.
         size: number of processes.
-        local_rank: place among the processes of this host, in rank order.
+        local_rank: rank among the processes of this host, in rank order.
         local_size: number of processes on this host.
-        ticket: random name shared by all ranks of a "shm" world, else "".
-        transport: "local" (size 1), "shm" (one host) or "mpi".
+        rendezvous_id: random name shared by all ranks of a "shm" world, else "".
+        transport: that of the Communicator to join it with (``comm.find_transports``): "local" (size 1), "shm" (one
+            host), "mpi".
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    ticket: str = ""
+    rendezvous_id: str = ""
     transport: str = "local"
 
 
-class Work:
-    """A collective in flight; keeps its arrays alive until it has ended.
+class Operation(NamedTuple):
+    """A collective apart from its arrays, which every rank must call alike.
 
     Attributes:
-        name: what the caller called it, e.g. the first parameter of a bucket.
+        kind: "all_reduce", "reduce", "broadcast", "all_gather" or "reduce_scatter".
+        name: what the caller calls it, e.g. the parameters of a bucket; shown in errors.
+        op: how values are combined; None where they are only moved.
+        root: rank that a reduce ends on, or a broadcast begins on.
+        wire_dtype: a key of wire.WIRE_DTYPES that float32 values are sent as, else None.
+    """
+
+    kind: str
+    name: str
+    op: ReduceOp | None = None
+    root: int = 0
+    wire_dtype: str | None = None
+
+
+@dataclass
+class Traffic:
+    """What a communicator has sent since it was made.
+
+    Attributes:
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].
-        bytes_payload: bytes of the array as it travels.
+        bytes_payload: bytes of the arrays as sent.
+        wait_s: seconds the host waited for collectives.
+    """
+
+    bytes_sent: int = 0
+    bytes_payload: int = 0
+    wait_s: float = 0.0
+
+    def copy(self) -> Traffic:
+        """Return what was counted so far."""
+        return Traffic(self.bytes_sent, self.bytes_payload, self.wait_s)
+
+    def add(self, other: Traffic) -> None:
+        """Count what another one counts as well."""
+        self.bytes_sent += other.bytes_sent
+        self.bytes_payload += other.bytes_payload
+        self.wait_s += other.wait_s
+
+    def since(self, before: Traffic) -> Traffic:
+        """Return what was counted after ``before`` was."""
+        return Traffic(
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_payload - before.bytes_payload,
+            self.wait_s - before.wait_s,
+        )
+
+
+class Work:
+    """A collective in flight; keeps its arrays alive until it has ended. A transport writes ``_wait`` and ``_is_done``.
+
+    Attributes:
+        name: what the caller called it, e.g. the parameters of a bucket.
+        bytes_sent: bytes this rank puts on a ring, see Note [bytes].
+        bytes_payload: bytes of the array as sent.
     """
 
     name: str = ""
     bytes_sent: int = 0
     bytes_payload: int = 0
+    _owner: Communicator | None = None
+    _arrays: tuple[Array | None, ...] = ()
+    _result: Array | None = None
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
-        """Block until the collective has ended; the result for all_gather and reduce_scatter, else None.
+        """Block until the collective has ended; return the result of all_gather and reduce_scatter, else None.
 
         Raises:
-            CommError: a peer died, closed, disagrees or has not come within ``timeout_s`` seconds
+            CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
                 (None: the communicator's own time-out).
         """
-        raise NotImplementedError
+        if this_thread.recorder is not None:
+            this_thread.recorder.wait(self, timeout_s)
+        start = time.perf_counter()
+        try:
+            self._wait(timeout_s)
+        finally:
+            if self._owner is not None:
+                self._owner._forget(self, time.perf_counter() - start)
+        return self._result
 
     def done(self) -> bool:
-        """Whether wait() would return at once. Never blocks."""
+        """Return whether wait() would return at once. Never blocks."""
+        break_graph("it reads whether a collective has ended")
+        return self._is_done()
+
+    def _wait(self, timeout_s: float | None) -> None:
         raise NotImplementedError
 
-    def captured_by(self, graph: Graph) -> Hashable:
-        """Called when this became a part of a CUDA graph; gives who watches it."""
-        return None
-
-    def relaunched(self) -> None:
-        """Called when a CUDA graph that holds this collective was started again, if it is the last of its watcher."""
+    def _is_done(self) -> bool:
+        raise NotImplementedError
 
 
 class FinishedWork(Work):
     """A collective that had ended when it was called."""
 
-    def __init__(self, result: Array | None = None) -> None:
-        self._result = result
+    def _wait(self, timeout_s: float | None) -> None:
+        return None
 
-    def wait(self, timeout_s: float | None = None) -> Array | None:
-        return self._result
-
-    def done(self) -> bool:
+    def _is_done(self) -> bool:
         return True
 
 
@@ -148,7 +197,7 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
 
-    Arrays are numpy's, unless a transport says otherwise; one of another kind is a ``DTypeError``.
+    Arrays are numpy's, unless a transport's docstring says otherwise; one of another kind is a ``DTypeError``.
 
     Every rank must call the same collectives in the same order with equal sizes, dtypes and names; a rank
     that does not is a ``CommError`` on all. ``all_reduce``, ``reduce`` and ``broadcast`` change the arrays in
@@ -156,15 +205,30 @@ class Communicator(ABC):
     float32), so all ranks get the same bits. Not for use by two threads at once, nor after a fork.
 
     Args:
-        world: this process's place.
+        world: this process's rank and where it runs.
         timeout_s: seconds a collective waits for its peers.
+
+    Attributes:
+        traffic: what was sent so far.
+        transport: the word of ``World.transport`` for this class; "" for one that only wraps others.
+        joins_worlds: whether it is made of a World and a time-out; False if it is made for a world that was joined.
     """
+
+    transport: ClassVar[str] = ""
+    joins_worlds: ClassVar[bool] = True
+
+    @classmethod
+    def describe(cls) -> str:
+        """Return "works: ..." or "no: ..." with the reason and the cure, for this process. May load libraries."""
+        return "works"
 
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S) -> None:
         if not timeout_s > 0:
             raise OptionError(f"{type(self).__name__}: timeout_s = {timeout_s} must be > 0")
         self.world = world
         self.timeout_s = float(timeout_s)
+        self.traffic = Traffic()
+        self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._is_closed = False
 
     @property
@@ -195,6 +259,7 @@ class Communicator(ABC):
         op: ReduceOp,
         *,
         wire_dtype: str | None = None,
+        wire_scale: Array | None = None,
         name: str = "all_reduce",
     ) -> Work:
         """Combine ``arrays`` over the ranks in place; every rank gets the same bits.
@@ -205,28 +270,20 @@ class Communicator(ABC):
             wire_dtype: "float16" sends float32 values rounded to half and rounds the result to half
                 (sums in float32); values beyond 65504 become infinite. "bfloat16" does the same with 8 bits of
                 precision and float32's range. None sends the array's own dtype.
-            name: shown in errors.
+            wire_scale: with ``wire_dtype``: float32, shape (1,), equal on all ranks and > 0. Values are multiplied by
+                it before they are rounded for the wire, and the result is divided by it. None is 1.
+            name: shown in errors; equal on all ranks.
 
         Returns:
             Work; its wait() returns None.
         """
         if op not in REDUCE_OPS:
             check_choice("all_reduce", "op", op, REDUCE_OPS)
-        if isinstance(arrays, (list, tuple)):
-            if len(arrays) != 1:
-                for array in arrays:
-                    self._check_array(array, op)
-                    self._check_wire(array, wire_dtype, name)
-                works = [self.all_reduce(array, op, wire_dtype=wire_dtype, name=name) for array in arrays]
-                return WorkList(works, name)
-            arrays = arrays[0]
-        self._check_array(arrays, op)
-        payload = arrays.nbytes  # type: ignore[union-attr]
-        if wire_dtype is not None:
-            self._check_wire(arrays, wire_dtype, name)
-            payload //= 2
-        work = self._starter(self._all_reduce)(arrays, op, wire_dtype, name)
-        return self._count(work, "all_reduce", payload, name)
+        operation = Operation("all_reduce", name, op, wire_dtype=wire_dtype)
+        if wire_dtype is not None or wire_scale is not None:
+            for array in arrays if isinstance(arrays, (list, tuple)) else (arrays,):
+                self._check_wire(array, wire_dtype, wire_scale, name)
+        return self._in_place(operation, arrays, wire_scale)
 
     def reduce(
         self, arrays: Array | Sequence[Array], op: ReduceOp, root: int = 0, *, name: str = "reduce"
@@ -234,28 +291,18 @@ class Communicator(ABC):
         """Combine ``arrays`` over the ranks into rank ``root``'s arrays; other ranks' stay unchanged."""
         check_choice("reduce", "op", op, REDUCE_OPS)
         self._check_root("reduce", root)
-
-        def start(array: Array) -> Work:
-            work = self._starter(self._reduce)(array, op, root, name)
-            return self._count(work, "reduce", array.nbytes, name)
-
-        return self._each(arrays, op, start, name)
+        return self._in_place(Operation("reduce", name, op, root), arrays)
 
     def broadcast(self, arrays: Array | Sequence[Array], root: int = 0, *, name: str = "broadcast") -> Work:
         """Copy rank ``root``'s ``arrays`` over those of every other rank."""
         self._check_root("broadcast", root)
-
-        def start(array: Array) -> Work:
-            work = self._starter(self._broadcast)(array, root, name)
-            return self._count(work, "broadcast", array.nbytes, name)
-
-        return self._each(arrays, None, start, name)
+        return self._in_place(Operation("broadcast", name, None, root), arrays)
 
     def all_gather(self, array: Array, *, name: str = "all_gather") -> Work:
         """Collect every rank's ``array``; wait() returns a new array (size, *array.shape), in rank order."""
         self._check_array(array, writes=False)
-        work = self._starter(self._all_gather)(array, name)
-        return self._count(work, "all_gather", array.nbytes, name)
+        out = self._new_array((self.size, *array.shape), array)
+        return self.launch(Operation("all_gather", name), out, array)
 
     def reduce_scatter(self, array: Array, op: ReduceOp, *, name: str = "reduce_scatter") -> Work:
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
@@ -265,8 +312,8 @@ class Communicator(ABC):
             raise ShapeError(
                 f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
             )
-        work = self._starter(self._reduce_scatter)(array, op, name)
-        return self._count(work, "reduce_scatter", array.nbytes, name)
+        out = self._new_array((array.shape[0] // self.size, *array.shape[1:]), array)
+        return self.launch(Operation("reduce_scatter", name, op), out, array)
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""
@@ -299,95 +346,107 @@ class Communicator(ABC):
             )
         return self._new_group(members, name)
 
-    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        """Memory this transport moves fastest, zero-filled, shape (num_elements,); of ``backend``, else numpy's.
+    def wait_all(self) -> None:
+        """Wait for all collectives in flight: those of a step that has failed still use its arrays."""
+        for work in list(self._works.values()):
+            work.wait()
 
-        All ranks must call it alike, as they do collectives: some memory is only of use if all have it. It may wait
-        for the ranks, and keep the memory for the next buffer of its size: for arrays that are kept, not for a call's.
+    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
+        """Return what to call after each launch of a CUDA graph whose last collective of this communicator is ``last``.
+
+        So the time-out counts for these as well. The graph is destroyed before this communicator ends.
         """
-        if backend is None:
-            return np.zeros(num_elements, dtype)
-        zeros: Array = backend.zeros((num_elements,), dtype)
-        return zeros
+        return lambda: None
 
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""
         self._is_closed = True
 
     def abort(self, reason: str) -> None:
-        """Leave because of an error: close() that tells the peers ``reason``. Never blocks."""
+        """Leave because of an error: close() that reports ``reason`` to the peers. Never blocks."""
         self.close()
 
     # ---- what a transport writes -------------------------------------------------------------------
 
     @abstractmethod
-    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work: ...
+    def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> Work:
+        """Start a collective on checked arrays; ``out`` is ``array`` where it is in place.
 
-    @abstractmethod
-    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work: ...
+        ``scale`` is what values are multiplied by on the wire, see ``all_reduce``.
+        """
 
-    @abstractmethod
-    def _broadcast(self, array: Array, root: int, name: str) -> Work: ...
-
-    @abstractmethod
-    def _all_gather(self, array: Array, name: str) -> Work: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work: ...
+    def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
+        """Return a new array for a result, of undefined content, on the side of ``like`` and with its dtype."""
+        return np.empty(shape, like.dtype)
 
     @abstractmethod
     def _new_group(self, ranks: list[int], name: str) -> Communicator | None: ...
 
-    # ---- checks ------------------------------------------------------------------------------------
+    # ---- one collective ----------------------------------------------------------------------------
 
-    def _each(
-        self,
-        arrays: Array | Sequence[Array],
-        op: ReduceOp | None,
-        start: Callable[[Array], Work],
-        name: str,
+    def _in_place(
+        self, operation: Operation, arrays: Array | Sequence[Array], scale: Array | None = None
     ) -> Work:
         if not isinstance(arrays, (list, tuple)):
-            self._check_array(arrays, op)
-            return start(arrays)  # type: ignore[arg-type]
+            self._check_array(arrays, operation.op)
+            return self.launch(operation, arrays, arrays, scale)  # type: ignore[arg-type]
         for array in arrays:
-            self._check_array(array, op)
-        return WorkList([start(array) for array in arrays], name)
+            self._check_array(array, operation.op)
+        works = [self.launch(operation, array, array, scale) for array in arrays]
+        return works[0] if len(works) == 1 else WorkList(works, operation.name)
 
-    def _starter(self, start: Callable[..., Work]) -> Callable[..., Work]:
-        """``start(array, ...)``; on the GPU it becomes a part of the CUDA graph that is captured, if any."""
-        if state.of_thread.rehearsal is None:
-            return start
-        return lambda array, *rest: (
-            made(lambda: start(array, *rest)) if is_cuda_array(array) else self._tell(start, array, *rest)
-        )
-
-    def _tell(self, start: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """``start`` something of the host; a CUDA graph that is captured or repeated hears that it was."""
-        if state.of_thread.rehearsal is not None:
-            state.of_thread.rehearsal.has_told_others = True
-        return start(*arguments, **options)
-
-    def _count(self, work: Work, collective: str, payload: int, name: str) -> Work:
-        work.name = name
-        work.bytes_payload = payload
-        work.bytes_sent = ring_bytes(collective, payload, self.world.size)
+    def launch(self, operation: Operation, out: Array, array: Array, scale: Array | None = None) -> Work:
+        """Start a collective on checked arrays, count it, and record it if a step is being recorded."""
+        if self._is_closed:
+            raise CommError(f"{self!r}: this communicator is closed")
+        work = self._start(operation, array, out, scale)
+        work.name, work._owner, work._arrays = operation.name, self, (array, out, scale)
+        if operation.kind in ("all_gather", "reduce_scatter"):
+            work._result = out
+        payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2
+        work.bytes_payload, work.bytes_sent = payload, ring_bytes(operation.kind, payload, self.world.size)
+        self.traffic.bytes_payload += payload
+        self.traffic.bytes_sent += work.bytes_sent
+        if len(self._works) > MAX_DROPPED:
+            self._works = {key: other for key, other in self._works.items() if not other._is_done()}
+        self._works[id(work)] = work
+        if this_thread.recorder is not None:
+            inputs = (array,) if scale is None else (array, scale)
+            this_thread.recorder.collective(self, operation, inputs, out, work)
         return work
 
-    def _check_wire(self, array: Any, wire_dtype: str | None, name: str) -> None:
+    def _forget(self, work: Work, seconds: float) -> None:
+        """Count the time that the host waited for ``work``, which has ended."""
+        self._works.pop(id(work), None)
+        work._arrays = ()
+        self.traffic.wait_s += seconds
+
+    # ---- checks ------------------------------------------------------------------------------------
+
+    def _check_wire(self, array: Any, wire_dtype: str | None, wire_scale: Any, name: str) -> None:
         check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
-        if wire_dtype is not None and array.dtype != np.float32:
-            raise DTypeError(f"all_reduce {name}: wire_dtype needs float32 arrays, not {array.dtype}")
+        if wire_dtype is None:
+            raise OptionError(
+                f"all_reduce {name}: wire_scale needs wire_dtype, one of {', '.join(WIRE_DTYPES)}"
+            )
+        if getattr(array, "dtype", None) != np.float32:
+            raise DTypeError(
+                f"all_reduce {name}: wire_dtype needs float32 arrays, not {getattr(array, 'dtype', array)}"
+            )
+        if wire_scale is not None and (wire_scale.dtype != np.float32 or wire_scale.shape != (1,)):
+            raise ShapeError(
+                f"all_reduce {name}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
+            )
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
-        """Raise for an array that cannot travel, or be combined by ``op``."""
+        """Raise for an array that cannot be sent, or be combined by ``op``."""
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
         self._check_kind(array)
         dtype, flags = array.dtype, array.flags
         if dtype not in _TRAVELS:
             known = ", ".join(str(dtype) for dtype in DTYPES)
-            raise DTypeError(f"{self!r}: dtype {dtype} does not travel; use one of {known}")
+            raise DTypeError(f"{self!r}: dtype {dtype} cannot be sent; use one of {known}")
         if op == "mean" and dtype.kind != "f":
             raise DTypeError(f"{self!r}: the mean of {dtype} is not an integer; use op='sum'")
         if not flags.c_contiguous:
@@ -399,7 +458,7 @@ class Communicator(ABC):
         """Raise DTypeError for an array that this transport does not move."""
         if is_cuda_array(array):
             raise DTypeError(
-                f"{self!r}: a {type(array).__name__} lives on a GPU; only numpy arrays travel here"
+                f"{self!r}: a {type(array).__name__} lives on a GPU; only numpy arrays can be sent here"
             )
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communicator that scripts get: numpy arrays travel by the host's transport, CUDA arrays by NCCL.
+"""The communicator that scripts get: numpy arrays are sent by the host's transport, CUDA arrays by NCCL.
 
 What lives here: the choice by an array's kind. What does not: moving data (local.py, shm.py, mpi.py, nccl.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .base import Array, Communicator, MakesArrays, ReduceOp, Work, is_cuda_array
+from ..graph.recorder import unrecorded
+from .base import Array, Communicator, Graph, Operation, ReduceOp, Work
+from .gpu_arrays import is_cuda_array
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
 
@@ -36,7 +39,7 @@ class DispatchCommunicator(Communicator):
         return repr(self.host)
 
     def side(self, array: object) -> Communicator:
-        """The communicator that moves ``array``."""
+        """Return the communicator that moves ``array``."""
         if self._nccl is not None and type(array) is self._nccl.kind:
             return self._nccl
         if not is_cuda_array(array):
@@ -46,22 +49,23 @@ class DispatchCommunicator(Communicator):
         if self._nccl is None:
             device = device_of(array)
             above = self._first[0] if self._first else None
-            self._nccl = NcclCommunicator(self.host, device, parent=above)
+            with unrecorded():
+                self._nccl = NcclCommunicator(self.host, device, parent=above)
             self._first[:] = [above or self._nccl._native]
         return self._nccl
 
     def barrier(self, *, name: str = "barrier") -> None:
-        self._tell(self.host.barrier, name=name)
+        self.host.barrier(name=name)
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
-        gathered: list[Any] = self._tell(self.host.all_gather_object, value, name=name)
-        return gathered
+        return self.host.all_gather_object(value, name=name)
 
-    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        if self.size > 1 and backend is not None and backend.name == "cuda":
-            side = self._nccl or self.side(backend.zeros((1,), dtype))
-            return side.buffer(num_elements, dtype, backend)
-        return super().buffer(num_elements, dtype, backend)
+    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
+        return (
+            self.host.follow_graph(graph, last)
+            if self._nccl is None
+            else self._nccl.follow_graph(graph, last)
+        )
 
     def abort(self, reason: str) -> None:
         if self._nccl is not None:
@@ -77,20 +81,11 @@ class DispatchCommunicator(Communicator):
         if self._nccl is not None:
             self._nccl.close()
 
-    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
-        return self.side(array)._all_reduce(array, op, wire_dtype, name)
+    def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> Work:
+        return self.side(array)._start(operation, array, out, scale)
 
-    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
-        return self.side(array)._reduce(array, op, root, name)
-
-    def _broadcast(self, array: Array, root: int, name: str) -> Work:
-        return self.side(array)._broadcast(array, root, name)
-
-    def _all_gather(self, array: Array, name: str) -> Work:
-        return self.side(array)._all_gather(array, name)
-
-    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
-        return self.side(array)._reduce_scatter(array, op, name)
+    def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
+        return self.side(like)._new_array(shape, like)
 
     def _new_group(self, ranks: list[int], name: str) -> DispatchCommunicator | None:
         host = self.host.new_group(ranks, name=name)

@@ -13,27 +13,38 @@ from .wire import BFLOAT16
 # Of wire.py, in one kernel each: name -> what it takes, what it gives, and how
 KERNELS = {
     "narrow_to_bfloat16": (
-        "float32 value",
+        "float32 given, raw float32 scale",
         "uint16 wire",
         """
+        const float value = given * scale[0];
         unsigned bits = __float_as_uint(value);
         wire = value != value ? bits >> 16 | 0x40 : (bits + (bits >> 16 & 1) + 0x7fff) >> 16;
         """,
     ),
+    "narrow_to_float16": ("float32 given, raw float32 scale", "float16 wire", "wire = given * scale[0]"),
     "widen_bfloat16": (
-        "uint16 wire, float32 divisor",
+        "uint16 wire, float32 divisor, raw float32 scale",
         "float32 value",
-        "value = __uint_as_float((unsigned)wire << 16) / divisor",
+        "value = __uint_as_float((unsigned)wire << 16) / divisor / scale[0]",
     ),
-    "widen_float16": ("float16 wire, float32 divisor", "float32 value", "value = (float)wire / divisor"),
+    "widen_float16": (
+        "float16 wire, float32 divisor, raw float32 scale",
+        "float32 value",
+        "value = (float)wire / divisor / scale[0]",
+    ),
 }
+
+
+def is_cuda_array(array: object) -> bool:
+    """Return whether ``array`` is in a GPU's memory, by CUDA's array interface."""
+    return type(array) is not np.ndarray and hasattr(array, "__cuda_array_interface__")
 
 
 class CupyArrays:
     """Arrays on one GPU: made, cast and found on the current stream, without waiting for it.
 
-    New ones are cupy's. Those of other libraries are asked by their ``__cuda_array_interface__``; cupy's are not, since
-    cupy builds that anew whenever it is asked for.
+    New ones are cupy's. Those of other libraries are read by their ``__cuda_array_interface__``; cupy's are not, since
+    cupy builds that again at every read.
 
     Args:
         device: number of the GPU.
@@ -49,10 +60,11 @@ class CupyArrays:
         self.kind: type[Any] = cupy.ndarray
         self._cupy = cupy
         self._kernels = {name: cupy.ElementwiseKernel(*kernel, name) for name, kernel in KERNELS.items()}
+        self._one = cupy.ones(1, np.float32)  # wire_scale where there is none
         self._current_stream = cupy.cuda.get_current_stream
 
     def address(self, array: Any) -> int:
-        """Where ``array`` lies."""
+        """Return the address of ``array``."""
         if type(array) is self.kind:
             return array.data.ptr  # type: ignore[no-any-return]
         return int(array.__cuda_array_interface__["data"][0])
@@ -64,21 +76,15 @@ class CupyArrays:
         return array.__cuda_array_interface__.get("stream") or 1
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """A new array of undefined content."""
+        """Return a new array of undefined content."""
         return self._cupy.empty(tuple(shape), dtype)
 
-    def wrap(self, address: int, count: int, dtype: Any, owner: object) -> Any:
-        """An array of zeros, shape (count,), in memory of the GPU that ``owner`` keeps."""
-        cuda, num_bytes = self._cupy.cuda, count * np.dtype(dtype).itemsize
-        place = cuda.MemoryPointer(cuda.UnownedMemory(address, num_bytes, owner, self.device), 0)
-        place.memset_async(0, num_bytes)
-        return self._cupy.ndarray((count,), dtype, place)
+    def narrow(self, array: Any, wire: np.dtype[Any], scale: Any = None) -> Any:
+        """Return a copy of a float32 array as wire.py's ``narrow`` makes it."""
+        name = "narrow_to_bfloat16" if wire == BFLOAT16 else "narrow_to_float16"
+        return self._kernels[name](array, self._one if scale is None else scale)
 
-    def narrow(self, array: Any, wire: np.dtype[Any]) -> Any:
-        """A copy of a float32 array as wire.py's ``narrow`` makes it."""
-        return self._kernels["narrow_to_bfloat16"](array) if wire == BFLOAT16 else array.astype(wire)
-
-    def widen(self, half: Any, divisor: float, out: Any) -> None:
-        """Write what ``narrow`` made, divided by ``divisor``, into float32 ``out``."""
+    def widen(self, half: Any, divisor: float, scale: Any, out: Any) -> None:
+        """Write what ``narrow`` made, divided by ``divisor`` and by ``scale``, into float32 ``out``."""
         name = "widen_bfloat16" if half.dtype == BFLOAT16 else "widen_float16"
-        self._kernels[name](half, np.float32(divisor), out)
+        self._kernels[name](half, np.float32(divisor), self._one if scale is None else scale, out)

@@ -5,8 +5,8 @@ What lives here: starting the ranks, supervising them, ending them all when one 
 the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), the command line (../cli.py).
 
 Note [nothing left]: every rank leads its own session, so a signal to its process group reaches its children
-too. A keeper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
-SIGKILL, then kills the groups and removes the shared-memory files; PR_SET_PDEATHSIG covers the keeper's death.
+too. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
+SIGKILL, then kills the groups and removes the shared-memory files; PR_SET_PDEATHSIG covers the reaper's death.
 """
 
 from __future__ import annotations
@@ -23,66 +23,97 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from ..errors import CommError
+from .lost_ranks import report_lost_rank
 from .output import RankOutput
 from .rendezvous import threads_per_rank
 
+EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
+HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer ranks"
 POLL_S = 0.05  # how soon a rank's end is noticed
-LAST_WORDS_S = 2.0  # the other ranks' time to print their own CommError
-TERM_S = 0.8  # from SIGTERM to SIGKILL; with LAST_WORDS_S under the 4 s in which a launcher must end
+FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
+TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
 DRAIN_S = 0.5  # output that a dead rank's children may still send
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(command: Sequence[str], num_ranks: int, timeout_s: float | None = None) -> int:
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How ranks are run.
+
+    Attributes:
+        timeout_s: SINGA_LITE_TIMEOUT_S of the ranks; None leaves it as it is.
+        exit_timeout_s: seconds that the other ranks have to end after a rank has ended well.
+        log_dir: see ``RankOutput``.
+    """
+
+    timeout_s: float | None = None
+    exit_timeout_s: float = EXIT_TIMEOUT_S
+    log_dir: Path | None = None
+
+
+def launch(command: Sequence[str], num_ranks: int, options: LaunchOptions | None = None) -> int:
     """Run ``sys.executable command...`` as ``num_ranks`` ranks of one world and wait for all of them.
 
     The ranks get no standard input. Their lines come out prefixed by the rank; OMP_NUM_THREADS, when unset,
-    shares the cores. When a rank fails the others get two seconds to say why, then SIGTERM, then SIGKILL.
+    shares the cores. When a rank fails the others get two seconds to report why, then SIGTERM, then SIGKILL.
 
     Args:
         command: arguments of the Python interpreter, e.g. ["train.py", "--epochs", "2"] or ["-m", "train"].
         num_ranks: processes to start, >= 1.
-        timeout_s: SINGA_LITE_TIMEOUT_S of the ranks; None leaves it as it is.
+        options: None: the defaults.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + signal number if a signal ended it), or
-        128 + signal number when this process was told to stop (130 for Ctrl-C).
+        0, or the exit code of the rank that failed first (128 + signal number if a signal ended it), or else 128 +
+        signal number when a signal stopped this process (130 for Ctrl-C), or 1 when ranks did not end in time.
+
+    Raises:
+        CommError: the system gives no more processes, pipes or files.
+        BrokenPipeError: the reader of the output has gone.
     """
-    ticket = secrets.token_hex(16)
-    job = Job(num_ranks)
-    keeper = Keeper(ticket)
+    _open_standard_descriptors()
+    options = options or LaunchOptions()
+    rendezvous_id = secrets.token_hex(16)
+    try:
+        job = Job(rendezvous_id, RankOutput(num_ranks, options.log_dir), options.exit_timeout_s)
+        reaper = Reaper(rendezvous_id)
+    except OSError as error:
+        raise CommError(f"launch: cannot start {num_ranks} ranks: {error}; {HELP}") from error
     with job.stopped_by_signals():
         try:
-            for rank in range(num_ranks):
-                process = _start(command, rank, num_ranks, ticket, timeout_s)
-                job.add(rank, process)
-                keeper.watch(process.pid)
+            _start_all(job, reaper, command, num_ranks, options)
             job.supervise()
         finally:
             kill_groups([process.pid for process in job.processes])
             try:
                 job.collect()
             finally:  # writing the ranks' last lines fails where the reader is gone
-                remove_segments(ticket)
-                keeper.dismiss()
-    return job.report()
+                remove_segments(rendezvous_id)
+                reaper.dismiss()
+        return job.report()
 
 
 class Job:
-    """The ranks while they run, who failed first, and how far the ending of the others has come."""
+    """The ranks while they run, who failed first, and how far the ending of the others is."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, rendezvous_id: str, output: RankOutput, exit_timeout_s: float) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.output = RankOutput(num_ranks)
+        self.output = output
+        self.rendezvous_id = rendezvous_id
         self._selector = selectors.DefaultSelector()
-        self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order they came
+        self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
+        self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
         self._signals: list[int] = []
-        self._deadline = float("inf")  # when the next of _ENDINGS goes to those that still run
+        self._exit_timeout_s, self._exit_deadline = exit_timeout_s, float("inf")
+        self._late: list[int] = []  # ranks that did not end in time
+        self._deadline = float("inf")  # when the next of _endings goes to those that still run
         self._endings: list[int] = []
         self._ending = False
 
@@ -102,8 +133,8 @@ class Job:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-        before = {number: signal.signal(number, note) for number in heard}
+        noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+        before = {number: signal.signal(number, note) for number in noted}
         try:
             yield
         finally:
@@ -111,11 +142,17 @@ class Job:
                 signal.signal(number, handler)
 
     def supervise(self) -> None:
-        """Pass output on until every rank has ended; end all of them once one failed or a signal came."""
+        """Pass output on until every rank has ended; end all of them after a failure or a signal."""
         while self._running:
-            self._pump(POLL_S)
+            if self.output.is_full:
+                self.output.wait_for_room(POLL_S)
+            else:
+                self._pump(POLL_S)
             self._notice_ends()
             self._notice_signals()
+            if time.monotonic() >= self._exit_deadline and not self._endings:
+                self._late = sorted(self._running)
+                self._end_after(0, [signal.SIGTERM, signal.SIGKILL])
             if time.monotonic() >= self._deadline and self._endings:
                 self._signal_running(self._endings.pop(0))
                 self._deadline = time.monotonic() + TERM_S
@@ -132,19 +169,35 @@ class Job:
                 assert pipe is not None
                 pipe.close()
         self._selector.close()
-        self.output.finish()
+        self.output.end_lines()
 
     def report(self) -> int:
-        """Say which rank failed first and what it said last; return the launcher's exit code."""
-        if self._signals:
-            self.output.say(f"ended all ranks by {signal.Signals(self._signals[0]).name}")
+        """Report which rank failed first and its final output; return the launcher's exit code."""
+        code = self._report()
+        deadline = time.monotonic() + DRAIN_S
+        may_give_up = self.output.has_logs
+        self.output.flush(lambda: (may_give_up or bool(self._signals)) and time.monotonic() > deadline)
+        self.output.check()
+        return code
+
+    def _report(self) -> int:
+        if self._signals and not self._failures:
+            self.output.report(f"ended all ranks by {signal.Signals(self._signals[0]).name}")
             return 128 + self._signals[0]
+        if self._late:
+            ranks = ", ".join(map(str, self._late))
+            self.output.report(
+                f"rank {ranks} had not ended {self._exit_timeout_s:g} s after the others and was killed; see "
+                "--exit-timeout"
+            )
+            return 1
         if not self._failures:
             return 0
-        # A rank that ends takes the others' collectives with it: their CommError is an echo of its failure.
-        rank, code = min(self._failures, key=lambda failure: self.output.echo(failure[0]))
-        how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-        self.output.say(f"rank {rank} failed first ({how})", self.output.last_words(rank))
+        # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
+        rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
+        ended = ", ".join(map(str, self._ended_before))
+        before = f", after rank {ended} had ended with exit code 0" if ended else ""
+        self.output.report(f"rank {rank} failed first ({_how(code)}){before}", self.output.final_output(rank))
         return code if code > 0 else 128 - code
 
     def _pump(self, timeout_s: float) -> None:
@@ -158,18 +211,26 @@ class Job:
     def _notice_ends(self) -> None:
         for rank in sorted(self._running):
             code = self.processes[rank].poll()
-            if code is not None:
-                self._running.discard(rank)
-                if code != 0 and not self._ending:
-                    self._failures.append((rank, code))
-                    self._end_after(LAST_WORDS_S, [signal.SIGTERM, signal.SIGKILL])
+            if code is None:
+                continue
+            self._running.discard(rank)
+            self._exit_deadline = time.monotonic() + self._exit_timeout_s
+            process = f"rank {rank} (process {self.processes[rank].pid})"
+            report_lost_rank(
+                self.rendezvous_id, f"{process} ended with {_how(code)} before all ranks had joined"
+            )
+            if code != 0 and not self._ending:
+                self._failures.append((rank, code))
+                self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
+            elif code == 0 and not self._failures:
+                self._ended_before.append(rank)
 
     def _notice_signals(self) -> None:
         if len(self._signals) == 1 and not self._ending:
             self._signal_running(self._signals[0])
             self._ending = True
-            self._end_after(LAST_WORDS_S, [signal.SIGTERM, signal.SIGKILL])
-        elif len(self._signals) > 1:  # asked again: now
+            self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
+        elif len(self._signals) > 1:  # a second signal: now
             self._signal_running(signal.SIGKILL)
 
     def _end_after(self, seconds: float, signals: list[int]) -> None:
@@ -183,16 +244,16 @@ class Job:
             signal_group(self.processes[rank].pid, number)
 
 
-class Keeper:
-    """A forked process that clears up when the launcher is killed, see Note [nothing left]."""
+class Reaper:
+    """A forked process that kills the ranks when the launcher is killed, see Note [nothing left]."""
 
-    def __init__(self, ticket: str) -> None:
+    def __init__(self, rendezvous_id: str) -> None:
         reader, self._writer = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 os.close(self._writer)
-                _keep(reader, ticket)
+                _reap(reader, rendezvous_id)
             finally:
                 os._exit(0)
         os.close(reader)
@@ -202,7 +263,7 @@ class Keeper:
         os.write(self._writer, f"{group}\n".encode())
 
     def dismiss(self) -> None:
-        """End the keeper; nothing is left to clear up."""
+        """End the reaper; nothing is left to reap."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self._writer)
@@ -220,23 +281,40 @@ def kill_groups(groups: Sequence[int]) -> None:
         signal_group(group, signal.SIGKILL)
 
 
-def remove_segments(ticket: str) -> None:
-    """Remove the shared-memory files of the world ``ticket``; ranks that died early may have left some."""
-    for path in glob.glob(f"/dev/shm/singa_lite-{ticket}*"):
+def remove_segments(rendezvous_id: str) -> None:
+    """Remove the shared-memory files of the world ``rendezvous_id``; ranks that died early may have left some."""
+    for path in glob.glob(f"/dev/shm/singa_lite-{rendezvous_id}*"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
+def _start_all(
+    job: Job, reaper: Reaper, command: Sequence[str], num_ranks: int, options: LaunchOptions
+) -> None:
+    for rank in range(num_ranks):
+        try:
+            process = _start(command, rank, num_ranks, job.rendezvous_id, options.timeout_s)
+            job.add(rank, process)
+            reaper.watch(process.pid)
+        except OSError as error:
+            raise CommError(f"launch: cannot start rank {rank} of {num_ranks}: {error}; {HELP}") from error
+
+
 def _start(
-    command: Sequence[str], rank: int, num_ranks: int, ticket: str, timeout_s: float | None
+    command: Sequence[str], rank: int, num_ranks: int, rendezvous_id: str, timeout_s: float | None
 ) -> subprocess.Popen[bytes]:
+    launcher = os.getpid()
     environ = dict(os.environ, PYTHONUNBUFFERED="1")
-    environ.update(SINGA_LITE_RANK=str(rank), SINGA_LITE_WORLD_SIZE=str(num_ranks), SINGA_LITE_TICKET=ticket)
+    environ.update(
+        SINGA_LITE_RANK=str(rank),
+        SINGA_LITE_WORLD_SIZE=str(num_ranks),
+        SINGA_LITE_RENDEZVOUS_ID=rendezvous_id,
+    )
+    environ["SINGA_LITE_LAUNCHER_PID"] = str(launcher)
     if timeout_s is not None:
         environ["SINGA_LITE_TIMEOUT_S"] = str(timeout_s)
     if not environ.get("OMP_NUM_THREADS") and num_ranks > 1:
         environ["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks))
-    launcher = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_launcher() -> None:
@@ -256,13 +334,24 @@ def _start(
     )
 
 
-def _keep(reader: int, ticket: str) -> None:
-    """The keeper's life: read groups to watch until the pipe ends, then clear up."""
+def _open_standard_descriptors() -> None:
+    """Open /dev/null in place of closed standard streams, or a pipe would get their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _reap(reader: int, rendezvous_id: str) -> None:
+    """Read groups to watch until the pipe ends, then kill them and remove their files."""
     os.setsid()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # a reader of the launcher's output must not wait for the keeper
+    for descriptor in (0, 1, 2):  # a reader of the launcher's output must not wait for the reaper
         os.dup2(null, descriptor)
     text = b""
     while True:
@@ -272,4 +361,4 @@ def _keep(reader: int, ticket: str) -> None:
             break
         text += chunk
     kill_groups([int(line) for line in text.split()])
-    remove_segments(ticket)
+    remove_segments(rendezvous_id)

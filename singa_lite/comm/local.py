@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Array, Communicator, FinishedWork, ReduceOp, Work, is_cuda_array
+from .base import Array, Communicator, FinishedWork, Operation, Work
+from .gpu_arrays import is_cuda_array
 from .wire import WIRE_DTYPES, narrow, widen
 
 
@@ -15,27 +16,26 @@ class LocalCommunicator(Communicator):
     ``wire_dtype`` rounds here too, as it would on the way to a peer.
     """
 
+    transport = "local"
+
+    @classmethod
+    def describe(cls) -> str:
+        return "works: one process"
+
     def _check_kind(self, array: object) -> None:
         if not is_cuda_array(array):
             super()._check_kind(array)
 
-    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
-        if wire_dtype is not None:
-            with np.errstate(over="ignore"):  # beyond the wire's range is infinite by contract
-                array[...] = widen(narrow(array, WIRE_DTYPES[wire_dtype]))
+    def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> Work:
+        if operation.wire_dtype is not None:
+            with np.errstate(all="ignore"):  # beyond the wire's range is infinite by contract
+                widen(narrow(array, WIRE_DTYPES[operation.wire_dtype], scale), scale, out=out)
+        elif out is not array:
+            out[...] = array
         return FinishedWork()
 
-    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
-        return FinishedWork()
-
-    def _broadcast(self, array: Array, root: int, name: str) -> Work:
-        return FinishedWork()
-
-    def _all_gather(self, array: Array, name: str) -> Work:
-        return FinishedWork(array[np.newaxis].copy())
-
-    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
-        return FinishedWork(array.copy())
+    def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
+        return like.reshape(shape).copy()
 
     def _new_group(self, ranks: list[int], name: str) -> LocalCommunicator:
         return LocalCommunicator(self.world, self.timeout_s)

@@ -26,31 +26,39 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommError
-from .base import TIMEOUT_S, Array, Communicator, FinishedWork, ReduceOp, Work, World
-from .mpi_call import Call, call_of, clear, data_in, message_of, number_in, rows_for, words_in
-from .mpi_job import LAST_WORDS_S, abort_job, load_mpi, place_in, within
+from .base import TIMEOUT_S, Array, Communicator, FinishedWork, Operation, ReduceOp, Work, World
+from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
+from .mpi_job import describe_mpi, load_mpi, within, world_of
 from .wire import WIRE_DTYPES, narrow, widen
 
-SMALL_BYTES = 8192  # travel with the call's words; above, the worker's 50 us are less than the copies
+SMALL_BYTES = 8192  # sent with the call's description; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
 COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
 SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away, as ranks may outnumber cores
 LEFT = "left"  # the call of a rank that closes
+# Of a small collective: called with the data of all ranks in rank order; of a large one: called once all agree
+Transfers = tuple[Callable[[list[Array]], None], Callable[[], None]]
 
 
 class MpiCommunicator(Communicator):
     """Collectives among the ranks of an MPI world.
 
-    Arrays up to ``SMALL_BYTES`` have been exchanged when the call returns, larger ones go on in a thread.
+    Arrays up to ``SMALL_BYTES`` have been exchanged when the call returns, larger ones continue in a thread.
     Bytes are as documented in base.py for large arrays; a small one goes whole to every rank.
 
     Args:
-        world: this process's place, from ``mpi_world``.
+        world: this process's ranks, from ``mpi_world``.
         timeout_s: seconds a collective waits for its peers.
         comm: mpi4py communicator to own; None: a duplicate of COMM_WORLD.
     """
 
     # Any below: types of mpi4py, which need not be installed
+
+    transport = "mpi"
+
+    @classmethod
+    def describe(cls) -> str:
+        return describe_mpi()
 
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S, comm: Any = None) -> None:
         super().__init__(world, timeout_s)
@@ -64,35 +72,46 @@ class MpiCommunicator(Communicator):
         self._worker: threading.Thread | None = None
         self._newest: Work = FinishedWork()
         self._spare: Array | None = None
-        self._farewell: list[Any] = []
+        self._leave_requests: list[Any] = []
         self.error: CommError | None = None  # the first failure; every later call repeats it
         self.is_stuck = False  # a peer is late or a transfer did not end, so MPI_Finalize would not either
 
     # ---- collectives -------------------------------------------------------------------------------
 
-    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
-        flat, wire = array.reshape(-1), WIRE_DTYPES[wire_dtype] if wire_dtype else array.dtype
+    def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> Work:
+        flat, result = array.reshape(-1), out.reshape(-1)
+        run: Callable[..., Transfers] = getattr(self, f"_{operation.kind}")
+        wire = WIRE_DTYPES[operation.wire_dtype] if operation.wire_dtype else array.dtype
+        small, large = run(operation, flat, result, wire, scale)
+        kind, name, op, root, wire_dtype = operation
+        words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
+        words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
+        return self._collective(kind, words, name, flat, wire, scale, small, large)
+
+    def _all_reduce(
+        self, operation: Operation, flat: Array, out: Array, wire: np.dtype[Any], scale: Array | None
+    ) -> Transfers:
+        op = operation.op
 
         def small(rows: list[Array]) -> None:
-            flat[...] = widen(combine(rows, op))
+            flat[...] = widen(combine(rows, op), scale)
 
         def large() -> None:
             for chunk in self._chunks(flat):
                 counts = self._counts(chunk.size)
-                block = self._reduced_block(narrow(chunk, wire), counts, op)
+                block = self._reduced_block(narrow(chunk, wire, scale), counts, op)
                 whole = chunk if chunk.dtype == wire else np.empty(chunk.size, wire)
                 if counts[0] == counts[-1]:
                     self._comm.Allgather(_bytes(block), _bytes(whole))
                 else:
                     self._comm.Allgatherv(_bytes(block), _blocks(whole, counts))
                 if whole is not chunk:
-                    chunk[...] = widen(whole)
+                    widen(whole, scale, out=chunk)
 
-        words = f"{op} {array.dtype}[{array.size}]" + f" as {wire_dtype}" * bool(wire_dtype)
-        return self._collective("all_reduce", words, name, flat, wire, small, large)
+        return small, large
 
-    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
-        flat = array.reshape(-1)
+    def _reduce(self, operation: Operation, flat: Array, *_: Any) -> Transfers:
+        op, root = operation.op, operation.root
 
         def small(rows: list[Array]) -> None:
             if self.rank == root:
@@ -105,82 +124,64 @@ class MpiCommunicator(Communicator):
                 whole = _blocks(chunk, counts) if self.rank == root else None
                 self._comm.Gatherv(_bytes(block), whole, root)
 
-        return self._collective(
-            "reduce", f"{op} {array.dtype}[{array.size}] root {root}", name, flat, flat.dtype, small, large
-        )
+        return small, large
 
-    def _broadcast(self, array: Array, root: int, name: str) -> Work:
-        flat = array.reshape(-1)
+    def _broadcast(self, operation: Operation, flat: Array, *_: Any) -> Transfers:
+        root = operation.root
 
         def small(rows: list[Array]) -> None:
             flat[...] = rows[root]
 
-        def large() -> None:
-            self._copy_from(root, flat)
+        return small, lambda: self._copy_from(root, flat)
 
-        return self._collective(
-            "broadcast", f"{array.dtype}[{array.size}] root {root}", name, flat, flat.dtype, small, large
-        )
+    def _all_gather(self, operation: Operation, flat: Array, out: Array, *_: Any) -> Transfers:
+        rows_out = out.reshape(self.size, flat.size)
 
-    def _all_gather(self, array: Array, name: str) -> Work:
-        flat = array.reshape(-1)
-        result = np.empty((self.size, *array.shape), array.dtype)
-        rows_out = result.reshape(self.size, flat.size)
-
-        def small(rows: list[Array]) -> Array:
+        def small(rows: list[Array]) -> None:
             rows_out[...] = np.stack(rows)
-            return result
 
-        def large() -> Array:
-            if result.nbytes <= COPY_BYTES:
-                self._comm.Allgather(_bytes(flat), _bytes(result.reshape(-1)))
-                return result
+        def large() -> None:
+            if out.nbytes <= COPY_BYTES:
+                self._comm.Allgather(_bytes(flat), _bytes(out))
+                return
             rows_out[self.rank] = flat
             for root in range(self.size):
                 self._copy_from(root, rows_out[root])
-            return result
 
-        return self._collective(
-            "all_gather", f"{array.dtype}[{array.size}]", name, flat, flat.dtype, small, large
-        )
+        return small, large
 
-    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
-        flat = array.reshape(-1)
-        share = slice(self.rank * (flat.size // self.size), (self.rank + 1) * (flat.size // self.size))
-        result = np.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
+    def _reduce_scatter(self, operation: Operation, flat: Array, out: Array, *_: Any) -> Transfers:
+        op = operation.op
+        share = slice(self.rank * out.size, (self.rank + 1) * out.size)
 
-        def small(rows: list[Array]) -> Array:
-            result.reshape(-1)[...] = combine([row[share] for row in rows], op)
-            return result
+        def small(rows: list[Array]) -> None:
+            out[...] = combine([row[share] for row in rows], op)
 
-        def large() -> Array:
-            blocks, out = flat.reshape(self.size, -1), result.reshape(-1)
+        def large() -> None:
+            blocks = flat.reshape(self.size, -1)
             step = CHUNK_ELEMENTS // self.size
             for start in range(0, out.size, step):
                 sends = np.ascontiguousarray(blocks[:, start : start + step])
                 received = self._scratch(sends.size, sends.dtype).reshape(sends.shape)
                 self._comm.Alltoall(_bytes(sends.reshape(-1)), _bytes(received.reshape(-1)))
                 out[start : start + step] = combine(list(received), op)
-            return result
 
-        return self._collective(
-            "reduce_scatter", f"{op} {array.dtype}[{array.size}]", name, flat, flat.dtype, small, large
-        )
+        return small, large
 
     def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
         group = self._comm.Get_group().Incl(ranks)
         comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
-        return MpiCommunicator(place_in(self._mpi, comm), self.timeout_s, comm)
+        return MpiCommunicator(world_of(self._mpi, comm, self.timeout_s), self.timeout_s, comm)
 
     def close(self) -> None:
         self.abort("")
 
     def abort(self, reason: str) -> None:
-        if not self._farewell and self._peers:
+        if not self._leave_requests and self._peers:
             message = message_of(self._num_calls, f"{LEFT} {reason}".strip(), b"")
-            self._farewell = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
+            self._leave_requests = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
 
     def drain(self, seconds: float) -> None:
@@ -204,8 +205,9 @@ class MpiCommunicator(Communicator):
         name: str,
         flat: Array,
         wire: np.dtype[Any],
-        small: Callable[[list[Array]], Array | None],
-        large: Callable[[], Array | None],
+        scale: Array | None,
+        small: Callable[[list[Array]], None],
+        large: Callable[[], None],
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
         call = call_of(self._num_calls, kind, name, words)
@@ -214,14 +216,18 @@ class MpiCommunicator(Communicator):
         self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
 
-        def run(timeout_s: float) -> Array | None:
-            with np.errstate(all="ignore"):  # infinities and NaN travel as they are
-                sends = narrow(flat, wire) if is_small else flat[:0]
+        def run(timeout_s: float) -> None:
+            with np.errstate(all="ignore"):  # infinities and NaN are sent as they are
+                sends = narrow(flat, wire, scale) if is_small else flat[:0]
                 rows = self._exchange(call, sends.tobytes(), timeout_s)
-                return small([np.frombuffer(row, wire) for row in rows]) if is_small else large()
+                if is_small:
+                    small([np.frombuffer(row, wire) for row in rows])
+                else:
+                    large()
 
-        if is_small and self._newest.done():
-            return FinishedWork(self._guarded(lambda: run(self.timeout_s)))
+        if is_small and self._newest._is_done():
+            self._guarded(lambda: run(self.timeout_s))
+            return FinishedWork()
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
             self._worker.start()
@@ -236,12 +242,12 @@ class MpiCommunicator(Communicator):
             transfer.run()
             del transfer  # or its arrays would live until the next collective
 
-    def _guarded(self, run: Callable[[], Array | None]) -> Array | None:
+    def _guarded(self, run: Callable[[], None]) -> None:
         """Run, and remember the first failure of this communicator."""
         try:
             if self.error is not None:
                 raise self.error
-            return run()
+            run()
         except CommError as error:
             self.error = self.error or error
             raise
@@ -277,16 +283,17 @@ class MpiCommunicator(Communicator):
         where = f"rank {self.rank}: {call.label}"
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
-            how = f"gave up: {reason}" if reason else "has closed its communicator"
+            how = f"aborted: {reason}" if reason else "has closed its communicator"
             raise CommError(f"{where}: rank {peer} {how}")
         if theirs != call.text:
+            mine, theirs = difference(call.text, theirs), difference(theirs, call.text)
             raise CommError(
-                f"{where}: the ranks disagree: rank {self.rank} calls {call.text}, rank {peer} calls {theirs}; "
+                f"{where}: the ranks disagree: rank {self.rank} calls {mine}, rank {peer} calls {theirs}; "
                 "all ranks must make the same calls in the same order"
             )
 
     def late(self, call: Call, timeout_s: float) -> CommError:
-        """The error of a collective that did not end within ``timeout_s``; the communicator is lost."""
+        """Return the error of a collective that did not end within ``timeout_s``; the communicator is lost."""
         self.is_stuck = True
         numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
         missing = ", ".join(str(peer) for peer, number in numbers.items() if number != self._sequence)
@@ -309,7 +316,7 @@ class MpiCommunicator(Communicator):
         """How many of ``num_elements`` each rank adds up."""
         return [(num_elements + rank) // self.size for rank in range(self.size)]
 
-    def _reduced_block(self, chunk: Array, counts: list[int], op: ReduceOp) -> Array:
+    def _reduced_block(self, chunk: Array, counts: list[int], op: ReduceOp | None) -> Array:
         """Send each rank its block of ``chunk``; return this rank's, combined over the ranks."""
         mine = counts[self.rank]
         received = self._scratch(self.size * mine, chunk.dtype).reshape(self.size, mine)
@@ -334,36 +341,34 @@ class MpiCommunicator(Communicator):
 class _Transfer(Work):
     """A collective in the worker's queue."""
 
-    def __init__(self, owner: MpiCommunicator, call: Call, task: Callable[[], Array | None]) -> None:
-        self._owner, self._call = owner, call
-        self._task: Callable[[], Array | None] | None = task
+    def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], None]) -> None:
+        self._communicator, self._call = communicator, call
+        self._task: Callable[[], None] | None = task
         self._ended = threading.Event()
-        self._result: Array | None = None
         self._error: Exception | None = None
 
     def run(self) -> None:
         """Carry the transfer out; called by the worker."""
         assert self._task is not None
         try:
-            self._result = self._task()
+            self._task()
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
-        self._task = None  # lets go of the arrays
+        self._task = None  # releases the arrays
         self._ended.set()
 
-    def wait(self, timeout_s: float | None = None) -> Array | None:
-        limit = self._owner.timeout_s if timeout_s is None else timeout_s
+    def _wait(self, timeout_s: float | None) -> None:
+        limit = self._communicator.timeout_s if timeout_s is None else timeout_s
         if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
-            raise self._owner.late(self._call, limit)
+            raise self._communicator.late(self._call, limit)
         if self._error is not None:
             raise self._error
-        return self._result
 
-    def done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._ended.is_set()
 
 
-def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
+def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:
     """Combine equal-shaped ``rows`` in their order; NaN wins in "max" and "min".
 
     float16 and bfloat16 (wire.py) are combined in float32. Writes over rows[0] and returns it, unless that is
@@ -372,20 +377,13 @@ def combine(rows: Sequence[Array], op: ReduceOp) -> Array:
     dtype = rows[0].dtype
     total = widen(rows[0])
     total = total if total.flags.writeable else total.copy()
-    step = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
+    steps: dict[str | None, Any] = {"max": np.maximum, "min": np.minimum}
+    step = steps.get(op, np.add)
     for row in rows[1:]:
         step(total, widen(row), out=total)
     if op == "mean":
         total /= len(rows)
     return narrow(total, dtype)
-
-
-def leave_job(communicator: MpiCommunicator) -> None:
-    """Prepare the end of MPI, which waits for all ranks: close, or end the job if a rank cannot come."""
-    if communicator.is_stuck:  # the script caught the CommError, but MPI_Finalize would wait for ever
-        abort_job()
-    communicator.close()
-    communicator.drain(LAST_WORDS_S)
 
 
 def _bytes(flat: Array) -> list[Any]:
@@ -394,7 +392,7 @@ def _bytes(flat: Array) -> list[Any]:
 
 
 def _blocks(flat: Array, counts: list[int]) -> list[Any]:
-    """mpi4py's buffer of a flat array cut into blocks of ``counts`` elements."""
+    """mpi4py's buffer of a flat array split into blocks of ``counts`` elements."""
     sizes = [count * flat.itemsize for count in counts]
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return [flat.view(np.uint8), sizes, starts, "B"]

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from .base import Array
 
-CALL_BYTES = 240  # the call in words; long names are cut and hashed
+NAME_BYTES = 1000  # of a longer name the beginning and a hash of all of it
+CALL_BYTES = NAME_BYTES + 280  # the call in words
+SHOWN = 120  # characters of a long name in errors
+BEFORE = 30  # of them, before the first difference
 HEADER = struct.Struct("<qii")  # sequence number, bytes of the call's words, bytes of data
 
 
@@ -25,12 +28,27 @@ class Call:
 
 
 def call_of(number: int, kind: str, name: str, words: str) -> Call:
-    """The collective ``kind`` called ``name``; ``words``: on what else the ranks must agree."""
-    short = name if len(name) <= 80 else f"{name[:70]}~{zlib.crc32(name.encode()):08x}"
-    label = f"{kind} #{number} {short!r}"
-    return Call(
-        number, label, f"{label} {words}".encode(errors="replace")[:CALL_BYTES].decode(errors="ignore")
+    """Return the collective ``kind`` called ``name``; ``words``: on what else the ranks must agree."""
+    label = f"{kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
+    raw = name.encode(errors="replace")
+    if len(raw) > NAME_BYTES:
+        digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
+        name = f"{raw[:NAME_BYTES].decode(errors='ignore')}...' ({len(raw)} bytes, hash {digest})"
+    else:
+        name += "'"
+    return Call(number, label, f"{kind} #{number} '{name} {words}")
+
+
+def difference(text: str, other: str) -> str:
+    """Return ``text``, or its beginning, the part where it first differs from ``other``, and its end if it is long."""
+    if len(text) <= 3 * SHOWN:
+        return text
+    at = next(
+        (i for i, (mine, theirs) in enumerate(zip(text, other, strict=False)) if mine != theirs), len(text)
     )
+    part = slice(max(SHOWN, at - BEFORE), min(len(text) - SHOWN, at - BEFORE + SHOWN))
+    middle = f"{text[part]}..." if part.start < part.stop else ""
+    return f"{text[:SHOWN]}...{middle}{text[-SHOWN:]}"
 
 
 def rows_for(num_ranks: int, data_bytes: int) -> Array:
@@ -39,7 +57,7 @@ def rows_for(num_ranks: int, data_bytes: int) -> Array:
 
 
 def clear(rows: Array) -> None:
-    """Let no message have come: all numbers are -1."""
+    """Mark every row as empty: all numbers are -1."""
     rows[:, : HEADER.size] = 255
 
 
@@ -49,7 +67,7 @@ def message_of(number: int, call: str, data: bytes) -> Array:
 
 
 def number_in(row: Array) -> int:
-    """The number of the call whose message is in ``row``."""
+    """Return the number of the call whose message is in ``row``."""
     return int(HEADER.unpack_from(row.data)[0])
 
 

@@ -1,32 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The MPI job around the ranks: starting MPI, this process's place in it, ending all of it.
+"""The MPI job around the ranks: starting MPI, this process's rank in it, leaving it, ending all of it.
 
-What lives here: what concerns the job as a whole. What does not: collectives (mpi.py).
+What lives here: what concerns the job as a whole. What does not: collectives (mpi.py), what happens when this
+process cannot act (mpi_watchdog.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
-import re
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 
 from ..errors import CommError
-from .base import TIMEOUT_S, World
+from .base import World
 
-LAST_WORDS_S = 2.0  # the other ranks' time to print their error before Abort ends the job
+FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their error before Abort ends the job
+ABORT_S = 2.0  # MPI_Abort takes milliseconds; if it hangs, the watchdog ends the job
+
+
+class MpiJob:
+    """This process as a rank of an MPI job, with the watchdog that ends the job when the rank cannot.
+
+    Args:
+        rank, size: as the launcher gave them.
+        timeout_s: seconds to wait for the other ranks when MPI starts and when it ends.
+
+    Attributes:
+        is_stuck: a call that needs every rank has not returned, so MPI_Finalize would wait for ever.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.is_stuck = False
+        self._mpi: Any = None  # Any: mpi4py's module
+        reader, self._pipe = os.pipe()
+        os.set_inheritable(reader, True)
+        program = str(Path(__file__).with_name("mpi_watchdog.py"))
+        lost_error = f"rank {rank} of {size} (process {os.getpid()}) ended without leaving the MPI job"
+        arguments = [sys.executable, "-I", "-S", program, str(os.getpid()), str(reader), lost_error]
+        os.posix_spawn(sys.executable, arguments, os.environ)
+        os.close(reader)
+
+    def start(self) -> Any:
+        """Start MPI; every rank must.
+
+        Returns:
+            mpi4py's module.
+
+        Raises:
+            CommError: see ``load_mpi``. If a rank is missing after ``timeout_s`` the watchdog prints that and ends
+                the job, as this call cannot be interrupted.
+        """
+        error = CommError(
+            f"rank {self.rank} of {self.size}: MPI_Init: not every rank of the MPI job started MPI within "
+            f"{self.timeout_s:g} s"
+        )
+        self._message_watchdog(self.timeout_s, f"{type(error).__name__}: {error}")
+        self._mpi = load_mpi()
+        self._message_watchdog(float("inf"), "running")
+        return self._mpi
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Inside: calls that need every rank; after an exception MPI can only be aborted."""
+        self.is_stuck = True
+        yield
+        self.is_stuck = False
+
+    def leave(self) -> None:
+        """Finalize MPI, or abort the job if a rank cannot take part."""
+        if self.is_stuck:
+            self.abort()
+        error = CommError(
+            f"rank {self.rank} of {self.size}: MPI_Finalize: not every rank of the MPI job ended within "
+            f"{self.timeout_s:g} s"
+        )
+        self._message_watchdog(self.timeout_s, f"{type(error).__name__}: {error}")
+        if _is_running(self._mpi):
+            self._mpi.Finalize()
+        with contextlib.suppress(OSError):
+            os.write(self._pipe, b"left\n")
+
+    def abort_after_final_output(self) -> None:
+        """End every process of the job with exit code 1; the peers get ``FINAL_OUTPUT_S`` to print their errors.
+
+        MPI itself would wait for a rank that failed for ever.
+        """
+        if _is_running(self._mpi):  # else the peers wait in MPI_Init and cannot print anything
+            self._message_watchdog(FINAL_OUTPUT_S + ABORT_S, "")
+            time.sleep(FINAL_OUTPUT_S)
+        self.abort()
+
+    def abort(self) -> None:
+        """End every process of the job with exit code 1, now."""
+        self._message_watchdog(ABORT_S, "")
+        if _is_running(self._mpi):
+            self._mpi.COMM_WORLD.Abort(1)
+        os._exit(1)
+
+    def _message_watchdog(self, seconds: float, error: str) -> None:
+        """Have the job ended with ``error`` unless another message follows within ``seconds``."""
+        with contextlib.suppress(OSError):  # it was killed
+            os.write(self._pipe, f"{seconds} {error}\n".encode())
 
 
 def load_mpi() -> Any:
     """Import mpi4py's MPI module, which starts MPI; Any: it need not be installed.
 
     Raises:
-        CommError: mpi4py is missing, finds no MPI library, or was told not to allow threads.
+        CommError: mpi4py is missing, finds no MPI library, or does not allow threads.
     """
     try:
         from mpi4py import MPI
@@ -34,6 +124,8 @@ def load_mpi() -> Any:
         raise CommError(
             f"mpi: mpi4py cannot be used ({str(error).splitlines()[0]}); pip install 'singa-lite[mpi]'"
         ) from error
+    if not MPI.Is_initialized():  # mpi4py.rc.initialize is False
+        MPI.Init_thread()
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommError(
             "mpi: MPI was started without THREAD_MULTIPLE; leave mpi4py.rc.threads at its default"
@@ -41,39 +133,56 @@ def load_mpi() -> Any:
     return MPI
 
 
-def mpi_world(launcher: str, rank: int, size: int) -> World:
-    """Return this process's place in COMM_WORLD, local ranks by shared memory and rank order.
+def describe_mpi() -> str:
+    """Return the name of the MPI library, or why there is none. MPI is not started, as that may need a launcher."""
+    cure = "pip install 'singa-lite[mpi]'"
+    if importlib.util.find_spec("mpi4py") is None:
+        return f"no: mpi4py is not installed; {cure}"
+    try:
+        import mpi4py
+
+        before, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+        from mpi4py import MPI
+
+        mpi4py.rc.initialize = before
+    except (ImportError, RuntimeError) as error:
+        return f"no: mpi4py cannot load an MPI library ({str(error).splitlines()[0]}); {cure}"
+    return f"works under mpiexec: {MPI.Get_library_version().strip(chr(0)).splitlines()[0]}"
+
+
+def mpi_world(launcher: str, job: MpiJob) -> World:
+    """Start MPI and return this process's World in COMM_WORLD, local ranks by shared memory and rank order.
 
     Args:
         launcher: what started the process, for errors.
-        rank, size: what its environment says; MPI must say the same.
+        job: with the rank and size of its environment; MPI's must be the same.
 
     Raises:
-        CommError: mpi4py cannot be used, or belongs to another MPI than the one that started the process.
+        CommError: mpi4py cannot be used, or belongs to another MPI than the one that started the process, or a rank
+            did not join in time.
     """
+    where = f"find_world: {launcher} started this process as rank {job.rank} of {job.size}, but"
     try:
-        mpi = load_mpi()
+        mpi = job.start()
     except CommError as error:
-        raise CommError(
-            f"find_world: {launcher} started this process as rank {rank} of {size}, but {error}"
-        ) from error
+        raise CommError(f"{where} {error}") from error
     world = mpi.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (rank, size):
+    if (world.Get_rank(), world.Get_size()) != (job.rank, job.size):
         library = mpi.Get_library_version().rstrip("\0").splitlines()[0]
         raise CommError(
-            f"find_world: {launcher} started this process as rank {rank} of {size}, but {library} says rank "
-            f"{world.Get_rank()} of {world.Get_size()}; start it with the mpiexec of that library (under Slurm: "
-            "srun --mpi=pmi2 or pmix)"
+            f"{where} {library} says rank {world.Get_rank()} of {world.Get_size()}; start it with the mpiexec of "
+            "that library (under Slurm: srun --mpi=pmi2 or pmix)"
         )
-    return place_in(mpi, world)
+    with job.joining():
+        return world_of(mpi, world, job.timeout_s)
 
 
-def place_in(mpi: Any, comm: Any) -> World:
-    """This process's place in an mpi4py communicator."""
-    host = within(TIMEOUT_S, "find_world", lambda: comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank()))
-    place = World(comm.Get_rank(), comm.Get_size(), host.Get_rank(), host.Get_size(), "", "mpi")
+def world_of(mpi: Any, comm: Any, timeout_s: float) -> World:
+    """Return the World of an mpi4py communicator."""
+    host = within(timeout_s, "find_world", lambda: comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.Get_rank()))
+    world = World(comm.Get_rank(), comm.Get_size(), host.Get_rank(), host.Get_size(), "", "mpi")
     host.Free()
-    return place
+    return world
 
 
 def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
@@ -90,21 +199,8 @@ def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
     try:
         return future.result(min(timeout_s, threading.TIMEOUT_MAX))
     except FutureTimeoutError:
-        raise CommError(f"{where}: not every rank of the MPI world came within {timeout_s:g} s") from None
+        raise CommError(f"{where}: not every rank of the MPI world joined within {timeout_s:g} s") from None
 
 
-def end_job() -> None:
-    """End every process of the MPI job with exit code 1, as MPI itself would wait for a failed rank for ever.
-
-    The peers get ``LAST_WORDS_S`` to print what they have to say.
-    """
-    time.sleep(LAST_WORDS_S)
-    abort_job()
-
-
-def abort_job() -> None:
-    """MPI_Abort, after removing the shared-memory files that MPICH would leave behind, 2 MB a job."""
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for path in set(re.findall(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+", maps.read())):
-            os.unlink(path)
-    load_mpi().COMM_WORLD.Abort(1)
+def _is_running(mpi: Any) -> bool:
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()

@@ -2,11 +2,11 @@
 """Collectives on GPU memory over NCCL: arrays of CUDA's array interface (cupy's), one GPU a rank.
 
 What lives here: arrays, who takes part on which GPU, the lifetime of arrays in flight. What does not: order on
-the GPU, noticing failures and everything that waits, which is native (native/comm/nccl.h tells how); numpy
+the GPU, noticing failures and everything that waits, which is native (see native/comm/nccl.h); numpy
 arrays, which go to the host communicator (dispatch.py).
 
 Note [scaling]: a mean is one call, ncclAvg, which for floats is NCCL's sum of values multiplied by 1/N on their way
-in. What is scaled by a kernel of ours would lose by that: float32 values that travel in 16 bits are divided in float32
+in. What is scaled by a kernel of ours would lose by that: float32 values sent in 16 bits are divided in float32
 after their sum (a half divided before may vanish), and so is fp16's scale undone; sparse sums are not NCCL's. So no
 operator of NCCL's with another factor (ncclRedOpCreatePreMulSum) is made. Arrays of float16 themselves are averaged by
 ncclAvg, which keeps their sum from overflowing.
@@ -21,7 +21,6 @@ import os
 import socket
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -30,76 +29,44 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
-from ..graph import is_repeating
-from .base import DTYPES, Array, Communicator, Graph, MakesArrays, ReduceOp, Work, is_cuda_array
-from .gpu_arrays import CupyArrays
+from .base import DTYPES, Array, Communicator, Graph, Operation, ReduceOp, Work
+from .gpu_arrays import CupyArrays, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
-_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _REDUCE_SCATTER = range(5)
-_OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-_NO_OP = 4
+_KINDS = {"all_reduce": 0, "reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
+_OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
 _DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
-REGISTERED_BYTES = 1 << 20  # below this a buffer is ordinary memory: NCCL's comes in pieces of 2 MiB or more
 _ADDING = threading.Lock()
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
-
-
-class Lease:
-    """Registered memory while an array lies in it; afterwards the next array of its size gets it.
-
-    Args:
-        memory: native.
-        free: of each size in bytes, what no array lies in; emptied for good when the communicator ends.
-    """
-
-    def __init__(self, memory: Any, free: dict[int, list[Any]]) -> None:
-        self._memory, self._free = memory, free
-
-    def __del__(self) -> None:
-        if self._memory.bytes in self._free:
-            self._free[self._memory.bytes].append(self._memory)
 
 
 class NcclWork(Work):
     """A collective of an NcclCommunicator in flight."""
 
-    _half: tuple[Array, float, Array] | None = None  # what the 16 bits on the wire must become
-    is_ordered = False
-
-    def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, result: Array | None) -> None:
+    def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, out: Array) -> None:
         self._communicator = communicator
         self._op = op  # native
-        self._array = array
-        self._result = result
+        self._stream_of, self._out = array, out
+        self._narrow: tuple[Array, float, Array | None] | None = (
+            None  # what is sent in 16 bits, divisor, wire_scale
+        )
 
-    def wait(self, timeout_s: float | None = None) -> Array | None:
+    def _wait(self, timeout_s: float | None) -> None:
         """Hold the current stream back until the collective has ended; the host does not wait.
 
         ``timeout_s`` is not used: the communicator's own runs on the GPU, see ``NcclCommunicator``.
         """
-        if is_repeating():
-            return self._result
         communicator = self._communicator
-        communicator._wait(self._op, communicator._stream(self._array))
-        if self._half is not None:
-            half, divisor, out = self._half
-            communicator._arrays.widen(half, divisor, out)
-            self._half = None
-        self.is_ordered = True
-        communicator._let_go()
-        return self._result
+        communicator._wait(self._op, communicator._stream(self._stream_of))
+        if self._narrow is not None:
+            half, divisor, scale = self._narrow
+            communicator._arrays.widen(half, divisor, scale, self._out)
+            self._narrow = None
 
-    def done(self) -> bool:
+    def _is_done(self) -> bool:
         return bool(self._communicator._native.is_done(self._op))
-
-    def captured_by(self, graph: Graph) -> NcclCommunicator:
-        self._communicator._graphs.add(graph)
-        return self._communicator
-
-    def relaunched(self) -> None:
-        self._communicator.watch(self._array, f"a CUDA graph with collectives up to {self._op.label}")
 
 
 class NcclCommunicator(Communicator):
@@ -126,6 +93,13 @@ class NcclCommunicator(Communicator):
         CommError: on every rank, where one has no NCCL 2.14 or later, no GPU or another version, or two ranks
             share a GPU; or a rank has not come in time.
     """
+
+    transport = "nccl"
+    joins_worlds = False
+
+    @classmethod
+    def describe(cls) -> str:
+        return describe()
 
     def __init__(
         self,
@@ -160,21 +134,17 @@ class NcclCommunicator(Communicator):
             parent,
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
-        self._give, self._wait = self._native.start, self._native.wait
+        self._wait = self._native.wait
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
         with _ADDING:
             living = (known for known in state.gpu_communicators if known() is not None)
             state.gpu_communicators = (*living, weakref.ref(self))
-        self._in_flight: deque[NcclWork] = deque()  # keeps arrays of dropped works alive
-        self._free: dict[int, list[Any]] = {}  # registered memory, see Lease
-        are_apart = 1 < self.size == len({other["gpu"] for other in everyone})
-        self._registers = are_apart and all(other["registers"] for other in everyone)
 
     @property
     def is_alone(self) -> bool:
-        """False: a world of one that wants NCCL gets it."""
+        """False: a world of one that requests NCCL gets it."""
         return False
 
     def barrier(self, *, name: str = "barrier") -> None:
@@ -183,39 +153,15 @@ class NcclCommunicator(Communicator):
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
 
-    def buffer(self, num_elements: int, dtype: str = "float32", backend: MakesArrays | None = None) -> Array:
-        """A flat array of zeros in memory that NCCL has registered, so that it need not copy; else an ordinary one.
-
-        NCCL forbids that some ranks give it registered memory and others not. So the ranks agree, by the host,
-        on every buffer of 1 MiB or more (``REGISTERED_BYTES``): where one cannot have such memory, none gets it.
-        In a captured step, whose memory is the graph's, at one rank, where ranks share a GPU and before NCCL 2.19
-        it is ordinary. Registered memory is used again for the next buffer of its size once its array is gone.
-        """
-        num_bytes = num_elements * np.dtype(dtype).itemsize
-        is_ours = backend is not None and backend.name == "cuda" and num_bytes >= REGISTERED_BYTES
-        if not (self._registers and is_ours) or state.of_thread.rehearsal is not None:
-            return super().buffer(num_elements, dtype, backend)
-        lease = self._lease(num_bytes)
-        answer = np.array([lease is not None], np.int32)
-        self.host.all_reduce(answer, "min", name="buffer").wait()
-        if lease is not None and answer[0]:
-            address = lease._memory.address
-            return self._arrays.wrap(address, num_elements, dtype, lease)  # type: ignore[no-any-return]
-        self._registers = False  # nor will the next time, here or elsewhere
-        return super().buffer(num_elements, dtype, backend)
-
-    def _lease(self, num_bytes: int) -> Lease | None:
-        free = self._free.setdefault(num_bytes, [])
-        memory = free.pop() if free else self._native.allocate(num_bytes)
-        return None if memory is None else Lease(memory, self._free)
-
     def check(self) -> None:
         """Raise the CommError of a collective that failed after its Work's wait(), unless this is closed."""
         self._native.check_failure()
 
-    def watch(self, array: Array, name: str) -> None:
-        """Let the time-out count for what ``array``'s stream was given so far, e.g. a graph with collectives."""
-        self._native.watch(self._stream(array), name)
+    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
+        assert isinstance(last, NcclWork)
+        self._graphs.add(graph)
+        array, label = last._out, f"a CUDA graph with collectives up to {last._op.label}"
+        return lambda: self._native.watch(self._stream(array), label)
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -223,57 +169,32 @@ class NcclCommunicator(Communicator):
 
     def close(self) -> None:
         _leave(self._graphs, self._native.close)
-        self._in_flight.clear()
-        self._free.clear()
 
-    def _all_reduce(self, array: Array, op: ReduceOp, wire_dtype: str | None, name: str) -> Work:
+    def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
+        kind, name, op, root, wire_dtype = operation
         if wire_dtype is None:
-            return self._start(_ALL_REDUCE, _OPS[op], array, array, name)
-        half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype])
+            return self._give(kind, op, root, array, out, name)
+        half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype], scale)
         # NCCL would multiply by 1/N before it adds: in float16 that loses small values
-        work = self._start(_ALL_REDUCE, _OPS["sum" if op == "mean" else op], half, half, name)
-        work._half = (half, self.size if op == "mean" else 1.0, array)
+        work = self._give(kind, "sum" if op == "mean" else op, root, half, half, name)
+        work._narrow = half, self.size if op == "mean" else 1.0, scale
+        work._out = out
         return work
 
-    def _reduce(self, array: Array, op: ReduceOp, root: int, name: str) -> Work:
-        return self._start(_REDUCE, _OPS[op], array, array, name, root=root)
-
-    def _broadcast(self, array: Array, root: int, name: str) -> Work:
-        return self._start(_BROADCAST, _NO_OP, array, array, name, root=root)
-
-    def _all_gather(self, array: Array, name: str) -> Work:
-        result = self._arrays.empty((self.size, *array.shape), array.dtype)
-        return self._start(_ALL_GATHER, _NO_OP, array, result, name, result=result)
-
-    def _reduce_scatter(self, array: Array, op: ReduceOp, name: str) -> Work:
-        result = self._arrays.empty((array.shape[0] // self.size, *array.shape[1:]), array.dtype)
-        return self._start(_REDUCE_SCATTER, _OPS[op], array, result, name, result=result)
-
-    def _start(
-        self,
-        kind: int,
-        op: int,
-        array: Array,
-        out: Array,
-        name: str,
-        *,
-        root: int = 0,
-        result: Array | None = None,
+    def _give(
+        self, kind: str, op: ReduceOp | None, root: int, array: Array, out: Array, name: str
     ) -> NcclWork:
-        self._let_go()
-        count = array.size if kind != _REDUCE_SCATTER else out.size
+        """Give a collective to NCCL."""
+        count = array.size if kind != "reduce_scatter" else out.size
         source, stream = self._address(array), self._stream(array)
         target = source if out is array else self._address(out)
-        native = self._give(kind, op, _DTYPES[array.dtype], root, source, target, count, name, stream)
-        work = NcclWork(self, native, array, result)
-        self._in_flight.append(work)
-        return work
+        native = self._native.start(
+            _KINDS[kind], _OPS[op], _DTYPES[array.dtype], root, source, target, count, name, stream
+        )
+        return NcclWork(self, native, array, out)
 
-    def _let_go(self) -> None:
-        """Let go of arrays of collectives that nobody has to wait for any more."""
-        in_flight = self._in_flight
-        while in_flight and (in_flight[0].is_ordered or in_flight[0]._op.has_ended):
-            in_flight.popleft()
+    def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
+        return self._arrays.empty(shape, like.dtype)  # type: ignore[no-any-return]
 
     def _new_group(self, ranks: list[int], name: str) -> NcclCommunicator | None:
         host = self.host.new_group(ranks, name=name)
@@ -283,12 +204,12 @@ class NcclCommunicator(Communicator):
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:
-            return  # the usual array, soon found to be right; a closed communicator is noticed below
+            return  # the usual array, cheap to check; a closed communicator is noticed below
         super()._check_array(array, op, writes=writes)
 
     def _check_kind(self, array: object) -> None:
         if isinstance(array, np.ndarray) and not is_cuda_array(array):
-            raise DTypeError(f"{self!r}: numpy arrays travel by the host communicator, not by NCCL")
+            raise DTypeError(f"{self!r}: numpy arrays are sent by the host communicator, not by NCCL")
         if not is_cuda_array(array):
             raise DTypeError(f"{self!r}: expected a CUDA array, got {type(array).__name__}")
 
@@ -296,13 +217,13 @@ class NcclCommunicator(Communicator):
 def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
     """End NCCL's communicator by ``end``. NCCL waits in it, without end, for all graphs that hold its kernels."""
     for graph in list(graphs):
-        graph.give_up()
+        graph.destroy()
     graphs.clear()
     end()
 
 
 def describe() -> str:
-    """Whether CUDA arrays could travel from this process, "works: ..." or "no: ...". Opens NCCL and the driver."""
+    """Return whether this process could send CUDA arrays, "works: ..." or "no: ...". Opens NCCL and the driver."""
     mine, *_ = _introduce(1, 0)  # as a rank that makes no id, which would start NCCL's network
     if "failure" in mine:
         return f"no: {mine['failure']}"
@@ -328,7 +249,7 @@ def _driver_names() -> list[str]:
 
 
 def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
-    """What the others must know of this rank, and what it has opened; a failure is told, not raised."""
+    """What the others must know of this rank, and what it has opened; a failure is returned, not raised."""
     mine: dict[str, Any] = {"host": _host_identity(), "name": socket.gethostname(), "process": os.getpid()}
     native = library = driver = None
     try:
@@ -337,7 +258,6 @@ def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
         driver = native.Driver(_driver_names())
         mine |= {"version": library.version, "device": device, "gpu": driver.uuid(device)}
         mine["shares"] = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        mine["registers"] = library.registers and config.env("SINGA_LITE_NCCL_REGISTER", "1") == "1"
         mine["id"] = library.unique_id().hex() if rank == 0 else ""
     except CommError as error:
         mine["failure"] = str(error)

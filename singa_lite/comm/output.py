@@ -1,20 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merge the output of several ranks into one terminal or log: whole lines, each prefixed by its rank.
 
-What lives here: cutting bytes into lines, progress bars, the last words of a failed rank. What does not:
-processes (launch.py).
+What lives here: cutting bytes into lines, progress bars, the end of a failed rank's output, writing without waiting
+for a reader. What does not: processes (launch.py).
 """
 
 from __future__ import annotations
 
-import re
+import os
 import sys
+import threading
+import time
 from collections import deque
-from typing import BinaryIO
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
 
-TAIL_LINES = 60  # enough for a traceback through a few floors
+from ..errors import CommError
+
+TAIL_LINES = 60  # enough for a traceback through a few modules
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
+BUFFER_BYTES = 1 << 20  # what a reader may be behind before the ranks have to wait for it
 CLEAR_LINE = b"\r\x1b[K"
+
+
+class Sink:
+    """A file descriptor written by a thread of its own, so that a reader who stops reading blocks nothing else.
+
+    Args:
+        descriptor: where to write; None: nowhere.
+        may_drop: whether lines are left out, and counted, while the buffer is full.
+
+    Attributes:
+        error: why writing has failed, else None; everything after that is lost.
+    """
+
+    def __init__(self, descriptor: int | None, *, may_drop: bool = False) -> None:
+        self.error: OSError | None = None
+        self.is_terminal = descriptor is not None and os.isatty(descriptor)
+        self._descriptor, self._may_drop = descriptor, may_drop
+        self._pending: list[bytes] = []
+        self._num_bytes = self._num_dropped = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = (
+            None  # made at the first write, when all ranks have been forked
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether what comes next should wait."""
+        return self._num_bytes > BUFFER_BYTES and not self._may_drop
+
+    def write(self, data: bytes) -> None:
+        """Have ``data`` written; never waits."""
+        if self._descriptor is None or self.error is not None:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
+            self._thread.start()
+        with self._changed:
+            if self._may_drop and self._num_bytes > BUFFER_BYTES:
+                self._num_dropped += 1
+                return
+            self._append(data)
+
+    def flush(self, is_over: Callable[[], bool]) -> None:
+        """Wait until everything is written, how many lines were left out too, writing has failed, or ``is_over()``."""
+        with self._changed:
+            if self._num_dropped:
+                self._append(b"")
+            while self._num_bytes and self.error is None and not is_over():
+                self._changed.wait(0.05)
+
+    def _append(self, data: bytes) -> None:
+        if self._num_dropped:
+            data = f"singa-lite run: {self._num_dropped} lines left out\n".encode() + data
+            self._num_dropped = 0
+        self._pending.append(data)
+        self._num_bytes += len(data)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        assert self._descriptor is not None
+        while self.error is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                data = b"".join(self._pending)
+                self._pending.clear()
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:
+                self.error = error
+            with self._changed:
+                self._num_bytes -= len(data)
+                self._changed.notify_all()
 
 
 class RankOutput:
@@ -26,17 +107,54 @@ class RankOutput:
 
     Args:
         num_ranks: number of ranks; the prefix is as wide as the largest.
-        stdout, stderr: where the ranks' two streams go; None: those of this process.
+        log_dir: a folder for one file per rank, rank-0.log and so on, to which its lines are appended; elsewhere lines
+            are then left out rather than waiting for a reader. None: no files.
+        stdout, stderr: descriptors for the ranks' two streams; None: those of this process, if it has any.
     """
 
     def __init__(
-        self, num_ranks: int, stdout: BinaryIO | None = None, stderr: BinaryIO | None = None
+        self,
+        num_ranks: int,
+        log_dir: Path | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
-        self._streams = {"stdout": stdout or sys.stdout.buffer, "stderr": stderr or sys.stderr.buffer}
+        stdout = _descriptor(sys.stdout) if stdout is None else stdout
+        stderr = _descriptor(sys.stderr) if stderr is None else stderr
+        sink = Sink(stdout, may_drop=log_dir is not None)
+        self._sinks = {"stdout": sink, "stderr": sink}  # one, to keep the order of lines
+        if not _is_same_file(stdout, stderr):
+            self._sinks["stderr"] = Sink(stderr, may_drop=log_dir is not None)
+        self._logs: list[Sink] = []
         self._width = len(str(num_ranks - 1))
-        self._open_lines = {(rank, name): b"" for rank in range(num_ranks) for name in self._streams}
+        self._open_lines = {(rank, name): b"" for rank in range(num_ranks) for name in self._sinks}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(num_ranks)]
-        self._bar = b""  # rank 0's open line as it stands on the terminal
+        self._bar = b""  # rank 0's open line on the terminal
+        if log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._logs = [
+                Sink(os.open(log_dir / f"rank-{rank}.log", flags, 0o666)) for rank in range(num_ranks)
+            ]
+
+    def check(self) -> None:
+        """Raise BrokenPipeError if a reader has gone, CommError if writing has failed otherwise."""
+        for sink in (*self._sinks.values(), *self._logs):
+            if isinstance(sink.error, BrokenPipeError) or (sink.error and sink.is_terminal):
+                raise BrokenPipeError
+            if sink.error is not None:
+                raise CommError(f"launch: the output of the ranks cannot be written: {sink.error}")
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether every rank has a file."""
+        return bool(self._logs)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a reader is so far behind that the ranks should wait; see ``check`` for its errors."""
+        self.check()
+        return any(sink.is_full for sink in (*self._sinks.values(), *self._logs))
 
     def feed(self, rank: int, name: str, chunk: bytes) -> None:
         """Take ``chunk`` from a rank's stream "stdout" or "stderr"; b"" means the stream has ended."""
@@ -47,57 +165,75 @@ class RankOutput:
         for line in lines:
             self._write(rank, name, line)
         self._open_lines[rank, name] = _last_state(rest) + b"\r" * rest.endswith(b"\r")
-        if rank == 0 and self._streams[name].isatty():
+        if rank == 0 and self._sinks[name].is_terminal:
             self._draw_bar(name, _last_state(rest))
 
-    def say(self, headline: str, lines: list[str] | None = None) -> None:
+    def report(self, headline: str, lines: list[str] | None = None) -> None:
         """Write a message of the launcher itself to the error stream."""
         text = "\n  ".join([f"singa-lite run: {headline}", *(lines or [])])
         self._put("stderr", text.encode(errors="surrogateescape") + b"\n")
 
-    def finish(self) -> None:
+    def end_lines(self) -> None:
         """Write the lines that never ended."""
         for rank, name in self._open_lines:
             self.feed(rank, name, b"")
 
-    def last_words(self, rank: int) -> list[str]:
-        """The last traceback that ``rank`` printed, or the last lines of its error stream if there is none."""
+    def flush(self, is_over: Callable[[], bool]) -> None:
+        """Wait until everything is written, or ``is_over()``."""
+        for sink in (*self._logs, *self._sinks.values()):
+            sink.flush(is_over)
+
+    def wait_for_room(self, seconds: float) -> None:
+        """Return once the readers have caught up, at the latest after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self.is_full and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def final_output(self, rank: int) -> list[str]:
+        """Return the last traceback that ``rank`` printed, or the last lines of its error stream if there is none."""
         lines = list(self._tails[rank])
         starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call")]
         return lines[starts[-1] :] if starts else lines[-10:]
 
-    def echo(self, rank: int) -> int:
-        """How far the failure of ``rank`` is from the cause: 0 for an error of its own, or one that says nothing,
-        1 for a CommError (another rank has gone), 2 for one that repeats another rank's CommError."""
-        errors = [
-            line for line in self.last_words(rank) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)
-        ]
-        if not errors or not errors[-1].startswith("singa_lite.errors.CommError"):
-            return 0
-        return 2 if "gave up: " in errors[-1] else 1
+    def distance_to_cause(self, rank: int) -> int:
+        """Return how far the failure of ``rank`` is from the cause: 0 for an error of its own, 1 for a CommError, as
+        another rank has ended, 2 for one that repeats another rank's CommError."""
+        text = "\n".join(self.final_output(rank))
+        return ("singa_lite.errors.CommError: " in text) + ("aborted: " in text)
 
     def _write(self, rank: int, name: str, line: bytes) -> None:
         line = _last_state(line.removesuffix(b"\r"))
         if name == "stderr":
             self._tails[rank].append(line.decode(errors="surrogateescape"))
+        if self._logs:
+            self._logs[rank].write(line + b"\n")
         self._put(name, self._prefix(rank) + line + b"\n")
 
     def _put(self, name: str, data: bytes) -> None:
-        stream = self._streams[name]
-        if self._bar and stream.isatty():
+        if self._bar and self._sinks[name].is_terminal:
             data, self._bar = CLEAR_LINE + data, b""
-        stream.write(data)
-        stream.flush()
+        self._sinks[name].write(data)
 
     def _draw_bar(self, name: str, state: bytes) -> None:
         if state and state != self._bar:
-            stream = self._streams[name]
-            stream.write(CLEAR_LINE + self._prefix(0) + state)
-            stream.flush()
+            self._sinks[name].write(CLEAR_LINE + self._prefix(0) + state)
             self._bar = state
 
     def _prefix(self, rank: int) -> bytes:
         return f"[{rank:{self._width}}] ".encode()
+
+
+def _descriptor(stream: TextIO | None) -> int | None:
+    """Return the descriptor of a standard stream; None where there is none, as in some daemons."""
+    try:
+        return stream.fileno() if stream is not None else None
+    except (OSError, ValueError):  # replaced by one without a file, or closed
+        return None
+
+
+def _is_same_file(one: int | None, other: int | None) -> bool:
+    """Whether two descriptors are one terminal, pipe or file."""
+    return one is not None and other is not None and os.path.sameopenfile(one, other)
 
 
 def _last_state(line: bytes) -> bytes:

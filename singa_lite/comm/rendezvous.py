@@ -2,31 +2,31 @@
 """Find the world this process belongs to, and make its one communicator.
 
 What lives here: reading what launched the process (explicit arguments, our launcher, MPI, Slurm), the choice
-of a transport, sharing the cores, leaving the world at exit. What does not: starting processes (launch.py),
-moving data (local.py, shm.py, mpi.py, nccl.py).
+of a transport, sharing the cores. What does not: starting processes (launch.py), leaving the world when the process
+ends (exit_hooks.py), moving data (one file for each transport).
 """
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import re
 import secrets
-import sys
+import weakref
 from collections.abc import Mapping
-from multiprocessing.util import Finalize
-from traceback import format_exception
-from types import TracebackType
+from multiprocessing.util import register_after_fork
+from typing import Any
 
 from .. import _native, config
-from ..errors import CommError, OptionError
+from ..errors import CommError, OptionError, check_choice
+from . import find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
+from .exit_hooks import exit_hooks
 from .local import LocalCommunicator
-from .mpi import MpiCommunicator, leave_job
-from .mpi_job import end_job, mpi_world
-from .shm import ShmCommunicator
+from .lost_ranks import forget_members, list_member
+from .mpi_job import MpiJob, mpi_world
+from .parent import end_with_parent
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
 # Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
@@ -39,78 +39,104 @@ LAUNCHERS = {
 
 
 class NcclIdHolder:
-    """A random ticket that the processes of one world share, made by the parent and passed to each.
+    """A random id that the processes of one world share, made by the parent and passed to each.
 
-    SINGA keeps an NCCL id in it and can only be forked; here it is a name and nothing else (no CUDA, file or
-    thread), so it may be pickled: Python's multiprocessing works with fork, spawn and forkserver.
+    SINGA keeps an NCCL id in it and can only be forked; here it is a name (no CUDA or thread), so it may be pickled:
+    Python's multiprocessing works with fork, spawn and forkserver. A process of multiprocessing that gets it as an
+    argument and ends before it has joined is an error on the others at once.
 
     Attributes:
-        ticket: 32 random hexadecimal digits.
+        rendezvous_id: 32 random hexadecimal digits.
     """
 
     def __init__(self) -> None:
-        self.ticket = secrets.token_hex(16)
+        self.rendezvous_id = secrets.token_hex(16)
+        register_after_fork(self, NcclIdHolder._forked)
+        weakref.finalize(self, _forget_in, os.getpid(), self.rendezvous_id)
 
     def __repr__(self) -> str:
-        return f"NcclIdHolder(ticket={self.ticket!r})"
+        return f"NcclIdHolder(rendezvous_id={self.rendezvous_id!r})"
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+        # the second is multiprocessing's own mark of a process that gets its arguments just now
+        if multiprocessing.parent_process() or getattr(
+            multiprocessing.current_process(), "_inheriting", False
+        ):
+            list_member(self.rendezvous_id)
+
+    def _forked(self) -> None:
+        """In every process that multiprocessing forks: find out whether it is to be a rank."""
+        process: Any = multiprocessing.current_process()  # Any: its arguments are private
+        if any(argument is self for argument in (*process._args, *process._kwargs.values())):
+            list_member(self.rendezvous_id)
 
 
 def find_world(
-    ticket: str | None = None, local_rank: int | None = None, world_size: int | None = None
+    rendezvous_id: str | None = None,
+    local_rank: int | None = None,
+    world_size: int | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> World:
-    """Return this process's place among the processes of its job.
+    """Return the World of this process: its ranks, and the sizes of its job.
 
     Explicit arguments come first, then what `singa-lite run` set, then MPI or a Slurm step of more than one
     task; without any of them the world is this process alone.
 
     Args:
-        ticket: name shared by the ranks of one host, ``NcclIdHolder().ticket``; letters, digits, "-" and "_".
+        rendezvous_id: the same on all ranks of one host, ``NcclIdHolder().rendezvous_id``; letters, digits, "-", "_".
         local_rank: 0 <= local_rank < world_size.
         world_size: number of processes, >= 1; with 1 the other two may be left out.
+        timeout_s: seconds to wait for the other ranks of an MPI world.
 
     Raises:
         OptionError: some but not all of the arguments are given, or one is out of range.
         CommError: the environment contradicts itself, or names an MPI world that mpi4py cannot join.
     """
-    if (ticket, local_rank, world_size) != (None, None, None):
-        return _explicit_world(ticket, local_rank, world_size)
-    names = ("SINGA_LITE_TICKET", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
+    if (rendezvous_id, local_rank, world_size) != (None, None, None):
+        return _explicit_world(rendezvous_id, local_rank, world_size)
+    names = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
     values = {name: config.env(name) for name in names}
     if any(values.values()):
         for name, value in values.items():
             if value is None:
                 raise CommError(f"find_world: {name} is not set; start the script with `singa-lite run`")
         rank, size = _rank_and_size(*names[1:])
-        return _shm_world(str(values["SINGA_LITE_TICKET"]), rank, size)
+        if config.env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
+            raise CommError(
+                f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
+                "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
+            )
+        return _shm_world(str(values["SINGA_LITE_RENDEZVOUS_ID"]), rank, size)
     for launcher, (size_name, rank_name) in LAUNCHERS.items():
         if os.environ.get(size_name):
             rank, size = _rank_and_size(rank_name, size_name)
-            return mpi_world(launcher, rank, size) if size > 1 else World()
+            return _mpi_world(launcher, rank, size, timeout_s) if size > 1 else World()
     return World()
 
 
 def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
-    """Make the communicator of ``world``; returns once every rank has come.
+    """Make the communicator of ``world``; return once every rank has joined.
 
     Raises:
-        CommError: a rank has not come within ``timeout_s`` seconds, or the transport does not work here.
+        CommError: a rank has not joined within ``timeout_s`` seconds, or the transport does not work here.
+        OptionError: there is no such transport.
     """
-    if world.transport == "local":
+    if world.transport == LocalCommunicator.transport:
         return LocalCommunicator(world, timeout_s)
-    if world.transport == "mpi":
-        host: Communicator = MpiCommunicator(world, timeout_s)
-    elif sys.platform != "linux":
-        raise CommError(f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there")
-    else:
-        host = ShmCommunicator(world, timeout_s)
-    communicator = DispatchCommunicator(host)
+    transports = {word: kind for word, kind in find_transports().items() if kind.joins_worlds}
+    check_choice("connect", "world.transport", world.transport, transports)
+    hooks = exit_hooks()
+    with hooks.joining():
+        communicator = DispatchCommunicator(transports[world.transport](world, timeout_s))
+    hooks.communicators.append(communicator)
+    end_with_parent()
     share_cores(world.local_size)
-    fail_together(communicator)
     return communicator
 
 
 def process_communicator(
-    ticket: str | None = None,
+    rendezvous_id: str | None = None,
     local_rank: int | None = None,
     world_size: int | None = None,
     timeout_s: float | None = None,
@@ -118,7 +144,7 @@ def process_communicator(
     """Return the one communicator of this process, made at the first call and closed at exit.
 
     Args:
-        ticket, local_rank, world_size: see ``find_world``; None: as the process was started.
+        rendezvous_id, local_rank, world_size: see ``find_world``; None: as the process was started.
         timeout_s: seconds a rank waits for a peer; None: SINGA_LITE_TIMEOUT_S, else 300. The first call
             decides for the process.
 
@@ -127,24 +153,25 @@ def process_communicator(
         OptionError: see ``find_world``.
     """
     state = config.state
-    explicit = (ticket, local_rank, world_size) != (None, None, None)
+    explicit = (rendezvous_id, local_rank, world_size) != (None, None, None)
     if state.communicator is not None and state.communicator_pid == os.getpid():
         if explicit:
-            _check_same(_explicit_world(ticket, local_rank, world_size), state.communicator.world)
+            _check_same(_explicit_world(rendezvous_id, local_rank, world_size), state.communicator.world)
         return state.communicator
-    world = find_world(ticket, local_rank, world_size)
+    timeout_s = _timeout(timeout_s)
+    world = find_world(rendezvous_id, local_rank, world_size, timeout_s)
     if state.communicator is not None and world.size > 1 and _same(world, state.communicator.world):
         raise CommError(
             f"process_communicator: this process was forked from rank {world.rank} after that had joined its "
             "world; communicate in the parent, or start workers before it joins"
         )
-    state.communicator = connect(world, _timeout(timeout_s))
+    state.communicator = connect(world, timeout_s)
     state.communicator_pid = os.getpid()
     return state.communicator
 
 
 def share_cores(local_size: int) -> None:
-    """Give this rank's BLAS and OpenMP its part of the cores, unless OMP_NUM_THREADS already says how many.
+    """Give this rank's BLAS and OpenMP its part of the cores, unless OMP_NUM_THREADS already does.
 
     Without this, N ranks run N threads per core, and spinning barriers make each 2 to 10 times slower.
 
@@ -158,66 +185,42 @@ def share_cores(local_size: int) -> None:
         threadpoolctl.threadpool_limits(limits=threads_per_rank(local_size))
 
 
-def fail_together(communicator: DispatchCommunicator) -> None:
-    """Leave the world when this process ends, and say why when it ends by an uncaught exception.
-
-    The peers then raise CommError at once instead of waiting. Under MPI, which would wait for ever for a rank
-    that failed, the exception is printed under this rank's number and the whole job ended.
-    """
-    pid, before = os.getpid(), sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        is_mpi = isinstance(communicator.host, MpiCommunicator) and pid == os.getpid()
-        if is_mpi:  # mpiexec says not whose line it is, and mixes lines: all in one write
-            lines = [f"singa_lite: rank {communicator.rank} of {communicator.size} failed:\n"]
-            sys.stderr.write("".join(lines + format_exception(kind, error, traceback)))
-        if not is_mpi or before is not sys.__excepthook__:
-            before(kind, error, traceback)
-        if pid != os.getpid():  # a forked child: its parent is well
-            return
-        communicator.abort(f"{kind.__name__}: {error}")
-        _flush()
-        if is_mpi:
-            end_job()
-
-    def leave() -> None:
-        if pid != os.getpid():
-            return
-        _flush()
-        communicator.close_gpu()
-        if isinstance(communicator.host, MpiCommunicator):
-            leave_job(communicator.host)
-        communicator.close()
-
-    sys.excepthook = report
-    atexit.register(leave)
-    if multiprocessing.parent_process() is not None:  # a forked one ends without atexit (before Python 3.14)
-        Finalize(None, leave, exitpriority=10)
-
-
 def threads_per_rank(local_size: int) -> int:
     """Threads for one of ``local_size`` ranks that share the cores this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_size)
 
 
-def _explicit_world(ticket: str | None, local_rank: int | None, world_size: int | None) -> World:
-    given = f"ticket={ticket!r}, local_rank={local_rank!r}, world_size={world_size!r}"
+def _forget_in(pid: int, rendezvous_id: str) -> None:
+    if os.getpid() == pid:  # not in a forked copy
+        forget_members(rendezvous_id)
+
+
+def _mpi_world(launcher: str, rank: int, size: int, timeout_s: float) -> World:
+    hooks = exit_hooks()
+    hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s)
+    return mpi_world(launcher, hooks.mpi_job)
+
+
+def _explicit_world(rendezvous_id: str | None, local_rank: int | None, world_size: int | None) -> World:
+    given = f"rendezvous_id={rendezvous_id!r}, local_rank={local_rank!r}, world_size={world_size!r}"
     if world_size == 1 and local_rank in (None, 0):
         return World()
-    if ticket is None or local_rank is None or world_size is None:
+    if rendezvous_id is None or local_rank is None or world_size is None:
         raise OptionError(
-            f"find_world: give ticket, local_rank and world_size together, or none; got {given}"
+            f"find_world: give rendezvous_id, local_rank and world_size together, or none; got {given}"
         )
     if not 0 <= local_rank < world_size:
         raise OptionError(f"find_world: local_rank must be in 0..world_size-1; got {given}")
-    return _shm_world(ticket, local_rank, world_size)
+    return _shm_world(rendezvous_id, local_rank, world_size)
 
 
-def _shm_world(ticket: str, rank: int, size: int) -> World:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", ticket):
-        raise OptionError(f"find_world: ticket {ticket!r} must be 1 to 64 letters, digits, '-' or '_'")
-    return World(rank, size, rank, size, ticket, "shm") if size > 1 else World()
+def _shm_world(rendezvous_id: str, rank: int, size: int) -> World:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", rendezvous_id):
+        raise OptionError(
+            f"find_world: rendezvous_id {rendezvous_id!r} must be 1 to 64 letters, digits, '-' or '_'"
+        )
+    return World(rank, size, rank, size, rendezvous_id, "shm") if size > 1 else World()
 
 
 def _rank_and_size(
@@ -252,20 +255,14 @@ def _timeout(timeout_s: float | None) -> float:
     return seconds
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # pythonw and some daemons have none
-            stream.flush()
-
-
 def _same(world: World, other: World) -> bool:
-    return (world.ticket, world.rank, world.size) == (other.ticket, other.rank, other.size)
+    return (world.rendezvous_id, world.rank, world.size) == (other.rendezvous_id, other.rank, other.size)
 
 
-def _check_same(asked: World, joined: World) -> None:
-    if not _same(asked, joined):
+def _check_same(requested: World, joined: World) -> None:
+    if not _same(requested, joined):
         raise CommError(
-            f"process_communicator: this process is rank {joined.rank} of {joined.size} (ticket "
-            f"{joined.ticket!r}) already and cannot become rank {asked.rank} of {asked.size} (ticket "
-            f"{asked.ticket!r}); a process has one world"
+            f"process_communicator: this process is rank {joined.rank} of {joined.size} (rendezvous id "
+            f"{joined.rendezvous_id!r}) already and cannot become rank {requested.rank} of {requested.size} ("
+            f"rendezvous id {requested.rendezvous_id!r}); a process has one world"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How float32 values travel in 16 bits: as float16, or as bfloat16, which numpy does not have.
+"""How float32 values are sent in 16 bits: as float16, or as bfloat16, which numpy does not have.
 
 What lives here: rounding arrays on their way and widening what comes. What does not: who sends them where.
 bfloat16 is the upper half of a float32: its range, with 8 bits of precision. An array of it holds the bits as uint16,
@@ -16,36 +16,54 @@ import numpy as np
 
 from .. import _native
 
-# ``wire_dtype`` -> the dtype of the array that travels
+# ``wire_dtype`` -> the dtype of the array that is sent
 WIRE_DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 FLOAT16, BFLOAT16 = WIRE_DTYPES.values()
-# dtype of the array that travels -> the compiled loops that narrow and widen it
+# dtype of the array that is sent -> the compiled loops that narrow and widen it
 LOOPS = {FLOAT16: ("float_to_half", "half_to_float"), BFLOAT16: ("float_to_bfloat16", "bfloat16_to_float")}
 Array = np.ndarray[Any, Any]
 
 
-def narrow(values: Array, wire: np.dtype[Any]) -> Array:
-    """Contiguous ``values`` as an array of ``wire``, to nearest, ties to even; themselves if that is their dtype."""
+def narrow(values: Array, wire: np.dtype[Any], scale: Array | None = None) -> Array:
+    """Return contiguous ``values`` times ``scale`` as an array of ``wire``, to nearest, ties to even.
+
+    They themselves are returned if that is their dtype. ``scale``: float32, shape (1,), None is 1; only for float32
+    ``values`` and a ``wire`` of WIRE_DTYPES.
+    """
     if wire not in LOOPS or values.dtype != np.float32:
         return values.astype(wire, copy=False)
     native = _compiled(values)
     if native is None:
+        values = values if scale is None else values * scale[0]
         return bfloat16_bits(values) if wire == BFLOAT16 else float16_values(values)
     narrowed = np.empty(values.shape, wire)
-    getattr(native, LOOPS[wire][0])(values, narrowed, values.size)
+    getattr(native, LOOPS[wire][0])(values, narrowed, values.size, _factor(scale))
     return narrowed
 
 
-def widen(values: Array) -> Array:
-    """What ``narrow`` gave as float32; an array that never was narrow as it is."""
+def widen(values: Array, scale: Array | None = None, out: Array | None = None) -> Array:
+    """Return what ``narrow`` gave, divided by ``scale``, as float32; an array that never was narrow as it is.
+
+    ``out``: float32 and contiguous, where to write it; None makes an array.
+    """
     if values.dtype not in LOOPS:
-        return values
+        if out is not None:
+            out[...] = values
+        return values if out is None else out
     native = _compiled(values)
     if native is None:
-        return bfloat16_values(values) if values.dtype == BFLOAT16 else float32_values(values)
-    wide = np.empty(values.shape, np.float32)
-    getattr(native, LOOPS[values.dtype][1])(values, wide, values.size)
+        wide = bfloat16_values(values) if values.dtype == BFLOAT16 else float32_values(values)
+        wide = wide if scale is None else wide / scale[0]
+        if out is not None:
+            out[...] = wide
+        return wide if out is None else out
+    wide = np.empty(values.shape, np.float32) if out is None else out
+    getattr(native, LOOPS[values.dtype][1])(values, wide, values.size, _factor(scale))
     return wide
+
+
+def _factor(scale: Array | None) -> float:
+    return 1.0 if scale is None else float(scale[0])
 
 
 def _compiled(values: Array) -> Any:  # Any: a compiled module

@@ -14,7 +14,7 @@ from .mnist import Mnist, cache_folder, load_mnist
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the data set named on the command line and say where it lies; returns the exit status."""
+    """Load the data set named on the command line and print its folder; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m singa_lite.data", description="Fetch and check a data set."
     )

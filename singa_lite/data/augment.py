@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> Array:
     """Shift each image by up to ``pad`` pixels in both directions, and mirror half of them.
 
-    The image is set into a border of ``pad`` zeros, a window of its own size is cut out at a random place, and
+    The image is set into a border of ``pad`` zeros, a window of its own size is cropped at a random position, and
     that is mirrored left to right with probability 1/2: (2 pad + 1)^2 windows, times 2, all equally likely.
 
     Args:

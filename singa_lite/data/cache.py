@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,19 +26,32 @@ def cache_root() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold ``path`` against other processes; the system frees it when a holder dies."""
-    with path.open("w") as file:
+    """Hold ``path`` against other processes; the system frees it when a holder dies.
+
+    Raises:
+        OSError: ``path`` is a symlink or not a regular file; nothing is written to it, whatever it is.
+    """
+    flags = os.O_RDONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    handle = os.open(path, flags, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is not a regular file; remove it")
         if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the name ``path`` when the block has ended well, and vanishes otherwise."""
-    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    """Open a new file that takes the name ``path`` when the block ends without an error, and vanishes otherwise.
+
+    It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink.
+    """
+    part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
     try:
-        with part.open("wb") as file:
+        with part.open("xb") as file:
             yield file
         os.replace(part, path)
     finally:

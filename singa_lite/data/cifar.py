@@ -3,7 +3,7 @@
 
 They are read from the six ``.bin`` files or from the original archive, which is never unpacked to disk, and
 fetched from the page of the data set's authors where the network allows. Random images stand in for them only
-when a caller asks for those by name.
+when a caller requests those by name.
 
 Here are files and bytes only: order is in ``sampler``, scaling in ``loader``, random crops in ``augment``.
 Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
@@ -80,14 +80,14 @@ class Cifar(NamedTuple):
 def load_cifar10(folder: str | Path | None = None) -> Cifar:
     """Return CIFAR-10 from ``folder``, or from the cache, fetching it there first.
 
-    A folder's files may have any whole number of records; ``Cifar.note`` says when it is not the published one.
+    A folder's files may have any whole number of records; ``Cifar.note`` is set when it is not the published one.
 
     Args:
         folder: holds the six ``.bin`` files, or the folder cifar-10-batches-bin with them, or
             cifar-10-binary.tar.gz; looked for in this order. None is the cache (SINGA_LITE_CACHE).
 
     Returns:
-        New arrays; 50,000 + 10,000 images unless the folder says otherwise.
+        New arrays; 50,000 + 10,000 images unless the folder has others.
 
     Raises:
         DataError: naming the file that is missing or damaged; or the images are neither cached nor
@@ -100,9 +100,9 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
     if folder is None:
         return read_archive(fetch_cifar10())
     folder = Path(folder).expanduser()
-    for place in (folder, folder / SUBFOLDER):
-        if any((place / name).exists() for name in FILES):
-            return read_folder(place)
+    for candidate in (folder, folder / SUBFOLDER):
+        if any((candidate / name).exists() for name in FILES):
+            return read_folder(candidate)
     if (folder / ARCHIVE_NAME).exists():
         return read_archive(folder / ARCHIVE_NAME)
     what = f"holds neither {TRAIN_FILES[0]} nor {SUBFOLDER} nor {ARCHIVE_NAME}"
@@ -112,7 +112,7 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
 def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:
     """Make random images in the shape of CIFAR-10, to try a script or to measure time without the data.
 
-    Each class has a colour; its images are uniform noise around it, so that a model can learn to tell them.
+    Each class has a colour; its images are uniform noise around it, so that a model can learn to classify them.
 
     Args:
         num_train: >= 1.
@@ -191,7 +191,7 @@ def _read_member(
 ) -> bytes:
     file = archive.extractfile(member) if member.isreg() else None
     if file is None or Path(member.name).name in known:
-        raise DataError(f"{path}: {member.name} is there twice or is no plain file")
+        raise DataError(f"{path}: {member.name} is there twice or is not a plain file")
     if member.size > OFFICIAL_BYTES:  # before memory is taken for it
         raise DataError(f"{path}: {member.name} has {member.size} bytes, more than {OFFICIAL_BYTES}")
     return file.read()
@@ -213,7 +213,7 @@ def parse_records(where: str, raw: bytes) -> tuple[Array, Array]:
     count, rest = divmod(len(raw), RECORD_BYTES)
     if count < 1 or rest:
         raise DataError(
-            f"{where}: {len(raw)} bytes are no whole number (>= 1) of records of {RECORD_BYTES} bytes; "
+            f"{where}: {len(raw)} bytes are not a whole number (>= 1) of records of {RECORD_BYTES} bytes; "
             f"{rest} are left over after {count}"
         )
     records = np.frombuffer(raw, np.uint8).reshape(count, RECORD_BYTES)
@@ -244,7 +244,7 @@ def fetch_cifar10(folder: str | Path | None = None) -> Path:
         folder: made if need be; None is ``cifar10`` in the cache (SINGA_LITE_CACHE).
 
     Raises:
-        DataError: the network does not allow it, or what came is not the archive; it says what to do instead.
+        DataError: the network does not allow it, or what came is not the archive; the text says what to do instead.
     """
     folder = cache_root() / "cifar10" if folder is None else Path(folder).expanduser()
     path = folder / ARCHIVE_NAME

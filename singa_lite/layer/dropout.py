@@ -8,6 +8,8 @@ from ..autograd.ops.dropout import check_ratio
 from ..tensor import Tensor
 from .base import Layer
 
+__all__ = ["Dropout"]
+
 
 class Dropout(Layer):
     """Zero a random share of the elements in training, scale the others up; the identity otherwise.

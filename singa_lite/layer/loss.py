@@ -7,6 +7,8 @@ from .. import autograd
 from ..tensor import Tensor
 from .base import Layer
 
+__all__ = ["BinaryCrossEntropy", "CrossEntropy", "MeanSquareError", "SoftMaxCrossEntropy"]
+
 
 class SoftMaxCrossEntropy(Layer):
     """Cross entropy of softmax(x) against class ids (N,) or a label matrix (N, C)."""
@@ -24,9 +26,17 @@ class CrossEntropy(Layer):
         return autograd.cross_entropy(x, t)
 
 
+class BinaryCrossEntropy(Layer):
+    """Cross entropy of probabilities against labels of 0 and 1; the elements of a sample add up."""
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """Probabilities (N, ...) and labels of the same shape -> (1,)."""
+        return autograd.binary_cross_entropy(x, t)
+
+
 class MeanSquareError(Layer):
     """The squared error, mean over all elements."""
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Two tensors of one shape -> (1,)."""
+        """Map two tensors of one shape to (1,)."""
         return autograd.mse_loss(x, t)

@@ -13,6 +13,8 @@ from ..tensor import Tensor
 from .base import Layer
 from .padding import PAD_MODES, same_pad
 
+__all__ = ["AvgPool1d", "AvgPool2d", "MaxPool1d", "MaxPool2d", "Pooling2d"]
+
 Size = int | Sequence[int]
 
 
@@ -53,7 +55,7 @@ class Pooling2d(Layer):
             raise OptionError(f"{where}: give padding = {padding} or pad_mode = {pad_mode!r}, not both")
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C, H, W) -> (N, C, oh, ow)."""
+        """Map x (N, C, H, W) to (N, C, oh, ow)."""
         self.check_float(x)
         padding = self.padding
         if self.pad_mode != "NOTSET" and x.ndim() == 4:
@@ -99,7 +101,7 @@ class MaxPool1d(Pooling2d):
         super().__init__((1, kernel_size), (1, step), (0, padding), True, pad_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C, L) -> (N, C, ol); SINGA's (N, C, 1, L) -> (N, C, 1, ol)."""
+        """Map x (N, C, L) to (N, C, ol); SINGA's (N, C, 1, L) to (N, C, 1, ol)."""
         return _along_last_axis(super().forward, x)
 
 
@@ -113,5 +115,5 @@ class AvgPool1d(Pooling2d):
         super().__init__((1, kernel_size), (1, step), (0, padding), False, pad_mode)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (N, C, L) -> (N, C, ol); SINGA's (N, C, 1, L) -> (N, C, 1, ol)."""
+        """Map x (N, C, L) to (N, C, ol); SINGA's (N, C, 1, L) to (N, C, 1, ol)."""
         return _along_last_axis(super().forward, x)

@@ -9,11 +9,13 @@ from typing import Any
 
 from .. import autograd
 from ..autograd.ops.dropout import check_ratio
-from ..autograd.ops.recurrent import check_lengths, steps
-from ..backend.recurrent import Stack
+from ..autograd.ops.recurrent import check_lengths, unbind
+from ..backend.recurrent import RnnConfig
 from ..errors import DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..tensor import Tensor, to_numpy
 from .base import Layer
+
+__all__ = ["LSTM", "RNN", "CudnnRNN", "RNN_Base"]
 
 INITIAL_STD = 0.01  # of the weights of RNN and LSTM, as in SINGA
 MODES = {"vanilla": "tanh", "tanh": "tanh", "relu": "relu", "lstm": "lstm", "gru": "gru"}
@@ -149,8 +151,8 @@ class RNN(RNN_Base):
 
     def forward(self, xs: Sequence[Tensor], h0: Tensor) -> tuple[list[Tensor], Tensor]:
         """Steps (N, input_size) and first state (N, hidden_size) -> (the states after each step, the last one)."""
-        made = steps(self._run(self._check(xs, [h0]), self._weights(), h0)[0])
-        return list(made), made[-1]
+        outputs = unbind(self._run(self._check(xs, [h0]), self._weights(), h0)[0])
+        return list(outputs), outputs[-1]
 
     def step_forward(
         self,
@@ -160,7 +162,7 @@ class RNN(RNN_Base):
         Wh: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        """The state after one step, with other weights if they are given; all or none."""
+        """Return the state after one step, with other weights if they are given; all or none."""
         if Wx is None or Wh is None:
             return self.forward([x], h)[1]
         return self._run(self._check([x], [h]), self._weights(Wx, Wh, b), h)[1]
@@ -220,11 +222,11 @@ class LSTM(RNN_Base):
         """Steps (N, input_size), states (h0, c0), each (N, hidden_size) -> (h after each step, the last h, last c)."""
         states = self._pair(h0_c0)
         y, *last = self._run(self._check(xs, states), self._weights(), *states)
-        made = steps(y)
-        return list(made), made[-1], last[1]
+        outputs = unbind(y)
+        return list(outputs), outputs[-1], last[1]
 
     def step_forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The states h and c after one step."""
+        """Return the states h and c after one step."""
         _, h, c = self.forward([x], (h, c))
         return h, c
 
@@ -304,7 +306,7 @@ class CudnnRNN(Layer):
     ) -> None:
         self._check(x, cx)
         self.input_size = x.shape[2]
-        self.W = self.new_parameter("W", (self._stack(x).num_weights,), x)
+        self.W = self.new_parameter("W", (self._config(x).num_weights,), x)
         limit = 1 / math.sqrt(self.hidden_size)
         self.W.uniform(-limit, limit)
 
@@ -315,7 +317,7 @@ class CudnnRNN(Layer):
         cx: Tensor | None = None,
         seq_lengths: Tensor | Sequence[int] | None = None,
     ) -> Tensor:
-        """x (N, T, features), or (T, N, features) -> (the same, directions * hidden), or (N, directions * hidden).
+        """Map x (N, T, features) or (T, N, features) to (the same, directions * hidden) or (N, directions * hidden).
 
         Args:
             x: the sequences.
@@ -344,12 +346,12 @@ class CudnnRNN(Layer):
 
     def _last_layer(self, hy: Tensor) -> Tensor:
         """(layers * directions, N, H) -> (N, directions * H) of the last layer."""
-        made = steps(hy)
-        return autograd.cat(made[-2:], 1) if self.bidirectional else made[-1]
+        outputs = unbind(hy)
+        return autograd.cat(outputs[-2:], 1) if self.bidirectional else outputs[-1]
 
-    def _stack(self, x: Tensor) -> Stack:
+    def _config(self, x: Tensor) -> RnnConfig:
         mode = MODES[self.rnn_mode]
-        return Stack(mode, x.shape[2], self.hidden_size, self.num_layers, self.bidirectional, self.bias)
+        return RnnConfig(mode, x.shape[2], self.hidden_size, self.num_layers, self.bidirectional, self.bias)
 
     def _check(self, x: Tensor, cx: Tensor | None) -> None:
         self.check_float(x)

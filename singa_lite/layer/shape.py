@@ -9,6 +9,8 @@ from .. import autograd
 from ..tensor import Tensor
 from .base import Layer
 
+__all__ = ["Add", "Cat", "Flatten", "Reshape"]
+
 
 class Flatten(Layer):
     """Join the axes before ``axis`` and those from it on.
@@ -54,5 +56,5 @@ class Add(Layer):
     """a + b, for residual connections."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Two shapes that broadcast -> the broadcast shape."""
+        """Map two shapes that broadcast to the broadcast shape."""
         return autograd.add(a, b)

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an optimizer: one method, ``update_all``, and SINGA's doors to it."""
+"""The contract of an optimizer: one method, ``update_all`` or ``apply``, and SINGA's other names for it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from .. import autograd
+from ..backend.formulas import UPDATES
 from ..device import Device
-from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
-from ..graph import host
+from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError
+from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
 from ..tensor import Tensor
-from .schedule import DecayScheduler, as_schedule
+from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
+NO_MOMENTUM = "{}: has no momentum that a dist_option could take over; use SGD"
+OWN_ATTRIBUTES = ("_step_counter", "_slots")  # of Optimizer: the state, not what it was made with
 
 
-class Optimizer(ABC):
+class Optimizer:
     """Changes parameters along their gradients.
+
+    A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
+    parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``.
+
+    Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
+    steps see it.
 
     State is kept per parameter object, never by name: SINGA keys momentum by name and mixes the buffers of
     two layers that are both called 'W'.
@@ -30,19 +41,40 @@ class Optimizer(ABC):
     """
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
+    is_recordable = False
+    lr = ScheduleAttribute()
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        if not vars(cls).get("is_recordable", False):
+            for name in {"update_all", "apply", "update", "update_pairs", "step"} & vars(cls).keys():
+                setattr(cls, name, _on_host(vars(cls)[name]))
+            for name in {"__call__", "backward_and_update"} & vars(cls).keys():
+                setattr(cls, name, _unrecordable(vars(cls)[name]))
 
     def __init__(self, lr: float | DecayScheduler) -> None:
-        self.lr = as_schedule("lr", lr)
-        self.step_counter = 0
+        self.lr = lr
+        self._step_counter = 0
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
+
+    @property
+    def step_counter(self) -> int:
+        """Steps made so far, on which schedules depend."""
+        break_graph("it reads an optimizer's step counter, which a replay would not do")
+        return self._step_counter
+
+    @step_counter.setter
+    def step_counter(self, steps: int) -> None:
+        break_graph("it sets an optimizer's step counter, which a replay would not do")
+        self._step_counter = steps
 
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
-        pairs = list(autograd.backward(loss))
-        host(self._apply, pairs, remember=self.remember)
+        self.update_pairs(list(autograd.backward(loss)))
+        self.step()
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        """Learn the names of a model's parameters; ``buffers`` are states without gradient.
+        """Take over the names of a model's parameters; ``buffers`` are states without gradient.
 
         ``Model.compile`` calls it on every rank; DistOpt makes the ranks agree here.
         """
@@ -50,76 +82,138 @@ class Optimizer(ABC):
             param.name = name
             self.slots(param)
 
-    def _apply(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self.update_all(pairs)
-        self.step()
+    # ---- updates -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def update_all(self, pairs: Pairs) -> None:
-        """Update each parameter by its gradient, in place; the one method an optimizer writes."""
+        """Update each parameter by its gradient, in place."""
+        if type(self).apply is Optimizer.apply:
+            raise OptionError(
+                f"{type(self).__name__}: an optimizer writes update_all(pairs), or apply(name, value, grad)"
+            )
+        for param, grad in as_pairs(type(self).__name__, pairs):
+            self.apply(param.name or "", param, grad)
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        """Update one parameter, as SINGA does; the name is not used as a key."""
+        self.update_all([(param_value, param_grad)])
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        """Update one parameter (SINGA's older name), by what a subclass has overridden."""
+        self.update_pairs([(param, grad)])
+
+    def update_pairs(self, pairs: Pairs) -> None:
+        """Update by what the class has written last, ``update_all`` or ``apply``."""
+        kind = next(kind for kind in type(self).__mro__ if {"update_all", "apply"} & vars(kind).keys())
+        if "update_all" in vars(kind):
+            self.update_all(pairs)
+        else:
+            for param, grad in as_pairs(type(self).__name__, pairs):
+                self.apply(param.name or "", param, grad)
+
+    def update_without_momentum(self, pairs: Pairs) -> None:
+        """Update by gradients that have the momentum in them already.
+
+        Raises:
+            OptionError: this optimizer has no momentum that a scheme could take over.
+        """
+        raise OptionError(NO_MOMENTUM.format(type(self).__name__))
+
+    def momentum_of_step(self) -> float:
+        """Return the momentum of this step; OptionError as ``update_without_momentum``."""
+        raise OptionError(NO_MOMENTUM.format(type(self).__name__))
 
     def run_update(self, kernel: str, pairs: Pairs, **attributes: Any) -> None:
-        """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype."""
+        """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype.
+
+        Args:
+            kernel: a name of ``backend.formulas.UPDATES``; its states are the first of ``slot_names``.
+            attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
+        """
+        guard(self, lambda: self.slot_names)
         groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
-        for param, grad in pairs:
+        for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
             key = param.device, param.dtype.char
             if key not in groups:
                 groups[key] = [], []
             groups[key][0].append(param)
-            groups[key][1].append(grad.data)
+            groups[key][1].append(grad.array)
+        names = self.slot_names[: len(UPDATES[kernel].states)]
         for (device, _), (params, grads) in groups.items():
-            kept = [self.slots(param) for param in params] if self.slot_names else []
-            states = [slots[name].data for name in self.slot_names for slots in kept]
-            device.backend.run(kernel, *grads, out=(*(param.data for param in params), *states), **attributes)
+            kept = [self.slots(param) for param in params] if names else []
+            states = [slots[name].array for name in names for slots in kept]
+            device.backend.run(
+                kernel, *grads, out=(*(param.array for param in params), *states), **attributes
+            )
 
-    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
-        """Update one parameter (SINGA's door); the name is not used as a key."""
-        self.update_all([(param_value, param_grad)])
+    def number(self, name: str) -> Any:  # Any: a float, or a Scalar while a step is recorded
+        """Return the schedule called ``name`` at this step, for a kernel; every replay reads it again."""
+        return scalar(lambda: self.value_of(name))
 
-    def update(self, param: Tensor, grad: Tensor) -> None:
-        """Update one parameter (SINGA's older door)."""
-        self.update_all([(param, grad)])
+    def value_of(self, name: str) -> float:
+        """Return the schedule called ``name`` at this step; a subclass may have set it to a number."""
+        return float(as_schedule(name, getattr(self, name), -math.inf)(self._step_counter))
+
+    @property
+    def lr_value(self) -> float:
+        """The learning rate of the next step."""
+        return self.lr(self.step_counter)
 
     def step(self) -> None:
-        """Count a step, on which schedules depend."""
-        self.step_counter += 1
+        """Count a step."""
+        bookkeep(self._count_step)
 
-    def remember(self) -> Callable[[], None]:
-        """See ``HostCall.remember``."""
-        counter = self.step_counter
-
-        def bring_back() -> None:
-            self.step_counter = counter
-
-        return bring_back
+    def _count_step(self) -> None:
+        self._step_counter += 1
 
     def backward_and_update(self, loss: Tensor) -> None:
-        """The same as calling the optimizer."""
+        """Do the same as calling the optimizer."""
         self(loss)
+
+    def describe(self) -> dict[str, Any]:
+        """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks."""
+        return {"class": type(self).__name__, **self._described()}
+
+    def __repr__(self) -> str:
+        """Return class and numbers, like "SGD(lr=0.1, momentum=0.9, ...)"."""
+        names = (name for name in self._described() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(f'{name}={vars(self)[name]!r}' for name in names)})"
+
+    def _described(self) -> dict[str, Any]:
+        """Return the attributes that are numbers, text or schedules, as JSON values."""
+        found = {
+            name: described(value, self._step_counter)
+            for name, value in vars(self).items()
+            if name not in OWN_ATTRIBUTES
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def states_loaded(self) -> None:
+        """Called when the values of parameters or of this optimizer's state were replaced by saved ones."""
 
     # ---- state -------------------------------------------------------------------------------------
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
-        """The state of ``param``, zeros at first: {slot name: tensor like the parameter}."""
-        if param not in self._slots:
-            self._slots[param] = {
-                slot: Tensor(param.shape, param.device, param.dtype) for slot in self.slot_names
-            }
-        return self._slots[param]
+        """Return the state of ``param``, zeros at first: {slot name: tensor like the parameter}."""
+        slots = self._slots.setdefault(param, {})
+        for slot in self.slot_names:
+            if slot not in slots:
+                with unrecorded():
+                    slots[slot] = Tensor(param.shape, param.device, param.dtype)
+        return slots
 
     def get_states(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
+        """Return what a checkpoint keeps: "step_counter", and "<parameter>:<slot>" for every slot.
 
         Parameters are called by name, and by the order in which they were first updated where names repeat.
         """
         names = unique_names(self._slots)
         states = {
-            f"{names[param]}:{slot}": value.device.backend.to_numpy(value.data)
-            for param, slots in self._slots.items()
-            for slot, value in slots.items()
+            f"{names[param]}:{slot}": value.device.backend.to_numpy(value.array)
+            for param in self._slots
+            for slot, value in self.slots(param).items()
         }
-        return {"step_counter": np.array(self.step_counter), **states}
+        return {"step_counter": np.array(self._step_counter), **states}
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
         """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
@@ -142,11 +236,11 @@ class Optimizer(ABC):
         for param, name in unique_names(self._slots).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
-        self.step_counter = int(states["step_counter"])
+        self._step_counter = int(states["step_counter"])
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
-    """A name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
+    """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
     names: dict[Tensor, str] = {}
     counts: dict[str, int] = {}
     for param in params:
@@ -157,11 +251,49 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
     return names
 
 
+def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
+    """Return ``pairs`` as a list; DTypeError unless it consists of (parameter, gradient)."""
+    if not isinstance(pairs, Iterable):
+        raise DTypeError(f"{optimizer}: expected pairs (parameter, gradient), got {type(pairs).__name__}")
+    found = list(pairs)
+    for pair in found:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DTypeError(f"{optimizer}: expected a pair (parameter, gradient), got {type(pair).__name__}")
+        for name, value in zip(("parameter", "gradient"), pair, strict=True):
+            if not isinstance(value, Tensor):
+                raise DTypeError(f"{optimizer}: the {name} must be a Tensor, not {type(value).__name__}")
+    return found
+
+
 def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
     """Raise a typed error unless ``grad`` can update ``param``."""
-    if grad.data.shape != param.data.shape:
+    if grad.array.shape != param.array.shape:
         raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
-    if grad.data.dtype != param.data.dtype:
+    if grad.array.dtype != param.array.dtype:
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
     if grad.device is not param.device:
         raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")
+    if param.dtype.kind != "f":
+        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}; only float parameters can be updated")
+
+
+def _on_host(method: Callable[..., None]) -> Callable[..., None]:
+    """A method whose Python runs at every replay of a recorded step."""
+
+    @wraps(method)
+    def run(self: Optimizer, *arguments: Any) -> None:
+        given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
+        host(method, self, *given)
+
+    return run
+
+
+def _unrecordable(method: Callable[..., None]) -> Callable[..., None]:
+    """A method that runs backward, and may do in Python what a replay would not do."""
+
+    @wraps(method)
+    def run(self: Optimizer, *arguments: Any, **options: Any) -> None:
+        break_graph(f"{type(self).__name__} overrides {method.__name__}, whose Python a replay would not run")
+        method(self, *arguments, **options)
+
+    return run

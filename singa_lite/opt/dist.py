@@ -1,48 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistOpt: any optimizer, on N ranks. The one file where compute and exchange meet.
+"""DistOpt: any optimizer, on N ranks. The one file that uses both compute and exchange.
 
-``DistOpt(opt)(loss, dist_option="fp16")`` is the whole of it; the ``backward_and_*`` methods are SINGA's doors
-to the same few lines. How gradients travel is written in sync/, who moves them in comm/.
+``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; the ``backward_and_*`` methods are SINGA's names for the
+same few lines. How gradients are sent is written in sync/, what sends them in comm/.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from threading import TIMEOUT_MAX
+from typing import Any, Protocol, get_args, get_type_hints
 
 import numpy as np
 
 from .. import autograd
-from ..comm.base import Communicator
+from ..autograd.engine import check_recorded
+from ..comm.base import Communicator, Traffic
 from ..comm.rendezvous import process_communicator
-from ..errors import (
-    CheckpointError,
-    CommError,
-    OptionError,
-    check_choice,
-    check_int,
-    check_number,
-)
-from ..graph import host
+from ..errors import CheckpointError, OptionError, check_choice, check_int, check_number
+from ..graph.recorder import bookkeep, guard, host, steps_since_start, unrecorded
 from ..sync import find_schemes
-from ..sync.base import StepOptions, SyncStrategy
+from ..sync.agree import are_equal, arrays_of, compare, compare_values, host_copy, manifest
+from ..sync.base import Scheme, option_names
 from ..sync.collectives import ArrayCollectives
 from ..tensor import Tensor
-from .base import Optimizer, Pairs, unique_names
-from .schedule import DecayScheduler, as_schedule
+from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .schedule import DecayScheduler
 from .sgd import SGD
 
 THRESHOLD = 2097152  # elements; SINGA's default
 BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
+Option = Any  # a number, a bool, or a DecayScheduler of numbers
 
 
-class Ticket(Protocol):
+class RendezvousId(Protocol):
     """What names a world: NcclIdHolder."""
 
-    ticket: str
+    rendezvous_id: str
 
 
 class HasStates(Protocol):
@@ -55,8 +52,12 @@ class DistOpt(ArrayCollectives, Optimizer):
     """Wraps an optimizer so that N ranks take one common step.
 
     Every rank computes gradients of its own batch; their mean, or what ``dist_option`` makes of it, is applied
-    by ``opt`` on every rank. Before the first update the ranks' parameters are compared (names, shapes,
-    dtypes) and rank 0's values win.
+    by ``opt`` on every rank. When a Model is compiled, or else at the first call, the ranks' parameters (names, shapes,
+    dtypes) and optimizers (class and numbers) are compared, and rank 0's values copied to all. After states were loaded
+    a hash of parameters and optimizer state is compared, by the next call, sum over the ranks or ``step()``.
+
+    A step may be made by hand: ``all_reduce(g)`` and ``update(p, g)`` for each gradient, then ``step()``. Its sums are
+    compared by shape and dtype, as they do not say whose gradient they are; without a Model call ``broadcast`` first.
 
     Args:
         opt: the optimizer to wrap; None is SGD().
@@ -65,36 +66,46 @@ class DistOpt(ArrayCollectives, Optimizer):
         local_rank: with ``nccl_id``: this process's number, 0 <= local_rank < world_size.
         world_size: with ``nccl_id``: number of processes, all on this host.
         buffSize: elements a bucket holds (SINGA's name); sets ``bucket_bytes`` when that is None.
-        threshold: elements; how the sparse schemes and partialUpdate cut groups: a parameter above it alone,
+        dist_option: how gradients are sent where a call does not say; a word that docs/sync.md lists.
+        threshold: elements; how the sparse schemes and partialUpdate form groups: a parameter above it alone,
             smaller ones joined until they exceed it.
-        spars: what ``spars`` is when a call does not say: a number, or a DecayScheduler of the step. The attribute
-            of this name can be set between steps; recorded steps see it.
+        spars: what the option ``spars`` is where a call does not say: a number, or a DecayScheduler of the step. The
+            attribute of this name can be set between steps; recorded steps see it.
         bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
             DistOpt of a process decides, as all share one world.
         communicator: use this one instead of the process's own.
+        check_every: compare the same hash after every so many steps, in calls and in ``step()``, which every rank must
+            then call; None compares after states were loaded only.
+        options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step.
 
     Attributes:
-        opt, communicator, world_size, local_rank, global_rank.
+        opt, dist_option: as given; may be set between steps on every rank, which recorded steps see.
+        communicator, world_size, local_rank, global_rank: of this process.
 
     Raises:
         OptionError: a value out of range. CommError: no world can be made.
     """
 
+    is_recordable = True
+
     def __init__(
         self,
         opt: Optimizer | None = None,
-        nccl_id: Ticket | None = None,
+        nccl_id: RendezvousId | None = None,
         local_rank: int | None = None,
         world_size: int | None = None,
         buffSize: int = BUFFER_SIZE,
         *,
+        dist_option: str = "fp32",
         threshold: int = THRESHOLD,
         spars: float | DecayScheduler = 0.05,
         bucket_bytes: int | None = None,
         timeout_s: float | None = None,
         communicator: Communicator | None = None,
+        check_every: int | None = None,
+        **options: Option,
     ) -> None:
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
@@ -102,126 +113,134 @@ class DistOpt(ArrayCollectives, Optimizer):
         if not isinstance(spars, DecayScheduler):
             check_number("DistOpt", "spars", spars, 0)
         if timeout_s is not None:
-            check_number("DistOpt", "timeout_s", timeout_s, 1e-3)
+            check_number("DistOpt", "timeout_s", timeout_s, 1e-3, TIMEOUT_MAX)
+        if check_every is not None:
+            check_int("DistOpt", "check_every", check_every, 1)
         if opt is not None and not isinstance(opt, Optimizer):
             raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
+        if isinstance(opt, DistOpt):
+            raise OptionError(
+                "DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()"
+            )
         self.opt = opt if opt is not None else SGD()
-        ticket = nccl_id.ticket if nccl_id is not None else None
-        super().__init__(communicator or process_communicator(ticket, local_rank, world_size, timeout_s))
+        self.spars = spars
+        self.dist_option, self._options = dist_option, options
+        self._resolve(_kind_of(dist_option), self._given(_kind_of(dist_option), None, {}), 0)
+        rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
+        super().__init__(
+            communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
+        )
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
         self.threshold = threshold
-        self.spars = spars
+        self._check_every = check_every
+        self._must_compare = False  # states were loaded
+        self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._names: dict[Tensor, str] = {}
-        self._schemes: dict[str, SyncStrategy] = {}
-        self._last: SyncStrategy | None = None
-        self._means: list[tuple[Tensor, Tensor]] = []  # of the step that runs
+        self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
+        self._schemes: dict[str, Scheme] = {}
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
+        self._before, self._last = Traffic(), Traffic()  # until the last step began, and of the last step
 
     # ---- one step ----------------------------------------------------------------------------------
 
     def __call__(
         self,
         loss: Tensor,
-        dist_option: str = "fp32",
+        dist_option: str | None = None,
         spars: float | DecayScheduler | None = None,
         *,
         threshold: int | None = None,
-        corr: bool = True,
-        clip_value: float | None = None,
+        **options: Option,
     ) -> None:
         """Run backward, make the ranks agree as ``dist_option`` says, update, and count the step.
 
         Args:
             loss: recorded, one element.
             dist_option: "fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold", an alias, or
-                another scheme of sync/.
-            spars: sparseTopK: share of elements, (0, 1]; sparseThreshold: least magnitude, >= 0.
-                A DecayScheduler is asked at every step, a recorded one included. None is the attribute ``spars``.
+                another scheme of sync/; None is the constructor's.
+            spars: sparseTopK: share of elements, (0, 1]; sparseThreshold: least magnitude, >= 0; others ignore it.
+                A DecayScheduler is evaluated at every step, a recorded one included. None is the attribute ``spars``.
             threshold: elements; None is the constructor's. Must not change once a scheme has run.
-            corr: sparse schemes: False drops what is not sent.
-            clip_value: fp16: limit each local gradient element to +-clip_value first.
+            options: of the scheme, by the names that docs/sync.md lists; those that are not given are the
+                constructor's if ``dist_option`` is, else the scheme's defaults.
 
         Raises:
             OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
         """
-        name = self._scheme(dist_option, threshold).names[0]
-        options = partial(self._options, spars, corr, clip_value)
-        kind = partial(self._kind, name, threshold, options)
-        host(self._begin, name, threshold, options, updates=False, variant=kind)
+        check_recorded(loss)
+        scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
+        self._begin(scheme, self._given(type(scheme), spars, options))
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
-                host(self._meet, name, [(param, grad), *gradients])
+                rest = [(param, grad), *gradients]
+                self._register([param for param, _ in rest if param not in self._names])
+                for pair in rest:
+                    scheme.add_gradient(*pair)
                 break
-            host(self._push, name, param, grad, updates=False)
-        host(self._flush, name, updates=False)
-        host(self._receive, name, variant=lambda: self._look(name, threshold))
-        host(self._update, name, variant=kind, remember=lambda: self._remember(name))
-
-    # The host calls of a step. They look their scheme up, as ``set_states`` may replace it between two replays.
-
-    def _begin(self, name: str, threshold: int | None, options: Callable[[], StepOptions]) -> None:
-        """Start a step with what the options are now."""
-        scheme, now = self._scheme(name, threshold), options()
-        scheme.check(now)
-        scheme.begin(now)
-        self._means = []
-
-    def _kind(self, name: str, threshold: int | None, options: Callable[[], StepOptions]) -> Hashable:
-        """Of the step that comes, see ``HostCall.variant``."""
-        scheme = self._scheme(name, threshold)
-        return scheme, scheme.record_key(options())
-
-    def _look(self, name: str, threshold: int | None) -> Hashable:
-        """None if ``_receive`` must see values, see ``HostCall.variant``."""
-        return None if self._scheme(name, threshold).capture == "split" else 0
-
-    def _options(
-        self, spars: float | DecayScheduler | None, corr: bool, clip_value: float | None
-    ) -> StepOptions:
-        now = self.spars if spars is None else spars
-        now = now(self.step_counter) if isinstance(now, DecayScheduler) else now
-        return StepOptions(check_number("DistOpt", "spars", now), corr, clip_value)
-
-    def _push(self, name: str, param: Tensor, grad: Tensor) -> None:
-        """Hand one gradient over."""
-        self._schemes[name].push(param, grad)
-
-    def _meet(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Push gradients of parameters that may be new."""
-        unknown = [param for param, _ in pairs if param not in self._names]
-        if unknown:
-            self._learn(unknown)
-        for param, grad in pairs:
-            self._push(name, param, grad)
-
-    def _flush(self, name: str) -> None:
-        """Tell that no gradient comes any more."""
-        self._schemes[name].flush()
-
-    def _receive(self, name: str) -> None:
-        """Wait for the means."""
-        self._means = list(self._schemes[name].finish())
-
-    def _update(self, name: str) -> None:
-        """Update by the means, and count the step."""
-        scheme, pairs = self._schemes[name], self._means
-        self.opt.update_all(pairs)
-        scheme.after_update([param for param, _ in pairs])
+            scheme.add_gradient(param, grad)
+        pairs = list(scheme.finish())
+        update = self.opt.update_without_momentum if scheme.takes_momentum else self.opt.update_pairs
+        update(pairs)
+        scheme.end([param for param, _ in pairs])
+        bookkeep(self._end_measuring)
+        self._called = scheme
         self.step()
-        self._last = scheme
 
-    def _remember(self, name: str) -> Callable[[], None]:
-        """See ``HostCall.remember``."""
-        all_of_them = self.opt.remember(), self._schemes[name].remember()
+    def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
+        """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
+        self._compare_if_loaded(scheme)
+        self._guard_attributes()
+        offset = steps_since_start(
+            self.opt, self.opt._step_counter
+        )  # of this call, if a recorded step has several
+        guard((self, offset), lambda: self._structure(scheme, given, offset))
+        guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
+        bookkeep(self._begin_measuring)
+        read = partial(self._resolve, type(scheme), given, 0)
+        with unrecorded():
+            options = read()
+        scheme.begin(options, read)
 
-        def bring_back() -> None:
-            for each in all_of_them:
-                each()
+    def _guard_attributes(self) -> None:
+        """Have recorded steps see what attributes are set to between steps."""
+        guard((self, "opt and dist_option"), lambda: (id(self.opt), self.dist_option))
 
-        return bring_back
+    def _given(
+        self, scheme: type[Scheme], spars: float | DecayScheduler | None, options: dict[str, Option]
+    ) -> dict[str, Option]:
+        """Return a scheme's options by name, schedules as they are; ``spars`` is left out where it is the attribute."""
+        known = option_names(scheme)
+        of_constructor = self._options if scheme is _kind_of(self.dist_option) else {}
+        given = {**of_constructor, **options}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            have = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise OptionError(f"DistOpt: {scheme.names[0]} has no option {', '.join(unknown)}; {have}")
+        _check_options(scheme, given)
+        return given if spars is None or "spars" not in known else {**given, "spars": spars}
+
+    def _resolve(self, scheme: type[Scheme], given: dict[str, Option], offset: int) -> Any:
+        """Return ``scheme.Options`` of the step that is ``offset`` steps ahead."""
+        values = {"spars": self.spars, **given} if "spars" in option_names(scheme) else given
+        step = self.opt._step_counter + offset
+        return scheme.Options(
+            **{name: v(step) if isinstance(v, DecayScheduler) else v for name, v in values.items()}
+        )
+
+    def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
+        """Return the options that decide which kernels and collectives a step has."""
+        options = self._resolve(type(scheme), given, offset)
+        defaults = {name: getattr(scheme.Options(), name) for name in scheme.read_again}
+        return replace(options, **defaults)
+
+    def _begin_measuring(self) -> None:
+        self._before = self.communicator.traffic.copy()
+
+    def _end_measuring(self) -> None:
+        self._last = self.communicator.traffic.since(self._before)
 
     def backward_and_update(self, loss: Tensor, threshold: int | None = None) -> None:
         """dist_option "fp32"."""
@@ -248,16 +267,16 @@ class DistOpt(ArrayCollectives, Optimizer):
         """dist_option "sparseTopK" or, without ``topK``, "sparseThreshold"."""
         self(loss, "sparseTopK" if topK else "sparseThreshold", spars, threshold=threshold, corr=corr)
 
-    def _scheme(self, dist_option: str, threshold: int | None) -> SyncStrategy:
-        known = find_schemes()
-        check_choice("DistOpt", "dist_option", dist_option, known)
-        name = known[dist_option].names[0]
+    def _scheme(self, dist_option: str, threshold: int | None) -> Scheme:
+        kind = _kind_of(dist_option)
+        name = kind.names[0]
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
             check_int("DistOpt", "threshold", limit, 0)
-            self._schemes[name] = known[dist_option](self.communicator, limit, self.bucket_bytes)
+            scheme = kind(self.communicator, limit, self.bucket_bytes, self)
             if name in self._loaded:
-                self._schemes[name].load_state_dict(self._loaded.pop(name), self._names)
+                scheme.load_state_dict(self._loaded.pop(name), self._names)
+            self._schemes[name] = scheme
         scheme = self._schemes[name]
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
@@ -269,64 +288,92 @@ class DistOpt(ArrayCollectives, Optimizer):
     @property
     def bytes_sent(self) -> int:
         """Bytes this rank put on a ring in the last step (comm/base.py, Note [bytes])."""
-        return self._last.bytes_sent if self._last else 0
+        return self._last.bytes_sent
 
     @property
     def bytes_payload(self) -> int:
         """Bytes of what travelled in the last step."""
-        return self._last.bytes_payload if self._last else 0
+        return self._last.bytes_payload
 
     @property
     def wait_s(self) -> float:
-        """Seconds the last step waited for communication."""
-        return self._last.wait_s if self._last else 0.0
+        """Seconds the host waited for collectives in the last step."""
+        return self._last.wait_s
 
-    # ---- agreement before the first update -----------------------------------------------------------
+    # ---- what must be equal on all ranks ---------------------------------------------------------------
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        """Compare the ranks' manifests and copy rank 0's values of parameters and buffers to all.
+        """Compare the ranks' parameters, buffers and optimizers, and copy rank 0's values of the first two to all.
 
         Raises:
-            CommError: a rank has other names, shapes or dtypes.
+            CommError: a rank has other names, shapes or dtypes, or another optimizer.
         """
         self.opt.prepare(params, buffers)
         states = {**params, **buffers}
-        self._compare(list(states.values()), list(states))
+        self._compare_manifests(states)
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
 
-    def _learn(self, params: list[Tensor]) -> None:
-        """Meet parameters of no Model: compare manifests, and make values equal where they are not."""
-        self._names = unique_names([*self._names, *params])
-        self._compare(params, [self._names[param] for param in params])
-        digest = hashlib.sha256()
-        for param in params:
-            digest.update(param.device.backend.to_numpy(param.data).tobytes())
-        if len(set(self.communicator.all_gather_object(digest.hexdigest(), name="parameter values"))) > 1:
-            warnings.warn(
-                "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
-                "Call DistOpt.broadcast(params) before training, or use a Model",
-                stacklevel=4,
-            )
-            self.broadcast(params)
-
-    def _compare(self, tensors: list[Tensor], names: list[str]) -> None:
-        mine = [[name, list(t.shape), str(t.dtype)] for name, t in zip(names, tensors, strict=True)]
-        manifests = self.communicator.all_gather_object(mine, name="parameter manifest")
-        for rank, theirs in enumerate(manifests):
-            if theirs != manifests[0]:
-                raise CommError(
-                    f"DistOpt, rank {self.global_rank}: {_difference(manifests[0], theirs, rank)}"
+    def _register(self, params: list[Tensor]) -> None:
+        """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
+        with unrecorded():
+            self._names = unique_names([*self._names, *params])
+            self._compare_manifests({self._names[param]: param for param in params})
+            if not are_equal(self.communicator, "parameter values", params):
+                warnings.warn(
+                    "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
+                    "Call DistOpt.broadcast(params) before training, or use a Model",
+                    stacklevel=4,
                 )
+                self.broadcast(params)
+
+    def _compare_manifests(self, states: dict[str, Tensor]) -> None:
+        cure = "models must be equal on all ranks"
+        compare(self.communicator, "their parameters and buffers", manifest(states), cure)
+        cure = "make the same optimizer on every rank"
+        compare(self.communicator, "their optimizers", self.opt.describe(), cure)
+
+    def _compare_states(self, scheme: Scheme | None) -> None:
+        """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
+
+        Args:
+            scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
+        """
+        self._must_compare = False
+        used = {self.dist_option, *self._schemes, *self._loaded}
+        keeps_equal = scheme.keeps_equal if scheme else all(find_schemes()[name].keeps_equal for name in used)
+        cure = "load the same checkpoint on all ranks, each its own file of one step"
+        mine = {"the number of steps made": self.opt._step_counter, **self.opt.describe()}
+        compare(self.communicator, "their optimizers", mine, cure)
+        if keeps_equal:
+            names = unique_names(dict.fromkeys([*self._names, *self._updated]))
+            arrays = [(name, host_copy(param)) for param, name in names.items()]
+            arrays += [(f"the state {name}", value) for name, value in self.opt.get_states().items()]
+            compare_values(self.communicator, "their parameters and optimizer states", arrays, cure)
+
+    def _compare_if_loaded(self, scheme: Scheme | None) -> None:
+        if self._must_compare:
+            with unrecorded():
+                self._compare_states(scheme)
+        guard((self, "states were loaded"), lambda: self._must_compare)
+
+    def _before_sum(self) -> None:
+        self._compare_if_loaded(None)
+
+    def _compare_if_due(self, scheme: Scheme | None) -> None:
+        if self._check_every is not None and self.opt._step_counter % self._check_every == 0:
+            self._compare_states(scheme)
+
+    def states_loaded(self) -> None:
+        self._must_compare = True
 
     def broadcast(self, params: Iterable[Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank."""
-        arrays = _arrays_of(params)
-        self.communicator.broadcast(arrays, 0, name="parameters").wait()
+        self.communicator.broadcast(arrays_of(params), 0, name="parameters").wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
-        arrays = _arrays_of(model.get_states().values())
+        arrays = arrays_of(model.get_states().values())
         self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
@@ -337,26 +384,63 @@ class DistOpt(ArrayCollectives, Optimizer):
 
     @lr.setter
     def lr(self, value: float | DecayScheduler) -> None:
-        self.opt.lr = as_schedule("lr", value)
+        self.opt.lr = value
 
     @property
-    def step_counter(self) -> int:  # type: ignore[override]
+    def step_counter(self) -> int:
         return self.opt.step_counter
 
+    @step_counter.setter
+    def step_counter(self, steps: int) -> None:
+        self.opt.step_counter = steps
+
     def step(self) -> None:
+        """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
+        scheme, self._called = self._called, None
+        self._compare_if_loaded(scheme)
+        self._guard_attributes()
         self.opt.step()
+        if self._check_every is not None:
+            host(self._compare_if_due, scheme)
+
+    def slots(self, param: Tensor) -> dict[str, Tensor]:
+        return self.opt.slots(param)
+
+    def momentum_of_step(self) -> float:
+        return self.opt.momentum_of_step()
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
+        return self._names[param]
+
+    def describe(self) -> dict[str, Any]:
+        return self.opt.describe()
+
+    def __repr__(self) -> str:
+        """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""
+        options = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        return (
+            f"DistOpt({self.opt!r}, dist_option={self.dist_option!r}{options}, world_size={self.world_size})"
+        )
 
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
-        self.opt.update_all(pairs)
+        pairs = list(pairs)
+        self._guard_attributes()
+        self._updated.update(dict.fromkeys(param for param, _ in pairs))
+        self.opt.update_pairs(pairs)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
+        [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
+        check_pair("DistOpt", param, grad)
+        self._guard_attributes()
+        self._updated[param] = None
         grad /= self.world_size
         self.opt.update(param, grad)
 
     def get_states(self) -> dict[str, np.ndarray]:
-        """The wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>"."""
+        """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>"."""
         own = {name: scheme.state_dict(self._names) for name, scheme in self._schemes.items()}
         states = dict(self.opt.get_states())
         for name, scheme_states in {**self._loaded, **own}.items():
@@ -364,39 +448,46 @@ class DistOpt(ArrayCollectives, Optimizer):
         return states
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
-        """Go on from ``get_states``, on the rank it was taken from; what is not in there starts anew.
+        """Continue from ``get_states``, on the rank it was taken from; what is not in there starts again.
+
+        At the next step the ranks compare what they have loaded.
 
         Raises:
             CheckpointError: the states do not fit; nothing was changed.
         """
         known = find_schemes()
         own: dict[str, dict[str, np.ndarray]] = {}
-        for key in [key for key in states if key.startswith("sync/")]:
-            _, name, state = key.split("/", 2)
-            own.setdefault(name, {})[state] = states[key]
+        for key in states:
+            if key.startswith("sync/"):
+                _, name, rest = key.split("/", 2)
+                own.setdefault(name, {})[rest] = states[key]
         if not set(own) <= set(known):
             raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(set(own) - set(known))}")
         for name, scheme_states in own.items():  # a trial, which raises before anything changes
-            known[name](self.communicator, self.threshold, self.bucket_bytes).load_state_dict(
-                scheme_states, self._names
-            )
+            trial = known[name](self.communicator, self.threshold, self.bucket_bytes, self)
+            trial.load_state_dict(scheme_states, self._names)
         self.opt.set_states({key: value for key, value in states.items() if not key.startswith("sync/")})
-        self._schemes.clear()  # made anew by the next step, whose call says with which threshold
-        self._last = None
-        self._loaded = own
+        for name, scheme in self._schemes.items():
+            scheme.load_state_dict(own.pop(name, {}), self._names)
+        self._last, self._loaded = Traffic(), own
+        self.states_loaded()
 
 
-def _arrays_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Their arrays, for a collective that comes after what was computed there."""
-    known = list(tensors)
-    for backend in {tensor.device.backend for tensor in known}:
-        backend.activate()
-    return [tensor.data for tensor in known]
+def _check_options(scheme: type[Scheme], given: dict[str, Option]) -> None:
+    """Raise OptionError for a value of another type than the option's; a DecayScheduler is a number."""
+    types = get_type_hints(scheme.Options) if given else {}
+    for name, value in given.items():
+        accepted = get_args(types[name]) or (types[name],)
+        if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
+            continue
+        if bool in accepted:
+            if not isinstance(value, (bool, np.bool_)):
+                raise OptionError(f"{scheme.names[0]}: {name} = {value!r} must be True or False")
+        elif float in accepted:
+            check_number(scheme.names[0], name, value)
 
 
-def _difference(first: list[Any], other: list[Any], rank: int) -> str:
-    """Where the manifest of ``rank`` leaves rank 0's."""
-    if len(first) != len(other):
-        return f"rank 0 has {len(first)} parameters and buffers, rank {rank} has {len(other)}"
-    place = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
-    return f"parameter {place} is {first[place]} on rank 0 but {other[place]} on rank {rank}; models must be equal"
+def _kind_of(dist_option: str) -> type[Scheme]:
+    known = find_schemes()
+    check_choice("DistOpt", "dist_option", dist_option, known)
+    return known[dist_option]

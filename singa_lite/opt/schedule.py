@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import ABC, abstractmethod
 from numbers import Real
+from typing import Any
 
+import numpy as np
+
+from ..config import this_thread
 from ..errors import OptionError
+from ..graph.recorder import break_graph
+
+__all__ = ["Constant", "DecayScheduler", "ExponentialDecay"]
+
+STEPS_TO_COMPARE = (0, 1, 10, 100, 1000)  # from the first step to beyond a usual warm-up
 
 
 class DecayScheduler(ABC):
@@ -16,20 +27,49 @@ class DecayScheduler(ABC):
         init_value: its value at step 0.
     """
 
+    is_static = True  # as an argument of a recorded step it is the same as long as it is this object
+
     def __init__(self, init_value: float) -> None:
         self.init_value = float(init_value)
 
     def __call__(self, step: int) -> float:
-        """The value at ``step``, the number of updates made so far."""
+        """Return the value at ``step``, the number of updates made so far."""
+        if this_thread.recorder is not None:
+            break_graph("it reads a schedule's value, which a replay would not do")
         return self.call(step)
+
+    def __repr__(self) -> str:
+        """Return class and numbers."""
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        )
+
+    def describe(self, step: int) -> dict[str, Any]:
+        """Return class, numbers and the values at ``step`` and some others, as JSON values.
+
+        The values are computed by a copy, so that a schedule that counts its calls goes on as before; there are none
+        where it cannot be copied or has no value.
+        """
+        numbers = {name: described(value, step) for name, value in vars(self).items()}
+        found = {name: value for name, value in numbers.items() if value is not None}
+        try:
+            clone = copy.deepcopy(self)
+            values = {str(at): repr(float(clone.call(at))) for at in (step, *STEPS_TO_COMPARE)}
+        except Exception as error:  # whatever the caller's schedule raises at a step that may never come
+            values = {"none": type(error).__name__}
+        return {"class": type(self).__name__, **found, "values": values}
 
     @abstractmethod
     def call(self, step: int) -> float:
-        """What a subclass writes: the value at ``step``."""
+        """Return the value at ``step``; a subclass writes it."""
 
 
 class Constant(DecayScheduler):
     """Always ``init_value``."""
+
+    def __repr__(self) -> str:
+        """Return the number."""
+        return repr(self.init_value)
 
     def call(self, step: int) -> float:
         return self.init_value
@@ -60,10 +100,53 @@ class ExponentialDecay(DecayScheduler):
         return float(self.init_value * self.decay_rate**exponent)
 
 
-def as_schedule(name: str, value: float | DecayScheduler, least: float = 0.0) -> DecayScheduler:
-    """``value`` as a schedule; OptionError unless it is a schedule or a number >= ``least``."""
+def described(value: object, step: int) -> Any:
+    """Return a number, text or schedule as a JSON value; None for anything else."""
+    if isinstance(value, DecayScheduler):
+        return value.describe(step)
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, float) and math.isnan(plain):
+        return "nan"  # equal to itself, as what is compared must be
+    return plain if isinstance(plain, (bool, int, float, str)) else None
+
+
+def as_schedule(name: str, value: object, least: float = 0.0) -> DecayScheduler:
+    """Return ``value`` as a schedule; OptionError unless it is a schedule or a finite number >= ``least``."""
     if isinstance(value, DecayScheduler):
         return value
-    if not isinstance(value, Real) or not float(value) >= least:
-        raise OptionError(f"{name} = {value!r} must be a number >= {least} or a DecayScheduler")
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) < math.inf:
+        raise OptionError(f"{name} = {value!r} must be a finite number >= {least} or a DecayScheduler")
     return Constant(float(value))
+
+
+class ScheduleAttribute:
+    """An attribute of an optimizer that is a schedule; a number that it is set to becomes one.
+
+    Setting it raises OptionError unless the value is a DecayScheduler or a finite number >= 0, and starts in the range.
+
+    Args:
+        has_zero: whether it may be 0.
+        below: what it must be less than.
+    """
+
+    def __init__(self, has_zero: bool = True, below: float = math.inf) -> None:
+        self.has_zero, self.below = has_zero, below
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: object, owner: type | None = None) -> DecayScheduler:
+        try:
+            schedule: DecayScheduler = vars(optimizer)[self.name]
+        except (KeyError, TypeError):  # not set yet, or asked of the class
+            raise AttributeError(f"{owner.__name__ if owner else optimizer} has no {self.name}") from None
+        return schedule
+
+    def __set__(self, optimizer: object, value: float | DecayScheduler) -> None:
+        label = f"{type(optimizer).__name__}: {self.name}"
+        schedule = as_schedule(label, value)
+        if not self.has_zero and not schedule.call(0) > 0:
+            raise OptionError(f"{label} = {schedule.call(0)} must be > 0")
+        if self.below < math.inf and not schedule.call(0) < self.below:
+            raise OptionError(f"{label} = {schedule.call(0)} must be in [0, {self.below:g})")
+        vars(optimizer)[self.name] = schedule

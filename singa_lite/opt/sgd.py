@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from ..errors import OptionError
+from ..graph.recorder import guard, scalar
 from .base import Optimizer, Pairs
-from .schedule import DecayScheduler, as_schedule
+from .schedule import DecayScheduler, ScheduleAttribute
 
 
 class SGD(Optimizer):
@@ -37,23 +38,44 @@ class SGD(Optimizer):
         dtype: object = None,
     ) -> None:
         super().__init__(lr)
-        self.momentum = as_schedule("SGD: momentum", momentum)
-        self.dampening = as_schedule("SGD: dampening", dampening)
-        self.weight_decay = as_schedule("SGD: weight_decay", weight_decay)
+        self.momentum = momentum
+        self.dampening = dampening
+        self.weight_decay = weight_decay
         self.nesterov = bool(nesterov)
-        if self.nesterov and (self.momentum(0) <= 0 or self.dampening(0) != 0):
+
+    is_recordable = True
+    momentum = ScheduleAttribute()
+    dampening = ScheduleAttribute()
+    weight_decay = ScheduleAttribute()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set an attribute; OptionError if it is out of range, or nesterov is left without what it needs."""
+        before = vars(self).get(name)
+        super().__setattr__(name, value)
+        if name not in ("momentum", "dampening", "nesterov"):
+            return
+        if vars(self).get("nesterov") and (self.momentum.call(0) <= 0 or self.dampening.call(0) != 0):
+            vars(self)[name] = before
             raise OptionError("SGD: nesterov needs momentum > 0 and dampening 0")
-        if isinstance(momentum, DecayScheduler) or self.momentum(0) > 0:
-            self.slot_names = ("momentum",)
+        if name == "momentum" and value != 0:
+            self.slot_names = (
+                "momentum",
+            )  # for good: momentum that comes back goes on from what it has summed
 
     def update_all(self, pairs: Pairs) -> None:
-        step = self.step_counter
-        self.run_update(
-            "sgd_update",
-            pairs,
-            lr=self.lr(step),
-            momentum=self.momentum(step),
-            dampening=self.dampening(step),
-            weight_decay=self.weight_decay(step),
-            nesterov=self.nesterov,
-        )
+        guard((self, "nesterov"), lambda: self.nesterov)
+        if not self.slot_names:
+            self.update_without_momentum(pairs)
+            return
+        lr, decay, momentum = map(self.number, ("lr", "weight_decay", "momentum"))
+        if self.nesterov:
+            self.run_update("nesterov_update", pairs, lr=lr, momentum=momentum, weight_decay=decay)
+        else:
+            gain = scalar(lambda: 1 - self.value_of("dampening"))
+            self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
+
+    def update_without_momentum(self, pairs: Pairs) -> None:
+        self.run_update("sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay"))
+
+    def momentum_of_step(self) -> float:
+        return self.momentum(self._step_counter)

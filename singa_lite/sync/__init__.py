@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from .base import SyncStrategy
+from .base import Scheme
 
 
 @cache
-def find_schemes() -> Mapping[str, type[SyncStrategy]]:
-    """Every word of ``dist_option`` and the scheme it chooses; the folder is read once."""
-    schemes: dict[str, type[SyncStrategy]] = {}
+def find_schemes() -> Mapping[str, type[Scheme]]:
+    """Return every word of ``dist_option`` and the scheme it chooses; the folder is read once."""
+    schemes: dict[str, type[Scheme]] = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, SyncStrategy) and not inspect.isabstract(value):
+            if inspect.isclass(value) and issubclass(value, Scheme) and not inspect.isabstract(value):
                 schemes.update(dict.fromkeys(value.names, value))
     return MappingProxyType(schemes)

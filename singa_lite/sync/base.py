@@ -1,229 +1,336 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a synchronisation scheme, and what bucketed schemes share.
+"""The contract of a synchronisation scheme, and what schemes share that send gradients.
 
-A scheme turns the gradients (or parameters) of N ranks into equal ones. It knows Tensors, a backend and the
-Communicator contract, but no transport. One scheme is one file in this folder; its class names the words of
-``dist_option`` it answers to, and the folder is searched for it (see sync/__init__.py).
+A scheme makes the gradients (or parameters) of N ranks equal. It knows Tensors, a backend and the Communicator
+contract, but no transport. One scheme is one file in this folder; its class names the words of ``dist_option`` that
+choose it, and the folder is searched for it (see sync/__init__.py).
+
+Note [once]: in a recorded step a scheme's Python runs once, while its kernels and collectives are recorded. Numbers
+that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key``;
+what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``. Memory that stays
+from step to step is ParamState's (state.py), or is made within ``unrecorded``.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from ..comm.base import Communicator, Work
 from ..errors import CheckpointError
-from ..graph import move_to, nothing
+from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
-from .bucket import Grouping
+from .grouping import Grouping
+from .state import ParamState, Slot
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """What a caller may choose anew at every step.
+class OptimizerView(Protocol):
+    """What a scheme sees of DistOpt and of the optimizer that it wraps.
 
     Attributes:
-        spars: share of elements to send (sparseTopK, 0 < spars <= 1), or least magnitude to send
-            (sparseThreshold, >= 0).
-        corr: keep what was not sent and add it to the next step's gradient; False drops it.
-        clip_value: fp16 only: limit each local gradient element to +-clip_value before sending; None does not.
+        step_counter: steps made so far.
     """
 
-    spars: float = 0.05
-    corr: bool = True
-    clip_value: float | None = None
+    step_counter: int
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of ``param``, equal on all ranks and different from all other parameters'."""
+
+    def slots(self, param: Tensor) -> dict[str, Tensor]:
+        """Return what the optimizer keeps for ``param``, by name, e.g. "momentum"."""
+
+    def momentum_of_step(self) -> float:
+        """Return the momentum of this step; OptionError for an optimizer without one."""
 
 
-class SyncStrategy(ABC):
-    """One way to make the ranks agree, chosen by ``dist_option``.
+class Scheme:
+    """One way to synchronise the ranks, chosen by ``dist_option``.
 
-    A step is begin(), push() for each gradient as backward yields it, flush(), finish() for the means, the
-    optimizer's update, after_update().
+    A step is begin(), add_gradient() for each gradient as backward yields it, finish() for the gradients to apply, the
+    optimizer's update of these, after_update(). This base class applies each rank's own gradients: for schemes that
+    work on parameters after the update.
 
     Attributes:
         names: the words of ``dist_option`` that choose this scheme, the usual one first.
-        capture: what of a step can be part of a CUDA graph: "whole", or "split" where the host must look at a value
-            in ``finish``, so that one graph ends before it and another begins after it.
-        bytes_sent: bytes this rank put on a ring in the last step (comm/base.py, Note [bytes]).
-        bytes_payload: bytes of what travelled in the last step.
-        wait_s: seconds the last step waited for communication.
+        Options: a frozen dataclass of the options that a caller may give by name, each with a default. A value may be a
+            schedule, which is read at every step. ``__post_init__`` raises OptionError for values out of range.
+        read_again: names of options that reach kernels through ``scalar`` alone, so that a recorded step need not be
+            recorded again when they change.
+        keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
+        takes_momentum: whether the scheme applies the optimizer's momentum itself, before it sends.
+        slots: the arrays that the scheme keeps for each parameter, by name (state.py).
+        state: these arrays.
+        options: the options of the step that runs.
 
     Args:
         communicator: of the world to agree in.
-        threshold: elements; a parameter above it is exchanged alone, smaller ones joined until they exceed it.
+        threshold: elements; a parameter above it is a group of its own, smaller ones are joined until they exceed it.
         bucket_bytes: bytes per message for schemes without selection; tuning it never changes results.
+        optimizer: applies what ``finish`` gives, and knows the names of parameters.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    capture: ClassVar[Literal["whole", "split"]] = "whole"
+    read_again: ClassVar[tuple[str, ...]] = ()
+    keeps_equal: ClassVar[bool] = True
+    takes_momentum: ClassVar[bool] = False
+    slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})
 
-    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        """No options."""
+
+    def __init__(
+        self, communicator: Communicator, threshold: int, bucket_bytes: int, optimizer: OptimizerView
+    ) -> None:
         self.communicator = communicator
         self.threshold = threshold
         self.bucket_bytes = bucket_bytes
-        self.options = StepOptions()
-        self.bytes_sent = 0
-        self.bytes_payload = 0
-        self.wait_s = 0.0
+        self.optimizer = optimizer
+        self.state = ParamState(self.slots)
+        self.options: Any = self.Options()  # Any: each scheme has a class of its own
+        self._read: Callable[[], Any] = lambda: self.options
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def check(self, options: StepOptions) -> None:
-        """Raise OptionError for options this scheme cannot run with; called before backward."""
-
-    def begin(self, options: StepOptions) -> None:
-        """Start a step; the counters of the last one are zeroed."""
-        self.options = options
-        self.bytes_sent = self.bytes_payload = 0
-        self.wait_s = 0.0
-
-    @abstractmethod
-    def push(self, param: Tensor, grad: Tensor) -> None:
-        """Take one gradient, whose memory is ours from now on; may start a long collective, waits for tiny ones."""
-
-    def flush(self) -> None:
-        """No gradient comes any more: start what is still to be started without waiting."""
-
-    @abstractmethod
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """``flush``, wait, and give each parameter with the gradient to apply; valid until the next begin()."""
+    # ---- what a scheme may write -----------------------------------------------------------------------
 
     def after_update(self, params: list[Tensor]) -> None:
         """Called when the optimizer has changed ``params``; schemes that average parameters do it here."""
 
-    def remember(self) -> Callable[[], None]:
-        """Gives what brings back to now that which ``after_update`` changes in Python, see ``HostCall.remember``."""
-        return nothing
+    def graph_key(self) -> Hashable:
+        """Equal before steps that run the same kernels on the same arrays, ``state`` and options apart."""
+        return None
 
-    def record_key(self, options: StepOptions) -> Hashable:
-        """Equal for steps that run the same kernels on the same arrays, as a captured graph does."""
-        return options.corr, options.clip_value
-
-    def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
-        """What this rank must save to go on bit-exactly; parameters under their ``names``."""
+    def counters(self) -> dict[str, int]:
+        """Return the numbers that the scheme keeps from step to step, by name, for checkpoints."""
         return {}
 
+    def set_counters(self, counters: dict[str, int]) -> None:
+        """Continue from ``counters``. CheckpointError: they are another scheme's."""
+        if counters:
+            raise CheckpointError(f"{type(self).__name__} keeps no counters, but got {sorted(counters)[:3]}")
+
+    # ---- for schemes -----------------------------------------------------------------------------------
+
+    def scalar(self, option: str) -> Any:  # Any: a number, or a graph.nodes.Scalar
+        """Return an option for a kernel's attribute, read again at every replay; ``read_again`` must name it."""
+        return scalar(lambda: getattr(self._read(), option))
+
+    def now(self) -> Any:  # Any: as ``options``
+        """Return the options of this step, for what runs at every replay of a recorded one."""
+        return self._read()
+
+    def names_of(self, params: list[Tensor]) -> str:
+        """Return the names of ``params``, to name a collective by: ranks that send other ones get a CommError."""
+        return ", ".join(map(self.optimizer.name_of, params))
+
+    def average(self, params: list[Tensor]) -> None:
+        """Replace the values of ``params``, of one dtype and device, by their averages over the ranks."""
+        backend, arrays = params[0].device.backend, [param.array for param in params]
+        flat = backend.empty((sum(param.size() for param in params),), params[0].dtype)
+        backend.run("pack", *arrays, out=flat)
+        self.communicator.all_reduce(flat, "mean", name=self.names_of(params)).wait()
+        backend.run("unpack", flat, out=tuple(arrays))
+
+    # ---- one step --------------------------------------------------------------------------------------
+
+    def begin(self, options: Any, read: Callable[[], Any] | None = None) -> None:
+        """Start a step.
+
+        Args:
+            options: an object of ``Options``.
+            read: gives the options of this step; called again at every replay of a recorded step. None is ``options``.
+        """
+        self.options, self._read = options, read or (lambda: options)
+        self._pairs = []
+        self.state.begin()
+        self.communicator.wait_all()
+
+    def add_gradient(self, param: Tensor, grad: Tensor) -> None:
+        """Add one gradient, whose memory is the scheme's from now on; may start collectives, waits for tiny ones."""
+        self._pairs.append((param, grad))
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with the gradient to apply; valid until the next begin()."""
+        pairs, self._pairs = self._pairs, []
+        yield from pairs
+
+    def end(self, params: list[Tensor]) -> None:
+        """End a step whose gradients have been applied to ``params``."""
+        self.after_update(params)
+        self.state.commit()
+
+    # ---- checkpoints -----------------------------------------------------------------------------------
+
+    def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
+        """Return what this rank must save to continue bit-exactly; parameters are called by ``names``."""
+        counters = {f"counter/{name}": np.array(value) for name, value in self.counters().items()}
+        return {**self.state.state_dict(names), **counters}
+
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
-        """Go on from ``state_dict``.
+        """Continue from ``state_dict``.
 
         Raises:
-            CheckpointError: states of another scheme.
+            CheckpointError: states of another scheme or of other parameters.
         """
-        if states:
-            raise CheckpointError(f"{type(self).__name__} keeps no state, but got {sorted(states)[:3]}")
-
-    def send(self, work: Work) -> Work:
-        """Count a collective's bytes; returns it."""
-        self.bytes_sent += work.bytes_sent
-        self.bytes_payload += work.bytes_payload
-        return work
-
-    def wait(self, work: Work) -> Any:
-        """Wait for a collective and count the seconds; returns its result."""
-        start = time.perf_counter()
-        result = work.wait()
-        self.wait_s += time.perf_counter() - start
-        return result
+        counters = {key.removeprefix("counter/"): states[key] for key in states if key.startswith("counter/")}
+        arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
+        self.set_counters({name: int(value) for name, value in counters.items()})
+        self.state.load_state_dict(arrays, names)
 
 
 class Bucket:
-    """Gradients that travel as one flat array, in yield order.
+    """Gradients that are sent as one flat array, in yield order.
 
     Attributes:
         params: the parameters, in yield order.
-        flat: all gradients end to end, shape (sum of sizes,).
-        means: each parameter with its part of ``flat``, which the update reads in place.
+        name: of its collectives: the names of all parameters, so that ranks with other ones raise.
+        flat: all gradients one after the other, each at a multiple of the alignment of the backend; zeros in
+            between.
+        grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
     """
 
-    def __init__(self, params: list[Tensor], communicator: Communicator) -> None:
-        self.params = params
-        self.name = params[0].name or "unnamed"
+    def __init__(self, params: list[Tensor], name: str, is_aligned: bool) -> None:
+        self.params, self.name = params, name
         self.backend = params[0].device.backend
         self.dtype = params[0].dtype
-        ends = np.cumsum([param.size() for param in params])
-        self.spans = [
-            slice(int(end) - param.size(), int(end)) for param, end in zip(params, ends, strict=True)
-        ]
-        self.flat = communicator.buffer(int(ends[-1]), str(self.dtype), self.backend)
-        self.means = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
+        self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
+        self._spans: list[slice] = []
+        end = 0
+        for param in params:
+            self._spans.append(slice(end, end + param.size()))
+            end += -(-param.size() // self.alignment) * self.alignment
+        with unrecorded():
+            self.flat = self.backend.zeros((end,), self.dtype)
+        self.grads = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
 
     def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:
-        """Each parameter with its part of ``flat``, in the parameter's shape."""
-        for param, span in zip(self.params, self.spans, strict=True):
+        """Yield each parameter with its part of ``flat``, in the parameter's shape."""
+        for param, span in zip(self.params, self._spans, strict=True):
             yield param, flat[span].reshape(param.shape)
 
 
-class Exchange:
-    """A bucket on its way. A GPU works on it beside the backward pass: what comes before the collective is packing.
+class Soon:
+    """What an exchange yields to continue as soon as the next bucket is packed, instead of after the last gradient.
 
     Args:
-        steps: what ``BucketedSync.exchange`` gives for the bucket.
-
-    Attributes:
-        work: what ``steps`` yielded last.
+        work: a collective that has ended before the exchange continues: a short one, as packing waits for it.
     """
 
-    def __init__(self, bucket: Bucket, steps: Generator[Any, Any, None]) -> None:
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+
+class OnHost:
+    """What an exchange yields to have ``function`` called with numpy copies of ``arrays``, after the last gradient.
+
+    It is called at every replay of a recorded step, and a CUDA graph ends before it; all buckets' functions are called
+    together. What it starts, it or a later one must wait for.
+    """
+
+    def __init__(self, function: Callable[..., None], *arrays: Array) -> None:
+        self.function, self.arrays = function, arrays
+
+
+Exchange = Generator[Work | Soon | OnHost, Any, None]
+
+
+class BucketInFlight:
+    """A bucket whose exchange has begun.
+
+    Args:
+        steps: what ``BucketedSync.exchange`` returns for the bucket.
+
+    Attributes:
+        pending: what ``steps`` yielded last.
+        has_ended: whether ``steps`` have.
+        packed: what the backend's ``packing`` gave, for its ``unpacking``.
+    """
+
+    def __init__(self, bucket: Bucket, steps: Exchange) -> None:
         self.bucket, self._steps = bucket, steps
-        self.work: Any = None
-        self._packed: Any = None
+        self.pending: Work | Soon | OnHost | None = None
+        self.has_ended = False
+        self.packed: Any = None
 
-    def go_on(self, before: Callable[[], Any]) -> None:
-        """Run ``steps`` to the next yield, which gets what ``before`` gives."""
-        with self.bucket.backend.packing(self.bucket.flat) as self._packed:
-            self.work = self._steps.send(before())
+    def start(self, grads: list[Tensor]) -> None:
+        """Pack ``grads`` into the bucket and run the exchange to its first yield."""
+        bucket = self.bucket
+        with bucket.backend.packing(bucket.flat) as self.packed:
+            arrays = (grad.array for grad in grads)
+            bucket.backend.run("pack", *arrays, out=bucket.flat, alignment=bucket.alignment)
+            self._advance(None)
 
-    def end(self, wait: Callable[[Work], Any]) -> None:
-        """``wait`` for the collective, and run ``steps`` to their end."""
-        with self.bucket.backend.unpacking(self._packed):
-            wait(self.work)
-            for _ in self._steps:
-                raise AssertionError(f"{self.bucket.name}: exchange yields more than once")
+    def advance_soon(self) -> None:
+        """Run the exchange to its next yield while gradients are still computed, if its yield asks for it."""
+        while isinstance(self.pending, Soon):
+            with self.bucket.backend.packing(self.bucket.flat) as self.packed:
+                self._advance(self.pending.work.wait())
 
-    def give_up(self) -> None:
-        """Wait for the collective of a step that has failed: it still writes where the next one packs."""
-        if not self.work.done():
-            self.work.wait()
+    def advance(self) -> None:
+        """Run the exchange to its next yield, after the last gradient."""
+        with self.bucket.backend.unpacking(self.packed):
+            if isinstance(self.pending, OnHost):
+                self._advance(None)
+            else:
+                assert self.pending is not None
+                self._advance((self.pending.work if isinstance(self.pending, Soon) else self.pending).wait())
+
+    def _advance(self, result: Any) -> None:
+        try:
+            self.pending = self._steps.send(result)
+        except StopIteration:
+            self.has_ended = True
+            self.pending = None
 
 
-class BucketedSync(SyncStrategy):
-    """Gathers gradients in buckets as they come and exchanges each as soon as it is full.
+class BucketedSync(Scheme, ABC):
+    """Gathers gradients in buckets as they come, and exchanges each as soon as it is full.
 
-    A scheme writes ``exchange``, and says with ``is_selective`` whether elements compete within a group, in
-    which case groups are cut by ``threshold`` and not by ``bucket_bytes``.
+    A scheme writes ``exchange``.
+
+    Attributes:
+        is_selective: whether elements compete within a group: then groups are limited by ``threshold`` and not by
+            ``bucket_bytes``, and gradients are contiguous.
+        changes_one_rank: whether the gradients to apply differ from a rank's own in a world of one.
     """
 
     is_selective: ClassVar[bool] = False
+    changes_one_rank: ClassVar[bool] = True
 
-    def __init__(self, communicator: Communicator, threshold: int, bucket_bytes: int) -> None:
-        super().__init__(communicator, threshold, bucket_bytes)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._groupings: dict[np.dtype, Grouping[tuple[Tensor, Tensor]]] = {}
         self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
-        self._in_flight: list[Exchange] = []
+        self._in_flight: list[BucketInFlight] = []
 
     @abstractmethod
-    def exchange(self, bucket: Bucket) -> Generator[Any, Any, None]:
-        """Turn ``bucket.flat`` into the mean over the ranks.
+    def exchange(self, bucket: Bucket) -> Exchange:
+        """Turn ``bucket.flat``, this rank's gradients, into the gradients to apply.
 
-        A generator: what must happen before the long collective, then ``yield`` its Work once, then what
-        must happen after it has ended.
+        A generator that starts collectives. After a ``yield`` of a Work it continues when all gradients are there and
+        that collective has ended, after a ``yield Soon(work)`` as soon as the next bucket is packed. Such a yield gives
+        the Work's result. After a ``yield OnHost(function, *arrays)`` it continues when that function has been called.
+        All ranks must yield alike, at least once.
         """
 
-    def begin(self, options: StepOptions) -> None:
-        super().begin(options)
+    def begin(self, options: Any, read: Callable[[], Any] | None = None) -> None:
+        super().begin(options, read)
         self._groupings.clear()
-        for exchange in self._in_flight:  # of a step that has failed
-            exchange.give_up()
         self._in_flight.clear()
         for backend in {bucket.backend for bucket in self._buckets.values()}:
             backend.join()
 
-    def push(self, param: Tensor, grad: Tensor) -> None:
+    def add_gradient(self, param: Tensor, grad: Tensor) -> None:
+        if self.communicator.is_alone and not self.changes_one_rank:
+            super().add_gradient(param, grad)
+            return
         if param.dtype not in self._groupings:
             limit = self.threshold if self.is_selective else self.bucket_bytes // param.dtype.itemsize
             self._groupings[param.dtype] = Grouping(limit)
@@ -231,37 +338,46 @@ class BucketedSync(SyncStrategy):
         if group:
             self._launch(group)
 
-    def flush(self) -> None:
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super().finish()
         for grouping in self._groupings.values():
             group = grouping.flush()
             if group:
                 self._launch(group)
-
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.flush()
-        for exchange in self._in_flight:
-            exchange.end(self.wait)
-            yield from exchange.bucket.means
-        self._in_flight.clear()
+        for in_flight in self._in_flight:
+            in_flight.advance_soon()
+        while self._in_flight:
+            calls = [
+                in_flight.pending for in_flight in self._in_flight if isinstance(in_flight.pending, OnHost)
+            ]
+            if calls:
+                device = self._in_flight[0].bucket.params[0].device
+                host(_call, calls, [[Tensor.wrap(a, device) for a in call.arrays] for call in calls])
+            for in_flight in self._in_flight:
+                in_flight.advance()
+                if in_flight.has_ended:
+                    yield from in_flight.bucket.grads
+            self._in_flight = [in_flight for in_flight in self._in_flight if not in_flight.has_ended]
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
         params = tuple(param for param, _ in group)
-        bucket = self._buckets.get(params)
-        if bucket is None:
-            bucket = self._buckets[params] = Bucket(list(params), self.communicator)
-        grads = [grad for _, grad in group]
-        self.start(Exchange(bucket, self.exchange(bucket)), lambda: self._gather(grads, bucket))
+        if params not in self._buckets:
+            self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
+        bucket = self._buckets[params]
+        in_flight = BucketInFlight(bucket, self.exchange(bucket))
+        in_flight.start([grad for _, grad in group])
+        for earlier in self._in_flight:
+            earlier.advance_soon()
+        self._in_flight.append(in_flight)
 
-    def start(self, exchange: Exchange, gather: Callable[[], None]) -> None:
-        """A bucket is full once ``gather`` has run: begin to exchange it."""
-        exchange.go_on(gather)
-        self._in_flight.append(exchange)
 
-    def _gather(self, grads: list[Tensor], bucket: Bucket) -> None:
-        """Bring ``grads`` into the bucket; those of a recorded step are computed there."""
-        places = [mean.data for _, mean in bucket.means]
-        if all(grad.data is place for grad, place in zip(grads, places, strict=True)):
-            return
-        bucket.backend.run("pack", *(grad.data for grad in grads), out=bucket.flat)
-        for grad, place in zip(grads, places, strict=True):
-            move_to(grad, place)
+def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
+    """Call what exchanges yielded, with numpy copies of ``tensors``: all are read before anything is started."""
+    values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
+    for call, given in zip(calls, values, strict=True):
+        call.function(*given)
+
+
+def option_names(scheme: type[Scheme]) -> list[str]:
+    """Return the names of the options that a scheme takes."""
+    return [field.name for field in fields(scheme.Options)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16: gradients travel as bfloat16, which has float32's range and needs no scale.
+"""bf16: gradients are sent as bfloat16, which has float32's range and needs no scale.
 
 Note [bfloat16 error]: a value is rounded twice, once on its way and once as a mean, each time by at most 2**-8 of
 itself. So, up to 256 ranks, a mean is off by at most 2**-7 of the ranks' mean |g| (2**-8 on one rank, where the second
@@ -9,11 +9,8 @@ become infinite; so does, as with fp32, a sum over the ranks beyond float32.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
-from ..comm.base import Work
 from ..errors import DTypeError
-from .base import Bucket, BucketedSync
+from .base import Bucket, BucketedSync, Exchange
 
 
 class Bf16(BucketedSync):
@@ -21,11 +18,9 @@ class Bf16(BucketedSync):
 
     names = ("bf16",)
 
-    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
+    def exchange(self, bucket: Bucket) -> Exchange:
         if bucket.dtype != "float32":
             raise DTypeError(
-                f"bf16: {bucket.name} is {bucket.dtype}; only float32 gradients travel as bfloat16, use fp32"
+                f"bf16: {bucket.name} is {bucket.dtype}; only float32 gradients are sent as bfloat16, use fp32"
             )
-        yield self.send(
-            self.communicator.all_reduce(bucket.flat, "mean", wire_dtype="bfloat16", name=bucket.name)
-        )
+        yield self.communicator.all_reduce(bucket.flat, "mean", wire_dtype="bfloat16", name=bucket.name)

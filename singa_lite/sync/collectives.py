@@ -15,25 +15,30 @@ from ..backend.base import Backend
 from ..comm.base import Communicator, is_cuda_array
 from ..device import create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
+from ..graph.recorder import persist
 from ..tensor import Tensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
-from .sparse_threshold import check_magnitude, count_threshold, select_threshold
-from .sparse_top_k import check_share, select_top_k
+from .sparse_threshold import check_magnitude, count_selected, send_selected
+from .sparse_top_k import check_share, send_top_k
 
 RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 
 
 class ArrayCollectives:
-    """The calls, over ``communicator``."""
+    """The calls, over ``communicator``. ``_before_sum`` is called before each."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
+    def _before_sum(self) -> None:
+        """Do what every rank must do before it sends values by hand."""
+
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
         array = _raw(tensor)
+        self._before_sum()
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
             tensor.device.backend.activate()
         self.communicator.all_reduce(array, "sum").wait()
@@ -42,21 +47,22 @@ class ArrayCollectives:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
         flat, arrays, backend = self._fuse("sum", tensor, send)
         if flat is not None:
+            self._before_sum()
             self.communicator.all_reduce(flat, "sum").wait()
             backend.run("unpack", flat, out=tuple(arrays))
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
-        """Like ``all_reduce``, through float16 (sync/fp16.py, Note [half scale])."""
+        """Do ``all_reduce`` through float16 (sync/fp16.py, Note [half scale])."""
         self._all_reduce_half(_raw(tensor), _backend(tensor))
 
     def _all_reduce_half(self, array: Any, backend: Backend) -> None:
+        self._before_sum()
         message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
         message.measure().wait()
-        message.start("sum").wait()
-        message.unscale()
+        message.send("sum").wait()
 
     def fused_all_reduce_half(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
-        """Like ``fused_all_reduce``, through float16."""
+        """Do ``fused_all_reduce`` through float16."""
         flat, arrays, backend = self._fuse("half", tensor, send)
         if flat is not None:
             self._all_reduce_half(flat, backend)
@@ -79,7 +85,7 @@ class ArrayCollectives:
     def fused_sparsification(
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
-        """Like ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
+        """Do ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
         flat, arrays, backend = _pack([(_raw(part), _backend(part)) for part in tensor])
         if flat is not None:
             residual = None if accumulation is None else _raw(accumulation)
@@ -95,15 +101,15 @@ class ArrayCollectives:
                 f"sparsification: accumulation is {residual.dtype}[{residual.size}], "
                 f"the values {flat.dtype}[{flat.size}]"
             )
+        self._before_sum()
         if residual is not None:
             backend.run("add", flat, residual, out=flat)
         message = SparseMessage(self.communicator, backend, flat, residual, "sparsification")
         if topK:
-            work = select_top_k(message, spars)
+            send_top_k(message, spars)
         else:
-            gather = self.communicator.all_gather(count_threshold(message, spars), name=message.name)
-            work = select_threshold(message, spars, backend.to_numpy(gather.wait()).ravel().tolist())
-        work.wait()
+            gather = self.communicator.all_gather(count_selected(message, spars), name=message.name)
+            send_selected(message, spars, backend.to_numpy(gather.wait()).ravel().tolist())
         message.merge(1.0)
 
     def wait(self) -> None:
@@ -124,7 +130,9 @@ class ArrayCollectives:
 
 def _raw(tensor: RawOrTensor) -> Any:
     """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
-    array = tensor.data if isinstance(tensor, Tensor) else tensor
+    array = tensor.array if isinstance(tensor, Tensor) else tensor
+    if isinstance(tensor, Tensor):
+        persist(array)
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
         raise DTypeError(f"DistOpt: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
     if not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
@@ -150,7 +158,6 @@ def _pack(kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
         raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
     if any(other is not backend for _, other in kept):
         raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
-    # soon gone, so no Communicator.buffer: ranks would have to agree on it at every call
     flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
     backend.run("pack", *arrays, out=flat)
     return flat, arrays, backend

@@ -50,7 +50,7 @@ def run(
     ret: Tensor | None = None,
     **attributes: Any,
 ) -> Tensor:
-    """One kernel into a new array of ``like``'s dtype, copied to ``ret`` in the end if there is one."""
+    """Run one kernel into a new array of ``like``'s dtype, copied to ``ret`` in the end if there is one."""
     if ret is not None:
         check_target(kernel, like, shape, ret)
     array = like.device.backend.empty(tuple(shape), like.dtype)
@@ -65,7 +65,7 @@ def run(
 
 def elementwise(kernel: str, t: Tensor, floats: bool = False) -> Tensor:
     (check_floats if floats else check_tensor)(kernel, t)
-    return run(kernel, t, t.data, shape=t.shape)
+    return run(kernel, t, t.array, shape=t.shape)
 
 
 def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None) -> Tensor:
@@ -76,12 +76,12 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
         check_pair(kernel, lhs, rhs)
     if kernel in ("div", "pow"):
         check_floats(kernel, like)
-    a, b = (x.data if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
+    a, b = (x.array if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
     return run(kernel, like, a, b, shape=broadcast_shape(kernel, a.shape, b.shape), ret=ret)
 
 
 def reduce(kernel: str, t: Tensor, axis: int | None, out: Tensor | None) -> Tensor:
     check_tensor(kernel, t)
     axes = as_axes(kernel, axis, t.ndim())
-    shape = tuple(size for place, size in enumerate(t.shape) if place not in axes)
-    return run(kernel, t, t.data, shape=shape, ret=out, axes=axes, keepdims=False)
+    shape = tuple(size for index, size in enumerate(t.shape) if index not in axes)
+    return run(kernel, t, t.array, shape=shape, ret=out, axes=axes, keepdims=False)

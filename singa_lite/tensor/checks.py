@@ -12,6 +12,23 @@ import numpy as np
 
 from ..errors import DTypeError, ShapeError
 
+__all__ = [
+    "DTYPES",
+    "as_axes",
+    "as_axis",
+    "as_dtype",
+    "as_index",
+    "as_permutation",
+    "broadcast_shape",
+    "float16",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+    "product",
+    "resolve_shape",
+]
+
 Shape = tuple[int, ...]
 float16 = np.dtype("float16")
 float32 = np.dtype("float32")
@@ -25,7 +42,7 @@ DTYPES = (float16, float32, float64, int32, int64)
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """``dtype`` as a numpy dtype a Tensor can have, else DTypeError."""
+    """Return ``dtype`` as a numpy dtype a Tensor can have, else DTypeError."""
     try:
         wanted = np.dtype(dtype)
     except TypeError as error:
@@ -37,14 +54,14 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What values of ``dtype`` become in a Tensor: float64 float32, int64 int32, as in SINGA."""
+    """Return the dtype of ``dtype``'s values in a Tensor: float64 float32, int64 int32, as in SINGA."""
     if dtype in (float16, int32):
         return dtype
     return float32 if dtype.kind == "f" else int32
 
 
 def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
-    """``values`` as ``wanted``, C-contiguous; DTypeError where a value would change (``rounds``: floats may round)."""
+    """Return ``values`` as ``wanted``, row-major; DTypeError where a value would change (``rounds``: may round)."""
     if values.dtype.kind not in "biuf":
         raise DTypeError(f"{where}: values of dtype {values.dtype} are not numbers")
     if values.dtype == wanted:
@@ -65,7 +82,7 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
 
 
 def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
-    """A number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
+    """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
     if not isinstance(value, Real):
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
@@ -79,19 +96,19 @@ def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarra
 
 
 def product(shape: Sequence[int]) -> int:
-    """The product of the sizes; 1 for ()."""
+    """Return the product of the sizes; 1 for ()."""
     return math.prod(shape)
 
 
 def as_index(where: str, name: str, value: object) -> int:
-    """``value`` as an int; ShapeError for anything but a whole number."""
+    """Return ``value`` as an int; ShapeError for anything but a whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ShapeError(f"{where}: {name} {value!r} is no int")
+        raise ShapeError(f"{where}: {name} {value!r} is not an int")
     return int(value)
 
 
 def as_sizes(where: str, shape: object) -> Shape:
-    """An int or a sequence of ints as a tuple; ShapeError for anything else."""
+    """Return an int or a sequence of ints as a tuple; ShapeError for anything else."""
     given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if any(isinstance(size, bool) or not isinstance(size, Integral) for size in given):
         raise ShapeError(f"{where}: shape {shape!r} must be made of ints")
@@ -99,7 +116,7 @@ def as_sizes(where: str, shape: object) -> Shape:
 
 
 def as_shape(where: str, shape: object) -> Shape:
-    """As ``as_sizes``, and none negative."""
+    """Do ``as_sizes``, and check that none is negative."""
     sizes = as_sizes(where, shape)
     if any(size < 0 for size in sizes):
         raise ShapeError(f"{where}: shape {sizes} has a negative size")
@@ -107,7 +124,7 @@ def as_shape(where: str, shape: object) -> Shape:
 
 
 def resolve_shape(where: str, given: Shape, wanted: object) -> Shape:
-    """``wanted`` with its -1 worked out; ShapeError if it does not hold as many elements as ``given``."""
+    """Return ``wanted`` with its -1 worked out; ShapeError if it does not hold as many elements as ``given``."""
     sizes = as_sizes(where, wanted)
     known = product([size for size in sizes if size != -1])
     unknown = sizes.count(-1)
@@ -118,7 +135,7 @@ def resolve_shape(where: str, given: Shape, wanted: object) -> Shape:
 
 
 def as_axis(where: str, axis: object, ndim: int) -> int:
-    """``axis`` counted from the front; ShapeError if there is none such."""
+    """Return ``axis`` counted from the front; ShapeError if there is none such."""
     number = as_index(where, "axis", axis)
     if not -ndim <= number < ndim:
         raise ShapeError(f"{where}: axis {axis} is out of range for {ndim} axes")
@@ -137,22 +154,22 @@ def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
 
 
 def as_permutation(where: str, axes: Sequence[int] | None, ndim: int) -> Shape:
-    """A permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
+    """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
     if axes is None:
         return tuple(reversed(range(ndim)))
     if len(as_axes(where, axes, ndim)) != ndim:
-        raise ShapeError(f"{where}: {axes} is no permutation of {ndim} axes")
+        raise ShapeError(f"{where}: {axes} is not a permutation of {ndim} axes")
     return tuple(axis % ndim for axis in axes)
 
 
 def as_slice(key: object, size: int) -> slice:
-    """A key of ``t[...]`` as a slice: an int keeps its axis, with length 1; ShapeError if it does not fit."""
+    """Return a key of ``t[...]`` as a slice: an int keeps its axis, with length 1; ShapeError if it does not fit."""
     if isinstance(key, slice):
         try:
-            places = key.indices(size)
-            return slice(*places) if places[2] > 0 else key  # downwards, "before the first" cannot be an int
+            bounds = key.indices(size)
+            return slice(*bounds) if bounds[2] > 0 else key  # downwards, "before the first" cannot be an int
         except (TypeError, ValueError) as error:
-            raise ShapeError(f"t[...]: {key} is no slice of ints with a step: {error}") from None
+            raise ShapeError(f"t[...]: {key} is not a slice of ints with a step: {error}") from None
     number = as_index("t[...]", "key", key)
     if not -size <= number < size:
         raise ShapeError(f"t[...]: index {number} is out of range for a size of {size}")
@@ -160,7 +177,7 @@ def as_slice(key: object, size: int) -> slice:
 
 
 def broadcast_shape(where: str, a: Shape, b: Shape) -> Shape:
-    """The shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
+    """Return the shape to which ``a`` and ``b`` broadcast; ShapeError if they don't."""
     try:
         return np.broadcast_shapes(a, b)
     except ValueError:

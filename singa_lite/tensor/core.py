@@ -7,7 +7,7 @@ says so.
 
 Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
 forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
-``y = x * w; x *= 10`` the gradient of w is that of the new x. A tensor that an operator made refuses.
+``y = x * w; x *= 10`` the gradient of w is that of the new x. A tensor that an operator made raises.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state
 from ..device import Device, get_default_device
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
-from ..graph import refuse
+from ..graph.recorder import break_graph
 from .checks import (
     as_axes,
     as_dtype,
@@ -38,8 +37,12 @@ from .checks import (
     resolve_shape,
 )
 
+__all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
+
 Number = float | int
-OPERATORS: dict[str, Callable[..., Any]] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative"
+OPERATORS: dict[
+    str, Callable[..., Any]
+] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs"
 
 
 class Tensor:
@@ -68,20 +71,18 @@ class Tensor:
         data: Any = None,  # Any: whatever numpy.asarray() takes
         requires_grad: bool = True,
         stores_grad: bool = False,
-        creator: Any = None,  # Any: autograd.engine.Node, of a higher floor
+        creator: Any = None,  # Any: autograd.engine.Node, of a module above
         name: str | None = None,
     ) -> None:
         self.device = _as_device("Tensor", device)
         backend = self.device.backend
         if data is None:
-            self._data = backend.zeros(as_shape("Tensor", shape), as_dtype(dtype or float32))
-            if state.recorder is not None:  # a replay finds what the last step left there
-                backend.run("fill", out=self._data, value=0.0)
+            self.array = backend.zeros(as_shape("Tensor", shape), as_dtype(dtype or float32))
         else:
-            refuse("it makes a Tensor from host values, which a replay would not see change")
+            break_graph("it makes a Tensor from host values, which a replay would not see change")
             values = np.asarray(data)
             wanted = as_dtype(dtype) if dtype is not None else natural_dtype(values.dtype)
-            self._data = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
+            self.array = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.creator = creator
@@ -90,9 +91,9 @@ class Tensor:
 
     @classmethod
     def wrap(cls, array: Any, device: Device, creator: Any = None, creator_output: int = 0) -> Tensor:
-        """A Tensor around a raw array of ``device``'s backend, without a copy."""
+        """Return a Tensor around a raw array of ``device``'s backend, without a copy."""
         tensor = cls.__new__(cls)
-        tensor.device, tensor._data = device, array
+        tensor.device, tensor.array = device, array
         tensor.requires_grad, tensor.stores_grad, tensor.name = True, False, None
         tensor.creator, tensor.creator_output = creator, creator_output
         return tensor
@@ -101,42 +102,48 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The raw row-major array (numpy.ndarray on the CPU); assigning replaces it."""
-        return self._data
+        """The raw row-major array (numpy.ndarray on the CPU); assigning replaces it.
+
+        What is done with it is not recorded, so a recorded step that reads it runs eagerly. Operators and
+        synchronisation schemes give ``array``, the same, to kernels and collectives, which are recorded.
+        """
+        break_graph("it reads Tensor.data, and a replay would not do what is done with that array")
+        return self.array
 
     @data.setter
     def data(self, array: Any) -> None:
-        if array.shape != self._data.shape or array.dtype != self._data.dtype:
+        if array.shape != self.array.shape or array.dtype != self.array.dtype:
             raise ShapeError(
                 f"Tensor.data: cannot replace {self.dtype}{self.shape} by {array.dtype}{array.shape}"
             )
-        self._data = array
+        break_graph("it replaces Tensor.data, which a replay would not do")
+        self.array = array
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self._data.shape)
+        return tuple(self.array.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return self._data.dtype  # type: ignore[no-any-return]
+        return self.array.dtype  # type: ignore[no-any-return]
 
     def ndim(self) -> int:
-        return int(self._data.ndim)
+        return int(self.array.ndim)
 
     def size(self) -> int:
         """Number of elements."""
-        return int(self._data.size)
+        return int(self.array.size)
 
     def memsize(self) -> int:
         """Number of bytes."""
-        return int(self._data.nbytes)
+        return int(self.array.nbytes)
 
     def is_dummy(self) -> bool:
-        """Whether it is a leaf: no recorded operator made it."""
+        """Return whether it is a leaf: no recorded operator made it."""
         return self.creator is None
 
     def is_transpose(self) -> bool:
-        """False: ``transpose`` copies."""
+        """Return False: ``transpose`` copies."""
         return False
 
     def is_empty(self) -> bool:
@@ -145,6 +152,12 @@ class Tensor:
     def __repr__(self) -> str:
         label = f" {self.name!r}" if self.name else ""
         return f"<Tensor{label} {self.dtype}{list(self.shape)} on {self.device}>"
+
+    def __str__(self) -> str:
+        """Return values as numpy shows them, dtype, shape and device; what ``print`` shows."""
+        values = np.array2string(to_numpy(self), separator=", ", prefix="Tensor(")
+        name = f", name={self.name!r}" if self.name else ""
+        return f"Tensor({values}, dtype={self.dtype}, shape={self.shape}, device={self.device}{name})"
 
     def __len__(self) -> int:
         if not self.shape:
@@ -162,7 +175,7 @@ class Tensor:
         return float(self.item())
 
     def item(self) -> Number:
-        """The value of a one-element tensor as a Python number."""
+        """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
             raise ShapeError(f"item: shape {self.shape} has more than one element")
         value: Number = to_numpy(self).reshape(())[()].item()
@@ -183,80 +196,80 @@ class Tensor:
             DTypeError: a value this dtype cannot hold exactly (0.5 as int32, a float64 0.1 as float32).
         """
         self.check_leaf("copy_from_numpy")
-        refuse("it copies host values into a Tensor, which a replay would not see change")
+        break_graph("it copies host values into a Tensor, which a replay would not see change")
         values = np.asarray(np_array)
         if values.size != self.size() or offset:
             raise ShapeError(f"copy_from_numpy: {values.size} values do not fit into shape {self.shape}")
         values = convert(values, self.dtype, "copy_from_numpy").reshape(self.shape)
-        self.device.backend.run("copy", self.device.backend.asarray(values), out=self._data)
+        self.device.backend.run("copy", self.device.backend.asarray(values), out=self.array)
 
     def copy_data(self, t: Tensor) -> None:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
         self.check_leaf("copy_data")
         if t.shape != self.shape or t.dtype != self.dtype:
             raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
-        source = t._data if t.device is self.device else self.device.backend.asarray(to_numpy(t))
-        self.device.backend.run("copy", source, out=self._data)
+        source = t.array if t.device is self.device else self.device.backend.asarray(to_numpy(t))
+        self.device.backend.run("copy", source, out=self.array)
 
     copy_from = copy_data
 
     def clone(self) -> Tensor:
-        """A leaf with a copy of the values, and the same flags."""
-        twin = Tensor.wrap(self.device.backend.empty(self.shape, self.dtype), self.device)
-        twin.copy_data(self)
+        """Return a leaf with a copy of the values, and the same flags."""
+        twin = Tensor.wrap(self.device.backend.empty(self.array.shape, self.array.dtype), self.device)
+        self.device.backend.run("copy", self.array, out=twin.array)
         twin.requires_grad, twin.stores_grad, twin.name = self.requires_grad, self.stores_grad, self.name
         return twin
 
     deepcopy = clone
 
     def copy(self) -> Tensor:
-        """A leaf that shares this tensor's memory, as in SINGA; ``clone`` does not."""
-        return Tensor.wrap(self._data, self.device)
+        """Return a leaf that shares this tensor's memory, as in SINGA; ``clone`` does not."""
+        return Tensor.wrap(self.array, self.device)
 
     def to_device(self, device: Device) -> None:
         """Move the values to ``device``, in place."""
         _as_device("to_device", device)
         if device is not self.device:
-            self._data, self.device = device.backend.asarray(to_numpy(self)), device
+            self.array, self.device = device.backend.asarray(to_numpy(self)), device
 
     def to_host(self) -> None:
         """Move the values to the CPU, in place."""
         self.to_device(get_default_device())
 
     def as_type(self, dtype: Any) -> Tensor:
-        """A leaf with the values rounded to ``dtype``."""
+        """Return a leaf with the values rounded to ``dtype``."""
         array = self.device.backend.empty(self.shape, as_dtype(dtype))
-        self.device.backend.run("cast", self._data, out=array)
+        self.device.backend.run("cast", self.array, out=array)
         return Tensor.wrap(array, self.device)
 
     def to_type(self, dtype: Any) -> Tensor:
         """Round the values to ``dtype`` in place; returns self."""
-        self._data = self.as_type(dtype)._data
+        self.array = self.as_type(dtype).array
         return self
 
     def reshape(self, shape: Sequence[int]) -> Tensor:
-        """A leaf of another shape that shares the memory; ``autograd.reshape`` is the recorded form.
+        """Return a leaf of another shape that shares the memory; ``autograd.reshape`` is the recorded form.
 
         One size may be -1. ShapeError: another number of elements.
         """
-        return Tensor.wrap(self._data.reshape(resolve_shape("reshape", self.shape, shape)), self.device)
+        return Tensor.wrap(self.array.reshape(resolve_shape("reshape", self.shape, shape)), self.device)
 
     def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
-        """A leaf with permuted axes (None: reversed), copied to row-major order.
+        """Return a leaf with permuted axes (None: reversed), copied to row-major order.
 
         ShapeError: ``axes`` is no permutation.
         """
         order = as_permutation("transpose", axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
-        self.device.backend.run("transpose", self._data, out=array, axes=order)
+        self.device.backend.run("transpose", self.array, out=array, axes=order)
         return Tensor.wrap(array, self.device)
 
     def T(self) -> Tensor:
-        """``transpose()``."""
+        """Do ``transpose()``."""
         return self.transpose()
 
     def contiguous(self) -> Tensor:
-        """The tensor itself: all Tensors are row-major."""
+        """Return the tensor itself: all Tensors are row-major."""
         return self
 
     def reset_like(self, t: Tensor) -> None:
@@ -264,59 +277,64 @@ class Tensor:
         self.check_leaf("reset_like")
         if not isinstance(t, Tensor):
             raise DTypeError(f"reset_like: expected a Tensor, got {type(t).__name__}")
-        self._data, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
+        self.array, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
-        """A leaf with each element along ``axis`` repeated, so many times or each its own number of times.
+        """Return a leaf with each element along ``axis`` repeated, so many times or each its own number of times.
 
-        (..., n, ...) -> (..., sum of repeats, ...); axis None repeats the elements of the flat tensor.
+        (..., n, ...) -> (..., sum of repeats, ...); axis None repeats the elements of the flat tensor. A list of one
+        number is that number, as in numpy.
         """
         source = self.reshape((-1,)) if axis is None else self
-        (place,) = as_axes("repeat", 0 if axis is None else axis, source.ndim())
-        size, before, after = source.shape[place], source.shape[:place], source.shape[place + 1 :]
+        (position,) = as_axes("repeat", 0 if axis is None else axis, source.ndim())
+        size, before, after = source.shape[position], source.shape[:position], source.shape[position + 1 :]
         rows, columns = product(before), product(after)
-        backend, pieces = self.device.backend, source._data.reshape(rows, size, columns)
+        backend, pieces = self.device.backend, source.array.reshape(rows, size, columns)
         if isinstance(repeats, Iterable):
             counts = [as_index("repeat", "repeats", count) for count in repeats]
+            counts *= size if len(counts) == 1 else 1
         else:
             counts = [as_index("repeat", "repeats", repeats)] * size
         if len(counts) != size or min(counts, default=0) < 0:
-            raise ShapeError(f"repeat: {size} places need an int >= 0 or {size} of them, got {repeats!r}")
+            raise ShapeError(f"repeat: {size} elements need an int >= 0 or {size} of them, got {repeats!r}")
         array = backend.empty((*before, sum(counts), *after), self.dtype)
         if len(set(counts)) == 1:
             target = array.reshape(rows, size, counts[0], columns)
             backend.run("broadcast_to", pieces.reshape(rows, size, 1, columns), out=target)
             return Tensor.wrap(array, self.device)
         target, start = array.reshape(rows, sum(counts), columns), 0
-        for place, count in enumerate(counts):
-            backend.run("broadcast_to", pieces[:, place : place + 1], out=target[:, start : start + count])
+        for index, count in enumerate(counts):
+            backend.run("broadcast_to", pieces[:, index : index + 1], out=target[:, start : start + count])
             start += count
         return Tensor.wrap(array, self.device)
 
-    def __getitem__(self, keys: Any) -> Tensor:  # Any: an int, a slice, or a tuple of them
-        """A leaf with a copy of a part: ``t[0]``, ``t[1:3, ::2]``.
+    def __getitem__(self, keys: Any) -> Tensor:  # Any: an int, a slice, an ellipsis, or a tuple of them
+        """A copy of a part, recorded for its gradient: ``t[0]``, ``t[1:3, ::2]``, ``t[..., 0]``.
 
-        As in SINGA an int keeps its axis, with length 1. Steps are honoured, which SINGA ignores.
+        As in SINGA an int keeps its axis, with length 1; ``autograd.squeeze`` takes it away. Steps are honoured, which
+        SINGA ignores.
 
         Raises:
             ShapeError: a key is out of range or of another kind.
-            GraphError: the tensor was computed by recorded operators, whose gradient would be lost.
         """
-        if self.creator is not None:
-            raise GraphError("t[...] is not recorded and would lose the gradient; take a part of t.clone()")
-        given = keys if isinstance(keys, tuple) else (keys,)
-        if len(given) > self.ndim():
+        given = list(keys) if isinstance(keys, tuple) else [keys]
+        ellipses = [index for index, key in enumerate(given) if key is Ellipsis]
+        if len(given) - len(ellipses) > self.ndim() or len(ellipses) > 1:
             raise ShapeError(f"{len(given)} keys for a Tensor of shape {self.shape}")
-        part = self._data[tuple(as_slice(key, size) for key, size in zip(given, self.shape, strict=False))]
-        array = self.device.backend.empty(part.shape, self.dtype)
-        self.device.backend.run("copy", part, out=array)
-        return Tensor.wrap(array, self.device)
+        for index in ellipses:
+            given[index : index + 1] = [slice(None)] * (self.ndim() - len(given) + 1)
+        bounds = []
+        for key, size in zip(given, self.shape, strict=False):
+            start, end, step = as_slice(key, size).indices(size)
+            bounds.append((start, end if end >= 0 else -size - 1, step))
+        starts, ends, steps = zip(*bounds, strict=True) if bounds else ((), (), ())
+        return OPERATORS["slice"](self, starts, ends, None, steps)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[Tensor]:
         """Its parts ``t[0]``, ``t[1]``, ..."""
         return (self[number] for number in range(len(self)))
 
-    __array_ufunc__ = None  # numpy_array * tensor asks Tensor.__rmul__ instead of taking the tensor apart
+    __array_ufunc__ = None  # numpy_array * tensor calls Tensor.__rmul__ instead of iterating over the tensor
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """What ``numpy.asarray(t)`` gives: a copy."""
@@ -381,7 +399,7 @@ class Tensor:
 
     def _fill(self, kernel: str, *inputs: Any, **attributes: Any) -> Tensor:
         self.check_leaf(kernel)
-        self.device.backend.run(kernel, *inputs, out=self._data, **attributes)
+        self.device.backend.run(kernel, *inputs, out=self.array, **attributes)
         return self
 
     def check_leaf(self, what: str) -> None:
@@ -428,17 +446,12 @@ class Tensor:
         return OPERATORS["div"](other, self)  # type: ignore[no-any-return]
 
     def __floordiv__(self, other: Tensor | Number) -> Tensor:
-        """floor(self / other), floats only, a leaf (SINGA's is the true quotient); GraphError if recorded."""
+        """floor(self / other), a leaf (SINGA's is the true quotient); an integer // 0 is 0. GraphError if recorded."""
         if self.creator is not None or (isinstance(other, Tensor) and other.creator is not None):
             raise GraphError("a // b is not recorded and would lose the gradient; use clone()")
-        if self.dtype.kind != "f":
-            raise DTypeError(f"//: needs float tensors, not {self.dtype}; convert with as_type(float32)")
         operand = _operand(self, other, "//")
         array = self.device.backend.empty(broadcast_shape("//", self.shape, operand.shape), self.dtype)
-        run = self.device.backend.run
-        run("div", self._data, operand, out=array)
-        quotient, array = array, self.device.backend.empty(array.shape, self.dtype)
-        run("floor", quotient, out=array)
+        self.device.backend.run("floor_div", self.array, operand, out=array)
         return Tensor.wrap(array, self.device)
 
     def __pow__(self, other: Tensor | Number) -> Tensor:
@@ -449,6 +462,9 @@ class Tensor:
 
     def __neg__(self) -> Tensor:
         return OPERATORS["negative"](self)  # type: ignore[no-any-return]
+
+    def __abs__(self) -> Tensor:
+        return OPERATORS["abs"](self)  # type: ignore[no-any-return]
 
     # ---- in-place arithmetic: not recorded, see Note [in place] ---------------------------------------
 
@@ -470,7 +486,7 @@ class Tensor:
             raise DTypeError(f"in-place division of {self.dtype}: convert with as_type(float32) first")
         if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
-        return self._fill(kernel, self._data, operand)
+        return self._fill(kernel, self.array, operand)
 
     # ---- comparison: element-wise, 1 or 0 in float32 -------------------------------------------------
 
@@ -495,15 +511,16 @@ class Tensor:
 PlaceHolder = Tensor  # SINGA's name for an input of Model.compile
 
 
-def to_numpy(t: Tensor) -> np.ndarray:
-    """A numpy copy of the values."""
-    refuse("it reads values on the host, and a replay runs no Python that could use them")
-    array: np.ndarray = t.device.backend.to_numpy(t.data)
+def to_numpy(t: Tensor | np.ndarray) -> np.ndarray:
+    """Return a numpy copy of the values; of a numpy array too, such as ``Model.load_states`` gives."""
+    if isinstance(t, np.ndarray):
+        return t.copy()
+    array: np.ndarray = t.device.backend.to_numpy(t.array)
     return array
 
 
 def number_array(where: str, value: object, like: Tensor) -> Any:
-    """A raw scalar of ``like``'s dtype and backend; DTypeError for what is no number or does not fit."""
+    """Return a raw scalar of ``like``'s dtype and backend; DTypeError for what is not a number or does not fit."""
     return like.device.backend.asarray(convert_number(where, value, like.dtype))
 
 
@@ -513,23 +530,23 @@ def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:
     if not isinstance(v, Tensor):
         raise DTypeError(f"{where}_{what}: expected a Tensor, got {type(v).__name__}")
     if matrix.ndim() != 2 or v.shape != (matrix.shape[1 - axis],):
-        raise ShapeError(f"{where}_{what}: {v.shape} is no {what} of a matrix {matrix.shape}")
+        raise ShapeError(f"{where}_{what}: {v.shape} is not a {what} of a matrix {matrix.shape}")
     _operand(matrix, v, f"{where}_{what}")
 
 
 def check_alike(where: str, a: Tensor, b: Tensor) -> None:
     """Raise unless both are on one device and of one dtype."""
     if a.device is not b.device:
-        raise DeviceError(f"{where}: tensors on {a.device} and {b.device} meet; use to_device()")
+        raise DeviceError(f"{where}: tensors are on {a.device} and {b.device}; use to_device()")
     if a.dtype != b.dtype:
-        raise DTypeError(f"{where}: {a.dtype} and {b.dtype} meet; convert one with as_type()")
+        raise DTypeError(f"{where}: dtypes are {a.dtype} and {b.dtype}; convert one with as_type()")
 
 
 def _as_device(where: str, device: object) -> Device:
     """``device``, None being the CPU; DeviceError for anything else."""
     if device is not None and not isinstance(device, Device):
         raise DeviceError(
-            f"{where}: {device!r} is no Device; make one with device.create_device() or get_default_device()"
+            f"{where}: {device!r} is not a Device; make one with device.create_device() or get_default_device()"
         )
     return device or get_default_device()
 
@@ -539,12 +556,12 @@ def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     if not isinstance(other, Tensor):
         return number_array(where, other, tensor)
     check_alike(where, tensor, other)
-    return other.data
+    return other.array
 
 
 def _compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
     operand = _operand(tensor, other, relation)
     shape = broadcast_shape(relation, tensor.shape, operand.shape)
     result = tensor.device.backend.empty(shape, float32)
-    tensor.device.backend.run("compare", tensor.data, operand, out=result, relation=relation)
+    tensor.device.backend.run("compare", tensor.array, operand, out=result, relation=relation)
     return Tensor.wrap(result, tensor.device)

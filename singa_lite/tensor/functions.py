@@ -25,37 +25,91 @@ from .calls import binary, check_floats, check_matrix, check_pair, check_target,
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32
 from .core import Number, Tensor, check_vector, to_numpy
 
+__all__ = [
+    "abs",
+    "add",
+    "add_column",
+    "add_row",
+    "average",
+    "axpy",
+    "bernoulli",
+    "ceil",
+    "concatenate",
+    "contiguous",
+    "copy_data_to_from",
+    "copy_from_numpy",
+    "div",
+    "einsum",
+    "eltwise_mult",
+    "eq",
+    "exp",
+    "from_numpy",
+    "from_raw_tensor",
+    "from_raw_tensors",
+    "gaussian",
+    "ge",
+    "gt",
+    "le",
+    "log",
+    "lt",
+    "mult",
+    "ones",
+    "ones_like",
+    "pow",
+    "random",
+    "relu",
+    "repeat",
+    "reshape",
+    "sigmoid",
+    "sign",
+    "sizeof",
+    "softmax",
+    "sqrt",
+    "square",
+    "sub",
+    "sum",
+    "sum_columns",
+    "sum_rows",
+    "tanh",
+    "tensordot",
+    "to_host",
+    "transpose",
+    "uniform",
+    "zeros",
+    "zeros_like",
+]
+
 # ---- making and moving -----------------------------------------------------------------------------------
 
 
 def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
-    """A Tensor with a copy of the values; float64 becomes float32, int64 int32 (DTypeError if too large)."""
+    """Return a Tensor with a copy of the values; float64 becomes float32, int64 int32 (DTypeError if too large)."""
     return Tensor(data=np_array, device=dev)
 
 
 def from_raw_tensor(t: Any) -> Tensor:
-    """A Tensor around the raw array ``t`` of the CPU backend, sharing its memory."""
+    """Return a Tensor around the raw array ``t`` of the CPU backend, sharing its memory."""
     as_dtype(t.dtype)
     return Tensor.wrap(t, get_default_device())
 
 
 def from_raw_tensors(tt: Sequence[Any]) -> list[Tensor]:
-    """``from_raw_tensor`` of each."""
+    """Return ``from_raw_tensor`` of each."""
     return [from_raw_tensor(t) for t in tt]
 
 
 def to_host(t: Tensor) -> Tensor:
-    """A leaf on the CPU with a copy of the values."""
+    """Return a leaf on the CPU with a copy of the values."""
     return Tensor(data=to_numpy(t), dtype=t.dtype)
 
 
 def zeros(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor of zeros."""
+    """Return a float32 Tensor of zeros."""
     return Tensor(shape, device)
 
 
 def ones(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor of ones."""
+    """Return a float32 Tensor of ones."""
     return Tensor(shape, device).set_value(1.0)
 
 
@@ -70,7 +124,7 @@ def ones_like(t: Tensor) -> Tensor:
 
 
 def random(shape: Sequence[int], device: Device | None = None) -> Tensor:
-    """A float32 Tensor drawn uniformly from [0, 1)."""
+    """Return a float32 Tensor drawn uniformly from [0, 1)."""
     return Tensor(shape, device).uniform(0.0, 1.0)
 
 
@@ -113,17 +167,17 @@ def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, 
                 f"copy_data_to_from: elements {start} .. {start + count} are not in {tensor.size()}"
             )
         ends.append(slice(start, start + count))
-    part = src.data.reshape(-1)[ends[1]]
-    if src is dst or dst.device.backend.may_share_memory(dst.data, src.data):
-        part = src.clone().data.reshape(-1)[ends[1]]
-    dst.device.backend.run("copy", part, out=dst.data.reshape(-1)[ends[0]])
+    part = src.array.reshape(-1)[ends[1]]
+    if src is dst or dst.device.backend.may_share_memory(dst.array, src.array):
+        part = src.clone().array.reshape(-1)[ends[1]]
+    dst.device.backend.run("copy", part, out=dst.array.reshape(-1)[ends[0]])
 
 
 # ---- shape -----------------------------------------------------------------------------------------------
 
 
 def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor itself: all are row-major."""
+    """Return the tensor itself: all are row-major."""
     return tensor.contiguous()
 
 
@@ -138,46 +192,48 @@ def transpose(t: Tensor, axes: Sequence[int] | None = None) -> Tensor:
 
 
 def repeat(t: Tensor, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
-    """Each element along ``axis`` repeated; None: of the flat tensor."""
+    """Return each element along ``axis`` repeated; None: of the flat tensor."""
     return t.repeat(repeats, axis)
 
 
 def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
-    """(..., n_i, ...) of one dtype -> (..., sum of n_i, ...)."""
+    """Join (..., n_i, ...) of one dtype to (..., sum of n_i, ...)."""
     if isinstance(tensors, Tensor) or not tensors:
         raise ShapeError("concatenate: expected a list of one Tensor or more")
     first = tensors[0]
-    place = as_axis("concatenate", axis, first.ndim())
+    position = as_axis("concatenate", axis, first.ndim())
     for tensor in tensors[1:]:
         check_pair("concatenate", first, tensor)
-        others = [t.shape[:place] + t.shape[place + 1 :] for t in (first, tensor)]
+        others = [t.shape[:position] + t.shape[position + 1 :] for t in (first, tensor)]
         if tensor.ndim() != first.ndim() or others[0] != others[1]:
-            raise ShapeError(f"concatenate: {first.shape} and {tensor.shape} must agree but for axis {place}")
-    total = builtins.sum(tensor.shape[place] for tensor in tensors)
-    shape = (*first.shape[:place], total, *first.shape[place + 1 :])
-    return run("concat", first, *(t.data for t in tensors), shape=shape, axis=place)
+            raise ShapeError(
+                f"concatenate: {first.shape} and {tensor.shape} must agree but for axis {position}"
+            )
+    total = builtins.sum(tensor.shape[position] for tensor in tensors)
+    shape = (*first.shape[:position], total, *first.shape[position + 1 :])
+    return run("concat", first, *(t.array for t in tensors), shape=shape, axis=position)
 
 
 # ---- element by element ----------------------------------------------------------------------------------
 
 
 def abs(t: Tensor) -> Tensor:
-    """|t|, element by element; any dtype, same shape."""
+    """Return |t|, element by element; any dtype, same shape."""
     return elementwise("abs", t)
 
 
 def exp(t: Tensor) -> Tensor:
-    """e ** t, element by element; float, same shape."""
+    """Return e ** t, element by element; float, same shape."""
     return elementwise("exp", t, floats=True)
 
 
 def ceil(t: Tensor) -> Tensor:
-    """The smallest whole number >= t, element by element; float, same shape."""
+    """Return the smallest whole number >= t, element by element; float, same shape."""
     return elementwise("ceil", t, floats=True)
 
 
 def log(t: Tensor) -> Tensor:
-    """The natural logarithm: -inf at 0, NaN below, element by element; float, same shape."""
+    """Return the natural logarithm: -inf at 0, NaN below, element by element; float, same shape."""
     return elementwise("log", t, floats=True)
 
 
@@ -197,17 +253,17 @@ def sign(t: Tensor) -> Tensor:
 
 
 def sqrt(t: Tensor) -> Tensor:
-    """The square root: NaN below 0, element by element; float, same shape."""
+    """Return the square root: NaN below 0, element by element; float, same shape."""
     return elementwise("sqrt", t, floats=True)
 
 
 def square(t: Tensor) -> Tensor:
-    """t * t, element by element; any dtype, same shape."""
+    """Return t * t, element by element; any dtype, same shape."""
     return elementwise("square", t)
 
 
 def tanh(t: Tensor) -> Tensor:
-    """The hyperbolic tangent, element by element; float, same shape."""
+    """Return the hyperbolic tangent, element by element; float, same shape."""
     return elementwise("tanh", t, floats=True)
 
 
@@ -232,37 +288,37 @@ def div(lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor | None = None) -
 
 
 def pow(t: Tensor, x: Tensor | Number, out: Tensor | None = None) -> Tensor:
-    """t ** x, floats only; the broadcast shape."""
+    """Return t ** x, floats only; the broadcast shape."""
     return binary("pow", t, x, out)
 
 
 def lt(t: Tensor, x: Tensor | Number) -> Tensor:
-    """t < x as float32 1 or 0; the broadcast shape."""
+    """Return t < x as float32 1 or 0; the broadcast shape."""
     return t < x
 
 
 def le(t: Tensor, x: Tensor | Number) -> Tensor:
-    """t <= x as float32 1 or 0; the broadcast shape."""
+    """Return t <= x as float32 1 or 0; the broadcast shape."""
     return t <= x
 
 
 def gt(t: Tensor, x: Tensor | Number) -> Tensor:
-    """t > x as float32 1 or 0; the broadcast shape."""
+    """Return t > x as float32 1 or 0; the broadcast shape."""
     return t > x
 
 
 def ge(t: Tensor, x: Tensor | Number) -> Tensor:
-    """t >= x as float32 1 or 0; the broadcast shape."""
+    """Return t >= x as float32 1 or 0; the broadcast shape."""
     return t >= x
 
 
 def eq(t: Tensor, x: Tensor | Number) -> Tensor:
-    """t == x as float32 1 or 0; the broadcast shape."""
+    """Return t == x as float32 1 or 0; the broadcast shape."""
     return t == x  # type: ignore[no-any-return]
 
 
 def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
-    """y += alpha * x, in place; x broadcasts to y."""
+    """Compute y += alpha * x, in place; x broadcasts to y."""
     y += eltwise_mult(x, alpha)
     return y
 
@@ -271,12 +327,12 @@ def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
 
 
 def sum(t: Tensor, axis: int | None = None, out: Tensor | None = None) -> Tensor:
-    """The sum over one axis, which goes away; None: of all elements, shape (). float16 adds in float32."""
+    """Return the sum over one axis, which goes away; None: of all elements, shape (). float16 adds in float32."""
     return reduce("sum", t, axis, out)
 
 
 def average(t: Tensor, axis: int | None = None) -> Tensor:
-    """The mean over one axis, which goes away; None: of all elements, shape (). Floats only."""
+    """Return the mean over one axis, which goes away; None: of all elements, shape (). Floats only."""
     check_floats("average", t)
     return reduce("mean", t, axis, None)
 
@@ -285,17 +341,17 @@ def softmax(t: Tensor, out: Tensor | None = None) -> Tensor:
     """exp(t) / sum(exp(t)) over the last axis; float (..., n), same shape."""
     check_floats("softmax", t)
     as_axis("softmax", -1, t.ndim())
-    return run("softmax", t, t.data, shape=t.shape, ret=out, axis=t.ndim() - 1)
+    return run("softmax", t, t.array, shape=t.shape, ret=out, axis=t.ndim() - 1)
 
 
 def sum_columns(M: Tensor) -> Tensor:
-    """(m, n) -> (m,): all columns added up."""
+    """Return the sum of all columns, (m, n) -> (m,)."""
     check_matrix("sum_columns", M)
     return reduce("sum", M, 1, None)
 
 
 def sum_rows(M: Tensor) -> Tensor:
-    """(m, n) -> (n,): all rows added up."""
+    """Return the sum of all rows, (m, n) -> (n,)."""
     check_matrix("sum_rows", M)
     return reduce("sum", M, 0, None)
 
@@ -313,7 +369,7 @@ def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta
             f"mult: A (..., m, k) and B (..., k, n) must agree in k, got {A.shape} and {B.shape}"
         )
     batch = broadcast_shape("mult", A.shape[:-2], right.shape[:-2])
-    y = run("matmul", A, A.data, right.data, shape=(*batch, A.shape[-2], right.shape[-1]))
+    y = run("matmul", A, A.array, right.array, shape=(*batch, A.shape[-2], right.shape[-1]))
     y = y.reshape(y.shape[:-1]) if B.ndim() == 1 else y
     if alpha != 1:
         y *= alpha

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table: for each public operator calls with float64 inputs and what numpy says they give.
+"""One table: for each public operator calls with float64 inputs and numpy's results.
 
 A new operator needs a row here; test_every_op.py does the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +33,10 @@ class Sample:
         reference: the float64 result from the same arrays.
         attributes: keyword arguments.
         fixed: float64 arrays that follow the inputs and take no gradient.
-        takes_list: whether the op wants its inputs as one list.
+        takes_list: whether the op takes its inputs as one list.
         output: which output of several counts.
+        num_narrow: so many inputs become float16 on request; the others are then float32. None: all.
+        has_gradient: whether float inputs have one.
     """
 
     op: str
@@ -42,12 +46,22 @@ class Sample:
     fixed: tuple[np.ndarray, ...] = ()
     takes_list: bool = False
     output: int | None = None
+    num_narrow: int | None = None
+    has_gradient: bool = True
+
+    def dtype_of(self, index: int, dtype: str) -> str:
+        """The dtype of the float input ``index`` (``fixed`` ones follow) for a call in ``dtype``."""
+        is_narrow = self.num_narrow is None or index < self.num_narrow
+        return dtype if is_narrow or dtype != "float16" else "float32"
 
     def call(self, *tensors: Tensor) -> Tensor:
-        """Run the op on tensors that stand for ``inputs``, from a fixed random state."""
+        """Run the op on tensors with the values of ``inputs``, from a fixed random state."""
         get_default_device().SetRandSeed(SEED)
         function = getattr(autograd, self.op)
-        extra = [Tensor(data=array, dtype=tensors[0].dtype) for array in self.fixed]
+        extra = [
+            Tensor(data=array, dtype=self.dtype_of(index, str(tensors[0].dtype)))
+            for index, array in enumerate(self.fixed, len(self.inputs))
+        ]
         if self.takes_list:
             result: Tensor = function(list(tensors), **self.attributes)
         else:
@@ -73,6 +87,10 @@ def positive(*shape: int) -> np.ndarray:
 def softmax(x: np.ndarray, axis: int = 1) -> np.ndarray:
     powers = np.exp(x - x.max(axis, keepdims=True))
     return powers / powers.sum(axis, keepdims=True)
+
+
+def normal_cdf(x: np.ndarray) -> np.ndarray:
+    return np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.flat]).reshape(x.shape)
 
 
 def loss_of(p: np.ndarray, t: np.ndarray) -> np.ndarray:
@@ -125,6 +143,24 @@ def batchnorm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, *_: np.ndarray
     return normal_x * scale.reshape(column) + bias.reshape(column)
 
 
+def layernorm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    axes = tuple(range(x.ndim - scale.ndim, x.ndim))
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-3) * scale + bias
+
+
+def attention(*packed: np.ndarray, num_heads: int, causal: bool = False) -> np.ndarray:
+    """One sample, head and query at a time; packed: (qkv,) or (q, kv)."""
+    projections = np.split(packed[0], 3, 2) if len(packed) == 1 else [packed[0], *np.split(packed[1], 2, 2)]
+    q, k, v = (np.split(projection, num_heads, 2) for projection in projections)
+    y = np.zeros_like(projections[0])
+    heads = np.split(y, num_heads, 2)  # views
+    for head, sample, query in np.ndindex(num_heads, *y.shape[:2]):
+        seen = query + 1 if causal else None
+        scores = k[head][sample, :seen] @ q[head][sample, query] / np.sqrt(y.shape[2] / num_heads)
+        heads[head][sample, query] = softmax(scores, 0) @ v[head][sample, :seen]
+    return y
+
+
 def kept_by_dropout(x: np.ndarray) -> np.ndarray:
     """What a dropout of 0.3 does to ``x``, read off the same mask applied to ones."""
     ones = Sample("dropout", (), lambda: np.ones(0), {"ratio": 0.3}).call(Tensor(data=np.ones(x.shape, "f")))
@@ -161,6 +197,17 @@ SAMPLES = [
     Sample("relu", (apart(3, 4),), lambda x: np.maximum(x, 0)),
     Sample("sigmoid", (normal(3, 4),), lambda x: 1 / (1 + np.exp(-x))),
     Sample("tanh", (normal(3, 4),), np.tanh),
+    Sample("leakyrelu", (apart(3, 4),), lambda x: np.where(x > 0, x, 0.01 * x)),
+    Sample("leakyrelu", (apart(3, 4),), lambda x: np.where(x > 0, x, 0.3 * x), {"a": 0.3}),
+    Sample("elu", (apart(3, 4),), lambda x: np.where(x > 0, x, np.exp(x) - 1)),
+    Sample("elu", (apart(3, 4),), lambda x: np.where(x > 0, x, 1.5 * (np.exp(x) - 1)), {"alpha": 1.5}),
+    Sample("gelu", (2 * normal(3, 4),), lambda x: x * normal_cdf(x)),
+    Sample(
+        "gelu",
+        (2 * normal(3, 4),),
+        lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+        {"approximate": "tanh"},
+    ),
     Sample("softmax", (normal(3, 4),), softmax),
     Sample("softmax", (normal(2, 3, 4),), lambda x: softmax(x, -1), {"axis": -1}),
     Sample("exp", (normal(5),), np.exp),
@@ -178,6 +225,54 @@ SAMPLES = [
     Sample("pow", (positive(3), normal(2, 1)), np.power),
     Sample("sum", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: xs[0] + xs[1] + xs[2]),
     Sample("mean", (normal(2, 3), normal(2, 3), normal(2, 3)), lambda *xs: (xs[0] + xs[1] + xs[2]) / 3),
+    Sample("max", (apart(3, 4), apart(3, 4) + 0.01), np.maximum),
+    Sample(
+        "max",
+        (apart(3, 4), apart(4) + 0.01, apart(3, 1) - 0.02),
+        lambda a, b, c: np.maximum(np.maximum(a, b), c),
+    ),
+    Sample("min", (apart(3, 4), apart(3, 4) + 0.01), np.minimum),
+    Sample("min", (apart(4) + 0.01, apart(3, 4)), np.minimum),
+    *[
+        Sample(op, (np.array([1.0, 2, 3, 4]), np.array([[2.0], [3]])), reference, has_gradient=False)
+        for op, reference in {
+            "less": np.less,
+            "less_equal": np.less_equal,
+            "greater": np.greater,
+            "greater_equal": np.greater_equal,
+            "equal": np.equal,
+        }.items()
+    ],
+    Sample(
+        "where",
+        (normal(2, 3), normal(2, 3), np.array([[1, 0, 2], [0, 0, -1]])),
+        lambda x, y, c: np.where(c, x, y),
+    ),
+    Sample(
+        "where", (normal(3), normal(2, 1), np.array([1, 0, 1], np.int32)), lambda x, y, c: np.where(c, x, y)
+    ),
+    Sample("gather", (normal(4, 5),), lambda x: x[[2, 0, 2]], {"axis": 0, "indices": [2, 0, -2]}),
+    Sample(
+        "gather",
+        (normal(2, 3, 4),),
+        lambda x: x[:, [[0, 2], [2, 2]]],
+        {"axis": -2, "indices": np.array([[0, 2], [2, -1]], np.int32)},
+    ),
+    Sample("embedding", (np.array([[2, 0], [1, 2], [2, 2]], np.int32), normal(4, 3)), lambda x, w: w[x]),
+    Sample("gemm", (normal(3, 4), normal(4, 2)), np.matmul),
+    Sample(
+        "gemm",
+        (normal(4, 3), normal(4, 2), normal(2)),
+        lambda a, b, c: 0.5 * a.T @ b + 2 * c,
+        {"alpha": 0.5, "beta": 2.0, "transA": 1},
+    ),
+    Sample("gemm", (normal(3, 4), normal(2, 4), normal(3, 1)), lambda a, b, c: a @ b.T + c, {"transB": True}),
+    Sample(
+        "gemm",
+        (normal(4, 3), normal(2, 4), normal(3, 2)),
+        lambda a, b, c: -a.T @ b.T + c,
+        {"alpha": -1, "transA": 1, "transB": 1},
+    ),
     Sample("matmul", (normal(3, 4), normal(4, 2)), np.matmul),
     Sample("matmul", (normal(2, 3, 4), normal(2, 4, 5)), np.matmul),
     Sample("matmul", (normal(2, 3, 4), normal(4, 5)), np.matmul),
@@ -193,6 +288,28 @@ SAMPLES = [
     Sample("flatten", (normal(2, 3),), lambda x: x.reshape(1, 6), {"axis": 0}),
     Sample("transpose", (normal(2, 3, 4),), lambda x: x.transpose(1, 2, 0), {"shape": (1, -1, 0)}),
     Sample("transpose", (normal(2, 3, 4),), lambda x: x.T),
+    Sample("slice", (normal(4, 5),), lambda x: x[1:, :3], {"starts": (1, 0), "ends": (9, 3)}),
+    Sample(
+        "slice",
+        (normal(4, 5, 3),),
+        lambda x: x[:, ::-2, 2:],
+        {"starts": (-1, -1), "ends": (-99, 3), "axes": (1, -1), "steps": (-2, 1)},
+    ),
+    *[
+        Sample(
+            "split",
+            (normal(2, 6),),
+            lambda x, n=n: np.split(x, [1, 3], 1)[n],
+            {"axis": -1, "parts": (1, 2, 3)},
+            output=n,
+        )
+        for n in range(3)
+    ],
+    Sample("split", (normal(4, 2, 3),), lambda x: x[2:], {"axis": 0, "num_output": 2}, output=1),
+    Sample("squeeze", (normal(1, 3, 1, 2),), lambda x: x[0, :, 0]),
+    Sample("squeeze", (normal(1, 3, 1, 2),), lambda x: x[:, :, 0], {"axis": -2}),
+    Sample("unsqueeze", (normal(2, 3),), lambda x: x[..., None]),
+    Sample("unsqueeze", (normal(2, 3),), lambda x: x[None, :, None], {"axis": (0, -2)}),
     Sample(
         "cat",
         (normal(2, 3), normal(2, 1), normal(2, 2)),
@@ -260,14 +377,30 @@ SAMPLES = [
             batchnorm,
             {"eps": 1e-3},
             fixed=(normal(3), positive(3)),
+            num_narrow=1,
         )
         for shape in ((4, 3, 2, 2), (6, 3))
+    ],
+    Sample("layer_norm", (normal(3, 4, 5), positive(5), normal(5)), layernorm, {"eps": 1e-3}),
+    Sample("layer_norm", (normal(3, 4, 5), positive(4, 5), normal(4, 5)), layernorm, {"eps": 1e-3}),
+    *[
+        Sample("attention", inputs, partial(attention, **options), options)
+        for inputs, options in (
+            ((normal(2, 5, 12),), {"num_heads": 2}),
+            ((normal(2, 5, 12),), {"num_heads": 1, "causal": True}),
+            ((normal(2, 3, 4), normal(2, 5, 8)), {"num_heads": 2}),
+        )
     ],
     Sample("dropout", (positive(4, 5),), kept_by_dropout, {"ratio": 0.3}),
     Sample("softmax_cross_entropy", (normal(4, 3), IDS), lambda x, t: loss_of(softmax(x), t)),
     Sample("softmax_cross_entropy", (normal(4, 3), COUNTS), lambda x, t: loss_of(softmax(x), t)),
     Sample("cross_entropy", (positive(4, 3), IDS), loss_of),
     Sample("cross_entropy", (positive(4, 3), COUNTS), loss_of),
+    Sample(
+        "binary_cross_entropy",
+        (RNG.uniform(0.05, 0.95, (4, 3)), np.array([[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 1, 1]], np.int32)),
+        lambda x, t: np.array([-(t * np.log(x) + (1 - t) * np.log(1 - x)).sum() / 4]),
+    ),
     Sample("mse_loss", (normal(4, 3), normal(4, 3)), lambda x, t: np.array([((x - t) ** 2).mean()])),
     *recurrent_samples("tanh"),
     *recurrent_samples("relu", hidden=2, bias=False),

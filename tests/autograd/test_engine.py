@@ -8,6 +8,7 @@ import pytest
 
 from singa_lite import autograd
 from singa_lite.autograd.engine import Operator
+from singa_lite.config import this_thread
 from singa_lite.errors import GraphError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -137,7 +138,7 @@ def test_dy_scales_every_gradient():
     np.testing.assert_array_equal(to_numpy(result[p]), [2048, 2048])
 
 
-def test_inputs_without_stores_grad_are_not_asked_for():
+def test_inputs_without_stores_grad_get_no_gradient():
     x = Tensor(data=np.ones(2, np.float32))
     assert Times(2)(x).creator is None
 
@@ -177,9 +178,8 @@ def test_changing_a_recorded_tensor_in_place_raises():
 
 
 def test_training_of_the_module_reaches_the_config():
-    from singa_lite.config import state
 
     autograd.training = True
-    assert state.training is True
+    assert this_thread.training is True
     autograd.training = False
-    assert state.training is False and autograd.training is False
+    assert this_thread.training is False and autograd.training is False

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.autograd.ops.recurrent import steps
-from singa_lite.backend.recurrent import GATES, Stack
+from singa_lite.autograd.ops.recurrent import unbind
+from singa_lite.backend.recurrent import GATES, RnnConfig
 from singa_lite.device import get_default_device
 from singa_lite.errors import DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
@@ -34,12 +34,14 @@ def float64(array: np.ndarray, stores_grad: bool = False) -> Tensor:
 def case(mode: str, steps: int = 4, batch: int = 3, size: int = 2, **options: Any) -> tuple[list, dict]:
     """Arrays x, w and the states, and the options of a call."""
     options = {"hidden_size": 3, "mode": mode, **options}
-    stack = Stack(input_size=size, **{k: v for k, v in options.items() if k not in ("dropout", "lengths")})
+    stack = RnnConfig(
+        input_size=size, **{k: v for k, v in options.items() if k not in ("dropout", "lengths")}
+    )
     states = [normal(stack.num_cells, batch, 3) for _ in range(stack.num_states)]
     return [normal(steps, batch, size), 0.6 * normal(stack.num_weights), *states], options
 
 
-def slopes(y: Tensor, direction: np.ndarray, of: list[Tensor]) -> list[np.ndarray]:
+def grads(y: Tensor, direction: np.ndarray, of: list[Tensor]) -> list[np.ndarray]:
     found = autograd.gradients(y, float64(direction))
     return [to_numpy(found[tensor]) for tensor in of]
 
@@ -65,14 +67,14 @@ def test_nothing_flows_from_or_to_what_is_behind_the_end(mode: str) -> None:
     tensors = [float64(array, True) for array in arrays]
     y = autograd.recurrent(*tensors, **options)[0]
     direction = normal(*y.shape)
-    dx, dw, *_ = slopes(y, direction, tensors)
+    dx, dw, *_ = grads(y, direction, tensors)
     for n, length in enumerate(options["lengths"]):
         assert not dx[length:, n].any() and dx[:length, n].all()
         direction[length:, n] = arrays[0][length:, n] = np.nan
     tensors = [float64(array, True) for array in arrays]
     again = autograd.recurrent(*tensors, **options)[0]
     np.testing.assert_array_equal(to_numpy(again), to_numpy(y))
-    np.testing.assert_array_equal(slopes(again, direction, tensors)[1], dw)
+    np.testing.assert_array_equal(grads(again, direction, tensors)[1], dw)
 
 
 def test_lengths_that_are_all_whole_change_nothing() -> None:
@@ -104,14 +106,14 @@ def test_one_output_alone_has_its_gradient(mode: str, output: int) -> None:
     tensors = [float64(array, True) for array in arrays]
     made = autograd.recurrent(*tensors, **options)[output]
     direction = normal(*made.shape)
-    alone = slopes(made, direction, tensors)
+    alone = grads(made, direction, tensors)
     tensors = [float64(array, True) for array in arrays]
     total = None
     for number, tensor in enumerate(autograd.recurrent(*tensors, **options)):
         weight = direction if number == output else np.zeros(tensor.shape)
         term = autograd.reduce_sum(autograd.mul(tensor, float64(weight)), keepdims=0)
         total = term if total is None else autograd.add(total, term)
-    for mine, other in zip(alone, slopes(total, np.ones(()), tensors), strict=True):
+    for mine, other in zip(alone, grads(total, np.ones(()), tensors), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-14)
 
 
@@ -135,7 +137,7 @@ def test_dropout_falls_between_the_layers_and_nowhere_else(mode: str) -> None:
     for function in (lambda *tensors, **given: autograd.recurrent(*tensors, **given)[0], by_layers):
         get_default_device().SetRandSeed(5)
         y = function(x, *map(float64, arrays[1:]), **options)
-        results.append((to_numpy(y), *slopes(y, np.ones(y.shape), [x])))
+        results.append((to_numpy(y), *grads(y, np.ones(y.shape), [x])))
     for mine, expected in zip(*results, strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-12, atol=1e-14)
     plain = to_numpy(autograd.recurrent(*map(float64, arrays), **{**options, "dropout": 0.0})[0])
@@ -154,20 +156,20 @@ def test_gradients_with_dropout_are_those_of_finite_differences() -> None:
 
     tensors, (y, *_) = run(arrays, True)
     direction = normal(*y.shape)
-    found = slopes(y, direction, tensors)
-    for place, array in enumerate(arrays):
+    found = grads(y, direction, tensors)
+    for index, array in enumerate(arrays):
         for cell in [tuple(RNG.integers(n) for n in array.shape) for _ in range(20)]:
             ends = []
             for move in (1e-6, -1e-6):
                 moved = [other.copy() for other in arrays]
-                moved[place][cell] += move
+                moved[index][cell] += move
                 ends.append((to_numpy(run(moved)[1][0]) * direction).sum())
-            np.testing.assert_allclose(found[place][cell], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(found[index][cell], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("length", "batch"), [(0, 3), (4, 0)])
-def test_nothing_to_do_keeps_the_states_and_gives_no_slope(mode: str, length: int, batch: int) -> None:
+def test_nothing_to_do_keeps_the_states_and_gives_zero_gradients(mode: str, length: int, batch: int) -> None:
     arrays, options = case(mode, steps=length, batch=batch, num_layers=2, bidirectional=True)
     tensors = [float64(array, True) for array in arrays]
     y, *last = autograd.recurrent(*tensors, **options)
@@ -175,7 +177,7 @@ def test_nothing_to_do_keeps_the_states_and_gives_no_slope(mode: str, length: in
     for end, start in zip(last, arrays[2:], strict=True):
         np.testing.assert_array_equal(to_numpy(end), start)
     direction = normal(*last[-1].shape)
-    dx, dw, *dstates = slopes(last[-1], direction, tensors)
+    dx, dw, *dstates = grads(last[-1], direction, tensors)
     assert dx.shape == arrays[0].shape and not dw.any()
     np.testing.assert_array_equal(dstates[-1], direction)
 
@@ -221,12 +223,12 @@ def test_states_of_another_dtype_and_no_tensors_are_dtype_errors() -> None:
         autograd.recurrent(Tensor((4, 3, 2), dtype="int32"), float64(w), **options)
 
 
-def test_steps_are_the_rows_of_the_first_axis_and_their_slopes_join() -> None:
+def test_steps_are_the_rows_of_the_first_axis_and_their_gradients_join() -> None:
     x = float64(normal(3, 2, 4), True)
-    made = steps(x)
+    made = unbind(x)
     np.testing.assert_array_equal([to_numpy(step) for step in made], to_numpy(x))
     y = autograd.add(made[0], autograd.mul(made[2], made[2]))
-    (dx,) = slopes(y, np.ones((2, 4)), [x])
+    (dx,) = grads(y, np.ones((2, 4)), [x])
     np.testing.assert_allclose(dx, [np.ones((2, 4)), np.zeros((2, 4)), 2 * to_numpy(x)[2]])
 
 
@@ -240,7 +242,7 @@ class Last(model.Model):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.recurrent, layer.CudnnRNN):
             return self.head(self.recurrent(x))
-        xs = steps(autograd.transpose(x, (1, 0, 2)))
+        xs = unbind(autograd.transpose(x, (1, 0, 2)))
         zeros = Tensor((x.shape[0], 5), x.device, requires_grad=False)
         state = (zeros, zeros) if isinstance(self.recurrent, layer.LSTM) else zeros
         return self.head(self.recurrent(xs, state)[1])
@@ -270,6 +272,6 @@ def test_replayed_steps_are_the_eager_ones(mode: str) -> None:
         trained.compile([from_numpy(batches[0][0])], is_train=True, use_graph=use_graph)
         losses.append([to_numpy(trained(*map(from_numpy, batch))[1]).item() for batch in batches * 2])
         if use_graph:
-            assert [info.refusal for info in trained.graph_info()] == [None]
+            assert [info.break_reason for info in trained.graph_info()] == [None]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert len(set(losses[0])) == 10

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from devices import cuda_device, no_gpu, standin_cudnn
+
+from tests.devices import cuda_device, no_gpu, standin_cudnn
 
 
 @pytest.fixture

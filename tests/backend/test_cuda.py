@@ -13,28 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu, standin_cupy
-from standin import nvrtc
 
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
+from singa_lite.backend.formulas import UPDATES, Update
 from singa_lite.device import allow_tf32
 from singa_lite.errors import DeviceError
+from tests.devices import cuda_device, no_gpu, standin_cupy
+from tests.limits import LIMIT_S
+from tests.standin import nvrtc
+from tools.gpu_check.compile import TYPES, own_kernels
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
-SOURCES = {  # file -> the element types it is used with, in numpy's letters
-    "elementwise": ("e", "f", "d", "i", "l"),
-    "move": ("ff", "ee", "dd", "ef", "fe", "fd", "df", "fi", "il", "ii", "ll", "?f", "f?", "e?", "BB"),
-    "reduce": ("e", "f", "d", "i", "l"),
-    "loss": ("ei", "fi", "dl", "ff", "dd", "fl"),
-    "random": ("e", "f", "d"),
-    "update": ("e", "f", "d"),
-    "pool": ("eB", "fB", "dB", "ei", "fi", "di"),
-    "select": ("ei", "fi", "fl", "di", "dl"),
-}
 # of the stand-in itself
-OURS = {"Any", "annotations", "do", "host", "is_capturing", "device_id", "offset", "add"}
+OURS = {"Any", "annotations", "ctypes", "do", "host", "is_capturing", "device_id", "offset", "add"}
 
 pytestmark = [] if no_gpu() else [pytest.mark.gpu]
 
@@ -189,19 +182,16 @@ def test_concat_and_slice_of_inner_axes(backend: Backend) -> None:
     check(backend, "slice", [xs[2]], [np.zeros((9, 4, 50), "f")], axis=0, start=20)
 
 
-@pytest.mark.parametrize("kernel", ["sgd_update", "adam_update"])
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, kernel: str, dtype: str) -> None:
+def test_updates_of_more_tensors_than_one_launch_holds(backend: Backend, update: Update, dtype: str) -> None:
     sizes = [n % 5 * 900 + 1 for n in range(170)]
-    if kernel == "sgd_update":
-        options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
-    else:
-        options = {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.99, "eps": 1e-3, "step": 3}
-    sets = 2 if kernel == "sgd_update" else 3
+    numbers = {"lr": 0.1, "rate": 0.1, "correction": 1.5, "epsilon": 1e-3}
+    options = {name: numbers.get(name, 0.9) for name in update.numbers}
     grads = [RNG.standard_normal(n).astype(dtype) for n in sizes]
-    out = [RNG.uniform(0.5, 1, n).astype(dtype) for _ in range(sets) for n in sizes]
-    # numpy rounds float16 states more often
-    check(backend, kernel, grads, out, 4e-3 if dtype == "float16" else 1e-5, 1.0, **options)
+    out = [RNG.uniform(0.5, 1, n).astype(dtype) for _ in range(1 + len(update.states)) for n in sizes]
+    tolerance = 4e-3 if dtype == "float16" else 1e-5
+    check(backend, update.name, grads, out, tolerance, 1.0, weight_decay=0.01, **options)
 
 
 def test_rows_longer_than_a_warp(backend: Backend) -> None:
@@ -231,7 +221,7 @@ def test_a_tensor_given_twice_is_updated_twice(backend: Backend) -> None:
         ((0, 3), (1, 3)),
     ],
 )
-def test_two_arrays_of_any_shapes_meet(backend: Backend, a: Any, b: Any) -> None:
+def test_two_arrays_of_any_shapes_broadcast(backend: Backend, a: Any, b: Any) -> None:
     x, y = RNG.standard_normal(a).astype("f"), RNG.standard_normal(b).astype("f")
     check(backend, "sub", [x, y], [np.zeros(np.broadcast_shapes(a, b), "f")])
     check(backend, "broadcast_to", [y], [np.zeros((*(2,), *np.broadcast_shapes(a, b)), "f")])
@@ -317,10 +307,10 @@ def test_numbers_that_change_may_stand_on_the_device(backend: Any, monkeypatch: 
     monkeypatch.setattr(
         backend,
         "scalar",
-        lambda value: np.array([(cells.data.ptr + 8 * next(numbers), 0)], "q,q").view("V16"),
+        lambda value, kind=float: np.array([(cells.data.ptr + 8 * next(numbers), 0)], "q,q").view("V16"),
     )
-    stored = np.array([0.25, 0, 0, 0, 0, 0, 0, 0]).view(np.int64)
-    stored[4:6] = 11, 12
+    stored = np.array([0, 0.25, 0, 0, 0, 0, 0, 0]).view(np.int64)  # weight_decay, lr
+    stored[2:4] = 11, 12  # seed, counter
     backend.run("copy", backend.asarray(stored), out=cells)
     backend.run("sgd_update", grad, out=param, lr=99.0)
     np.testing.assert_array_equal(backend.to_numpy(param), 0.75)
@@ -383,7 +373,7 @@ def test_cublas_works_on_the_stream_and_in_a_workspace_of_the_device(backend: An
 @pytest.mark.skipif(not no_gpu(), reason="asks the stand-in of cuBLAS")
 def test_a_product_that_cublas_refuses_is_an_error(backend: Any, monkeypatch: Any) -> None:
     on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
-    monkeypatch.setattr(backend.lanes.current.cublas, "_gemm", lambda *_: 7)
+    monkeypatch.setattr(backend.streams.current.cublas, "_gemm", lambda *_: 7)
     with pytest.raises(DeviceError, match="cublasGemmEx: cuBLAS answers with status 7"):
         on(backend, "matmul", [np.ones((2, 2), "f")] * 2, [np.ones((2, 2), "f")])
 
@@ -398,10 +388,10 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
     np.testing.assert_array_equal(found[0], 9)
 
 
-def test_lanes_share_neither_streams_nor_what_kernels_hand_to_one_another(backend: Any) -> None:
+def test_streams_do_not_share_what_kernels_hand_to_one_another(backend: Any) -> None:
     def mine() -> set[int]:
-        arrays = (backend.scratch(100), backend.ticket, *backend._counters[backend.lanes.number])
-        return {array.data.ptr for array in arrays} | {id(backend.lanes.current.cublas)}
+        arrays = (backend.scratch(100), backend.block_counter, *backend._counters[backend.streams.number])
+        return {array.data.ptr for array in arrays} | {id(backend.streams.current.cublas)}
 
     seen, streams = [mine()], [backend.stream.ptr]
     with backend.packing() as packed:
@@ -472,7 +462,9 @@ def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:
             f"cupy.cuda.{name}" for name in cupy.cuda.__all__ if name not in OURS
         ]
         names += [
-            f"cupy.cuda.runtime.{name}" for name in vars(cupy.cuda.runtime) if name not in OURS | {"os"}
+            f"cupy.cuda.runtime.{name}"
+            for name in vars(cupy.cuda.runtime)
+            if not name.startswith("_") and name not in OURS | {"os"}
         ]
         for kind in ("ndarray", "cuda.MemoryPointer", "cuda.Stream", "cuda.Device"):
             found = operator.attrgetter(kind)(cupy)
@@ -482,17 +474,20 @@ def test_the_stand_in_has_nothing_that_cupy_lacks() -> None:
         "import sys, operator, cupy, cupy.cuda.runtime\n"
         "for name in sys.argv[1:]: operator.attrgetter(name.removeprefix('cupy.'))(cupy)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], capture_output=True, timeout=LIMIT_S, check=False
+    )
     assert len(names) > 30 and not done.returncode, done.stderr.decode()
 
 
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
-@pytest.mark.parametrize("file", SOURCES)
+@pytest.mark.parametrize("file", TYPES)
 def test_sources_compile_without_a_warning(file: str, architecture: str, backend: Any) -> None:
     compiler = nvrtc.load()
     if compiler is None:
         pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc)")
     source_of = backend._compile.__globals__["source_of"]
-    for types in SOURCES[file]:
-        complaints, ptx = nvrtc.compile_source(compiler, source_of(file, types), architecture)
-        assert complaints == "" and b".entry" in ptx, f"{types}: {complaints[:1000]}"
+    kernels = [name.partition(".")[2] for name in own_kernels() if name.startswith(f"{file}.")]
+    for source in {source_of(file, types, kernel): None for types in TYPES[file] for kernel in kernels}:
+        complaints, ptx = nvrtc.compile_source(compiler, source, architecture)
+        assert complaints == "" and b".entry" in ptx, f"{complaints[:1000]}\n{source[-3000:]}"

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
+from tests.devices import cuda_device, no_gpu
 
 REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 2e-3, "float32": 3e-6, "float64": 1e-12}
@@ -33,9 +33,15 @@ def run(
 ) -> list[np.ndarray]:
     """Run a kernel on ``inputs`` rounded to ``dtype``, check it against numpy, and return numpy's outputs.
 
-    ``outs`` are read by kernels that work in place; integer arrays keep their dtype.
+    ``outs`` are read by kernels that work in place; integer arrays keep their dtype, and what batch normalisation
+    has one of for each channel stays float32 beside float16.
     """
-    rounded = [a.astype(dtype) if a.dtype.kind == "f" else a for a in (*inputs, *outs)]
+
+    def round_array(a: np.ndarray) -> np.ndarray:
+        is_channel = kernel.startswith("batchnorm") and a.ndim == 1 and dtype == "float16"
+        return a.astype("float32" if is_channel else dtype) if a.dtype.kind == "f" else a
+
+    rounded = [round_array(a) for a in (*inputs, *outs)]
     wide = [a.astype("float64") if a.dtype.kind == "f" else a.copy() for a in rounded]
     given = [backend.asarray(a) for a in rounded]
     n = len(inputs)
@@ -111,6 +117,31 @@ def test_average_pooling_equals_numpy_for_any_window(
         dtype,
         **attributes,
     )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kernel", ["max_pool_2d", "avg_pool_2d"])
+def test_pooling_keeps_channels_last(backend: Backend, kernel: str, dtype: str) -> None:
+    """With ``block`` equal to the channels the arrays' memory is (N, H, W, C), and the results are the same."""
+    (x_shape, y_shape, attributes), rng = ODD, np.random.default_rng(3)
+    attributes = dict(attributes) if kernel == "max_pool_2d" else {**attributes, "count_include_pad": False}
+
+    def in_memory(array: np.ndarray) -> Any:
+        return backend.asarray(np.ascontiguousarray(array.transpose(0, 2, 3, 1)).reshape(array.shape))
+
+    x, dy = rng.standard_normal(x_shape).astype(dtype), rng.standard_normal(y_shape).astype(dtype)
+    indices = [np.zeros(y_shape, np.uint8)] if kernel == "max_pool_2d" else []
+    y, dx = np.zeros(y_shape), np.zeros(x_shape)
+    REFERENCE.run(kernel, x.astype("float64"), out=(y, *indices) if indices else y, **attributes)
+    REFERENCE.run(f"{kernel}_backward", dy.astype("float64"), *indices, out=dx, **attributes)
+    mine = [in_memory(np.ones_like(array)) for array in (y.astype(dtype), *indices, dx.astype(dtype))]
+    attributes["memory_format"] = x_shape[1]
+    backend.run(kernel, in_memory(x), out=tuple(mine[:-1]) if indices else mine[0], **attributes)
+    backend.run(f"{kernel}_backward", in_memory(dy), *mine[1:-1], out=mine[-1], **attributes)
+    for found, right in zip(mine, (y, *indices, dx), strict=True):
+        n, c, h, w = right.shape
+        actual = backend.to_numpy(found).reshape(n, h, w, c).transpose(0, 3, 1, 2).astype("float64")
+        np.testing.assert_allclose(actual, right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def check_batchnorm(backend: Backend, shape: tuple[int, ...], dtype: str, mean: float = 0.0) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (native/tests/standin/cudnn/)."""
+"""Convolutions on CUDA. Without a GPU libcudnn is a stand-in on host memory (tests/standin/cudnn/)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import no_gpu, standin_cudnn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,8 @@ from singa_lite import _native
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.config import state
 from singa_lite.errors import DeviceError
+from tests.devices import no_gpu, standin_cudnn
+from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = NumpyBackend()
@@ -97,7 +98,7 @@ def check_all(
             *map(backend.asarray, given),
             out=actual if len(outs) > 1 else actual[0],
             **attributes,
-            blocks=blocks,
+            memory_formats=blocks,
         )
         for mine, right, like in zip(map(backend.to_numpy, actual), expected, outs, strict=True):
             close(row_major(mine) if any(like is image for image in images) else mine, right, dtype)
@@ -289,7 +290,7 @@ def test_descriptors_and_handles_are_given_back(
         "cudnnConvolutionForward",
     ],
 )
-def test_every_failing_call_is_told_with_its_text(
+def test_every_failing_call_is_reported_with_its_text(
     all_given_back: None, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
@@ -321,7 +322,7 @@ def test_a_missing_function_is_named(
         forward(backend)
 
 
-def test_a_missing_library_is_told_with_its_cure(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_with_its_cure(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", "libno_such_cudnn.so.9")
     with pytest.raises(DeviceError, match=r"libno_such_cudnn.so.9: cannot open .*SINGA_LITE_CUDNN_LIB"):
         forward(backend)
@@ -361,6 +362,6 @@ def test_prototypes_and_numbers_are_those_of_nvidias_header(tmp_path: Path) -> N
     command = ["g++", "-std=c++17", "-fsyntax-only", "-Wno-deprecated-declarations", f"-I{ROOT / 'native'}"]
     source = ROOT / "native/tests/cudnn_header.cc"
     checked = subprocess.run(
-        [*command, f"-I{include}", f"-I{tmp_path}", source], capture_output=True, text=True, timeout=120
+        [*command, f"-I{include}", f"-I{tmp_path}", source], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert checked.returncode == 0, checked.stderr

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import no_gpu, standin_cudnn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from singa_lite import _native
 from singa_lite.backend.cpu import NumpyBackend
-from singa_lite.backend.recurrent import GATES, Stack
+from singa_lite.backend.recurrent import GATES, RnnConfig
 from singa_lite.config import state
 from singa_lite.errors import DeviceError
+from tests.devices import no_gpu, standin_cudnn
 
 REFERENCE = NumpyBackend()
 TOLERANCE = {"float16": 8e-3, "float32": 1e-5, "float64": 1e-12}  # of the largest element
@@ -33,10 +33,10 @@ def calls(counters: ctypes.CDLL, name: str) -> int:
 
 
 def compute(
-    backend: Any, arrays: dict[str, np.ndarray], options: dict[str, Any], place: Any = None
+    backend: Any, arrays: dict[str, np.ndarray], options: dict[str, Any], copy_to: Any = None
 ) -> dict[str, np.ndarray]:
-    """All outputs of a forward pass and of its gradient, as float64; ``place`` brings an array to the backend."""
-    put = place or backend.asarray
+    """All outputs of a forward pass and of its gradient, as float64; ``copy_to`` copies an array to the backend."""
+    put = copy_to or backend.asarray
     num_states = 2 if options["mode"] == "lstm" else 1
     x, w, *states = (put(arrays[name]) for name in ("x", "w", "h0", "c0")[: 2 + num_states])
     y, last = put(np.zeros_like(arrays["dy"])), [put(np.zeros_like(arrays["h0"])) for _ in states]
@@ -54,30 +54,30 @@ def compute(
     return {name: backend.to_numpy(array).astype("float64") for name, array in named.items()}
 
 
-def arrays_for(stack: Stack, steps: int, batch: int, dtype: str, seed: int) -> dict[str, np.ndarray]:
+def arrays_for(config: RnnConfig, steps: int, batch: int, dtype: str, seed: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    width = stack.num_directions * stack.hidden_size
-    shapes = {"x": (steps, batch, stack.input_size), "w": (stack.num_weights,), "dy": (steps, batch, width)}
-    shapes.update(dict.fromkeys(("h0", "c0", "dhy", "dcy"), (stack.num_cells, batch, stack.hidden_size)))
+    width = config.num_directions * config.hidden_size
+    shapes = {"x": (steps, batch, config.input_size), "w": (config.num_weights,), "dy": (steps, batch, width)}
+    shapes.update(dict.fromkeys(("h0", "c0", "dhy", "dcy"), (config.num_cells, batch, config.hidden_size)))
     return {name: (0.6 * rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
 
 
 def check(
     backend: Any,
-    stack: Stack,
+    config: RnnConfig,
     steps: int,
     batch: int,
     lengths: Any = None,
     dtype: str = "float64",
-    place: Any = None,
+    copy_to: Any = None,
 ) -> None:
     """All results against numpy's in float64 on the same values."""
-    arrays = arrays_for(stack, steps, batch, dtype, steps + 10 * batch)
+    arrays = arrays_for(config, steps, batch, dtype, steps + 10 * batch)
     options = {
-        name: getattr(stack, name) for name in ("mode", "hidden_size", "num_layers", "bidirectional", "bias")
+        name: getattr(config, name) for name in ("mode", "hidden_size", "num_layers", "bidirectional", "bias")
     }
     options["lengths"] = lengths
-    actual = compute(backend, arrays, options, place)
+    actual = compute(backend, arrays, options, copy_to)
     expected = compute(REFERENCE, {name: a.astype("float64") for name, a in arrays.items()}, options)
     for name, right in expected.items():
         scale = max(1.0, float(np.abs(right).max(initial=0)))
@@ -87,9 +87,9 @@ def check(
 
 
 @st.composite
-def stacks(draw: Any) -> tuple[Stack, int, int, Any]:
+def configs(draw: Any) -> tuple[RnnConfig, int, int, Any]:
     """A stack, steps, batch and lengths."""
-    stack = Stack(
+    config = RnnConfig(
         draw(st.sampled_from(sorted(GATES))),
         draw(st.integers(1, 3)),
         draw(st.integers(1, 3)),
@@ -101,11 +101,11 @@ def stacks(draw: Any) -> tuple[Stack, int, int, Any]:
     lengths = None
     if steps and batch and draw(st.booleans()):
         lengths = tuple(draw(st.lists(st.integers(1, steps), min_size=batch, max_size=batch)))
-    return stack, steps, batch, lengths
+    return config, steps, batch, lengths
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=stacks(), dtype=st.sampled_from(list(TOLERANCE)))
+@given(case=configs(), dtype=st.sampled_from(list(TOLERANCE)))
 def test_recurrent_layers_equal_numpys(backend: Any, case: Any, dtype: str) -> None:
     check(backend, *case, dtype=dtype)
 
@@ -115,12 +115,12 @@ def test_recurrent_layers_equal_numpys(backend: Any, case: Any, dtype: str) -> N
 def test_another_order_of_weights_in_cudnn_changes_nothing(
     counters: ctypes.CDLL, backend: Any, mode: str, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(backend, Stack(mode, 3, 2, 2, True, bias), 3, 2)
+    check(backend, RnnConfig(mode, 3, 2, 2, True, bias), 3, 2)
     [plan] = backend._plans.values()
-    assert plan.pieces == []  # a parameter is handed to cuDNN as it is
+    assert plan.pieces == []  # a parameter is passed to cuDNN as it is
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", str(standin_cudnn("-DSTANDIN_RNN_GAP=3")))
     other = type(backend)(0)
-    check(other, Stack(mode, 3, 2, 2, True, bias), 3, 2)
+    check(other, RnnConfig(mode, 3, 2, 2, True, bias), 3, 2)
     [plan] = other._plans.values()
     assert len(plan.pieces) == 2 * 2 * 2 * GATES[mode] * (2 if bias else 1)
 
@@ -131,14 +131,14 @@ def test_arrays_that_are_not_aligned_are_copied(backend: Any) -> None:
         assert placed.data.ptr % 16
         return placed
 
-    check(backend, Stack("lstm", 3, 2, 2, True), 3, 2, place=odd)
-    check(backend, Stack("gru", 3, 2, 2, True), 3, 2, (1, 2), place=odd)
+    check(backend, RnnConfig("lstm", 3, 2, 2, True), 3, 2, copy_to=odd)
+    check(backend, RnnConfig("gru", 3, 2, 2, True), 3, 2, (1, 2), copy_to=odd)
 
 
 def step(backend: Any, dtype: str = "float32", batch: int = 2, lengths: Any = None) -> None:
-    stack = Stack("lstm", 3, 2)
+    config = RnnConfig("lstm", 3, 2)
     options = {"mode": "lstm", "hidden_size": 2, "num_layers": 1, "bidirectional": False, "bias": True}
-    compute(backend, arrays_for(stack, 3, batch, dtype, 0), {**options, "lengths": lengths})
+    compute(backend, arrays_for(config, 3, batch, dtype, 0), {**options, "lengths": lengths})
 
 
 def test_tf32_is_used_only_where_it_is_allowed(
@@ -187,7 +187,7 @@ def test_descriptors_are_given_back(counters: ctypes.CDLL, all_given_back: None,
         "cudnnRNNBackwardWeights_v8",
     ],
 )
-def test_every_failing_call_is_told_with_its_text(
+def test_every_failing_call_is_reported_with_its_text(
     all_given_back: None, backend: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STANDIN_CUDNN_FAIL", call)
@@ -205,7 +205,7 @@ def test_an_error_names_the_call_and_the_sizes(
         step(backend)
 
 
-def test_sequences_longer_than_cudnn_takes_are_told(counters: ctypes.CDLL, backend: Any) -> None:
+def test_sequences_longer_than_cudnn_supports_raise(counters: ctypes.CDLL, backend: Any) -> None:
     with pytest.raises(
         DeviceError, match=r"cudnnSetRNNDataDescriptor of x for float32 tanh x \(65536, 1, 1\)"
     ):

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from devices import cuda_device
 
 from singa_lite.backend.cpu.fuse import fuse
-from singa_lite.graph import HostCall, KernelCall, Memory, View
+from singa_lite.graph.memory import Memory, View
+from singa_lite.graph.nodes import Host, Kernel
+from tests.devices import cuda_device
 
 IMAGE, ROW = (2, 16, 4, 4), (16,)
 
@@ -19,11 +20,11 @@ def array(shape=IMAGE, memory=None):
 
 
 def call(kernel, inputs, out, **attributes):
-    return KernelCall(None, kernel, tuple(inputs), out, attributes, None, "Forward")
+    return Kernel(None, kernel, tuple(inputs), out, attributes, "Forward")
 
 
-def host(updates):
-    return HostCall(print, (), updates)
+def host(sees_arrays):
+    return Host(print, (), sees_arrays)
 
 
 x, y, z, w = array(), array(), array(), array((16, 16, 3, 3))
@@ -32,19 +33,20 @@ conv = call("conv2d", (x, w), y)
 norm = call("batchnorm_2d_train", (x, scale, bias), (y, mean, inverse_std, running, array(ROW)))
 relu = call("relu", (y,), z)
 elsewhere = array()
-owned = array(memory=Memory(y.memory.num_bytes, owner=np.empty(IMAGE)))
+owned = array()
+owned.memory.owner = np.empty(IMAGE)
 
 
 def test_a_relu_becomes_part_of_what_is_before_it():
     for first in (conv, norm):
         [fused] = fuse([first, relu])
-        assert fused.kernel == first.kernel and fused.attributes == {"relu": True} and fused.outputs[0] == z
+        assert fused.name == first.name and fused.attributes == {"relu": True} and fused.outputs[0] == z
 
 
 APART = {
-    "the caller looks at it": [replace(conv, out=owned), call("relu", (owned,), z)],
+    "the caller reads it": [replace(conv, out=owned), call("relu", (owned,), z)],
     "a second reader": [conv, relu, call("copy", (y,), elsewhere)],
-    "Python in between": [conv, host(False), relu],
+    "Python in between": [conv, host(True), relu],
     "its input changes": [conv, call("copy", (elsewhere,), x), relu],
     "its other result is read": [norm, call("copy", (running,), array(ROW)), relu],
     "another shape": [conv, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
@@ -65,6 +67,29 @@ matmul = call("matmul", (array((4, 5)), array((5, 8))), product)
 def test_a_row_is_added_by_the_product():
     [fused] = fuse([matmul, call("add", (product, row), total)])
     assert fused.inputs == (*matmul.inputs, row) and fused.out == total
+
+
+def test_a_row_is_added_by_a_product_that_is_read_with_other_axes():
+    reshaped, total = array((2, 2, 8), product.memory), array((2, 2, 8))
+    [fused] = fuse([matmul, call("add", (reshaped, row), total)])
+    assert fused.name == "matmul" and fused.inputs == (*matmul.inputs, row)
+    assert fused.out == array((4, 8), total.memory)
+
+
+@pytest.mark.parametrize(
+    ("read", "total"),
+    [
+        (array((2, 8), product.memory), array((2, 8))),  # half of it
+        (array((2, 2, 8), product.memory), array((3, 2, 2, 8))),  # repeated
+        (
+            array((2, 2, 8), product.memory),
+            replace(array((2, 2, 8)), strides=(128, 32, 4)),
+        ),  # into another order
+    ],
+)
+def test_a_row_is_not_added_by_a_product_that_is_read_in_parts_or_repeated(read, total):
+    calls = [matmul, call("add", (read, row), total)]
+    assert fuse(calls) == calls
 
 
 @pytest.mark.parametrize("made", [array((2, 2, 8)), array((8, 4))])
@@ -92,10 +117,10 @@ def test_an_addition_stays_apart(calls):
     assert fuse(calls) == calls
 
 
-slope, dy = array(), array()
-of_relu = call("relu_backward", (dy, y), slope)
+grad, dy = array(), array()
+of_relu = call("relu_backward", (dy, y), grad)
 of_norm = call(
-    "batchnorm_2d_backward", (slope, x, scale, mean, inverse_std), (array(), array(ROW), array(ROW))
+    "batchnorm_2d_backward", (grad, x, scale, mean, inverse_std), (array(), array(ROW), array(ROW))
 )
 with_relu = replace(norm, attributes={"relu": True})
 
@@ -138,20 +163,20 @@ def test_on_cuda_a_bias_joins_the_relu_behind_it(lower):
     first, second = lower([biased, relu])
     assert first == replace(biased, inputs=(x, w))
     row = replace(channel_bias, shape=(16, 1, 1), strides=(4, 4, 4))
-    assert second == replace(relu, kernel="add", inputs=(y, row), attributes={"relu": True})
+    assert second == replace(relu, name="add", inputs=(y, row), attributes={"relu": True})
 
 
 def test_on_cuda_an_addition_takes_the_relu_behind_it(lower):
     assert lower([addition, relu]) == [replace(addition, out=z, attributes={"relu": True})]
     half = [replace(found, dtype=np.dtype("f2")) for found in (x, elsewhere, y, z)]
     fused = lower([call("add", half[:2], half[2]), call("relu", half[2:3], half[3])])
-    assert [(found.kernel, found.attributes) for found in fused] == [("add", {"relu": True})]
+    assert [(found.name, found.attributes) for found in fused] == [("add", {"relu": True})]
 
 
 CUDA_APART = {
-    "the caller looks at it": [replace(addition, out=owned), call("relu", (owned,), z)],
+    "the caller reads it": [replace(addition, out=owned), call("relu", (owned,), z)],
     "a second reader": [addition, relu, call("copy", (y,), array())],
-    "Python in between": [addition, host(False), relu],
+    "Python in between": [addition, host(True), relu],
     "its input changes": [addition, call("copy", (array(),), x), relu],
     "the bias changes": [biased, host(True), relu],
     "a second reader of the convolution": [biased, relu, call("copy", (y,), array())],
@@ -171,9 +196,9 @@ def test_on_cuda_a_relus_gradient_moves_to_the_smaller_side_of_a_pooling(lower):
     small, indices, masked = array((2, 16, 2, 2)), array((2, 16, 2, 2)), array((2, 16, 2, 2))
     forward = call("max_pool_2d", (y,), (small, indices))
     backward = call("max_pool_2d_backward", (masked, indices), elsewhere)
-    slope = call("relu_backward", (elsewhere, y), z)
-    kept, first, second = lower([forward, backward, slope])
+    grad = call("relu_backward", (elsewhere, y), z)
+    kept, first, second = lower([forward, backward, grad])
     assert kept == forward and first.inputs == (masked, small)
     assert second == replace(backward, inputs=(first.out, indices), out=z)
-    other = replace(slope, inputs=(elsewhere, x))
+    other = replace(grad, inputs=(elsewhere, x))
     assert lower([forward, backward, other]) == [forward, backward, other]

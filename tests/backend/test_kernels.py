@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite.backend.base import KERNELS, Backend
-from singa_lite.backend.cpu import CpuBackend
+from singa_lite.backend.base import KERNELS, Backend, is_kernel
+from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.formulas import FORMULAS, Formula
 from singa_lite.device import Device
 from singa_lite.errors import OptionError, ShapeError
-from singa_lite.graph import Memory, View
+from singa_lite.graph.memory import Memory, View, address_of, root_of, view_of
 
 RNG = np.random.default_rng(20)
 TOLERANCE = {"float16": 2e-3, "float32": 2e-6, "float64": 1e-12}
@@ -36,12 +37,27 @@ class Sample:
     expected: tuple[Any, ...]  # an integer or bool array fixes that output's dtype
     attributes: dict[str, Any] = field(default_factory=dict)
     before: tuple[Any, ...] | None = None  # of a kernel that works in place
+    num_narrow: tuple[int, int] | None = (
+        None  # so many inputs and outputs may be float16, the others are then float32
+    )
+
+    def arrays(self, dtype: str) -> tuple[list[Any], list[Any]]:
+        """Inputs, and outputs as they are before the call."""
+        starts = self.before or tuple(np.full(array.shape, 99, array.dtype) for array in self.expected)
+        return tuple(  # type: ignore[return-value]
+            [
+                in_dtype(array, "float32" if dtype == "float16" and index >= narrow else dtype)
+                for index, array in enumerate(arrays)
+            ]
+            for arrays, narrow in zip((self.inputs, starts), self.num_narrow or (99, 99), strict=True)
+        )
 
 
 X, Y, P = normal(2, 3, 4), normal(3, 1), positive(2, 3, 4)
 IMAGE = normal(2, 6, 5, 7)
 IN_PAIRS = np.stack([IMAGE[:, ::2], IMAGE[:, 1::2]], -1).reshape(IMAGE.shape)
 DY = normal(2, 3, 4)
+PLACES = np.array([2, 0, 2], np.int32)
 SIGMOID = 1 / (1 + np.exp(-X))
 
 
@@ -64,12 +80,12 @@ def im2col_free_conv(x, w, b, stride, padding, dilation, groups):  # type: ignor
 
 def vjp(function, x, dy):  # type: ignore[no-untyped-def]
     """dy . d function/dx for a function that is linear in x: exact up to rounding."""
-    slopes = np.zeros(x.size)
+    grads = np.zeros(x.size)
     for i in range(x.size):
         unit = np.zeros(x.size)
         unit[i] = 1
-        slopes[i] = (dy * function(unit.reshape(x.shape))).sum()
-    return slopes.reshape(x.shape)
+        grads[i] = (dy * function(unit.reshape(x.shape))).sum()
+    return grads.reshape(x.shape)
 
 
 def conv_samples(**geometry: Any) -> list[Sample]:
@@ -104,19 +120,19 @@ def pool_samples(kernel_size: tuple, stride: tuple, padding: tuple) -> list[Samp
     average = {flag: np.zeros(y.shape) for flag in (True, False)}
     average_dx = {flag: np.zeros(x.shape) for flag in (True, False)}
     dy = normal(*y.shape)
-    for place in np.ndindex(*y.shape):
-        n, c, i, j = place
+    for output in np.ndindex(*y.shape):
+        n, c, i, j = output
         cells = {
             number: (n, c, i * sh - ph + number // kw, j * sw - pw + number % kw) for number in range(kh * kw)
         }
         cells = {k: cell for k, cell in cells.items() if 0 <= cell[2] < 7 and 0 <= cell[3] < 6}
         best = max(cells, key=lambda number: x[cells[number]])
-        y[place], indices[place] = x[cells[best]], best
-        dx[cells[best]] += dy[place]
+        y[output], indices[output] = x[cells[best]], best
+        dx[cells[best]] += dy[output]
         for flag, count in ((True, kh * kw), (False, len(cells))):
-            average[flag][place] = sum(x[cell] for cell in cells.values()) / count
+            average[flag][output] = sum(x[cell] for cell in cells.values()) / count
             for cell in cells.values():
-                average_dx[flag][cell] += dy[place] / count
+                average_dx[flag][cell] += dy[output] / count
     geometry = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
     samples = [
         Sample("max_pool_2d", (x,), (y, indices), geometry),
@@ -141,10 +157,10 @@ def norm_samples() -> list[Sample]:
         return centred / deviation * scale.reshape(column) + bias.reshape(column)
 
     dx = np.zeros(x.shape)
-    for place in np.ndindex(*x.shape):
+    for cell in np.ndindex(*x.shape):
         step = np.zeros(x.shape)
-        step[place] = 1e-6
-        dx[place] = (dy * (normalise(x + step) - normalise(x - step))).sum() / 2e-6
+        step[cell] = 1e-6
+        dx[cell] = (dy * (normalise(x + step) - normalise(x - step))).sum() / 2e-6
     inverse_std = 1 / np.sqrt(var + 1e-3)
     normal_x = (x - mean.reshape(column)) * inverse_std.reshape(column)
     inferred = (x - running_mean.reshape(column)) / np.sqrt(running_var + 1e-3).reshape(column)
@@ -162,12 +178,20 @@ def norm_samples() -> list[Sample]:
             ),
             {"momentum": 0.9, "eps": 1e-3},
             before=(np.zeros(x.shape), np.zeros(3), np.zeros(3), running_mean, running_var),
+            num_narrow=(1, 1),
         ),
-        Sample("batchnorm_2d_infer", (x, scale, bias, running_mean, running_var), (inferred,), {"eps": 1e-3}),
+        Sample(
+            "batchnorm_2d_infer",
+            (x, scale, bias, running_mean, running_var),
+            (inferred,),
+            {"eps": 1e-3},
+            num_narrow=(1, 1),
+        ),
         Sample(
             "batchnorm_2d_backward",
             (dy, x, scale, mean, inverse_std),
             (dx, (dy * normal_x).sum((0, 2, 3)), dy.sum((0, 2, 3))),
+            num_narrow=(2, 1),
         ),
     ]
 
@@ -188,10 +212,10 @@ def loss_samples() -> list[Sample]:
             np.eye(4)[labels] if labels.ndim == 1 else labels / np.maximum(labels.sum(1, keepdims=True), 1e-9)
         )
         loss = np.array([-(rows * np.log(p)).sum() / 5])
-        slopes = 1.7 / 5 * (p * rows.sum(1, keepdims=True) - rows)
+        grads = 1.7 / 5 * (p * rows.sum(1, keepdims=True) - rows)
         samples += [
             Sample("softmax_cross_entropy", (x, labels), (loss, p)),
-            Sample("softmax_cross_entropy_backward", (dy, p, labels), (slopes,)),
+            Sample("softmax_cross_entropy_backward", (dy, p, labels), (grads,)),
             Sample("cross_entropy", (p, labels), (loss,)),
             Sample("cross_entropy_backward", (dy, p, labels), (-1.7 / 5 * rows / p,)),
         ]
@@ -202,35 +226,55 @@ def loss_samples() -> list[Sample]:
 
 def update_samples() -> list[Sample]:
     p, g, v, m = normal(5), normal(5), normal(5), positive(5)
-    slope = g + 0.01 * p
-    moved = 0.9 * v + 0.8 * slope
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01}
-    m1, v1 = 0.9 * v + 0.1 * slope, 0.99 * m + 0.01 * slope**2
-    adam = p - 0.1 * (m1 / (1 - 0.9**3)) / (np.sqrt(v1 / (1 - 0.99**3)) + 1e-3)
+    grad = g + 0.01 * p
+    moved = 0.9 * v + 0.8 * grad
+    momentum = {"lr": 0.1, "momentum": 0.9, "gain": 0.8, "weight_decay": 0.01}
+    velocity = 0.9 * v + grad
+    m1, v1 = 0.9 * v + 0.1 * grad, 0.99 * m + 0.01 * grad**2
+    adam = {"rate": 0.1 / (1 - 0.9**3), "weight_1": 0.1, "weight_2": 0.01, "epsilon": 1e-3}
+    adam["correction"] = 1 / (1 - 0.99**3)
+    step = 0.1 * (m1 / (1 - 0.9**3)) / (np.sqrt(v1 / (1 - 0.99**3)) + 1e-3)
+    s1, sum1 = 0.9 * m + 0.1 * grad**2, m + grad**2
     return [
         Sample("sgd_update", (g,), (p - 0.1 * g,), {"lr": 0.1}, before=(p,)),
-        Sample("sgd_update", (g,), (p - 0.1 * moved, moved), options, before=(p, v)),
-        Sample(
-            "sgd_update",
-            (g,),
-            (p - 0.1 * (slope + 0.9 * moved), moved),
-            {**options, "nesterov": True},
-            before=(p, v),
-        ),
+        Sample("sgd_update", (g,), (p - 0.1 * grad,), {"lr": 0.1, "weight_decay": 0.01}, before=(p,)),
         Sample("sgd_update", (g, p), (p - 0.1 * g, g - 0.1 * p), {"lr": 0.1}, before=(p, g)),
+        Sample("momentum_update", (g,), (p - 0.1 * moved, moved), momentum, before=(p, v)),
         Sample(
-            "sgd_update",
+            "momentum_update",
             (g, g),
             (p - 0.1 * moved, p - m - 0.1 * (moved - 0.8 * 0.01 * m), moved, moved - 0.8 * 0.01 * m),
-            options,
+            momentum,
             before=(p, p - m, v, v),
         ),
         Sample(
-            "adam_update",
+            "nesterov_update",
             (g,),
-            (adam, m1, v1),
-            {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.99, "eps": 1e-3, "weight_decay": 0.01, "step": 3},
+            (p - 0.1 * (grad + 0.9 * velocity), velocity),
+            {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+            before=(p, v),
+        ),
+        Sample("adam_update", (g,), (p - step, m1, v1), {**adam, "weight_decay": 0.01}, before=(p, v, m)),
+        Sample(
+            "adamw_update",
+            (g,),
+            (0.7 * p - step, m1, v1),
+            {**adam, "keep": 0.7, "weight_decay": 0.01},
             before=(p, v, m),
+        ),
+        Sample(
+            "rmsprop_update",
+            (g,),
+            (p - 0.1 * grad / np.sqrt(s1 + 1e-3), s1),
+            {"lr": 0.1, "weight": 0.1, "epsilon": 1e-3, "weight_decay": 0.01},
+            before=(p, m),
+        ),
+        Sample(
+            "adagrad_update",
+            (g,),
+            (p - 0.1 * grad / np.sqrt(sum1 + 1e-3), sum1),
+            {"lr": 0.1, "epsilon": 1e-3, "weight_decay": 0.01},
+            before=(p, m),
         ),
     ]
 
@@ -263,7 +307,7 @@ SAMPLES = [
     Sample("relu", (X,), (np.maximum(X, 0),)),
     Sample("relu_backward", (DY, np.maximum(X, 0)), (DY * (X > 0),)),
     Sample("sigmoid", (X,), (SIGMOID,)),
-    Sample("sigmoid_backward", (DY, SIGMOID), (DY * SIGMOID * (1 - SIGMOID),)),
+    Sample("sigmoid_backward", (DY, X), (DY * SIGMOID * (1 - SIGMOID),)),
     Sample("tanh", (X,), (np.tanh(X),)),
     Sample("tanh_backward", (DY, np.tanh(X)), (DY * (1 - np.tanh(X) ** 2),)),
     Sample("exp", (X,), (np.exp(X),)),
@@ -279,6 +323,8 @@ SAMPLES = [
     Sample("sub", (Y, X), (Y - X,)),
     Sample("mul", (X, Y), (X * Y,)),
     Sample("div", (Y, P), (Y / P,)),
+    Sample("floor_div", (Y, P), (np.floor(Y / P),)),
+    Sample("floor_div", (np.arange(-6, 6), np.array([2])), (np.arange(-6, 6) // 2,)),
     Sample("pow", (P, X), (P**X,)),
     Sample("pow_backward_base", (DY, P, X), (DY * X * P ** (X - 1),)),
     Sample("pow_backward_base", (np.ones(2), np.zeros(2), np.array([0.0, 2])), (np.zeros(2),)),
@@ -303,14 +349,21 @@ SAMPLES = [
     Sample("copy", (X,), (X,)),
     Sample("cast", (np.array([1.7, -2.2]),), (np.array([1, -2], np.int32),)),
     Sample("transpose", (X,), (X.transpose(2, 0, 1),), {"axes": (2, 0, 1)}),
-    Sample("reorder", (IMAGE,), (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), {"blocks": (1, 6)}),
-    Sample("reorder", (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), (IMAGE,), {"blocks": (6, 1)}),
-    Sample("reorder", (IMAGE,), (IN_PAIRS,), {"blocks": (1, 2)}),
-    Sample("reorder", (IN_PAIRS,), (IMAGE,), {"blocks": (2, 1)}),
+    Sample(
+        "reorder", (IMAGE,), (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), {"memory_formats": (1, 6)}
+    ),
+    Sample(
+        "reorder", (IMAGE.transpose(0, 2, 3, 1).reshape(IMAGE.shape),), (IMAGE,), {"memory_formats": (6, 1)}
+    ),
+    Sample("reorder", (IMAGE,), (IN_PAIRS,), {"memory_formats": (1, 2)}),
+    Sample("reorder", (IN_PAIRS,), (IMAGE,), {"memory_formats": (2, 1)}),
     Sample("concat", (X, X[:, :1]), (np.concatenate([X, X[:, :1]], 1),), {"axis": 1}),
     Sample("slice", (X,), (X[:, 1:3],), {"axis": 1, "start": 1}),
     Sample("pack", (X, Y), (np.concatenate([X.ravel(), Y.ravel()]),)),
     Sample("unpack", (np.arange(7.0),), (np.arange(4.0).reshape(2, 2), np.arange(4.0, 7))),
+    Sample("gather", (X, PLACES), (X[:, PLACES],), {"axis": 1}),
+    Sample("gather", (X, PLACES.astype("int64")), (X[..., PLACES],), {"axis": 2}),
+    Sample("gather_backward", (X[:, PLACES], PLACES), (X * np.array([1, 0, 2])[:, None],), {"axis": 1}),
     Sample("sum", (X,), (X.sum((0, 2)),), {"axes": (0, 2), "keepdims": False}),
     Sample("mean", (X,), (X.mean((1, 2), keepdims=True),), {"axes": (1, 2), "keepdims": True}),
     Sample("max", (X,), (X.max((1,)),), {"axes": (1,), "keepdims": False}),
@@ -346,7 +399,14 @@ for sample in SAMPLES:
         first = first.swapaxes(-1, -2) if sample.attributes.get("transpose_a") else first
         second = second.swapaxes(-1, -2) if sample.attributes.get("transpose_b") else second
         sample.expected = (np.einsum("...ij,jk->...ik", first, second),)
-ELSEWHERE = {"recurrent", "recurrent_backward"}  # called by one operator alone, tested with it
+ELSEWHERE = {
+    "recurrent",
+    "recurrent_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "attention",
+    "attention_backward",
+}  # called by one operator alone, tested with it
 RANDOM = {"dropout", "random_uniform", "random_normal", "random_bernoulli"}  # tested in test_random.py
 
 
@@ -371,7 +431,49 @@ def compute(
 
 
 def test_every_kernel_has_a_sample() -> None:
-    assert {sample.kernel for sample in SAMPLES} | RANDOM | ELSEWHERE == set(KERNELS)
+    sampled = {sample.kernel for sample in SAMPLES} | RANDOM | ELSEWHERE
+    kernels = {name for name in dir(CpuBackend) if is_kernel(CpuBackend, name)}
+    assert set(KERNELS) <= kernels and sampled <= kernels
+    assert kernels - sampled <= set(FORMULAS)  # see test_every_formula_is_what_numpy_gives_in_float64
+
+
+def test_every_device_has_every_kernel(backend: Backend) -> None:
+    kernels = {name for name in dir(CpuBackend) if is_kernel(CpuBackend, name)}
+    assert {name for name in dir(backend) if is_kernel(type(backend), name)} >= kernels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+def test_every_formula_is_what_numpy_gives_in_float64(backend: Backend, formula: Formula, dtype: str) -> None:
+    shapes = {1: [(5, 7)], 2: [(5, 7), (7,)], 3: [(5, 7), (5, 1), (7,)]}[len(formula.inputs)]
+    inputs = [
+        np.random.default_rng(k).uniform(0.1, 0.9, shape).astype(dtype) for k, shape in enumerate(shapes)
+    ]
+    numbers = dict.fromkeys(formula.numbers, 0.5)
+    (made,) = compute(backend, formula.name, *inputs, out=(np.zeros((5, 7), dtype),), **numbers)
+    expected = np.zeros((5, 7))
+    NumpyBackend().run(formula.name, *(x.astype(float) for x in inputs), out=expected, **numbers)
+    limit = 4 * TOLERANCE[dtype] * max(1, np.abs(expected).max())
+    np.testing.assert_allclose(made.astype(float), expected, atol=limit, rtol=4 * TOLERANCE[dtype])
+
+
+WHOLE = [
+    formula
+    for formula in FORMULAS.values()
+    if formula.type == "A" and not formula.numbers and formula.name != "div"
+]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("formula", WHOLE, ids=lambda formula: formula.name)
+def test_formulas_of_any_type_are_numpys_for_integers(backend: Backend, formula: Formula, dtype: str) -> None:
+    inputs = [
+        np.random.default_rng(k).integers(-9, 9, (5, 7)).astype(dtype) for k in range(len(formula.inputs))
+    ]
+    (made,) = compute(backend, formula.name, *inputs, out=(np.zeros((5, 7), dtype),))
+    expected = np.zeros((5, 7), dtype)
+    NumpyBackend().run(formula.name, *inputs, out=expected)
+    np.testing.assert_array_equal(made, expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -381,9 +483,7 @@ def test_every_kernel_has_a_sample() -> None:
 def test_kernel_matches_its_definition_and_leaves_inputs_alone(
     sample: Sample, dtype: str, backend: Backend
 ) -> None:
-    inputs = tuple(in_dtype(array, dtype) for array in sample.inputs)
-    starts = sample.before or tuple(np.full(array.shape, 99, array.dtype) for array in sample.expected)
-    out = tuple(in_dtype(array, dtype) for array in starts)
+    inputs, out = sample.arrays(dtype)
     made = compute(backend, sample.kernel, *inputs, out=out, **sample.attributes)
     for got, expected in zip(made, sample.expected, strict=True):
         scale = np.nanmax(np.abs(np.where(np.isinf(expected), 0, expected)), initial=1.0)
@@ -464,9 +564,9 @@ def test_convolution_in_chunks_equals_convolution_at_once(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("ids", [[0, 4], [-1, 2]])
 def test_class_ids_outside_the_columns_are_a_shape_error(ids: list[int], backend: Backend) -> None:
     out = np.zeros(1), np.zeros((2, 4))
-    with pytest.raises(ShapeError, match=r"0\.\.3"):  # at the latest when the host asks for the result
+    with pytest.raises(ShapeError, match=r"0\.\.3"):  # at the latest when the host reads the result
         compute(backend, "softmax_cross_entropy", np.zeros((2, 4)), np.array(ids), out=out)
-    backend.synchronize()  # told once
+    backend.synchronize()  # reported once
 
 
 def test_softmax_cross_entropy_survives_huge_logits(backend: Backend) -> None:
@@ -513,12 +613,12 @@ def test_memory_calls_give_row_major_copies(backend: Backend) -> None:
     backend.synchronize()
 
 
-def test_a_view_is_made_again_from_its_root_and_place(backend: Backend) -> None:
+def test_an_array_is_made_again_from_its_root_and_offset(backend: Backend) -> None:
     whole = backend.asarray(np.arange(24.0))
     part = whole[6:18].reshape(3, 4)[1:]
-    assert backend.root(part) is whole and backend.offset(part) == 80
-    place = View(Memory(192), 80, part.shape, part.dtype, part.strides)
-    again = backend.view(whole, place)
+    assert root_of(part) is whole and address_of(part) - address_of(whole) == 80
+    view = View(Memory(192), 80, part.shape, part.dtype, part.strides)
+    again = view_of(whole, view)
     np.testing.assert_array_equal(backend.to_numpy(again), np.arange(10.0, 18).reshape(2, 4))
     backend.run("fill", out=again, value=-1.0)
     assert (backend.to_numpy(whole) == -1).sum() == 8

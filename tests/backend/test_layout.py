@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from singa_lite.backend.cpu.fuse import is_float32
-from singa_lite.backend.layout import lay_out
-from singa_lite.graph import HostCall, KernelCall, Memory, View
+from singa_lite.backend.layout import choose_formats
+from singa_lite.graph.memory import Memory, View
+from singa_lite.graph.nodes import Host, Kernel
 
 IMAGE = (2, 16, 4, 4)
 GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
@@ -14,18 +15,22 @@ GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1
 
 def image(shape=IMAGE, memory=None, owner=None):
     made = np.empty(shape, np.float32)
-    return View(memory or Memory(made.nbytes, owner), 0, made.shape, made.dtype, made.strides)
+    memory = memory or Memory(made.nbytes)
+    if owner is not None:
+        memory.owner = owner
+    return View(memory, 0, made.shape, made.dtype, made.strides)
 
 
 def call(kernel, inputs, out, **attributes):
-    return KernelCall(None, kernel, tuple(inputs), out, attributes, None, "Forward")
+    return Kernel(None, kernel, tuple(inputs), out, attributes, "Forward")
 
 
 def laid(*calls):
     """The names of the calls that come of it, a convolution's with the blocks of its result."""
-    laid_out = lay_out(list(calls), lambda *shapes, **geometry: (16, 16), is_float32)
+    with_formats = choose_formats(list(calls), lambda *shapes, **geometry: (16, 16), is_float32)
     return [
-        f"conv{made.attributes['blocks'][1]}" if made.name == "conv2d" else made.name for made in laid_out
+        f"conv{made.attributes['memory_formats'][1]}" if made.name == "conv2d" else made.name
+        for made in with_formats
     ]
 
 
@@ -59,10 +64,10 @@ def test_an_image_that_is_written_over_in_order_has_no_blocks_any_more():
 def test_a_copy_in_blocks_serves_until_someone_may_write_the_original():
     one, other = (call("add", (y, kept), image()) for _ in range(2))
     assert laid(conv, one, other) == ["conv16", "reorder", "add", "add"]
-    assert laid(conv, one, HostCall(print, ()), other)[1:] == [
+    assert laid(conv, one, Host(print, (), True), other)[1:] == [
         "reorder",
         "add",
-        "Dist.print",
+        "Host.print",
         "reorder",
         "add",
     ]
@@ -89,5 +94,5 @@ def test_pixels_are_in_every_order_at_once():
 
 def test_the_gradient_of_an_average_has_the_order_of_the_image_it_is_of():
     backward = call("avg_pool_2d_backward", (image((2, 16, 2, 2)),), image())
-    *_, reorder, made = lay_out([conv, backward], lambda *shapes, **geometry: (16, 16), is_float32)
-    assert reorder.name == "reorder" and made.attributes == {"block": 16}
+    *_, reorder, made = choose_formats([conv, backward], lambda *shapes, **geometry: (16, 16), is_float32)
+    assert reorder.name == "reorder" and made.attributes == {"memory_format": 16}

@@ -15,7 +15,7 @@ from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.graph import KernelCall
+from singa_lite.graph.nodes import Kernel
 from singa_lite.tensor import from_numpy, to_numpy
 from tests.ranks import run_ranks
 
@@ -175,39 +175,41 @@ def lowered_calls(monkeypatch, make):
 
     monkeypatch.setattr(CpuBackend, "lower", listen)
     train(make, True, 1)
-    return [call for call in seen[0] if isinstance(call, KernelCall)]
+    return [call for call in seen[0] if isinstance(call, Kernel)]
 
 
 @needs_onednn
 def test_a_residual_network_is_fused_and_never_reordered_between_its_blocks(monkeypatch):
     calls = lowered_calls(monkeypatch, Residual)
-    norms = [call for call in calls if call.kernel == "batchnorm_2d_train"]
+    norms = [call for call in calls if call.name == "batchnorm_2d_train"]
     assert sum(bool(call.attributes.get("relu")) for call in norms) == 7  # stem, and two a block
     assert sum(len(call.inputs) == 4 for call in norms) == 3  # one addition a block
-    assert not any(call.kernel == "relu" for call in calls)
-    backward = [call for call in calls if call.kernel == "batchnorm_2d_backward"]
+    assert not any(call.name == "relu" for call in calls)
+    backward = [call for call in calls if call.name == "batchnorm_2d_backward"]
     assert sum(len(call.inputs) == 6 for call in backward) == 4
-    orders = {call.attributes["blocks"] for call in calls if call.kernel == "conv2d"}
+    orders = {call.attributes["memory_formats"] for call in calls if call.name == "conv2d"}
     assert all(block > 1 for _, block in orders)
-    images = [call for call in calls if call.kernel == "reorder" and call.out.shape[2:] != (1, 1)]
+    images = [call for call in calls if call.name == "reorder" and call.out.shape[2:] != (1, 1)]
     assert len(images) <= (2 if HAS_AVX2 else 6)  # before AVX2 oneDNN has no blocked convolution backward
 
 
 @needs_onednn
 def test_graph_info_names_every_call_with_its_shape_and_order():
     [info] = train(Residual, True, 2)[3].graph_info()
-    assert len(info.nodes) == info.num_kernels + info.num_host_calls
-    assert "batchnorm_2d_train -> float32[6, 16, 12, 12]" in info.nodes[1] and " block=" in info.nodes[1]
-    assert sum(node.startswith("Dist.") for node in info.nodes) == info.num_host_calls
+    assert len(info.nodes) == info.num_kernels + info.num_collectives + info.num_host_nodes
+    assert (
+        "batchnorm_2d_train -> float32[6, 16, 12, 12]" in info.nodes[1] and " memory_format=" in info.nodes[1]
+    )
+    assert sum(node.startswith("Host.") for node in info.nodes) == info.num_host_nodes == 3
 
 
 @needs_onednn
 def test_the_gradient_of_a_relu_before_pooling_is_taken_on_the_smaller_side(monkeypatch):
     calls = lowered_calls(monkeypatch, Pooled)
     for call in calls:
-        if call.kernel == "relu_backward" and len(call.out.shape) == 4:
+        if call.name == "relu_backward" and len(call.out.shape) == 4:
             assert call.out.shape[2:] in ((5, 5), (3, 3))
-    assert sum(call.kernel == "conv2d" and call.attributes.get("relu", False) for call in calls) == 2
+    assert sum(call.name == "conv2d" and call.attributes.get("relu", False) for call in calls) == 2
 
 
 # ---- the kernels that only lowered steps have, against numpy's in float64 ----------------------------
@@ -253,7 +255,7 @@ def test_batch_norm_of_blocks_with_residual_and_relu(channels, block, has_residu
         *extra,
         out=(y, mean, inverse_std, *running),
         relu=True,
-        block=block,
+        memory_format=block,
         **rates,
     )
     x64, scale64, bias64 = (array.astype(np.float64) for array in (x, scale, bias))
@@ -269,11 +271,11 @@ def test_batch_norm_of_blocks_with_residual_and_relu(channels, block, has_residu
     has_relu = not has_residual
     assert MODULE.batchnorm_2d_backward(
         blocked(dy, block), blocked(x, block), scale, mean, inverse_std, *((bias,) if has_relu else ()),
-        out=(dx, dscale, dbias), block=block,
+        out=(dx, dscale, dbias), memory_format=block,
     )  # fmt: skip
-    slope = np.where(plain(y, block) > 0, dy, 0).astype(np.float64) if has_relu else dy.astype(np.float64)
+    grad = np.where(plain(y, block) > 0, dy, 0).astype(np.float64) if has_relu else dy.astype(np.float64)
     wants = np.empty_like(x64), np.empty(channels), np.empty(channels)
-    NUMPY.run("batchnorm_2d_backward", slope, x64, scale64, wanted[1], wanted[2], out=wants)
+    NUMPY.run("batchnorm_2d_backward", grad, x64, scale64, wanted[1], wanted[2], out=wants)
     np.testing.assert_allclose(plain(dx, block), wants[0], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(dscale, wants[1], rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(dbias, wants[2], rtol=1e-4, atol=1e-4)
@@ -301,20 +303,20 @@ def test_pooling_of_blocks(channels, block, index, window):
     size = tuple((length + 2 * padding - kernel) // stride + 1 for length in x.shape[2:])
     y, indices = np.empty((2, channels, *size), "f4"), np.empty((2, channels, *size), index)
     wanted = np.empty_like(y), np.empty_like(indices)
-    assert MODULE.max_pool_2d(blocked(x, block), out=(y, indices), block=block, **geometry)
+    assert MODULE.max_pool_2d(blocked(x, block), out=(y, indices), memory_format=block, **geometry)
     NUMPY.run("max_pool_2d", x, out=wanted, **geometry)
     np.testing.assert_array_equal(plain(y, block), wanted[0])
     np.testing.assert_array_equal(plain(indices, block), wanted[1])
     dy, dx, want = normal(y.shape, 5), np.empty_like(x), np.empty_like(x)
-    assert MODULE.max_pool_2d_backward(blocked(dy, block), indices, out=dx, block=block, **geometry)
+    assert MODULE.max_pool_2d_backward(blocked(dy, block), indices, out=dx, memory_format=block, **geometry)
     NUMPY.run("max_pool_2d_backward", dy, wanted[1], out=want, **geometry)
     np.testing.assert_allclose(plain(dx, block), want, rtol=1e-6, atol=1e-6)
     for count_include_pad in (False, True):
         geometry["count_include_pad"] = count_include_pad
-        assert MODULE.avg_pool_2d(blocked(x, block), out=y, block=block, **geometry)
+        assert MODULE.avg_pool_2d(blocked(x, block), out=y, memory_format=block, **geometry)
         NUMPY.run("avg_pool_2d", x, out=wanted[0], **geometry)
         np.testing.assert_allclose(plain(y, block), wanted[0], rtol=1e-5, atol=1e-6)
-        assert MODULE.avg_pool_2d_backward(blocked(dy, block), out=dx, block=block, **geometry)
+        assert MODULE.avg_pool_2d_backward(blocked(dy, block), out=dx, memory_format=block, **geometry)
         NUMPY.run("avg_pool_2d_backward", dy, out=want, **geometry)
         np.testing.assert_allclose(plain(dx, block), want, rtol=1e-5, atol=1e-6)
 
@@ -323,7 +325,7 @@ def test_pooling_of_blocks(channels, block, index, window):
 @pytest.mark.parametrize("blocks", [(1, 16), (16, 1), (8, 16), (32, 8), (1, 32)])
 def test_reorder_moves_elements_and_changes_none(blocks):
     x, y = normal((2, 32, 5, 3)), np.empty((2, 32, 5, 3), "f4")
-    assert MODULE.reorder(blocked(x, blocks[0]), out=y, blocks=blocks)
+    assert MODULE.reorder(blocked(x, blocks[0]), out=y, memory_formats=blocks)
     np.testing.assert_array_equal(plain(y, blocks[1]), x)
 
 
@@ -334,7 +336,7 @@ def test_convolution_of_blocks(x_block, y_block):
     geometry = {"stride": (2, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
     x, w, b = normal((3, 16, 9, 7)), normal((32, 16, 3, 3), 1), normal(32, 2)
     y = np.empty((3, 32, 5, 7), "f4")
-    blocks = {"blocks": (x_block, y_block), **geometry}
+    blocks = {"memory_formats": (x_block, y_block), **geometry}
     assert MODULE.conv2d(blocked(x, x_block), w, b, out=y, relu=True, **blocks)
     exact = [array.astype(np.float64) for array in (x, w, b)]
     wanted = np.empty(y.shape)
@@ -344,9 +346,9 @@ def test_convolution_of_blocks(x_block, y_block):
     assert MODULE.conv2d_backward_data(blocked(dy, y_block), w, out=dx, **blocks)
     assert MODULE.conv2d_backward_weight(blocked(dy, y_block), blocked(x, x_block), out=(dw, db), **blocks)
     wants = np.empty(x.shape), np.empty(w.shape), np.empty(b.shape)
-    slope = dy.astype(np.float64)
-    NUMPY.run("conv2d_backward_data", slope, exact[1], out=wants[0], **geometry)
-    NUMPY.run("conv2d_backward_weight", slope, exact[0], out=wants[1:], **geometry)
+    grad = dy.astype(np.float64)
+    NUMPY.run("conv2d_backward_data", grad, exact[1], out=wants[0], **geometry)
+    NUMPY.run("conv2d_backward_weight", grad, exact[0], out=wants[1:], **geometry)
     for got, want in zip((plain(dx, x_block), dw, db), wants, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
 

@@ -6,15 +6,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.formulas import FORMULAS, UPDATES
+from tests.limits import LIMIT_S
 
 KERNELS, REASON = _native.load("_kernels")
 if KERNELS is None:
@@ -23,6 +27,7 @@ HAS_ONEDNN = bool(KERNELS.onednn)
 REFERENCE = NumpyBackend()
 BACKEND = CpuBackend()
 TOLERANCE = 3e-5  # of the largest element: float32 sums of some thousand terms
+STEEP = {"floor_div", "sign"}  # a float32 may be on the other side of a step
 quick = settings(max_examples=60, deadline=None)
 
 
@@ -32,7 +37,7 @@ def wide(values: Any) -> Any:
 
 
 def check(kernel: str, *inputs: np.ndarray, out: tuple[np.ndarray, ...], **attributes: Any) -> None:
-    """The compiled kernel takes the call and agrees with numpy in float64, whose in-place outputs start equal."""
+    """The compiled kernel takes the call and agrees with numpy in float64, whose in-position outputs start equal."""
     expected = tuple(wide(array) for array in out)
     before = [array.copy() for array in inputs]
     single = out[0] if len(out) == 1 else out
@@ -59,7 +64,50 @@ pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 counts = st.integers(0, 3000) | st.integers(60_000, 70_000)  # the second in several threads
 
 
+def test_kernels_run_as_compiled_for_this_processor():
+    if not KERNELS.knows_levels:
+        pytest.skip("the compiler knows no levels of x86-64 (GCC 12 does)")
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    assert KERNELS.fuses_multiply_add() == ({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"} <= set(flags))
+
+
 # ---- element by element --------------------------------------------------------------------------------
+
+
+def test_every_formula_is_compiled():
+    assert [name for name in FORMULAS if not hasattr(KERNELS, name)] == []
+
+
+@quick
+@given(
+    st.sampled_from([formula for formula in FORMULAS.values() if formula.name not in STEEP]),
+    hnp.mutually_broadcastable_shapes(num_shapes=2, max_dims=5, max_side=9),
+    seeds,
+)
+def test_every_formula_broadcasts_as_numpy_does(formula, shapes, seed):
+    given_shapes, out = shapes.input_shapes, shapes.result_shape
+    inputs = [
+        np.abs(floats(seed + k, *shape), out=like(*shape)) for k, shape in enumerate((out, *given_shapes))
+    ]
+    chosen = {1: inputs[:1], 2: inputs[1:], 3: inputs}[len(formula.inputs)]
+    check(formula.name, *chosen, out=(like(*out),), **dict.fromkeys(formula.numbers, 0.5))
+
+
+def test_what_a_formula_cannot_take_is_left_to_numpy():
+    x = floats(1, 3, 4)
+    for a, b, out in (
+        (x, floats(2, 3), like(3, 4)),  # no shapes that broadcast
+        (x, floats(2, 2, 3, 4), like(3, 4)),
+        (x.astype("f8"), x, like(3, 4)),
+        (x[:, ::2], floats(2, 3, 2), like(3, 2)),
+        (x, x, like(4, 3).T),
+    ):
+        assert not KERNELS.add(a, b, out=out)
+    assert not KERNELS.add(x, out=like(3, 4)) and not KERNELS.add(x, x, x, out=like(3, 4))
+    assert not KERNELS.add(x, x, out=like(3, 4), relu=True)  # an attribute it does not know
+    assert not KERNELS.pow_backward_base(
+        floats(1, 4), x, x, out=like(3, 4)
+    )  # the first of three has the result's shape
 
 
 @quick
@@ -105,6 +153,248 @@ def test_sum_to_adds_rows(seed, rows, columns):
 
 
 @quick
+@given(seeds, st.lists(st.integers(1, 9), max_size=6), st.data())
+def test_sums_and_means_over_any_axes(seed, shape, data):
+    axes = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True).map(tuple)) if shape else ()
+    signed = tuple(axis - len(shape) if axis % 2 else axis for axis in axes)
+    x = floats(seed, *shape)
+    for keepdims in (False, True):
+        out = like(*x.sum(axes, keepdims=keepdims).shape)
+        for kernel in ("sum", "mean"):
+            check(kernel, x, out=(out,), axes=signed, keepdims=keepdims)
+    kept = tuple(1 if axis in axes else n for axis, n in enumerate(shape))
+    check("sum_to", x, out=(like(*kept),))
+    while kept and kept[0] == 1:
+        kept = kept[1:]
+        check("sum_to", x, out=(like(*kept),))
+
+
+def test_sums_of_nothing_are_left_to_numpy():
+    assert not KERNELS.sum(like(0, 3), out=like(3), axes=(0,), keepdims=False)
+    assert not KERNELS.sum(like(3, 0), out=like(0), axes=(0,), keepdims=False)
+    assert not KERNELS.mean(like(3, 2), out=like(3), axes=(0,), keepdims=False)  # the wrong shape
+    assert not KERNELS.sum(like(3, 2), out=like(2), axes=(5,), keepdims=False)
+    assert not KERNELS.sum_to(like(3, 2), out=like(3, 3, 2))
+
+
+# ---- rows ----------------------------------------------------------------------------------------------
+
+
+@quick
+@given(seeds, st.integers(1, 200), st.integers(1, 700))
+def test_layer_norm_and_its_gradient(seed, rows, columns):
+    x, dy = floats(seed, rows, columns) + np.float32(3), floats(seed + 1, rows, columns)
+    scale, bias = floats(seed + 2, columns), floats(seed + 3, columns)
+    y, mean, inverse_std = like(rows, columns), like(rows), like(rows)
+    check("layer_norm", x, scale, bias, out=(y, mean, inverse_std), eps=1e-3)
+    out = like(rows, columns), like(columns), like(columns)
+    check("layer_norm_backward", dy, x, scale, mean, inverse_std, out=out)
+
+
+def test_layer_norm_over_several_axes_and_what_is_left_to_numpy():
+    x, scale = floats(1, 2, 3, 4, 5), floats(2, 4, 5)
+    check("layer_norm", x, scale, scale, out=(like(2, 3, 4, 5), like(2, 3), like(2, 3)), eps=1e-3)
+    for out in (
+        (like(2, 3, 4, 5), like(2), like(2)),
+        (like(2, 3, 5, 4), like(2, 3), like(2, 3)),
+        (like(2, 3, 4, 5),),
+    ):
+        assert not KERNELS.layer_norm(x, scale, scale, out=out, eps=1e-3)
+    assert not KERNELS.layer_norm(
+        x, floats(2, 5, 4), floats(2, 5, 4), out=(x.copy(), like(2, 3), like(2, 3)), eps=1e-3
+    )
+
+
+@quick
+@given(seeds, st.integers(1, 300), st.integers(1, 300))
+def test_the_gradient_of_softmax(seed, rows, columns):
+    y = like(rows, columns)
+    check("softmax", floats(seed, rows, columns), out=(y,), axis=1)
+    check("softmax_backward", floats(seed + 1, rows, columns), y, out=(like(rows, columns),), axis=-1)
+
+
+def test_softmax_of_masked_rows():
+    x = floats(1, 4, 40)
+    x[:, 7:] = -np.inf
+    y = like(4, 40)
+    check("softmax", x, out=(y,), axis=1)
+    assert not y[:, 7:].any()
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="compiled without oneDNN")
+@quick
+@given(
+    seeds, st.tuples(*[st.integers(1, 4)] * 3), st.tuples(*[st.integers(1, 150)] * 2), st.sampled_from("scm")
+)
+def test_attention_and_its_gradient(seed, sizes, lengths, kind):
+    batch, heads, head_size = sizes
+    width, (queries, keys) = heads * head_size, lengths if kind == "m" else lengths[:1] * 2
+    if kind == "m":
+        inputs = floats(seed, batch, queries, width), floats(seed + 1, batch, keys, 2 * width)
+    else:
+        inputs = (floats(seed, batch, queries, 3 * width),)
+    options = {"num_heads": heads, "causal": kind == "c"}
+    y, probabilities = like(batch, queries, width), like(batch, heads, queries, keys)
+    check("attention", *inputs, out=(y, probabilities), **options)
+    dy, out = floats(seed + 2, *y.shape), tuple(like(*x.shape) for x in inputs)
+    check("attention_backward", dy, probabilities, *inputs, out=out, **options)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="compiled without oneDNN")
+def test_attention_takes_no_arrays_that_do_not_fit():
+    x, y, p = floats(1, 2, 5, 12), like(2, 5, 4), like(2, 2, 5, 5)
+    options = {"num_heads": 2, "causal": False}
+    for inputs, out in (
+        ((x,), (like(2, 5, 6), p)),
+        ((x,), (y, like(2, 2, 5, 4))),
+        ((x[:, :, :11].copy(),), (y, p)),
+        ((y, floats(2, 2, 5, 4)), (like(2, 5, 4), p)),
+        ((y, floats(2, 3, 5, 8)), (like(2, 5, 4), p)),
+    ):
+        assert not KERNELS.attention(*inputs, out=out, **options)
+    assert not KERNELS.attention(x, out=(y, p), num_heads=3, causal=False)
+    assert not KERNELS.attention_backward(y.copy(), p, x, out=(like(2, 5, 13),), **options)
+    assert not KERNELS.attention_backward(y.copy(), x, out=(), **options)
+
+
+# ---- moving --------------------------------------------------------------------------------------------
+
+shapes = st.lists(st.integers(0, 20), max_size=5).map(tuple)
+MOVED = st.sampled_from(["f", "i4", "f8", "i8", "e", "?"])
+
+
+def some(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).integers(0, 100, shape)).astype(dtype)
+
+
+def check_moved(kernel: str, *inputs: np.ndarray, out: np.ndarray, **attributes: Any) -> None:
+    """The compiled kernel takes the call and gives numpy's bits."""
+    expected = out.copy()
+    assert getattr(KERNELS, kernel)(*inputs, out=out, **attributes), f"{kernel} did not take the call"
+    REFERENCE.run(kernel, *inputs, out=expected, **attributes)
+    np.testing.assert_array_equal(out, expected)
+
+
+@quick
+@given(seeds, shapes, MOVED, st.data())
+def test_copies_between_parts_of_arrays(seed, shape, dtype, data):
+    def part(number, dtype):
+        """An array of ``shape`` within a larger one, with steps, some of them backwards."""
+        steps = [data.draw(st.sampled_from([1, 1, 2, -1, -3])) for _ in shape]
+        whole = some(seed + number, tuple(n * abs(step) for n, step in zip(shape, steps, strict=True)), dtype)
+        return whole[(..., *(slice(None, None, step) for step in steps))]
+
+    check_moved("copy", part(0, dtype), out=part(1, dtype))
+
+
+@quick
+@given(seeds, shapes, MOVED, st.data())
+def test_transposes(seed, shape, dtype, data):
+    axes = tuple(data.draw(st.permutations(range(len(shape)))))
+    x = some(seed, shape, dtype)
+    check_moved("transpose", x, out=like(*x.transpose(axes).shape, dtype=dtype), axes=axes)
+
+
+@pytest.mark.parametrize("axes", [(1, 0), (0, 2, 1), (2, 0, 1), (0, 2, 3, 1), (0, 2, 1, 3), (3, 2, 1, 0)])
+def test_large_transposes_in_several_threads(axes):
+    shape = {2: (700, 333), 3: (7, 300, 101), 4: (5, 40, 31, 17)}[len(axes)]
+    x = floats(1, *shape)
+    check_moved("transpose", x, out=like(*x.transpose(axes).shape), axes=axes)
+
+
+@quick
+@given(seeds, hnp.mutually_broadcastable_shapes(num_shapes=1, max_dims=4, max_side=30), MOVED)
+def test_broadcasts(seed, shapes, dtype):
+    x = some(seed, shapes.input_shapes[0], dtype)
+    shape = tuple(7 if n == 1 else n for n in shapes.result_shape)
+    check_moved("broadcast_to", x, out=like(*shape, dtype=dtype))
+    check_moved("broadcast_to", x, out=like(3, *shape, dtype=dtype))
+
+
+@quick
+@given(
+    seeds,
+    st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple),
+    st.lists(st.integers(0, 9), max_size=4),
+    MOVED,
+    st.data(),
+)
+def test_parts_are_joined_and_taken(seed, shape, sizes, dtype, data):
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    position = axis % len(shape)
+    parts = [
+        some(seed + i, (*shape[:position], n, *shape[position + 1 :]), dtype)
+        for i, n in enumerate([*sizes, 3])
+    ]
+    whole = like(*shape[:position], sum(sizes) + 3, *shape[position + 1 :], dtype=dtype)
+    check_moved("concat", *parts, out=whole, axis=axis)
+    start = 0
+    for part in parts:
+        check_moved("slice", whole, out=np.empty_like(part), axis=position, start=start)
+        start += part.shape[position]
+
+
+@quick
+@given(
+    seeds,
+    st.tuples(*[st.integers(0, 40)] * 3),
+    st.lists(st.integers(0, 12), max_size=2).map(tuple),
+    st.sampled_from(["i4", "i8"]),
+)
+def test_taking_by_index_and_putting_back(seed, shape, count, dtype):
+    assume(shape[1] > 0 or 0 in count)
+    x = floats(seed, *shape)
+    ids = np.random.default_rng(seed).integers(0, max(1, shape[1]), count).astype(dtype)
+    ids = np.asarray(ids)
+    y = like(shape[0], *count, shape[2])
+    check_moved("gather", x, ids, out=y, axis=1)
+    check("gather_backward", floats(seed + 1, *y.shape), ids, out=(like(*shape),), axis=1)
+
+
+def test_rows_of_a_large_matrix_are_put_back_in_several_threads():
+    ids = np.random.default_rng(1).integers(0, 65, (32, 128)).astype("i4")
+    check("gather_backward", floats(1, 32, 128, 700), ids, out=(like(65, 700),), axis=0)
+
+
+def test_indices_out_of_range_are_left_to_numpy():
+    x = floats(1, 3, 4)
+    for bad in (-1, 4):
+        ids = np.array([0, bad], "i4")
+        assert not KERNELS.gather(x, ids, out=like(3, 2), axis=1)
+        assert not KERNELS.gather_backward(like(3, 2), ids, out=x, axis=1)
+    good = np.array([0, 1], "i4")
+    assert not KERNELS.gather(x, good, out=like(3, 3), axis=1) and not KERNELS.gather(
+        x, good, out=like(3, 2), axis=-1
+    )
+    assert not KERNELS.gather(x, good.astype("f4"), out=like(3, 2), axis=1)
+    assert not KERNELS.gather(x.astype("f8"), good, out=like(3, 2, dtype="f8"), axis=1)
+
+
+def test_fills():
+    for shape in ((), (0, 3), (70_000,)):
+        check("fill", out=(like(*shape),), value=2.5)
+
+
+def test_moves_that_do_not_fit_are_left_to_numpy():
+    x = floats(1, 3, 4)
+    assert not KERNELS.copy(x, out=like(4, 3)) and not KERNELS.copy(x, out=like(3, 4, dtype="f8"))
+    assert not KERNELS.transpose(x, out=like(3, 4), axes=(1, 0)) and not KERNELS.transpose(
+        x, out=like(4, 3), axes=(1,)
+    )
+    assert not KERNELS.transpose(x, out=like(4, 3), axes=(2, 0))
+    assert not KERNELS.broadcast_to(x, out=like(3, 5)) and not KERNELS.broadcast_to(x, out=like(4))
+    assert not KERNELS.slice(x, out=like(3, 2), axis=1, start=3) and not KERNELS.slice(
+        x, out=like(3, 2), axis=5, start=0
+    )
+    assert not KERNELS.slice(x, out=like(3, 2), axis=1, start=-1)
+    assert not KERNELS.concat(x, out=like(3, 5), axis=1) and not KERNELS.concat(x, x, out=like(3, 4), axis=1)
+    assert not KERNELS.copy("x", out=x) and not KERNELS.copy(x.astype(">f4"), out=like(3, 4, dtype=">f4"))
+    locked = like(3, 4)
+    locked.flags.writeable = False
+    assert not KERNELS.copy(x, out=locked)
+
+
+@quick
 @given(seeds, counts, st.none() | st.floats(-1, 0), st.none() | st.floats(0, 1))
 def test_clip(seed, count, low, high):
     check("clip", floats(seed, count), out=(like(count),), min=low, max=high)
@@ -142,17 +432,24 @@ def test_max_abs_tells_of_nan():
 @quick
 @given(
     seeds,
-    st.none() | st.integers(1, 3),
+    st.lists(st.integers(1, 3), max_size=3),
     st.tuples(*[st.integers(1, 70)] * 3),
     st.booleans(),
     st.booleans(),
 )
-def test_matmul(seed, batch, sizes, transpose_a, transpose_b):
+def test_matmul(seed, stack, sizes, transpose_a, transpose_b):
     m, n, k = sizes
-    stack = () if batch is None else (batch,)
     a = floats(seed, *stack, *((k, m) if transpose_a else (m, k)))
     b = floats(seed + 1, *stack, *((n, k) if transpose_b else (k, n)))
     check("matmul", a, b, out=(like(*stack, m, n),), transpose_a=transpose_a, transpose_b=transpose_b)
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: products are numpy's")
+def test_products_that_broadcast_are_left_to_numpy():
+    a, b = floats(1, 2, 3, 4, 5), floats(2, 2, 1, 5, 6)
+    assert not KERNELS.matmul(a, b, out=like(2, 3, 4, 6)) and not KERNELS.matmul(
+        a, b[0], out=like(2, 3, 4, 6)
+    )
 
 
 @st.composite
@@ -320,27 +617,18 @@ def test_softmax_of_infinite_logits_is_numpys():
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-30)
 
 
-@quick
-@given(seeds, counts, st.sampled_from([0.0, 0.9]), st.sampled_from([0.0, 0.1]), st.booleans())
-def test_sgd(seed, count, momentum, dampening, nesterov):
-    grad, param, velocity = floats(seed, count), floats(seed + 1, count), floats(seed + 2, count)
-    options = {"lr": 0.3, "weight_decay": 0.01}
-    check("sgd_update", grad, out=(param.copy(),), **options)
-    options.update(momentum=momentum, dampening=dampening, nesterov=nesterov)
-    check("sgd_update", grad, out=(param, velocity), **options)
+def update_numbers(update):
+    """Numbers that fit every update: rates and weights below one, no weight of zero."""
+    numbers = {"correction": 1.5, "epsilon": 1e-4, "lr": 0.01, "rate": 0.01}
+    return {name: numbers.get(name, 0.9) for name in update.numbers}
 
 
 @quick
-@given(seeds, counts, st.integers(1, 1000), st.sampled_from([0.0, 0.1]))
-def test_adam(seed, count, step, weight_decay):
-    grad, param, m, v = (
-        floats(seed, count),
-        floats(seed + 1, count),
-        floats(seed + 2, count),
-        floats(seed + 3, count),
-    )
-    options = {"lr": 0.01, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "weight_decay": weight_decay}
-    check("adam_update", grad, out=(param, m, np.abs(v)), step=step, **options)
+@given(seeds, counts, st.sampled_from(list(UPDATES.values())), st.sampled_from([0.0, 0.1]))
+def test_updates(seed, count, update, weight_decay):
+    arrays = [floats(seed + place, count) for place in range(2 + len(update.states))]
+    grad, param, *states = arrays[0], arrays[1], *map(np.abs, arrays[2:])
+    check(update.name, grad, out=(param, *states), weight_decay=weight_decay, **update_numbers(update))
 
 
 # sizes whose sum is split among threads inside a tensor, empty ones included
@@ -348,19 +636,14 @@ sizes = st.lists(st.integers(0, 50) | st.integers(20_000, 40_000), min_size=1, m
 
 
 @quick
-@given(seeds, sizes, st.sampled_from(["sgd_update", "adam_update", "plain"]))
-def test_an_update_of_many_tensors_updates_each(seed, sizes, kernel):
-    grads, params, first, second = (
-        [floats(seed + 10 * kind + i, size) for i, size in enumerate(sizes)] for kind in range(4)
+@given(seeds, sizes, st.sampled_from(list(UPDATES.values())))
+def test_an_update_of_many_tensors_updates_each(seed, sizes, update):
+    grads, params, *states = (
+        [floats(seed + 10 * kind + i, size) for i, size in enumerate(sizes)]
+        for kind in range(2 + len(update.states))
     )
-    if kernel == "plain":
-        check("sgd_update", *grads, out=tuple(params), lr=0.3, weight_decay=0.01, momentum=0.9)
-    elif kernel == "sgd_update":
-        check("sgd_update", *grads, out=(*params, *first), lr=0.3, momentum=0.9, nesterov=True)
-    else:
-        second = [np.abs(array) for array in second]
-        options = {"lr": 0.01, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "step": 3}
-        check("adam_update", *grads, out=(*params, *first, *second), **options)
+    states = [np.abs(array) for state in states for array in state]
+    check(update.name, *grads, out=(*params, *states), **update_numbers(update))
 
 
 def test_updates_that_overlap_or_do_not_fit_are_left_to_numpy():
@@ -368,13 +651,16 @@ def test_updates_that_overlap_or_do_not_fit_are_left_to_numpy():
     whole, tail = memory[:8], memory[4:]
     before = memory.copy()
     assert not KERNELS.sgd_update(grad, grad, out=(whole, tail), lr=0.1)
-    assert not KERNELS.sgd_update(grad, out=(whole, tail), lr=0.1, momentum=0.9)  # velocity over param
+    momentum = {"lr": 0.1, "momentum": 0.9}
+    assert not KERNELS.nesterov_update(grad, out=(whole, tail), **momentum)  # velocity over param
     assert not KERNELS.sgd_update(grad, grad, out=(whole, whole), lr=0.1)
     assert not KERNELS.sgd_update(grad, grad, out=(whole,), lr=0.1)
     assert not KERNELS.sgd_update(grad, out=(memory,), lr=0.1)
     assert not KERNELS.sgd_update(grad.astype(np.float64), out=(whole,), lr=0.1)
-    options = {"lr": 0.1, "beta_1": 0.9, "beta_2": 0.999, "eps": 1e-4, "step": 1}
-    assert not KERNELS.adam_update(grad, out=(whole, floats(3, 8)), **options)
+    assert not KERNELS.nesterov_update(grad, out=(whole,), **momentum)
+    assert not KERNELS.nesterov_update(grad, out=(whole, floats(3, 8)), lr=0.1)  # no momentum
+    assert not KERNELS.nesterov_update(grad, out=(whole, floats(3, 8)), gain=1.0, **momentum)
+    assert not KERNELS.sgd_update(grad, out=(whole,), lr=(0.1, 0.2))
     np.testing.assert_array_equal(memory, before)
     BACKEND.run("sgd_update", grad, grad, out=(whole, whole), lr=0.1)  # one after the other
     np.testing.assert_allclose(whole, before[:8] - 0.2 * grad, rtol=1e-5, atol=1e-6)
@@ -562,7 +848,7 @@ def test_the_pool_holds_little_more_than_was_in_use_at_once():
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (1 << 17,)])
 @pytest.mark.parametrize("dtype", ["float32", np.float16, np.dtype(np.int64), bool])
-def test_empty_has_the_shape_and_dtype_asked_for(shape, dtype):
+def test_empty_has_the_shape_and_dtype_requested(shape, dtype):
     array = BACKEND.empty(shape, dtype)
     assert array.shape == shape and array.dtype == np.dtype(dtype) and array.flags.c_contiguous
 
@@ -572,7 +858,7 @@ def run_python(code: str, **environment: str) -> str:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT_S,
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
@@ -599,7 +885,6 @@ def step():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
-@pytest.mark.timeout(120)
 def test_a_child_forked_after_threads_ran_computes_on_one():
     code = STEP + (
         "step()\n"
@@ -653,7 +938,7 @@ def test_the_number_of_threads_changes_no_selection_and_no_elementwise_bit():
         "from singa_lite.backend.cpu import CpuBackend\n"
         "b = CpuBackend(); v = np.random.default_rng(0).standard_normal(700_000).astype('f4')\n"
         "i, s = np.empty(7000, 'i8'), np.empty(7000, 'f4'); b.run('top_k', v, out=(i, s), k=7000)\n"
-        "p, m = v.copy(), v.copy(); b.run('sgd_update', v, out=(p, m), lr=.1, momentum=.9)\n"
+        "p, m = v.copy(), v.copy(); b.run('nesterov_update', v, out=(p, m), lr=.1, momentum=.9)\n"
         "c = np.empty(700, 'f4'); b.run('sum_to', v.reshape(1000, 700), out=c)\n"
         "print(hashlib.sha256(b''.join(a.tobytes() for a in (i, s, p, m, c))).hexdigest())"
     )

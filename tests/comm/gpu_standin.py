@@ -2,7 +2,7 @@
 """What tests of NCCL's communicator share: a rank's stand-in GPU (tests/standin/), its arrays, its host communicator.
 
 Kernels run in the stream's own thread, some time after the call: whatever should have waited for them, and did not,
-gets old values. native/tests/standin_*.cc tell what the libraries can be asked to do.
+gets old values. cuda/driver.cc and nccl/nccl.cc say in their first lines which faults they can be asked for.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from typing import Any
 
 import numpy as np
-from devices import cuda_device_of_rank
 
-from singa_lite.comm.base import Communicator, Work, World
+from singa_lite.comm.base import Communicator, Operation, Work, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.shm import ShmCommunicator
+from tests.devices import cuda_device_of_rank
 
 
 def gpu_of_rank() -> Any:
@@ -33,20 +33,21 @@ def on_gpu(values: np.ndarray) -> Any:
     return cupy.ndarray(values.shape, values.dtype, cupy.cuda.MemoryPointer(memory, 0), values.strides)
 
 
-def host_of(world: World, timeout_s: float = 30) -> Communicator:
+def host_of(world: World, timeout_s: float = 200) -> Communicator:
     return ShmCommunicator(world, timeout_s) if world.size > 1 else LocalCommunicator(World(), timeout_s)
 
 
 class _ThroughWork(Work):
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    def __init__(self, work: Work, out: np.ndarray) -> None:
+        self._work, self._target = work, out
 
-    def wait(self, timeout_s: float | None = None) -> np.ndarray | None:
+    def _wait(self, timeout_s: float | None) -> None:
         result = self._work.wait(timeout_s)
         gpu_of_rank().synchronize()
-        return None if result is None else result.get()
+        if result is not None:
+            self._target[...] = result.get()
 
-    def done(self) -> bool:
+    def _is_done(self) -> bool:
         return self._work.done()
 
 
@@ -57,20 +58,15 @@ class ThroughNccl(Communicator):
         super().__init__(nccl.world, nccl.timeout_s)
         self.nccl = nccl
 
-    def _all_reduce(self, array: Any, op: Any, wire_dtype: str | None, name: str) -> Work:
-        return _ThroughWork(self.nccl.all_reduce(on_gpu(array), op, wire_dtype=wire_dtype, name=name))
-
-    def _reduce(self, array: Any, op: Any, root: int, name: str) -> Work:
-        return _ThroughWork(self.nccl.reduce(on_gpu(array), op, root, name=name))
-
-    def _broadcast(self, array: Any, root: int, name: str) -> Work:
-        return _ThroughWork(self.nccl.broadcast(on_gpu(array), root, name=name))
-
-    def _all_gather(self, array: Any, name: str) -> Work:
-        return _ThroughWork(self.nccl.all_gather(on_gpu(array), name=name))
-
-    def _reduce_scatter(self, array: Any, op: Any, name: str) -> Work:
-        return _ThroughWork(self.nccl.reduce_scatter(on_gpu(array), op, name=name))
+    def _start(self, operation: Operation, array: Any, out: Any, scale: Any) -> Work:
+        kind, name, op, root, wire_dtype = operation
+        given: dict[str, Any] = {"name": name}
+        if kind == "all_reduce":
+            given |= {"wire_dtype": wire_dtype, "wire_scale": None if scale is None else on_gpu(scale)}
+        arguments = [
+            value for value in (op, root if kind in ("reduce", "broadcast") else None) if value is not None
+        ]
+        return _ThroughWork(getattr(self.nccl, kind)(on_gpu(array), *arguments, **given), out)
 
     def _new_group(self, ranks: list[int], name: str) -> ThroughNccl | None:
         group = self.nccl.new_group(ranks, name=name)

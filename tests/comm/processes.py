@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-LIMIT_S = 60  # far above what any of these takes; a hang must fail, not stall
+from tests.limits import LIMIT_S
+
 Result = TypeVar("Result")
 WORLD = re.compile(r"SINGA_LITE_|PMI|OMPI_|MV2_|SLURM_|OMP_NUM_THREADS")
 
@@ -55,8 +56,9 @@ def run_ranks_of(script: Path, num_ranks: int, *arguments: str, **environment: s
     return run_command(launch_command(script, num_ranks, *arguments), **environment)
 
 
-def launch_command(script: Path, num_ranks: int, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "singa_lite", "run", "-n", str(num_ranks), str(script), *arguments]
+def launch_command(script: Path, num_ranks: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    start = [sys.executable, "-m", "singa_lite", "run", "-n", str(num_ranks), *options]
+    return [*start, str(script), *arguments]
 
 
 def running(marker: str | Path) -> list[str]:
@@ -72,7 +74,15 @@ def running(marker: str | Path) -> list[str]:
     return found
 
 
-def wait_until(condition, what: str, limit_s: float = 20) -> None:
+def is_running(pid: str) -> bool:
+    """Whether process ``pid`` exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, what: str, limit_s: float = LIMIT_S) -> None:
     """Wait for ``condition()``; fail with ``what`` if it does not come true."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, no_gpu
 
 from singa_lite.comm.gpu_arrays import CupyArrays
 from singa_lite.comm.wire import WIRE_DTYPES, narrow, widen
+from tests.devices import cuda_device, no_gpu
 
 pytestmark = [] if no_gpu() else [pytest.mark.gpu]
 
@@ -48,15 +48,22 @@ def floats() -> np.ndarray:
 
 @pytest.mark.parametrize("wire", WIRE_DTYPES)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
-def test_sixteen_bits_are_what_the_host_makes_of_them(backend: Any, wire: str, divisor: float) -> None:
+@pytest.mark.parametrize("scale", [None, 0.25, 3.0])
+def test_sixteen_bits_are_what_the_host_makes_of_them(
+    backend: Any, wire: str, divisor: float, scale: float | None
+) -> None:
     values, arrays = floats(), CupyArrays(0)
+    factor = None if scale is None else np.array([scale], np.float32)
+    on_device = None if factor is None else backend.asarray(factor)
     backend.activate()
-    half = arrays.narrow(backend.asarray(values), WIRE_DTYPES[wire])
-    expected = narrow(values, WIRE_DTYPES[wire])
+    half = arrays.narrow(backend.asarray(values), WIRE_DTYPES[wire], on_device)
+    expected = narrow(values, WIRE_DTYPES[wire], factor)
     is_number = ~np.isnan(values)
     np.testing.assert_array_equal(
         backend.to_numpy(half).view(np.uint16)[is_number], expected.view(np.uint16)[is_number]
     )
     wide = backend.empty(values.shape, "float32")
-    arrays.widen(half, divisor, wide)
-    np.testing.assert_allclose(backend.to_numpy(wide), widen(expected) / np.float32(divisor), rtol=1e-6)
+    arrays.widen(half, divisor, on_device, wide)
+    with np.errstate(over="ignore"):
+        on_host = widen(expected) / np.float32(divisor) / np.float32(scale or 1)  # a mean is taken first
+    np.testing.assert_allclose(backend.to_numpy(wide), on_host, rtol=1e-6)

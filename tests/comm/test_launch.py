@@ -3,30 +3,35 @@
 
 from __future__ import annotations
 
-import io
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from processes import (
+
+from singa_lite import cli
+from singa_lite.comm.output import RankOutput, Sink
+from singa_lite.comm.rendezvous import threads_per_rank
+from tests.comm.processes import (
     assert_nothing_left,
     at_once,
     fresh_environment,
     launch_command,
     run_command,
     run_ranks_of,
+    running,
     wait_until,
     write_script,
 )
-
-from singa_lite import cli
-from singa_lite.comm.output import RankOutput
-from singa_lite.comm.rendezvous import threads_per_rank
+from tests.limits import LIMIT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
 
@@ -40,16 +45,16 @@ LEAVES_TRACES = (
     HEAD
     + """
 subprocess.Popen([sys.executable, "-c", f"import time; '{folder}'; time.sleep(600)"])
-ticket = os.environ["SINGA_LITE_TICKET"]
-Path(f"/dev/shm/singa_lite-{ticket}.{rank}").write_text("x")
-(folder / f"ticket-{rank}").write_text(ticket)
+rendezvous_id = os.environ["SINGA_LITE_RENDEZVOUS_ID"]
+Path(f"/dev/shm/singa_lite-{rendezvous_id}.{rank}").write_text("x")
+(folder / f"rendezvous_id-{rank}").write_text(rendezvous_id)
 """
 )
 
 
 def shared_files(folder: Path) -> list[Path]:
-    """The shared-memory files of the world whose script stands in ``folder``."""
-    return list(Path("/dev/shm").glob(f"*{(folder / 'ticket-0').read_text()}*"))
+    """The shared-memory files of the world whose script is in ``folder``."""
+    return list(Path("/dev/shm").glob(f"*{(folder / 'rendezvous_id-0').read_text()}*"))
 
 
 # ---- output ------------------------------------------------------------------------------------------
@@ -76,37 +81,89 @@ def test_a_line_that_never_ends_is_still_shown(tmp_path):
     assert result.stdout == "[0] last\n"
 
 
-class Terminal(io.BytesIO):
-    def isatty(self):
-        return True
+@pytest.fixture
+def log(tmp_path):
+    """A file that RankOutput writes; its text once all is written."""
+    path = tmp_path / "log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+
+    def text(output):
+        output.flush(lambda: False)
+        return path.read_text()
+
+    yield descriptor, text
+    os.close(descriptor)
 
 
-def test_a_log_gets_only_the_last_state_of_a_progress_bar():
-    log = io.BytesIO()
-    output = RankOutput(2, log, log)
+def test_a_log_gets_only_the_last_state_of_a_progress_bar(log):
+    descriptor, text = log
+    output = RankOutput(2, None, descriptor, descriptor)
     for chunk in (b"\r10%", b"\r50%\r", b"\r100", b"%", b"\nnext\n"):
         output.feed(0, "stderr", chunk)
-    assert log.getvalue() == b"[0] 100%\n[0] next\n"
+    assert text(output) == "[0] 100%\n[0] next\n"
 
 
 def test_a_terminal_shows_rank_0s_bar_as_it_moves_and_other_lines_above_it():
-    screen = Terminal()
-    output = RankOutput(2, screen, screen)
+    reader, screen = os.openpty()
+    output = RankOutput(2, None, screen, screen)
     output.feed(0, "stderr", b"\r10%")
     output.feed(1, "stdout", b"\r99%")
     output.feed(1, "stdout", b"\nhello\n")
     output.feed(0, "stderr", b"\r20%\n")
+    output.flush(lambda: False)
+    shown = os.read(reader, 1000).replace(b"\r\n", b"\n")
+    os.close(screen)
+    os.close(reader)
     clear = b"\r\x1b[K"
-    expected = clear + b"[0] 10%" + clear + b"[1] 99%\n[1] hello\n[0] 20%\n"
-    assert screen.getvalue() == expected
+    assert shown == clear + b"[0] 10%" + clear + b"[1] 99%\n[1] hello\n[0] 20%\n"
 
 
-def test_prefixes_are_equally_wide():
-    log = io.BytesIO()
-    output = RankOutput(11, log, log)
+def test_prefixes_are_equally_wide(log):
+    descriptor, text = log
+    output = RankOutput(11, None, descriptor, descriptor)
     output.feed(2, "stdout", b"a\n")
     output.feed(10, "stdout", b"b\n")
-    assert log.getvalue() == b"[ 2] a\n[10] b\n"
+    assert text(output) == "[ 2] a\n[10] b\n"
+
+
+def read_to_the_end(descriptor: int, received: list[bytes]) -> None:
+    while part := os.read(descriptor, 1 << 16):
+        received.append(part)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("ending", [b"last\n", b""])
+def test_output_is_never_waited_for_and_what_is_left_out_is_counted(ending):
+    reader, writer = os.pipe()
+    sink = Sink(writer, may_drop=True)
+    line = b"x" * 99_999 + b"\n"
+    for _ in range(40):  # nobody reads: four times what the buffer and the pipe hold
+        sink.write(line)
+    assert not sink.is_full
+    received: list[bytes] = []
+    reading = threading.Thread(target=read_to_the_end, args=(reader, received))
+    reading.start()
+    sink.flush(lambda: False)
+    if ending:
+        sink.write(ending)
+        sink.flush(lambda: False)
+    os.close(writer)
+    reading.join(LIMIT_S)
+    *lines, notice = b"".join(received).removesuffix(ending).splitlines()
+    assert set(lines) == {line[:-1]}
+    assert notice == f"singa-lite run: {40 - len(lines)} lines left out".encode()
+
+
+def test_a_sink_that_may_not_drop_says_when_it_is_full():
+    reader, writer = os.pipe()
+    sink = Sink(writer)
+    for _ in range(2 + (2 << 20) // 100_000):
+        sink.write(b"x" * 100_000)
+    assert sink.is_full
+    os.close(reader)  # ends the thread
+    sink.flush(lambda: False)
+    assert isinstance(sink.error, BrokenPipeError)
+    os.close(writer)
 
 
 # ---- arguments and environment -----------------------------------------------------------------------
@@ -127,7 +184,9 @@ def test_a_module_runs_by_name(tmp_path):
 
 
 def test_ranks_learn_their_world_and_time_out(tmp_path):
-    text = "print(rank, *(os.environ[f'SINGA_LITE_{n}'] for n in ('WORLD_SIZE', 'TIMEOUT_S', 'TICKET')))"
+    text = (
+        "print(rank, *(os.environ[f'SINGA_LITE_{n}'] for n in ('WORLD_SIZE', 'TIMEOUT_S', 'RENDEZVOUS_ID')))"
+    )
     script = write_script(tmp_path, HEAD + text)
     command = launch_command(script, 3)
     result = run_command([*command[:4], "--timeout-s", "7.5", *command[4:]])
@@ -139,7 +198,7 @@ def test_ranks_learn_their_world_and_time_out(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"), [({}, str(threads_per_rank(2))), ({"OMP_NUM_THREADS": "7"}, "7")]
 )
-def test_ranks_share_the_cores_unless_told_how_many(tmp_path, given, expected):
+def test_ranks_share_the_cores_unless_set(tmp_path, given, expected):
     script = write_script(tmp_path, HEAD + "print(os.environ['OMP_NUM_THREADS'])")
     result = run_ranks_of(script, 2, **given)
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] {expected}" for rank in range(2)]
@@ -148,7 +207,7 @@ def test_ranks_share_the_cores_unless_told_how_many(tmp_path, given, expected):
 def test_ranks_have_no_standard_input(tmp_path):
     script = write_script(tmp_path, HEAD + "print(repr(sys.stdin.read()))")
     result = subprocess.run(
-        launch_command(script, 2), input="secret", capture_output=True, text=True, timeout=60
+        launch_command(script, 2), input="secret", capture_output=True, text=True, timeout=LIMIT_S
     )
     assert sorted(result.stdout.splitlines()) == ["[0] ''", "[1] ''"]
 
@@ -162,6 +221,7 @@ def test_ranks_have_no_standard_input(tmp_path):
         (["-n", "2"], "which script?"),
         (["-n", "2", "no_such_script.py"], "there is no script 'no_such_script.py'"),
         (["-n", "2", "--timeout-s", "0", "script.py"], "must be > 0"),
+        (["-n", "2", "--exit-timeout", "-1", "script.py"], "must be > 0"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(tmp_path, arguments, message):
@@ -186,7 +246,9 @@ ENDINGS = {
         2,
         "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)",
     ),
+    "a rank is stopped at its end": (3, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"),
 }
+OPTIONS = {"a rank is stopped at its end": ["--exit-timeout", "1"]}
 
 
 @pytest.fixture(scope="module")
@@ -196,8 +258,11 @@ def endings(tmp_path_factory):
     scripts = [
         write_script(folder, HEAD + text, f"{number}.py") for number, (_, text) in enumerate(ENDINGS.values())
     ]
-    sizes = [size for size, _ in ENDINGS.values()]
-    results = at_once([partial(run_ranks_of, *job) for job in zip(scripts, sizes, strict=True)])
+    commands = [
+        launch_command(script, size, options=OPTIONS.get(ending, []))
+        for script, (ending, (size, _)) in zip(scripts, ENDINGS.items(), strict=True)
+    ]
+    results = at_once([partial(run_command, command) for command in commands])
     assert_nothing_left(folder)
     return dict(zip(ENDINGS, results, strict=True))
 
@@ -222,7 +287,13 @@ def test_a_stopped_rank_is_killed_with_the_others(endings):
     assert endings["a rank is stopped"].returncode == 4
 
 
-def test_an_echo_is_not_taken_for_the_cause(tmp_path):
+def test_a_rank_that_hangs_at_its_end_is_killed_and_named(endings):
+    result = endings["a rank is stopped at its end"]
+    assert result.returncode == 1
+    assert "rank 1 had not ended 1 s after the others and was killed; see --exit-timeout" in result.stderr
+
+
+def test_a_repeated_failure_is_not_taken_for_the_cause(tmp_path):
     text = "from singa_lite.errors import CommError\n"
     text += "if rank == 0:\n    raise CommError('rank 1 has left')\n"
     text += "time.sleep(.5)\nraise ValueError('the cause')"
@@ -247,9 +318,9 @@ def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, number):
     job = subprocess.Popen(
         launch_command(script, 2), stderr=subprocess.PIPE, text=True, env=fresh_environment()
     )
-    wait_until(lambda: len(list(tmp_path.glob("ticket-*"))) == 2, "the ranks' start")
+    wait_until(lambda: len(list(tmp_path.glob("rendezvous_id-*"))) == 2, "the ranks' start")
     job.send_signal(number)
-    _, errors = job.communicate(timeout=60)
+    _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 128 + number
     assert f"ended all ranks by {number.name}" in errors
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
@@ -260,7 +331,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks(tmp_path, number):
 def test_nothing_survives_a_killed_launcher(tmp_path):
     script = write_script(tmp_path, LEAVES_TRACES + "time.sleep(600)")
     job = subprocess.Popen(launch_command(script, 2), env=fresh_environment())
-    wait_until(lambda: len(list(tmp_path.glob("ticket-*"))) == 2, "the ranks' start")
+    wait_until(lambda: len(list(tmp_path.glob("rendezvous_id-*"))) == 2, "the ranks' start")
     job.kill()
     job.wait(60)
     assert_nothing_left(tmp_path)
@@ -281,6 +352,72 @@ def test_a_reader_that_goes_away_ends_the_ranks(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+FLOOD = HEAD + "(folder / f'up-{rank}').touch()\nwhile True:\n    print('x' * 1000)\n"
+
+
+def test_an_unread_pipe_hides_no_death_and_no_signal(tmp_path):
+    script = write_script(tmp_path, FLOOD.replace("    print", "    rank == 1 and sys.exit(3)\n    print"))
+    job = subprocess.Popen(launch_command(script, 2), stdout=subprocess.PIPE, env=fresh_environment())
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "the ranks' start")
+    # only the launcher is left, with what nobody has read
+    wait_until(lambda: len(running(tmp_path)) == 1, "the end of the other rank")
+    assert job.poll() is None
+    job.terminate()
+    assert job.wait(20) == 3
+    assert_nothing_left(tmp_path)
+    assert job.stdout is not None
+    job.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, number):
+    job = subprocess.Popen(
+        launch_command(write_script(tmp_path, FLOOD), 2), stdout=subprocess.PIPE, env=fresh_environment()
+    )
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "the ranks' start")
+    time.sleep(0.5)  # until the pipe and the buffer are full
+    job.send_signal(number)
+    assert job.wait(20) == 128 + number
+    assert_nothing_left(tmp_path)
+    assert job.stdout is not None
+    job.stdout.close()
+
+
+def test_log_files_get_everything_although_nobody_reads_the_terminal(tmp_path):
+    text = "for i in range(3000):\n    print('o' * 990, i)\n    print('e' * 990, i, file=sys.stderr)\n"
+    script = write_script(tmp_path, HEAD + text)
+    reader, writer = os.pipe()
+    command = launch_command(script, 3, options=["--log-dir", str(tmp_path / "logs" / "new")])
+    for _ in range(2):  # the second job's lines come behind the first's
+        assert subprocess.run(command, stdout=writer, stderr=writer, timeout=LIMIT_S).returncode == 0
+    os.close(reader)
+    os.close(writer)
+    for rank in range(3):
+        lines = (tmp_path / "logs" / "new" / f"rank-{rank}.log").read_text().splitlines()
+        for kind in "oe":
+            found = [line for line in lines if line[0] == kind]
+            assert found == [f"{kind * 990} {i}" for i in range(3000)] * 2
+
+
+def test_a_launcher_without_standard_streams_runs_its_ranks(tmp_path):
+    script = write_script(tmp_path, HEAD + "print('out')\n(folder / f'ran-{rank}').touch()")
+    command = shlex.join(launch_command(script, 2))
+    result = subprocess.run(["sh", "-c", f"exec {command} <&- >&- 2>&-"], timeout=LIMIT_S)
+    assert result.returncode == 0
+    assert len(list(tmp_path.glob("ran-*"))) == 2
+
+
+def test_too_few_descriptors_are_an_error_with_a_cure(tmp_path):
+    command = shlex.join(launch_command(write_script(tmp_path, HEAD + "time.sleep(600)"), 16))
+    result = run_command(["sh", "-c", f"ulimit -n 24; exec {command}"])
+    assert result.returncode == 1
+    assert re.fullmatch(
+        r"singa-lite run: launch: cannot start rank \d+ of 16: .*Too many open files; .*ulimit -n.*\n",
+        result.stderr,
+    )
+    assert_nothing_left(tmp_path)
+
+
 def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     result = run_command([sys.executable, "-m", "singa_lite", "info"])
     assert result.returncode == 0, result.stderr
@@ -292,12 +429,19 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
 
 
-def test_a_package_that_is_not_installed_says_where_it_lies(monkeypatch):
+def test_a_package_that_is_not_installed_says_where_it_is(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(cli, "version", missing)
     assert cli.package_version() == f"not installed, used from {Path(cli.__file__).parent}"
+
+
+@pytest.mark.parametrize("module", ["singa_lite", "singa_lite.cli"])
+def test_the_package_and_the_command_line_can_be_run_as_modules(tmp_path, module):
+    script = write_script(tmp_path, "print('started')")
+    result = run_command([sys.executable, "-m", module, "run", "-n", "1", str(script)])
+    assert result.returncode == 0 and "started" in result.stdout, result.stderr
 
 
 def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_path):

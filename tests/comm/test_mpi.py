@@ -14,11 +14,12 @@ import time
 
 import numpy as np
 import pytest
-from processes import LIMIT_S, assert_nothing_left, at_once, run_command, write_script
-from ranks import _mpiexec, mpi_missing, run_ranks
 
 from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES, combine
 from singa_lite.errors import CommError
+from tests.comm.processes import assert_nothing_left, at_once, run_command, write_script
+from tests.limits import LIMIT_S
+from tests.ranks import _mpiexec, mpi_missing, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
 # Open MPI needs leave to run as root and with more ranks than cores
@@ -271,10 +272,16 @@ def test_mpiexec_makes_the_world(tmp_path):
     result = mpi_job(tmp_path, STEP + "sys.stdout.write(f'{communicator.world} {array[0]}\\n')")
     assert result.returncode == 0, result.stderr
     expected = [
-        f"World(rank={r}, size=3, local_rank={r}, local_size=3, ticket='', transport='mpi') 6.0"
+        f"World(rank={r}, size=3, local_rank={r}, local_size=3, rendezvous_id='', transport='mpi') 6.0"
         for r in range(3)
     ]
     assert sorted(result.stdout.splitlines()) == expected
+
+
+def test_an_mpi4py_set_not_to_start_mpi_is_started(tmp_path):
+    text = "import mpi4py\nmpi4py.rc.initialize = False\n" + STEP + "sys.stdout.write(f'{array[0]}\\n')"
+    result = mpi_job(tmp_path, text)
+    assert (result.returncode, result.stdout) == (0, "6.0\n" * 3), result.stderr
 
 
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path):
@@ -284,7 +291,7 @@ def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path):
         assert result.returncode != 0
         assert "rank 1 of 3 failed:\nTraceback" in errors and "\nValueError: the cause" in errors
         for rank in (0, 2):
-            assert f"rank {rank}: all_reduce #1 'conv1.W': rank 1 gave up: ValueError: the cause" in errors
+            assert f"rank {rank}: all_reduce #1 'conv1.W': rank 1 aborted: ValueError: the cause" in errors
     assert_nothing_left(tmp_path)
 
 
@@ -306,16 +313,16 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 
 def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
     text = STEP + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)" + AGAIN
-    for result in mpi_jobs(tmp_path, text, timeout_s=1):
+    for result in mpi_jobs(tmp_path, text, timeout_s=5):  # in which the ranks must start as well
         assert result.returncode != 0
-        assert "all_reduce #1 'conv1.W': waited 1 s for rank 1" in result.stderr
+        assert "all_reduce #1 'conv1.W': waited 5 s for rank 1" in result.stderr
     assert_nothing_left(tmp_path)
 
 
 def test_a_caught_time_out_still_ends_the_job(tmp_path):
     text = STEP + "if rank == 1:\n    time.sleep(600)\n"
     text += "try:\n    communicator.barrier()\nexcept RuntimeError:\n    print('caught')\n"
-    result = mpi_job(tmp_path, text, size=2, timeout_s=2)
+    result = mpi_job(tmp_path, text, size=2, timeout_s=5)
     assert result.returncode != 0 and result.stdout.strip() == "caught"
     assert_nothing_left(tmp_path)
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
-from processes import WORLD, run_command
 
 from singa_lite import config
 from singa_lite.comm import rendezvous
@@ -23,6 +24,8 @@ from singa_lite.comm.rendezvous import (
     threads_per_rank,
 )
 from singa_lite.errors import CommError, OptionError
+from tests.comm.processes import WORLD, run_command
+from tests.limits import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +35,12 @@ def alone(monkeypatch):
         if WORLD.match(name):
             monkeypatch.delenv(name)
     monkeypatch.setattr(config, "state", config.State())
-    monkeypatch.setattr(rendezvous, "fail_together", lambda communicator: None)
+    # the hooks would stay when the test has ended
+    monkeypatch.setattr(rendezvous, "exit_hooks", lambda: pytest.fail("no test here joins others"))
 
 
-def launched(monkeypatch, rank="1", size="3", ticket="abc"):
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("TICKET", ticket)):
+def launched(monkeypatch, rank="1", size="3", rendezvous_id="abc"):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("RENDEZVOUS_ID", rendezvous_id)):
         if value is not None:
             monkeypatch.setenv(f"SINGA_LITE_{name}", value)
 
@@ -53,13 +57,13 @@ def test_explicit_arguments_make_a_world_of_this_host():
 
 
 @pytest.mark.parametrize("arguments", [("abc", 0, 1), (None, None, 1), (None, 0, 1)])
-def test_a_world_of_one_needs_no_ticket(arguments):
+def test_a_world_of_one_needs_no_rendezvous_id(arguments):
     assert find_world(*arguments) == World()
 
 
 @pytest.mark.parametrize("arguments", [("abc", None, 2), ("abc", 0, None), (None, 0, 2), (None, 0, None)])
 def test_some_explicit_arguments_are_not_enough(arguments):
-    with pytest.raises(OptionError, match="give ticket, local_rank and world_size together"):
+    with pytest.raises(OptionError, match="give rendezvous_id, local_rank and world_size together"):
         find_world(*arguments)
 
 
@@ -69,8 +73,8 @@ def test_a_rank_outside_its_world_is_refused(arguments):
         find_world(*arguments)
 
 
-def test_a_ticket_cannot_be_a_path():
-    with pytest.raises(OptionError, match="ticket"):
+def test_a_rendezvous_id_cannot_be_a_path():
+    with pytest.raises(OptionError, match="rendezvous_id"):
         find_world("../../etc/passwd", 0, 2)
 
 
@@ -105,7 +109,7 @@ def test_our_launcher_comes_before_mpi(monkeypatch):
         (("3", "3", "abc"), "SINGA_LITE_RANK=3"),
         (("0", "0", "abc"), "SINGA_LITE_WORLD_SIZE=0"),
         ((None, "3", "abc"), "SINGA_LITE_RANK is not set"),
-        (("0", "3", None), "SINGA_LITE_TICKET is not set"),
+        (("0", "3", None), "SINGA_LITE_RENDEZVOUS_ID is not set"),
     ],
 )
 def test_a_damaged_environment_names_its_variable(monkeypatch, values, named):
@@ -128,9 +132,9 @@ def test_several_mpi_or_slurm_tasks_are_an_mpi_world(monkeypatch, names):
     for name, value in zip(names, ("3", "2"), strict=True):
         monkeypatch.setenv(name, value)
     asked = []
-    monkeypatch.setattr(rendezvous, "mpi_world", lambda *arguments: asked.append(arguments))
-    find_world()
-    assert [arguments[1:] for arguments in asked] == [(2, 3)]
+    monkeypatch.setattr(rendezvous, "_mpi_world", lambda *arguments: asked.append(arguments))
+    find_world(timeout_s=7)
+    assert [arguments[1:] for arguments in asked] == [(2, 3, 7)]
 
 
 @pytest.mark.parametrize("names", TASKS)
@@ -232,7 +236,18 @@ def test_a_forked_child_cannot_be_its_parents_rank(monkeypatch):
         process_communicator()
 
 
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(OptionError, match=r"world.transport = 'pigeon' is not known; choose one of .*'shm'"):
+        connect(World(0, 2, 0, 2, "abc", "pigeon"))
+
+
+def test_a_transport_that_joins_no_world_is_refused():
+    with pytest.raises(OptionError, match=r"world.transport = 'nccl' is not known"):
+        connect(World(0, 2, 0, 2, "abc", "nccl"))
+
+
 def test_shared_memory_off_linux_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr(rendezvous, "exit_hooks", lambda: SimpleNamespace(joining=contextlib.nullcontext))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(CommError, match="works on Linux only, not on darwin"):
         connect(find_world("abc", 0, 2))
@@ -260,7 +275,7 @@ def test_each_rank_gets_its_part_of_the_cores(cores, ranks, expected):
 
 
 @pytest.mark.parametrize(("ranks", "environment"), [(1, {}), (2, {"OMP_NUM_THREADS": "4"})])
-def test_threads_stay_as_they_are_for_one_rank_or_when_told_how_many(ranks, environment):
+def test_threads_stay_as_they_are_for_one_rank_or_when_set(ranks, environment):
     result = run_command([sys.executable, "-c", SHARE, "2", str(ranks)], **environment)
     assert result.stdout == "[4] [4]\n", result.stderr
 
@@ -272,17 +287,17 @@ def test_no_rank_gets_less_than_one_thread():
 # ---- NcclIdHolder ------------------------------------------------------------------------------------
 
 
-def _ticket(holder, answers):
-    answers.put(holder.ticket)
+def _rendezvous_id(holder, answers):
+    answers.put(holder.rendezvous_id)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_holder_reaches_children_of_every_start_method(method):
     context = multiprocessing.get_context(method)
     holder, answers = NcclIdHolder(), context.Queue()
-    child = context.Process(target=_ticket, args=(holder, answers))
+    child = context.Process(target=_rendezvous_id, args=(holder, answers))
     child.start()
-    assert answers.get(timeout=60) == holder.ticket
+    assert answers.get(timeout=LIMIT_S) == holder.rendezvous_id
     child.join(60)
     answers.close()
     answers.join_thread()
@@ -290,6 +305,6 @@ def test_a_holder_reaches_children_of_every_start_method(method):
 
 def test_holders_differ_and_survive_pickling():
     first, second = NcclIdHolder(), NcclIdHolder()
-    assert first.ticket != second.ticket
-    assert pickle.loads(pickle.dumps(first)).ticket == first.ticket
-    assert find_world(first.ticket, 0, 2).ticket == first.ticket
+    assert first.rendezvous_id != second.rendezvous_id
+    assert pickle.loads(pickle.dumps(first)).rendezvous_id == first.rendezvous_id
+    assert find_world(first.rendezvous_id, 0, 2).rendezvous_id == first.rendezvous_id

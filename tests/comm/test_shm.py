@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of the shm transport: ranks that die, stop, leave or lie, and a /dev/shm that is full or occupied."""
+"""Faults of the shm transport: ranks that die, stop, leave or disagree, and a /dev/shm that is full or occupied."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import RankDied, run_ranks
 
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError
+from tests.ranks import RankDied, run_ranks
 
 SHM = Path("/dev/shm")
 
@@ -38,8 +38,8 @@ def caught(call: Any) -> str:
 def sums_for_ever(c: Communicator, elements: int, end: str) -> str:
     """All-reduce until it fails; rank 1 goes its own way after three rounds."""
     array = np.ones(elements, np.float32)
-    for turn in range(1_000_000):
-        if c.rank == 1 and turn == 3:
+    for number in range(1_000_000):
+        if c.rank == 1 and number == 3:
             work = c.all_reduce(array, "max", name="grad")  # the others find it half done
             if end == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -59,7 +59,7 @@ def sums_for_ever(c: Communicator, elements: int, end: str) -> str:
 
 @pytest.mark.parametrize("elements", [1, 50_000, 3_000_000])
 def test_a_killed_rank_is_an_error_on_the_two_others(elements: int) -> None:
-    results = run_ranks(sums_for_ever, 3, elements, "kill", timeout_s=20, return_exceptions=True)
+    results = run_ranks(sums_for_ever, 3, elements, "kill", return_exceptions=True)
     assert isinstance(results[1], RankDied)
     for rank in (0, 2):
         assert f"rank {rank}: all_reduce #" in results[rank] and "'grad'" in results[rank]
@@ -68,23 +68,23 @@ def test_a_killed_rank_is_an_error_on_the_two_others(elements: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_exits_without_closing_counts_as_dead(size: int) -> None:
-    results = run_ranks(sums_for_ever, size, 1000, "exit", timeout_s=20, return_exceptions=True)
+    results = run_ranks(sums_for_ever, size, 1000, "exit", return_exceptions=True)
     assert all("died" in results[rank] for rank in range(size) if rank != 1)
 
 
 def test_an_exception_on_one_rank_reaches_the_others_in_words() -> None:
-    results = run_ranks(sums_for_ever, 3, 1000, "raise", timeout_s=20, return_exceptions=True)
+    results = run_ranks(sums_for_ever, 3, 1000, "raise", return_exceptions=True)
     assert isinstance(results[1], ValueError)
-    assert all("rank 1 gave up: ValueError: the loss is NaN" in results[rank] for rank in (0, 2))
+    assert all("rank 1 aborted: ValueError: the loss is NaN" in results[rank] for rank in (0, 2))
 
 
 def test_one_step_more_than_a_closed_rank_is_an_error() -> None:
-    results = run_ranks(sums_for_ever, 3, 1000, "leave", timeout_s=20)
+    results = run_ranks(sums_for_ever, 3, 1000, "leave")
     assert results[1] == "left"
     assert all("rank 1" in results[rank] and "closed" in results[rank] for rank in (0, 2))
 
 
-def last_words(c: Communicator) -> float:
+def last_call(c: Communicator) -> float:
     array = np.full(1000, float(c.rank))
     work = c.all_reduce(array, "sum")
     if c.rank == 1:
@@ -97,7 +97,7 @@ def last_words(c: Communicator) -> float:
 
 
 def test_what_a_rank_left_before_it_closed_is_still_good() -> None:
-    assert run_ranks(last_words, 2) == [1.0, 1.0]
+    assert run_ranks(last_call, 2) == [1.0, 1.0]
 
 
 def zombie(world: World) -> str:
@@ -105,7 +105,7 @@ def zombie(world: World) -> str:
     if world.rank == 1:
         return ""
     pid = os.fork()
-    c = ShmCommunicator(World(int(pid == 0), 2, int(pid == 0), 2, world.ticket, "shm"), 15)
+    c = ShmCommunicator(World(int(pid == 0), 2, int(pid == 0), 2, world.rendezvous_id, "shm"), 15)
     if pid == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     text = caught(lambda: c.barrier())
@@ -115,7 +115,7 @@ def zombie(world: World) -> str:
 
 
 def test_a_peer_that_is_a_zombie_counts_as_dead() -> None:
-    text = run_ranks(zombie, 2, transport="none", timeout_s=20)[0]
+    text = run_ranks(zombie, 2, transport="none")[0]
     assert text.startswith("Z: ") and "died" in text
 
 
@@ -132,7 +132,7 @@ def stopped(c: Communicator, folder: str) -> str:
 
 
 def test_a_stopped_rank_is_a_time_out_that_names_it(tmp_path: Path) -> None:
-    texts = run_ranks(stopped, 3, str(tmp_path), timeout_s=30)
+    texts = run_ranks(stopped, 3, str(tmp_path))
     # on a busy machine another rank may be late as well
     assert any(re.search(r"waited 1 s for rank ([013], )*2", text) for text in texts[:2]), texts
     assert all(texts), texts
@@ -146,7 +146,7 @@ def late(c: Communicator) -> str:
 
 def test_the_communicators_own_time_out_ends_a_large_collective() -> None:
     texts = run_ranks(late, 2, communicator_timeout_s=0.5)
-    assert "waited 0.5 s for rank 1" in texts[0] and "rank 0 gave up" in texts[1]
+    assert "waited 0.5 s for rank 1" in texts[0] and "rank 0 aborted" in texts[1]
 
 
 def forked_use(c: Communicator) -> str:
@@ -168,13 +168,13 @@ def forked_use(c: Communicator) -> str:
 
 
 def test_a_forked_child_gets_an_error_and_harms_nobody() -> None:
-    for text in run_ranks(forked_use, 2, timeout_s=20):
+    for text in run_ranks(forked_use, 2):
         assert text.count("fork()") == 2
 
 
 def shape_of_segment(world: World) -> dict[str, Any]:
     os.umask(0)
-    path = SHM / f"singa_lite-{world.ticket}"
+    path = SHM / f"singa_lite-{world.rendezvous_id}"
     if world.rank == 1:
         deadline = time.monotonic() + 10
         while not path.exists() and time.monotonic() < deadline:
@@ -192,13 +192,15 @@ def shape_of_segment(world: World) -> dict[str, Any]:
 
 
 def test_the_segment_is_private_really_allocated_and_unlinked_after_attach() -> None:
-    first, second = run_ranks(shape_of_segment, 2, transport="none", timeout_s=20)
+    first, second = run_ranks(shape_of_segment, 2, transport="none")
     assert first == {"exists": False}
     assert second == {"exists": False, "mode": 0o600, "allocated": True}
 
 
 def open_world(world: World, size: int | None = None, rank: int | None = None, timeout_s: float = 2) -> str:
-    mine = World(world.rank if rank is None else rank, size or world.size, 0, world.size, world.ticket, "shm")
+    mine = World(
+        world.rank if rank is None else rank, size or world.size, 0, world.size, world.rendezvous_id, "shm"
+    )
     return caught(lambda: ShmCommunicator(mine, timeout_s).close())
 
 
@@ -212,8 +214,8 @@ def full(world: World) -> str:
     return text
 
 
-def test_no_room_for_the_segment_is_an_error_that_says_how_much_is_needed() -> None:
-    texts = run_ranks(full, 2, transport="none", timeout_s=20)
+def test_no_space_for_the_segment_is_an_error_that_says_how_much_is_needed() -> None:
+    texts = run_ranks(full, 2, transport="none")
     assert "needs 1.1 MB" in texts[0] and "free" in texts[0] and "--shm-size" in texts[0]
     assert texts[1], "rank 1 took part in a world that does not exist"
 
@@ -229,15 +231,50 @@ def full_group(c: Communicator) -> str:
 
 
 def test_no_room_for_a_group_is_an_error_on_all_ranks_of_the_parent() -> None:
-    assert all("pair" in text and "needs" in text for text in run_ranks(full_group, 3, timeout_s=20))
+    assert all("pair" in text and "needs" in text for text in run_ranks(full_group, 3))
+
+
+def group_beside_squatters(c: Communicator) -> bool:
+    """Make a group where somebody has taken every name that can be guessed from the world's."""
+    taken = [SHM / f"singa_lite-{c.world.rendezvous_id}{suffix}" for suffix in ("-0", "-1", "-2", "-group")]
+    if c.rank == 0:
+        for path in taken:
+            path.write_bytes(b"not ours")
+    c.barrier()
+    try:
+        group = c.new_group([1, 0])
+        assert group is not None
+        array = np.full(3, c.rank + 1.0)
+        group.all_reduce(array, "sum").wait()
+        group.close()
+        c.barrier()
+        return bool((array == 3).all())
+    finally:
+        if c.rank == 0:
+            for path in taken:
+                path.unlink()
+
+
+def test_a_groups_segment_has_a_name_that_nobody_can_take_before() -> None:
+    assert run_ranks(group_beside_squatters, 2, timeout_s=20) == [True, True]
+
+
+def test_a_cut_character_does_not_hide_the_error() -> None:
+    name = "é" * 2000
+    texts = run_ranks(renamed, 2, name, timeout_s=20)
+    assert all("the ranks disagree" in text and "é" in text for text in texts), texts
+
+
+def renamed(c: Communicator, name: str) -> str:
+    return caught(lambda: c.all_reduce(np.ones(3), "sum", name=f"{c.rank}{name}").wait())
 
 
 def wrong_size(world: World) -> str:
     return open_world(world, size=3 if world.rank == 1 else 2)
 
 
-def test_ranks_that_disagree_about_their_number_are_told() -> None:
-    for text in run_ranks(wrong_size, 2, transport="none", timeout_s=20):
+def test_ranks_that_disagree_about_their_number_raise() -> None:
+    for text in run_ranks(wrong_size, 2, transport="none"):
         assert "rank 0 says the world has 2 ranks, rank 1 says 3" in text
 
 
@@ -249,7 +286,7 @@ def same_rank(world: World) -> str:
 
 
 def test_a_rank_taken_twice_is_an_error() -> None:
-    texts = run_ranks(same_rank, 3, transport="none", timeout_s=20)
+    texts = run_ranks(same_rank, 3, transport="none")
     assert "rank 1 is taken by process" in texts[2]
     assert "for rank 2 to start" in texts[0]
 
@@ -259,15 +296,15 @@ def missing(world: World) -> str:
 
 
 def test_a_rank_that_never_starts_is_named() -> None:
-    assert "for rank 1 to start" in run_ranks(missing, 2, transport="none", timeout_s=20)[0]
+    assert "for rank 1 to start" in run_ranks(missing, 2, transport="none")[0]
 
 
 def killed_early(world: World) -> str:
     if world.rank == 0:
         pid = os.fork()
         if pid == 0:
-            ShmCommunicator(World(0, 2, 0, 2, world.ticket, "shm"), 30)
-        while not (SHM / f"singa_lite-{world.ticket}").exists():
+            ShmCommunicator(World(0, 2, 0, 2, world.rendezvous_id, "shm"), 30)
+        while not (SHM / f"singa_lite-{world.rendezvous_id}").exists():
             time.sleep(0.001)
         time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
@@ -275,15 +312,15 @@ def killed_early(world: World) -> str:
         return ""
     time.sleep(0.5)
     text = open_world(world)
-    return f"{text} {(SHM / f'singa_lite-{world.ticket}').exists()}"
+    return f"{text} {(SHM / f'singa_lite-{world.rendezvous_id}').exists()}"
 
 
 def test_a_segment_whose_maker_died_is_refused_and_removed() -> None:
-    text = run_ranks(killed_early, 2, transport="none", timeout_s=20)[1]
+    text = run_ranks(killed_early, 2, transport="none")[1]
     assert "rank 0 has died" in text and text.endswith("False")
 
 
-def test_a_ticket_in_use_is_refused() -> None:
+def test_a_rendezvous_id_in_use_is_refused() -> None:
     path = SHM / f"singa_lite-{secrets.token_hex(8)}"
     path.write_bytes(b"not ours")
     try:
@@ -306,9 +343,9 @@ def test_a_segment_open_to_others_is_refused(mode: int) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize("ticket", ["", "a/b", "x" * 300])
-def test_a_ticket_that_is_no_file_name_is_refused(ticket: str) -> None:
-    assert "ticket" in caught(lambda: ShmCommunicator(World(0, 1, 0, 1, ticket, "shm"), 1))
+@pytest.mark.parametrize("rendezvous_id", ["", "a/b", "x" * 300])
+def test_a_rendezvous_id_that_is_no_file_name_is_refused(rendezvous_id: str) -> None:
+    assert "rendezvous id" in caught(lambda: ShmCommunicator(World(0, 1, 0, 1, rendezvous_id, "shm"), 1))
 
 
 def use_after_close(c: Communicator) -> str:
@@ -327,8 +364,8 @@ def test_close_is_final_and_may_be_repeated() -> None:
     assert "closed while a collective was in flight" in first and "this communicator is closed" in second
 
 
-def ends_in_flight(ticket: str, rank: int) -> None:
-    c = ShmCommunicator(World(rank, 2, rank, 2, ticket, "shm"), 10)
+def ends_in_flight(rendezvous_id: str, rank: int) -> None:
+    c = ShmCommunicator(World(rank, 2, rank, 2, rendezvous_id, "shm"), 10)
     works = [c.all_reduce(np.ones(4_000_000), "sum") for _ in range(3)]
     if rank == 0:
         works[0].wait()
@@ -336,15 +373,15 @@ def ends_in_flight(ticket: str, rank: int) -> None:
 
 
 def test_an_interpreter_may_end_with_works_in_flight() -> None:
-    context, ticket = multiprocessing.get_context("spawn"), secrets.token_hex(8)
-    ranks = [context.Process(target=ends_in_flight, args=(ticket, rank)) for rank in (0, 1)]
+    context, rendezvous_id = multiprocessing.get_context("spawn"), secrets.token_hex(8)
+    ranks = [context.Process(target=ends_in_flight, args=(rendezvous_id, rank)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(20)
     # 7 and 8, or 1 for a CommError, as the other may have left already; neither a crash nor a hang
     assert ranks[0].exitcode in (1, 7) and ranks[1].exitcode in (1, 8)
-    assert not list(SHM.glob(f"singa_lite-{ticket}*"))
+    assert not list(SHM.glob(f"singa_lite-{rendezvous_id}*"))
 
 
 def threads_of(c: Communicator) -> tuple[int, int]:

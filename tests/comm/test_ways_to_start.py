@@ -5,25 +5,30 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from processes import (
+
+from tests.comm.processes import (
     assert_nothing_left,
     fresh_environment,
+    is_running,
     launch_command,
     run_command,
     run_ranks_of,
     wait_until,
     write_script,
 )
+from tests.limits import LIMIT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 
-# The same script for every way: it asks for a communicator and does not know how it was started.
+# The same script for every way: it gets a communicator and does not know how it was started.
 STEP = """
 import os, signal, sys, time
 from pathlib import Path
@@ -72,6 +77,8 @@ def train(local_rank, world_size, holder, end):
     sys.stdout.flush()
     if end == "fail" and local_rank == 1:
         raise ValueError("the cause")
+    if end in ("exit", "code") and local_rank == 1:
+        sys.exit("no more" if end == "exit" else 3)
     if end == "early" and local_rank == 1:
         return
     if end:
@@ -97,16 +104,187 @@ def test_multiprocessing_with_a_holder_makes_a_world(tmp_path, method):
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("end", ["fail", "early"])
-def test_a_multiprocessing_rank_that_ends_is_named_by_the_others(tmp_path, method, end):
+# how rank 1 ends -> what the others raise, and the exit codes
+MULTIPROCESSING_ENDS = {
+    "fail": ("aborted: ValueError: the cause", "[1, 1, 1]"),
+    "exit": ("aborted: SystemExit: no more", "[1, 1, 1]"),
+    "code": ("aborted: SystemExit: 3", "[1, 3, 1]"),
+    "early": ("has closed its communicator", "[1, 0, 1]"),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [
+        ("fork", "fail"),
+        ("spawn", "fail"),
+        ("forkserver", "fail"),
+        ("spawn", "exit"),
+        ("fork", "code"),
+        ("fork", "early"),
+    ],
+)
+def test_a_multiprocessing_rank_that_ends_is_named_by_the_others_with_its_reason(tmp_path, method, end):
     result = run_command([sys.executable, str(write_script(tmp_path, MULTIPROCESSING)), method, end])
-    assert result.stdout.splitlines()[-1] == ("[1, 1, 1]" if end == "fail" else "[1, 0, 1]"), result.stderr
+    reason, codes = MULTIPROCESSING_ENDS[end]
+    assert result.stdout.splitlines()[-1] == codes, result.stderr
     for rank in (0, 2):
-        # whichever of the two notices first tells the other
-        assert re.search(rf"CommError: rank {rank}: all_reduce #3 .*: .*rank 1 .* has closed", result.stderr)
-    assert "rank 1 (process" in result.stderr and "has closed its communicator" in result.stderr
+        # the other repeats the error of whichever of the two notices first
+        assert re.search(rf"CommError: rank {rank}: all_reduce #3 .*: .*rank 1 .*{reason}", result.stderr)
     assert_nothing_left(tmp_path)
+
+
+GATHERING = """
+import multiprocessing, os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from singa_lite import singa_wrap as singa
+from singa_lite.comm.rendezvous import process_communicator
+folder = Path(__file__).parent
+
+def train(rank, size, holder, what):
+    if rank == 1 and what in ("kill", "raise", "return"):
+        time.sleep(.5)  # the others wait already
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "raise":
+            raise ValueError("the cause")
+        return
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    try:
+        communicator = process_communicator(holder.rendezvous_id, rank, size, 50)
+    except RuntimeError as error:
+        sys.stderr.write(f"{rank}: {type(error).__name__}: {error}\\n")
+        sys.exit(1)
+    (folder / f"joined-{rank}").touch()
+    array = np.ones(100, np.float32)
+    for _ in range(1_000_000):
+        communicator.all_reduce(array, "mean").wait()
+        time.sleep(.001)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    holder = singa.NcclIdHolder()
+    (folder / "rendezvous_id").write_text(holder.rendezvous_id)
+    absent = 1 if sys.argv[2] == "absent" else 0
+    ranks = [context.Process(target=train, args=(rank, 3, holder, sys.argv[2])) for rank in range(3 - absent)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    print([process.exitcode for process in ranks])
+"""
+
+
+def files_of(folder):
+    return list(Path("/dev/shm").glob(f"*{(folder / 'rendezvous_id').read_text()}*"))
+
+
+@pytest.mark.parametrize(
+    ("method", "end", "code"),
+    [
+        ("fork", "kill", -9),
+        ("spawn", "kill", -9),
+        ("forkserver", "kill", -9),
+        ("fork", "raise", 1),
+        ("spawn", "return", 0),
+    ],
+)
+def test_a_multiprocessing_rank_that_ends_before_joining_is_noticed_at_once(tmp_path, method, end, code):
+    started = time.monotonic()
+    result = run_command([sys.executable, str(write_script(tmp_path, GATHERING)), method, end])
+    assert time.monotonic() - started < 40  # not by the time-out
+    # forkserver does not know how its child was killed
+    assert result.stdout in (f"[1, {code}, 1]\n", f"[1, {255 if code < 0 else code}, 1]\n"), result.stderr
+    for rank in (0, 2):
+        expected = r"(rank . aborted: )?process \d+ ended before all ranks had joined"
+        expected = rf"{rank}: CommError: shm: rank {rank}, .*: {expected}"
+        assert re.search(expected, result.stderr), result.stderr
+    assert files_of(tmp_path) == []
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("stage", ["absent", "training"])
+def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, stage):
+    script = write_script(tmp_path, GATHERING)
+    parent = subprocess.Popen([sys.executable, str(script), method, stage], env=fresh_environment())
+    marks = "joined-*" if stage == "training" else "pid-*"
+    wait_until(lambda: len(list(tmp_path.glob(marks))) == (3 if stage == "training" else 2), "the ranks")
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait(20)
+    pids = [path.read_text() for path in tmp_path.glob("pid-*")]  # a spawned process does not name the script
+    try:
+        wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of the ranks")
+        wait_until(lambda: not files_of(tmp_path), "the removal of the shared files")
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 7)])
+def test_signal_handlers_run_while_a_rank_waits_for_the_others(tmp_path, rank, number, code):
+    rendezvous_id = "test" + secrets.token_hex(8)
+    text = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    text += "from pathlib import Path\nfrom singa_lite.comm.rendezvous import process_communicator\n"
+    text += "(Path(__file__).parent / 'up').touch()\n"
+    text += f"process_communicator({rendezvous_id!r}, {rank}, 2, 50)\n"
+    job = subprocess.Popen(
+        [sys.executable, str(write_script(tmp_path, text))],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=fresh_environment(),
+    )
+    wait_until((tmp_path / "up").exists, "the rank's start")
+    time.sleep(0.3)  # it waits by now
+    job.send_signal(number)
+    _, errors = job.communicate(timeout=20)
+    assert job.returncode == code
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    assert not list(Path("/dev/shm").glob(f"*{rendezvous_id}*"))
+
+
+THREAD = """
+import threading
+def work():
+    if rank == 1:
+        raise ValueError("the cause")
+    communicator.all_reduce(array, "sum", name="conv1.W").wait()
+thread = threading.Thread(target=work, name="trainer", daemon={daemon})
+thread.start()
+thread.join()
+{then}
+"""
+
+
+def test_a_thread_that_fails_fails_the_job_on_every_rank(tmp_path):
+    text = STEP + THREAD.format(daemon=False, then="if rank == 1:\n    time.sleep(600)")
+    result = run_ranks_of(write_script(tmp_path, text), 3)
+    assert result.returncode == 1
+    for rank in (0, 2):
+        assert re.search(
+            rf"rank {rank}: all_reduce #1 'conv1.W': .*rank 1 aborted: thread 'trainer': ValueError: the cause",
+            result.stderr,
+        )
+    assert_nothing_left(tmp_path)
+
+
+def test_a_process_whose_thread_failed_ends_with_1(tmp_path):
+    text = STEP + "import threading\nif rank != 1:\n    time.sleep(600)\n"
+    text += "thread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()\n"
+    result = run_ranks_of(write_script(tmp_path, text), 3)
+    assert result.returncode == 1
+    assert "singa-lite run: rank 1 failed first (exit code 1)" in result.stderr
+
+
+def test_a_daemon_thread_that_fails_harms_nobody(tmp_path):
+    text = STEP + "import threading\nthread = threading.Thread(target=lambda: 1 / 0, daemon=True)\n"
+    text += "thread.start()\nthread.join()\n" + AGAIN + REPORT
+    result = run_ranks_of(write_script(tmp_path, text), 3)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] {rank} 3 {rank} shm 18.0" for rank in range(3)]
 
 
 def test_ranks_of_multiprocessing_share_the_cores(tmp_path):
@@ -131,7 +309,7 @@ def test_an_exception_reaches_the_other_ranks_and_the_exit_code(tmp_path, num_el
     result = run_ranks_of(write_script(tmp_path, text), 3, num_elements)
     assert result.returncode == 1
     for rank in (0, 2):
-        assert re.search(rf"rank {rank}: all_reduce #1 'conv1.W': .*gave up: .*the cause", result.stderr)
+        assert re.search(rf"rank {rank}: all_reduce #1 'conv1.W': .*aborted: .*the cause", result.stderr)
     summary = result.stderr[result.stderr.index("singa-lite run:") :]
     assert summary.startswith("singa-lite run: rank 1 failed first") and summary.endswith("the cause\n")
     assert_nothing_left(tmp_path)
@@ -167,7 +345,7 @@ def test_a_rank_killed_amid_all_reduces_is_named(tmp_path):
     time.sleep(0.2)
     wait_until(lambda: (tmp_path / "pid-2").read_text(), "the rank's number")
     os.kill(int((tmp_path / "pid-2").read_text()), signal.SIGKILL)
-    _, errors = job.communicate(timeout=20)
+    _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 137
     for rank in (0, 1):
         assert re.search(rf"CommError: rank {rank}: all_reduce #\d+ .*rank 2 \(process \d+\) died", errors)
@@ -201,7 +379,7 @@ def test_ctrl_c_amid_an_all_reduce_ends_all_ranks(tmp_path):
     wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2, "the ranks' start")
     time.sleep(0.2)
     job.send_signal(signal.SIGINT)
-    _, errors = job.communicate(timeout=20)
+    _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 130
     assert "[0] KeyboardInterrupt" in errors
     assert_nothing_left(tmp_path)
@@ -213,6 +391,36 @@ def test_a_script_that_never_joins_fails_the_others_by_the_time_out(tmp_path):
     assert result.returncode == 1
     assert "CommError" in result.stderr and "rank 1" in result.stderr
     assert_nothing_left(tmp_path)
+
+
+def test_a_rank_that_ends_well_before_joining_is_named_at_once(tmp_path):
+    text = "import os, sys\nif os.environ['SINGA_LITE_RANK'] == '1':\n    sys.exit(0)\n" + STEP
+    started = time.monotonic()
+    result = run_ranks_of(write_script(tmp_path, text), 3, "4", "50")
+    assert time.monotonic() - started < 40  # not by the time-out
+    assert result.returncode == 1
+    expected = r"(rank . aborted: )?rank 1 \(process \d+\) ended with exit code 0 before all ranks had joined"
+    for rank in (0, 2):
+        assert re.search(rf"CommError: shm: rank {rank}, .*: {expected}", result.stderr)
+    assert re.search(r"rank [02] failed first .*, after rank 1 had ended with exit code 0\n", result.stderr)
+    assert_nothing_left(tmp_path)
+
+
+def test_a_child_of_a_rank_is_not_taken_for_the_rank(tmp_path):
+    child = "from singa_lite.comm.rendezvous import process_communicator as p; p({}timeout_s=50)"
+    text = "import subprocess, sys\nfor world in ('', 'world_size=1, '):\n"
+    text += f"    child = {child!r}.format(world)\n"
+    text += "    done = subprocess.run([sys.executable, '-c', child], capture_output=True, text=True)\n"
+    text += "    print(done.returncode, (done.stderr.splitlines() or ['fine'])[-1])\n"
+    result = run_ranks_of(write_script(tmp_path, text + STEP + REPORT), 3)
+    assert result.returncode == 0, result.stderr
+    for rank in range(3):
+        assert re.search(
+            rf"^\[{rank}\] 1 .*CommError: find_world: process \d+ is not rank {rank} of 3 but was started by it",
+            result.stdout,
+            re.MULTILINE,
+        )
+        assert {f"[{rank}] 0 fine", f"[{rank}] {rank} 3 {rank} shm 6.0"} <= set(result.stdout.splitlines())
 
 
 def test_a_forked_child_of_a_rank_does_not_close_its_world(tmp_path):

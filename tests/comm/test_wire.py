@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bfloat16 import nearest_bfloat16
 
 from singa_lite import _native
 from singa_lite.comm import wire
 from singa_lite.comm.wire import BFLOAT16, FLOAT16, WIRE_DTYPES, narrow, widen
+from tests.comm.bfloat16 import nearest_bfloat16
 
 EVERY = np.arange(1 << 16, dtype=np.uint16)
 
@@ -128,7 +128,7 @@ def test_shapes_stay(path, shape):
     assert (widen(narrow(values, BFLOAT16)) == 1 + 2.0**-7).all()
 
 
-def test_an_array_that_travels_as_it_is_stays_the_same_object():
+def test_an_array_that_is_sent_as_it_is_stays_the_same_object():
     for dtype in (np.float32, np.float64, np.int32, np.int64):
         values = np.ones(3, dtype)
         assert narrow(values, values.dtype) is values and widen(values) is values

@@ -27,12 +27,12 @@ def candidates(image, pad):
 def test_every_result_is_one_of_the_162_candidates_and_all_shifts_and_both_sides_occur():
     rng = np.random.default_rng(0)
     image = rng.integers(1, 256, (3, 32, 32), dtype=np.uint8)  # no zeros: all candidates differ
-    known = {window.tobytes(): place for place, window in candidates(image, 4).items()}
+    known = {window.tobytes(): position for position, window in candidates(image, 4).items()}
     assert len(known) == 162
     results = pad_crop_flip(np.broadcast_to(image, (2000, 3, 32, 32)), rng)
-    places = [known[result.tobytes()] for result in results]
-    assert len(set(places)) == 162
-    top, left, mirrored = np.array(places).T
+    positions = [known[result.tobytes()] for result in results]
+    assert len(set(positions)) == 162
+    top, left, mirrored = np.array(positions).T
     assert abs(mirrored.mean() - 0.5) < 0.05
     for shift in (top, left):
         assert (np.bincount(shift, minlength=9) > 150).all()  # 222 expected each, deviation 14

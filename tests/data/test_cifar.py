@@ -16,6 +16,7 @@ import pytest
 from singa_lite.data import __main__ as command
 from singa_lite.data import cifar, fetch_cifar10, load_cifar10, synthetic_cifar10
 from singa_lite.errors import DataError, OptionError
+from tests.limits import LIMIT_S
 
 COUNTS = dict(zip(cifar.FILES, (3, 1, 2, 1, 1, 4), strict=True))
 
@@ -39,11 +40,11 @@ def records():
 
 @pytest.fixture
 def folder(tmp_path, records):
-    place = tmp_path / "bin"
-    place.mkdir()
+    folder = tmp_path / "bin"
+    folder.mkdir()
     for name, array in records.items():
-        (place / name).write_bytes(array.tobytes())
-    return place
+        (folder / name).write_bytes(array.tobytes())
+    return folder
 
 
 def pack(path, members):
@@ -142,7 +143,7 @@ def test_an_archive_is_never_unpacked_and_only_exact_names_of_plain_files_count(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [cifar.ARCHIVE_NAME]
     for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE):
         pack(path, [(f"{cifar.SUBFOLDER}/data_batch_1.bin", kind.decode()), *official(records)[1:]])
-        with pytest.raises(DataError, match=r"data_batch_1\.bin is there twice or is no plain file"):
+        with pytest.raises(DataError, match=r"data_batch_1\.bin is there twice or is not a plain file"):
             load_cifar10(tmp_path)
     pack(path, [*official(records), official(records)[0]])
     with pytest.raises(DataError, match="twice"):
@@ -224,7 +225,7 @@ def test_without_a_network_the_error_says_what_to_do(tmp_path):
         fetch_cifar10(tmp_path / "file" / "below")
 
 
-def test_the_origin_is_asked_over_https_and_checked_by_sha256():
+def test_the_origin_is_contacted_over_https_and_checked_by_sha256():
     archive = cifar.Archive()
     assert archive.url.startswith("https://") and len(archive.sha256) == 64 and len(archive.md5) == 32
 
@@ -249,7 +250,7 @@ def test_of_ranks_that_start_at_once_one_fetches_and_all_get_whole_data(origin, 
     children = [context.Process(target=load_in_child, args=(results,)) for _ in range(3)]
     for child in children:
         child.start()
-    assert [results.get(timeout=30) for _ in children] == [8] * 3
+    assert [results.get(timeout=LIMIT_S) for _ in children] == [8] * 3
     for child in children:
         child.join(30)
     assert [child.exitcode for child in children] == [0] * 3

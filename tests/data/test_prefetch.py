@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader thread: order, look-ahead, errors at their place, and an end with its consumer."""
+"""The loader thread: order, look-ahead, errors at their position, and an end with its consumer."""
 
 import gc
 import itertools
@@ -13,8 +13,7 @@ import pytest
 
 from singa_lite.data import prefetch
 from singa_lite.errors import OptionError
-
-LIMIT_S = 20  # for what should take no time at all
+from tests.limits import LIMIT_S
 
 
 def loaders():
@@ -220,5 +219,5 @@ def test_an_interpreter_that_ends_with_a_loader_open_is_not_held_up():
         "print(next(batches))\n"
         "keep = [batches]; keep.append(keep)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")

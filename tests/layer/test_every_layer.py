@@ -34,6 +34,7 @@ class Sample:
         params: name -> shape.
         buffers: name -> shape.
         bad_input: an input that does not fit after the first call, or None.
+        dtype: of parameters and result, if not that of the inputs.
     """
 
     makers: list[Callable[[], Layer]]
@@ -42,6 +43,7 @@ class Sample:
     params: dict[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     bad_input: np.ndarray | None = None
+    dtype: str | None = None
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -159,6 +161,81 @@ SAMPLES = [
     Sample([layer.SoftMaxCrossEntropy], (ROWS, np.array([0, 1, 2, 1, 0])), (1,)),
     Sample([layer.CrossEntropy], (np.abs(ROWS) + 0.1, np.eye(3)[[0, 1, 2, 1, 0]]), (1,)),
     Sample([layer.MeanSquareError], (ROWS, ROWS + 1), (1,)),
+    Sample([layer.BinaryCrossEntropy], (1 / (1 + np.exp(-ROWS)), (ROWS > 0).astype(int)), (1,)),
+    Sample(
+        [lambda: layer.Gemm(4), lambda: layer.Gemm(4, 1.0, 1.0, False, True, True)],
+        (ROWS,),
+        (5, 4),
+        {"W": (4, 3), "b": (1, 4)},
+        bad_input=normal(5, 2),
+    ),
+    Sample(
+        [lambda: layer.Gemm(4, 0.5, 2, True, False, bias_shape=(3, 1))],
+        (ROWS,),
+        (3, 4),
+        {"W": (5, 4), "b": (3, 1)},
+    ),
+    Sample([lambda: layer.Gemm(4, bias=False)], (ROWS,), (5, 4), {"W": (4, 3)}),
+    Sample(
+        [lambda: layer.Embedding(4, 3), lambda: layer.Embedding(4, 3, "gaussian")],
+        (np.array([[0, 3], [1, 1]]),),
+        (2, 2, 3),
+        {"W": (4, 3)},
+        dtype="float32",
+    ),
+    Sample(
+        [lambda: layer.LayerNorm(), lambda: layer.LayerNorm(3), lambda: layer.LayerNorm([3])],
+        (normal(2, 5, 3),),
+        (2, 5, 3),
+        {"scale": (3,), "bias": (3,)},
+        bad_input=normal(2, 5, 4),
+    ),
+    Sample(
+        [lambda: layer.LayerNorm((5, 3), eps=1e-3)],
+        (normal(2, 5, 3),),
+        (2, 5, 3),
+        {"scale": (5, 3), "bias": (5, 3)},
+    ),
+    Sample(
+        [
+            lambda: layer.SeparableConv2d(6, 3),
+            lambda: layer.SeparableConv2d(4, 6, 3),
+            lambda: layer.SeparableConv2d(4, 6, (3, 3), 1, 0),
+        ],
+        (IMAGE,),
+        (2, 6, 5, 4),
+        {"depthwise_conv.W": (4, 1, 3, 3), "point_conv.W": (6, 4, 1, 1)},
+        bad_input=normal(2, 3, 7, 6),
+    ),
+    Sample(
+        [lambda: layer.SeparableConv2d(4, 6, 3, 2, 1, bias=True)],
+        (IMAGE,),
+        (2, 6, 4, 3),
+        {
+            "depthwise_conv.W": (4, 1, 3, 3),
+            "depthwise_conv.b": (4,),
+            "point_conv.W": (6, 4, 1, 1),
+            "point_conv.b": (6,),
+        },
+    ),
+    Sample(
+        [lambda: layer.MultiHeadAttention(2, causal=True), lambda: layer.MultiHeadAttention(2, True, True)],
+        (normal(3, 5, 4),),
+        (3, 5, 4),
+        {
+            "projection.W": (4, 12),
+            "projection.b": (12,),
+            "output.W": (4, 4),
+            "output.b": (4,),
+        },
+        bad_input=normal(3, 5, 6),
+    ),
+    Sample(
+        [lambda: layer.MultiHeadAttention(2, bias=False)],
+        (normal(3, 5, 4), normal(3, 2, 6)),
+        (3, 5, 4),
+        {"query.W": (4, 4), "memory_projection.W": (6, 8), "output.W": (4, 4)},
+    ),
 ]
 CASES = [
     pytest.param(sample, maker, id=f"{number}-{type(maker()).__name__}-style{style}")
@@ -195,7 +272,7 @@ def test_every_layer_has_a_sample() -> None:
     assert {cls.__name__ for cls in ours} == set(layer.__all__)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize(("sample", "maker"), CASES)
 def test_parameters_are_made_once_at_the_first_call(
     sample: Sample, maker: Callable[[], Layer], dtype: str
@@ -203,12 +280,17 @@ def test_parameters_are_made_once_at_the_first_call(
     made = maker()
     assert made.get_states() == {}
     y = first(made(*arguments(sample.inputs, dtype)))
+    dtype = sample.dtype or dtype
     assert y.shape == sample.out_shape and y.dtype == dtype
     params, states = made.get_params(), made.get_states()
     assert {name: param.shape for name, param in params.items()} == sample.params
     assert {name: state.shape for name, state in states.items()} == {**sample.params, **sample.buffers}
-    assert all(state.dtype == dtype for state in states.values())
-    assert all(param.stores_grad and param.requires_grad and param.name == n for n, param in params.items())
+    keeps_float32 = isinstance(made, layer.BatchNorm2d) and dtype == "float16"
+    assert all(state.dtype == ("float32" if keeps_float32 else dtype) for state in states.values())
+    assert all(
+        param.stores_grad and param.requires_grad and param.name == n.split(".")[-1]
+        for n, param in params.items()
+    )
     made(*arguments(sample.inputs, dtype))
     assert all(made.get_states()[name] is state for name, state in states.items())
 
@@ -255,11 +337,11 @@ def test_gradients_flow_to_every_parameter(sample: Sample, maker: Callable[[], L
     made = maker()
     y = first(made(*arguments(sample.inputs)))
     direction = Tensor(data=RNG.standard_normal(y.shape), dtype="float32")
-    slopes = autograd.gradients(y, direction)
+    grads = autograd.gradients(y, direction)
     for name, param in made.get_params().items():
-        assert slopes[param].shape == param.shape, name
-        assert np.abs(to_numpy(slopes[param])).max() > 0, name
-    assert len(slopes) == len(sample.params)
+        assert grads[param].shape == param.shape, name
+        assert np.abs(to_numpy(grads[param])).max() > 0, name
+    assert len(grads) == len(sample.params)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +408,10 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
         (lambda: layer.Dropout("x"), OptionError, "ratio = 'x'"),
         (lambda: layer.Dropout(-0.1), OptionError, "ratio = -0.1"),
         (lambda: layer.Cat(2)([Tensor((2, 3))] * 2), ShapeError, "axis 2 is out of range"),
-        (lambda: layer.Cat("x")([Tensor((2, 3))] * 2), ShapeError, "axis 'x' is no int"),
+        (lambda: layer.Cat("x")([Tensor((2, 3))] * 2), ShapeError, "axis 'x' is not an int"),
         (lambda: layer.Cat()(Tensor((2, 3))), DTypeError, "list of Tensors"),
         (lambda: layer.Flatten(-3)(Tensor((2, 3))), ShapeError, "axis -3 is out of range"),
-        (lambda: layer.Flatten(1.0)(Tensor((2, 3))), ShapeError, "axis 1.0 is no int"),
+        (lambda: layer.Flatten(1.0)(Tensor((2, 3))), ShapeError, "axis 1.0 is not an int"),
         (lambda: layer.SoftMax(2)(Tensor((2, 3))), ShapeError, "axis 2 is out of range"),
         (lambda: layer.Reshape()(Tensor((2, 3)), (2, "a")), ShapeError, "ints"),
         (lambda: layer.Conv2d(4, 2, group=2)(Tensor((1, 3, 4, 4))), ShapeError, "3 channels must divide"),
@@ -340,6 +422,34 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
         (lambda: layer.BatchNorm2d()(np.ones((2, 2))), DTypeError, "got ndarray"),
         (lambda: layer.MaxPool2d(3, pad_mode="SAME_UPPER")(Tensor((3, 3))), ShapeError, "N, C, H, W"),
         (lambda: layer.Linear(4)(Tensor((3, 2), dtype="int32")), DTypeError, "needs a float Tensor"),
+        (lambda: layer.Gemm(0), OptionError, "nb_kernels = 0"),
+        (lambda: layer.Gemm(2, alpha="a"), OptionError, "alpha = 'a'"),
+        (lambda: layer.Gemm(2)(Tensor((2, 3, 4))), ShapeError, "must be a matrix"),
+        (lambda: layer.Embedding(0, 2), OptionError, "input_dim = 0"),
+        (lambda: layer.Embedding(2, 2, "ones"), OptionError, "initializer = 'ones'"),
+        (lambda: layer.Embedding(2, 2)(np.ones(3, "i")), DTypeError, "needs a Tensor of ids"),
+        (lambda: layer.Embedding(2, 2)(Tensor((3,))), DTypeError, "int32 or int64"),
+        (lambda: layer.Embedding(2, 2).from_pretrained(np.ones((2, 3))), ShapeError, r"must be \(2, 2\)"),
+        (lambda: layer.Embedding(1, 3).from_pretrained([[1.0, 2, 3]]), DTypeError, "not list"),
+        (lambda: layer.Embedding(1, 3).from_pretrained(None), DTypeError, "not NoneType"),
+        (lambda: layer.Embedding(1, 3).from_pretrained("abc"), DTypeError, "not str"),
+        (lambda: layer.Embedding(1, 3).from_pretrained(np.array([["a"] * 3])), DTypeError, "not <U1"),
+        (lambda: layer.Embedding(1, 3).from_pretrained(np.ones((1, 3), "c16")), DTypeError, "not complex128"),
+        (lambda: layer.Gemm(3, bias_shape=3), OptionError, "bias_shape = 3 must be a list"),
+        (lambda: layer.LayerNorm(0), OptionError, "shape = 0"),
+        (lambda: layer.LayerNorm(eps=0), OptionError, "eps = 0"),
+        (lambda: layer.LayerNorm((2, 3))(Tensor((3,))), ShapeError, "too few axes"),
+        (lambda: layer.LayerNorm((2, 3))(Tensor((3, 3))), ShapeError, "expected 2 features"),
+        (lambda: layer.SeparableConv2d(4, 6, 3, 1, 0, 1), OptionError, "at most kernel_size"),
+        (lambda: layer.SeparableConv2d(4, 2)(Tensor((3, 4, 4))), ShapeError, r"x must be \(N, C, H, W\)"),
+        (lambda: layer.MultiHeadAttention(0), OptionError, "num_heads = 0"),
+        (lambda: layer.MultiHeadAttention(3)(Tensor((2, 3, 4))), ShapeError, "must divide by num_heads = 3"),
+        (lambda: layer.MultiHeadAttention(2)(Tensor((3, 4))), ShapeError, "batch, length, width"),
+        (
+            lambda: layer.MultiHeadAttention(2, True)(Tensor((2, 3, 4)), Tensor((2, 3, 4))),
+            OptionError,
+            "leave memory out",
+        ),
     ],
 )
 def test_bad_options_and_inputs_raise_typed_errors(
@@ -398,14 +508,14 @@ def test_uneven_same_padding_is_that_of_an_image_padded_by_hand(
             expected = by_hand(padded)
         np.testing.assert_array_equal(to_numpy(y), to_numpy(expected))
         direction = normal(*y.shape)
-        slope = to_numpy(autograd.gradients(y, Tensor(data=direction, dtype="float64"))[x])
+        grad = to_numpy(autograd.gradients(y, Tensor(data=direction, dtype="float64"))[x])
         for cell in [(0, 0, 0, 0), (1, 2, size[0] - 1, size[1] - 1), (0, 1, size[0] - 1, 0), (1, 0, 2, 3)]:
             ends = []
             for step in (1e-6, -1e-6):
                 moved = image.copy()
                 moved[cell] += step
                 ends.append((to_numpy(automatic(Tensor(data=moved, dtype="float64"))) * direction).sum())
-            np.testing.assert_allclose(slope[cell], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(grad[cell], (ends[0] - ends[1]) / 2e-6, rtol=1e-6, atol=1e-7)
 
 
 def test_one_dimensional_pooling_takes_three_axes_or_singas_four() -> None:
@@ -459,3 +569,77 @@ def test_dropout_layer_uses_its_ratio() -> None:
     """SINGA's hands the ratio over as the seed and always drops half."""
     y = to_numpy(layer.Dropout(0.1)(Tensor((100, 100)).set_value(1.0)))
     assert abs((y == 0).mean() - 0.1) < 0.02
+
+
+def test_a_pretrained_embedding_keeps_its_rows_unless_it_is_to_learn() -> None:
+    rows = normal(4, 3)
+    for freeze in (True, False):
+        embedding = layer.Embedding(4, 3)
+        embedding.from_pretrained(rows, freeze=freeze)
+        ids = Tensor(data=[2, 0])
+        y = embedding(ids)
+        np.testing.assert_array_equal(to_numpy(y), rows[[2, 0]].astype("f"))
+        head = layer.Linear(1)
+        grads = autograd.gradients(head(y), Tensor(data=np.ones((2, 1), "f")))
+        assert (embedding.W in grads) != freeze and head.W in grads
+        embedding.from_pretrained(-rows, freeze=freeze)
+        np.testing.assert_array_equal(to_numpy(embedding(ids)), -rows[[2, 0]].astype("f"))
+
+
+@pytest.mark.parametrize(
+    ("make", "bad", "good"),
+    [
+        (lambda: layer.MultiHeadAttention(2), ((2, 3, 4), (2, 3)), ((2, 3, 4),)),
+        (lambda: layer.MultiHeadAttention(2), ((2, 3, 4), (5, 3, 6)), ((2, 3, 4), (2, 5, 6))),
+        (lambda: layer.MultiHeadAttention(2, causal=True), ((2, 3, 4), (2, 3, 4)), ((2, 3, 4),)),
+        (lambda: layer.Conv2d(3, 5), ((1, 2, 4, 4),), ((1, 7, 6, 6),)),
+    ],
+)
+def test_a_first_call_that_fails_leaves_the_layer_as_it_was(
+    make: Callable[[], Layer], bad: tuple, good: tuple
+) -> None:
+    made = make()
+    before = dict(vars(made))
+    with pytest.raises((ShapeError, OptionError)):
+        made(*map(Tensor, bad))
+    assert vars(made) == before and not made.get_params()
+    assert made(*map(Tensor, good)).shape[0] == good[0][0]
+    assert made.get_params()
+
+
+def test_attention_to_another_sequence_and_to_itself_are_two_layers() -> None:
+    made, x = layer.MultiHeadAttention(2), Tensor((2, 3, 4))
+    made(x)
+    with pytest.raises(OptionError, match="2 inputs, but the first call had 1"):
+        made(x, x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_multi_head_attention_is_what_its_parameters_say(causal: bool) -> None:
+    x, made = normal(2, 5, 4), layer.MultiHeadAttention(2, causal)
+    y = to_numpy(made(Tensor(data=x, dtype="float64")))
+    params = {name: to_numpy(param) for name, param in made.get_params().items()}
+    q, k, v = np.split(x @ params["projection.W"] + params["projection.b"], 3, 2)
+    heads = []
+    for columns in (slice(0, 2), slice(2, 4)):
+        scores = q[..., columns] @ k[..., columns].swapaxes(1, 2) / np.sqrt(2)
+        powers = np.exp(scores) * (np.tri(5) if causal else 1)
+        heads.append(powers / powers.sum(2, keepdims=True) @ v[..., columns])
+    expected = np.concatenate(heads, 2) @ params["output.W"] + params["output.b"]
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gemm_and_separable_convolution_use_their_options() -> None:
+    rows, gemm = normal(5, 3), layer.Gemm(4, 0.5, 2, transA=True, transB=False, bias_shape=(3, 1))
+    x = Tensor(data=rows, dtype="float64")
+    gemm(x)
+    gemm.set_params({"W": normal(5, 4), "b": normal(3, 1)})
+    expected = 0.5 * rows.T @ to_numpy(gemm.W) + 2 * to_numpy(gemm.b)
+    np.testing.assert_allclose(to_numpy(gemm(x)), expected, rtol=1e-12)
+    image = Tensor(data=IMAGE, dtype="float64")
+    separable = layer.SeparableConv2d(6, 3, stride=2, padding=1, bias=True)
+    y = separable(image)
+    options = {"stride": 2, "padding": 1, "group": 4}
+    inner = autograd.conv2d(image, separable.depthwise_conv.W, separable.depthwise_conv.b, **options)
+    outer = autograd.conv2d(inner, separable.point_conv.W, separable.point_conv.b)
+    np.testing.assert_allclose(to_numpy(y), to_numpy(outer), rtol=1e-12)

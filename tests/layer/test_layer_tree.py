@@ -184,3 +184,31 @@ def test_initialize_runs_once_also_through_super() -> None:
     child(Tensor((2, 2)))
     child(Tensor((3, 2)))
     assert calls == [(2, 2)]
+
+
+def test_print_shows_a_tree_with_counts_of_parameters(net: Net, capsys: pytest.CaptureFixture[str]) -> None:
+    print(net)
+    lines = capsys.readouterr().out.splitlines()
+    total = sum(param.size() for param in net.get_params().values())
+    assert lines[0] == f"Net: {total} parameters"
+    assert lines[1:4] == [
+        "  stem: Conv2d, 4 parameters",
+        "    W float32[2, 1, 1, 1]: 2",
+        "    b float32[2]: 2",
+    ]
+    assert "  blocks.1.0: ReLU, 0 parameters" in lines
+    assert lines[lines.index("  blocks.1.1: Block, 42 parameters") + 1] == "    conv: Conv2d, 38 parameters"
+    assert "  temperature float32[1]: 1" in lines
+    assert not any(
+        "again" in line or "scratch" in line or "running" in line for line in lines
+    )  # shared; no parameters
+    counts = [int(line.rsplit(" ", 1)[1]) for line in lines if "[" in line]
+    assert sum(counts) == total
+
+
+def test_print_of_a_layer_before_its_first_call_says_when_it_has_parameters() -> None:
+    assert str(Net()).splitlines()[0] == "Net: 1 parameters; parameters are made at the first call"
+    parent = Layer()
+    parent.child = Linear(2)
+    parent.child.parent = parent
+    assert "child: Linear, 0 parameters" in str(parent)

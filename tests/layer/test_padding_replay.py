@@ -11,7 +11,7 @@ from singa_lite.tensor import Tensor
 
 
 def test_uneven_padding_replays_bit_equal() -> None:
-    """The frame of a padded copy is filled anew at every replay, though the arena gives its memory to others."""
+    """The frame of a padded copy is filled again at every replay, though the arena gives its memory to others."""
 
     class Net(Model):
         def __init__(self) -> None:

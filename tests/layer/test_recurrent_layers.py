@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RNN, LSTM and CudnnRNN: SINGA's formulas, layouts, lengths, options that are refused, ranks that train together."""
+"""RNN, LSTM and CudnnRNN: SINGA's formulas, layouts, lengths, options that raise, ranks that train together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.autograd.ops.recurrent import steps
+from singa_lite.autograd.ops.recurrent import unbind
 from singa_lite.errors import DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
@@ -216,11 +216,11 @@ def test_steps_see_new_lengths_with_and_without_a_record() -> None:
         for lengths in [(1, 2, 3), (5, 5, 5), (2, 2, 1), (5, 5, 5)] * 2:
             given = lengths if number < 2 else Tensor(data=np.array(lengths, "int32"))
             losses[number].append(made(x, given, t)[1].item())
-        refusals = [info.refusal for info in made.graph_info()]
+        break_reasons = [info.break_reason for info in made.graph_info()]
         if number < 2:
-            assert refusals == [None] * 3 * number
+            assert break_reasons == [None] * 3 * number
         else:
-            assert len(refusals) == 1 and "reads values on the host" in refusals[0]
+            assert len(break_reasons) == 1 and "reads values on the host" in break_reasons[0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
@@ -237,7 +237,7 @@ class Net(model.Model):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind != "LSTM":
             return self.head(self.recurrent(x))
-        columns = steps(autograd.transpose(x, (1, 0, 2)))
+        columns = unbind(autograd.transpose(x, (1, 0, 2)))
         zeros = Tensor((x.shape[0], 5), requires_grad=False)
         return self.head(self.recurrent(columns, (zeros, zeros))[1])
 

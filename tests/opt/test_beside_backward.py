@@ -6,27 +6,28 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from devices import cuda_device, cuda_device_of_rank, no_gpu, standin_nccl
-from ranks import run_ranks
-from standin import compiling
 
-from singa_lite.comm.base import Work, World
+from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
-from singa_lite.sync import find_schemes
-from singa_lite.sync.base import Bucket, BucketedSync, StepOptions
+from singa_lite.sync.base import Bucket, BucketedSync, Exchange, option_names
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import batch, compiled, distributed, trained
 from tests.comm.gpu_standin import host_of
+from tests.devices import cuda_device, cuda_device_of_rank, no_gpu, standin_nccl
+from tests.limits import LIMIT_S
+from tests.ranks import run_ranks
+from tests.standin import compiling
+from tests.sync.make_scheme import NoOptimizer, make_scheme
 
-MAIN, PACK, UNPACK = range(3)
-SIZE, LIMIT_S = 200, 20.0
+COMPUTE, PACK, UNPACK = range(3)
+SIZE = 200
 OPTIONS = ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"]
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: its streams cannot be held up")
 
@@ -37,10 +38,10 @@ def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
-def hold_up(backend: Any, lane: int) -> threading.Event:
-    """Let nothing that is given to the lane from now on happen before the event is set."""
+def hold_up(backend: Any, stream: int) -> threading.Event:
+    """Let nothing that is given to the stream from now on happen before the event is set."""
     released = threading.Event()
-    backend.lanes.all[lane].stream.add(lambda: released.wait(LIMIT_S))
+    backend.streams.all[stream].stream.add(lambda: released.wait(LIMIT_S))
     return released
 
 
@@ -51,7 +52,7 @@ class Steps:
         self.device, self.rank = cuda_device_of_rank(), world.rank
         self.backend: Any = self.device.backend
         self.communicator = DispatchCommunicator(host_of(world))
-        found = find_schemes()[option](self.communicator, 60, 256)
+        found = make_scheme(option, self.communicator, 60, 256)
         assert isinstance(found, BucketedSync)
         self.scheme = found
         self.params = [Tensor(data=np.zeros(SIZE, np.float32), device=self.device) for _ in range(2)]
@@ -59,27 +60,30 @@ class Steps:
     def begin(self) -> None:
         for flat in self.flats():
             flat[...] = 0
-        self.scheme.begin(StepOptions(0.1, corr=False))
+        sparse = {"spars": 0.1, "corr": False} if "corr" in option_names(type(self.scheme)) else {}
+        self.scheme.begin(self.scheme.Options(**sparse))
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, param in enumerate(self.params):
             values = np.random.default_rng([self.rank, number]).standard_normal(SIZE)
             yield param, Tensor(data=values.astype(np.float32), device=self.device)
 
-    def push_all(self) -> None:
+    def add_all(self) -> None:
+        """Push, and start what ``finish`` starts without waiting, as each parameter fills a bucket."""
         for pair in self.pairs():
-            self.scheme.push(*pair)
-        self.scheme.flush()
+            self.scheme.add_gradient(*pair)
+        for in_flight in self.scheme._in_flight:
+            in_flight.advance_soon()
 
     def means(self) -> list[bytes]:
         return [self.backend.to_numpy(mean.data).tobytes() for _, mean in self.scheme.finish()]
 
-    def hold_up(self, lane: int) -> threading.Event:
-        return hold_up(self.backend, lane)
+    def hold_up(self, stream: int) -> threading.Event:
+        return hold_up(self.backend, stream)
 
     def flats(self) -> list[np.ndarray[Any, Any]]:
         """The memory in which the means appear."""
-        return [bucket.flat.host for bucket in self.scheme._buckets.values()]
+        return [grad.array.host for bucket in self.scheme._buckets.values() for _, grad in bucket.grads]
 
 
 def comes_true(condition: Callable[[], bool]) -> bool:
@@ -92,12 +96,12 @@ def comes_true(condition: Callable[[], bool]) -> bool:
 def compute_beside(world: World, option: str) -> list[bool]:
     steps = Steps(world, option)
     steps.begin()
-    steps.push_all()
+    steps.add_all()
     expected = steps.means()
 
     steps.begin()
     released = steps.hold_up(PACK)
-    steps.push_all()
+    steps.add_all()
     y = steps.backend.empty((1,), "float32")
     steps.backend.run("fill", out=y, value=3.0)  # more of the backward pass
     goes_on = comes_true(lambda: y.host[0] == 3)
@@ -107,8 +111,8 @@ def compute_beside(world: World, option: str) -> list[bool]:
 
     if option != "sparseThreshold":  # whose host must see how many were selected
         steps.begin()
-        steps.push_all()
-        released = steps.hold_up(MAIN)
+        steps.add_all()
+        released = steps.hold_up(COMPUTE)
         means = list(steps.scheme.finish())
         y.host[0] = 0
         steps.backend.run("fill", out=y, value=3.0)  # the update, say
@@ -129,13 +133,13 @@ def test_packing_and_unpacking_wait_for_no_more_than_they_need(option: str) -> N
 def pack_beside_unpacking(world: World, option: str) -> list[bool]:
     steps = Steps(world, option)
     steps.begin()
-    steps.push_all()
+    steps.add_all()
     expected = steps.means()
     steps.begin()
     first, second = steps.pairs()
-    steps.scheme.push(*first)
+    steps.scheme.add_gradient(*first)
     released = steps.hold_up(PACK)
-    steps.scheme.push(*second)
+    steps.scheme.add_gradient(*second)
     means = list(steps.scheme.finish())
     came = comes_true(lambda: steps.flats()[0].tobytes() == expected[0])
     found = [came, steps.flats()[1].tobytes() != expected[1]]
@@ -154,10 +158,10 @@ def update_early(world: World, option: str) -> bool:
     """Whether an update sees the means of a step whose means come late."""
     steps = Steps(world, option)
     steps.begin()
-    steps.push_all()
+    steps.add_all()
     expected = steps.means()
     steps.begin()
-    steps.push_all()
+    steps.add_all()
     released = steps.hold_up(UNPACK)
     kept = steps.backend.empty((2, SIZE), "float32")
     threading.Timer(0.2, released.set).start()
@@ -173,7 +177,7 @@ def test_an_update_waits_for_the_means(option: str) -> None:
     assert run_ranks(update_early, 2, option, transport="none") == [True] * 2
 
 
-# ---- steps that fail, and arrays that Python lets go of, in a world of one -------------------------------
+# ---- steps that fail, and arrays that Python releases, in a world of one -------------------------------
 
 
 @pytest.fixture
@@ -182,7 +186,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def alone(option: str) -> Any:
-    return find_schemes()[option](LocalCommunicator(World()), 60, 256)
+    return make_scheme(option, LocalCommunicator(World()), 60, 256)
 
 
 def full(device: Device, value: float) -> Tensor:
@@ -195,9 +199,10 @@ def test_memory_that_a_failed_step_packs_is_not_given_to_others(device: Any, opt
 
     def fail() -> None:
         scheme = alone(option)
-        scheme.begin(StepOptions(0.1))
-        scheme.push(full(device, 0), full(device, 5))
-        scheme.flush()  # and here backward() raises
+        scheme.begin(scheme.Options(**({"spars": 0.1} if option.startswith("sparse") else {})))
+        scheme.add_gradient(full(device, 0), full(device, 5))
+        for in_flight in scheme._in_flight:
+            in_flight.advance_soon()  # and here backward() raises
 
     fail()
     gc.collect()
@@ -214,17 +219,17 @@ def test_states_after_a_failed_step_are_those_that_it_left(device: Any) -> None:
     for is_late in (False, True):
         scheme, param = alone("sparseTopK"), full(device, 0)
         param.name = "w"
-        scheme.begin(StepOptions(0.1))
+        scheme.begin(scheme.Options(spars=0.1))
         released = hold_up(device.backend, PACK)
         threading.Timer(0.2 * is_late, released.set).start()
-        scheme.push(param, Tensor(data=np.arange(SIZE, dtype=np.float32), device=device))
-        found.append(scheme.state_dict({param: "w"})["w"])
+        scheme.add_gradient(param, Tensor(data=np.arange(SIZE, dtype=np.float32), device=device))
+        found.append(scheme.state_dict({param: "w"})["w:residual"])
     np.testing.assert_array_equal(*found)
     assert np.count_nonzero(found[0]) == 0.9 * SIZE - 1
 
 
 class Feedback(BucketedSync):
-    """Makes an array of its own once the collective has ended, and lets go of it in the next step."""
+    """Makes an array of its own once the collective has ended, and releases it in the next step."""
 
     names = ("feedback",)
 
@@ -232,22 +237,25 @@ class Feedback(BucketedSync):
         super().__init__(*arguments)
         self.kept: dict[Bucket, Any] = {}
 
-    def exchange(self, bucket: Bucket) -> Generator[Work, None, None]:
+    def exchange(self, bucket: Bucket) -> Exchange:
         if bucket in self.kept:
             if len(self.kept) == 1:  # the second of two buckets
                 threading.Timer(0.2, hold_up(bucket.backend, PACK).set).start()
             bucket.backend.run("add", bucket.flat, self.kept.pop(bucket), out=bucket.flat)
-        yield self.send(self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name))
+        yield self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name)
         self.kept[bucket] = bucket.backend.empty(bucket.flat.shape, bucket.dtype)
         bucket.backend.run("copy", bucket.flat, out=self.kept[bucket])
 
 
 def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None:
-    scheme, params = Feedback(LocalCommunicator(World()), 60, 256), [full(device, 0) for _ in range(2)]
+    scheme, params = (
+        Feedback(LocalCommunicator(World()), 60, 256, NoOptimizer()),
+        [full(device, 0) for _ in range(2)],
+    )
     for step in (1, 2):
-        scheme.begin(StepOptions())
+        scheme.begin(scheme.Options())
         for number, param in enumerate(params):
-            scheme.push(param, full(device, 10.0**number))
+            scheme.add_gradient(param, full(device, 10.0**number))
         for number, (_, mean) in enumerate(list(scheme.finish())):
             np.testing.assert_array_equal(to_numpy(mean), step * 10.0**number)
 
@@ -282,5 +290,5 @@ def test_a_replay_waits_for_what_a_failed_step_packs(device: Any, steps_before: 
         device.set_random_state(state)
         found.append(seen + trained(net, device, [steps_before], "fp16"))
         buckets = net.optimizer._schemes["fp16"]._buckets.values()
-        found[-1] += [to_numpy(mean).tobytes() for bucket in buckets for _, mean in bucket.means]
+        found[-1] += [to_numpy(grad).tobytes() for bucket in buckets for _, grad in bucket.grads]
     assert found[0] == found[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistOpt: N ranks take one common step; agreement before the first; SINGA's doors."""
+"""DistOpt: N ranks take one common step; agreement before the first; SINGA's methods."""
 
 import warnings
 
@@ -10,7 +10,6 @@ from singa_lite import autograd, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
-from singa_lite.sync.base import StepOptions
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -117,7 +116,7 @@ def different_starts_without_prepare(communicator):
     return params, [str(warning.message) for warning in caught]
 
 
-def test_without_a_model_different_starts_are_mended_and_told_once():
+def test_without_a_model_different_starts_are_repaired_and_reported_once():
     results = run_ranks(different_starts_without_prepare, 2)
     (first, texts), (second, _) = results
     assert all(values.tobytes() == second[name].tobytes() for name, values in first.items())
@@ -139,7 +138,7 @@ def other_manifest(communicator, kind):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("missing", "rank 0 has 3 .* rank 1 has 2"),
+        ("missing", r"b1 is float32\[5\] on rank 0 but not there on rank 1"),
         ("shape", r"\[5, 1\].*\[5, 2\]"),
         ("dtype", "float32.*float64"),
     ],
@@ -179,7 +178,7 @@ def test_prepare_gives_rank_0s_statistics_to_all():
 
 
 def alternate(communicator):
-    """Two losses in turn, of two parameters each: every chunk of both must have its turn."""
+    """Two losses alternately, of two parameters each: every chunk of both must be averaged."""
     autograd.training = True
     params = [Tensor(data=np.full(4, 1.0), stores_grad=True, name=f"p{i}") for i in range(4)]
     dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, threshold=3)
@@ -193,8 +192,8 @@ def alternate(communicator):
 
 def test_partial_update_takes_turns_for_each_set_of_parameters():
     (first, states), (second, _) = run_ranks(alternate, 2)
-    turns = {key: int(value) for key, value in states.items() if key.startswith("sync/partialUpdate/")}
-    assert len(turns) == 2 and set(turns.values()) == {0}  # four steps each, two chunks each
+    chunks = {key: int(value) for key, value in states.items() if key.startswith("sync/partialUpdate/")}
+    assert len(chunks) == 2 and set(chunks.values()) == {0}  # four steps each, two chunks each
     # the last step of each set averaged its second chunk
     assert sum(a == b for a, b in zip(first, second, strict=True)) == 2
 
@@ -206,8 +205,8 @@ def test_a_step_that_raised_leaves_nothing_for_the_next():
     params = make_params()
     dist.prepare(params, {})
     scheme = dist._scheme("sparseTopK", None)
-    scheme.begin(StepOptions(spars=1.0))
-    scheme.push(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
+    scheme.begin(scheme.Options(spars=1.0))
+    scheme.add_gradient(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
     dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 1.0)
     assert all(to_numpy(param).tobytes() == expected[name].tobytes() for name, param in params.items())
 
@@ -271,7 +270,9 @@ def test_an_earlier_state_forgets_what_came_later():
     dist(loss_of(params, *batch_of(1, 0, 1)), "sparseTopK", 0.1)
     assert any(key.startswith("sync/") for key in dist.get_states())
     dist.set_states(early)
-    assert {key: value.tobytes() for key, value in dist.get_states().items()} == {
+    now = dist.get_states()
+    assert not any(now.pop(key).any() for key in list(now) if key.startswith("sync/"))  # residuals of nothing
+    assert {key: value.tobytes() for key, value in now.items()} == {
         key: value.tobytes() for key, value in early.items()
     }
 
@@ -285,7 +286,12 @@ def test_two_models_on_one_dist_opt_keep_their_names():
     for params in (first, second):
         dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 0.1)
     states = dist.get_states()
-    assert {"sync/sparseTopK/w1", "sync/sparseTopK/w1#1", "w1:momentum", "w1#1:momentum"} <= set(states)
+    assert {
+        "sync/sparseTopK/w1:residual",
+        "sync/sparseTopK/w1#1:residual",
+        "w1:momentum",
+        "w1#1:momentum",
+    } <= set(states)
     dist.set_states(states)
     dist(loss_of(first, *batch_of(1, 0, 1)), "sparseTopK", 0.1)
 
@@ -302,6 +308,13 @@ def test_two_models_on_one_dist_opt_keep_their_names():
         lambda d: opt.DistOpt(communicator=d.communicator, threshold="x"),
         lambda d: opt.DistOpt(communicator=d.communicator, spars=-1),
         lambda d: opt.DistOpt(communicator=d.communicator, timeout_s=-1),
+        lambda d: opt.DistOpt(communicator=d.communicator, timeout_s=float("inf")),
+        lambda d: opt.DistOpt(opt.DistOpt(communicator=d.communicator), communicator=d.communicator),
+        lambda d: opt.DistOpt(communicator=d.communicator, dist_option=["fp32"]),
+        lambda d: opt.DistOpt(communicator=d.communicator, dist_option="fp16", clip_value="a"),
+        lambda d: opt.DistOpt(communicator=d.communicator, dist_option="sparseTopK", corr="no"),
+        lambda d: d(None),
+        lambda d: d.update(Tensor((2,)), np.ones(2, np.float32)),
     ],
 )
 def test_arrays_and_arguments_that_do_not_fit_raise(make):
@@ -313,6 +326,8 @@ def test_a_learning_rate_can_be_set():
     dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
     dist.lr = 0.5
     assert dist.opt.lr(0) == 0.5
+    with pytest.raises(OptionError, match="SGD: lr = inf"):
+        dist.lr = float("inf")
 
 
 def disagreeing_group(communicator):
@@ -333,7 +348,7 @@ def test_a_rank_that_makes_one_step_more_gets_an_error():
     assert isinstance(results[1], CommError)
 
 
-# ---- SINGA's doors -----------------------------------------------------------------------------------
+# ---- SINGA's methods -----------------------------------------------------------------------------------
 
 
 def seed_synchronize(communicator):
@@ -393,7 +408,7 @@ def test_public_collectives_leave_the_sum_in_place():
         np.testing.assert_allclose(result["fused_all_reduce"], both, rtol=1e-6)
         np.testing.assert_allclose(result["fused_all_reduce_half"], both, rtol=1e-3)
         np.testing.assert_allclose(result["fused_sparsification"], both, rtol=1e-6)
-        # with 0.5 added: rank 0 has 1.5 -1.5 0.6, rank 1 2.5 -3.5 0.7, rank 2 3.5 -5.5 0.8; two of three travel
+        # with 0.5 added: rank 0 has 1.5 -1.5 0.6, rank 1 2.5 -3.5 0.7, rank 2 3.5 -5.5 0.8; two of three are sent
         np.testing.assert_allclose(result["top_k"], [7.5, -10.5, 0], rtol=1e-6)
         np.testing.assert_allclose(result["top_k residual"], [0, 0, 0.5 + 0.1 * (rank + 1)], rtol=1e-6)
         np.testing.assert_allclose(result["threshold"], [7.5, -10.5, 0], rtol=1e-6)
@@ -413,21 +428,21 @@ def test_update_takes_a_sum_and_divides_once():
         np.testing.assert_allclose(values, [-2, -2])
 
 
-def test_doors_and_words_give_the_same_bits():
-    doors = {
+def test_methods_and_dist_options_give_the_same_bits():
+    methods = {
         "backward_and_update": {"dist_option": "plain"},
         "backward_and_update_half": {"dist_option": "half"},
         "backward_and_partial_update": {"dist_option": "partialUpdate"},
         "backward_and_sparse_update": {"dist_option": "sparseThreshold", "spars": 0.05},
     }
-    for door, options in doors.items():
+    for method, options in methods.items():
         by_word = local(steps=1, **options)[0]
         autograd.training = True
         dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()))
         params = make_params()
-        getattr(dist, door)(loss_of(params, *batch_of(0, 0, 1)))
+        getattr(dist, method)(loss_of(params, *batch_of(0, 0, 1)))
         assert all(to_numpy(param).tobytes() == by_word[name].tobytes() for name, param in params.items()), (
-            door
+            method
         )
 
 
@@ -472,7 +487,7 @@ def resumed(communicator, option, stop):
     dist = make()
     for step in range(10):
         if step == stop:
-            # between its turns partialUpdate's parameters differ by rank: prepare would make them equal
+            # between averages partialUpdate's parameters differ by rank: prepare would make them equal
             values, states = {name: to_numpy(p) for name, p in params.items()}, dist.get_states()
             dist = make()
             for name, param in params.items():
@@ -514,3 +529,11 @@ def test_synchronize_averages_parameters_and_statistics():
     for states in run_ranks(synchronized, 3):
         np.testing.assert_array_equal(states["w"], [1, 1])
         np.testing.assert_array_equal(states["running_mean"], [10, 10, 10])
+
+
+def test_a_dist_opt_prints_its_optimizer_and_how_gradients_travel():
+    optimizer = opt.DistOpt(opt.AdaGrad(lr=0.5), dist_option="fp16", clip_value=1.0)
+    assert str(optimizer) == (
+        "DistOpt(AdaGrad(lr=0.5, epsilon=1e-08, weight_decay=0.0), dist_option='fp16', clip_value=1.0, world_size=1)"
+    )
+    assert optimizer.lr_value == 0.5

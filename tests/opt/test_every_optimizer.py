@@ -2,6 +2,7 @@
 """Every optimizer against its formula in float64, its state, and schedules."""
 
 import inspect
+import json
 
 import numpy as np
 import pytest
@@ -35,6 +36,35 @@ def adam_reference(p, gradients, lr, beta_1=0.9, beta_2=0.999, epsilon=1e-8, wei
     return p
 
 
+def adamw_reference(p, gradients, lr, beta_1=0.9, beta_2=0.999, epsilon=1e-8, weight_decay=0.01):
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for step, g in enumerate(gradients):
+        p = p - lr(step) * weight_decay * p
+        m = beta_1 * m + (1 - beta_1) * g
+        v = beta_2 * v + (1 - beta_2) * g * g
+        unbiased_m, unbiased_v = m / (1 - beta_1 ** (step + 1)), v / (1 - beta_2 ** (step + 1))
+        p = p - lr(step) * unbiased_m / (np.sqrt(unbiased_v) + epsilon)
+    return p
+
+
+def rmsprop_reference(p, gradients, lr, rho=0.9, epsilon=1e-8, weight_decay=0.0):
+    s = np.zeros_like(p)
+    for step, gradient in enumerate(gradients):
+        g = gradient + weight_decay * p
+        s = rho * s + (1 - rho) * g * g
+        p = p - lr(step) * g / np.sqrt(s + epsilon)
+    return p
+
+
+def adagrad_reference(p, gradients, lr, epsilon=1e-8, weight_decay=0.0):
+    s = np.zeros_like(p)
+    for step, gradient in enumerate(gradients):
+        g = gradient + weight_decay * p
+        s = s + g * g
+        p = p - lr(step) * g / np.sqrt(s + epsilon)
+    return p
+
+
 DECAY = opt.ExponentialDecay(0.1, 2, 0.5)
 # (optimizer class, its arguments, the reference's arguments, reference)
 SAMPLES = [
@@ -54,6 +84,17 @@ SAMPLES = [
         {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3, "weight_decay": 0.1},
         {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3, "weight_decay": 0.1},
         adam_reference,
+    ),
+    (opt.AdamW, {}, {}, adamw_reference),
+    (opt.AdamW, {"weight_decay": 0.3}, {"weight_decay": 0.3}, adamw_reference),
+    (opt.RMSProp, {}, {}, rmsprop_reference),
+    (opt.RMSProp, {"rho": 0.5, "weight_decay": 0.1}, {"rho": 0.5, "weight_decay": 0.1}, rmsprop_reference),
+    (opt.AdaGrad, {}, {}, adagrad_reference),
+    (
+        opt.AdaGrad,
+        {"epsilon": 0.1, "weight_decay": 0.1},
+        {"epsilon": 0.1, "weight_decay": 0.1},
+        adagrad_reference,
     ),
 ]
 IDS = [f"{cls.__name__}-{'-'.join(arguments)}" for cls, arguments, _, _ in SAMPLES]
@@ -187,6 +228,8 @@ def test_schedules():
         lambda: opt.SGD(lr=-1),
         lambda: opt.SGD(lr="0.1"),
         lambda: opt.SGD(lr=float("nan")),
+        lambda: opt.SGD(lr=float("inf")),
+        lambda: opt.SGD(lr=True),
         lambda: opt.SGD(momentum=-0.1),
         lambda: opt.SGD(nesterov=True),
         lambda: opt.SGD(momentum=0.9, dampening=0.1, nesterov=True),
@@ -196,6 +239,89 @@ def test_schedules():
 def test_values_out_of_range_raise(make):
     with pytest.raises(OptionError):
         make()
+
+
+SCHEDULES = [
+    (cls, name)
+    for cls in (opt.SGD, opt.AdaGrad, opt.RMSProp, opt.Adam, opt.AdamW)
+    for name, value in vars(cls()).items()
+    if isinstance(value, opt.DecayScheduler)
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), SCHEDULES, ids=[f"{cls.__name__}.{name}" for cls, name in SCHEDULES]
+)
+def test_a_number_that_is_set_later_is_what_the_constructor_makes_of_it(cls, name):
+    made, changed = cls(**{name: 0.25}), cls()
+    setattr(changed, name, 0.25)
+    params = [Tensor(data=np.ones(3), name="w") for _ in range(2)]
+    for optimizer, param in zip((made, changed), params, strict=True):
+        train(optimizer, param, gradients_for((3,)))
+    np.testing.assert_array_equal(*map(to_numpy, params))
+    assert repr(changed) == repr(made)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), SCHEDULES, ids=[f"{cls.__name__}.{name}" for cls, name in SCHEDULES]
+)
+def test_a_number_out_of_range_that_is_set_later_raises_and_changes_nothing(cls, name):
+    optimizer = cls()
+    before = repr(optimizer)
+    bad = [-0.1, float("inf"), float("nan"), True, "0.1", None]
+    bad += {"epsilon": [0.0], "rho": [1.0], "beta_1": [1.0], "beta_2": [1.0]}.get(name, [])
+    for value in bad:
+        with pytest.raises(OptionError, match=f"{cls.__name__}: {name} = "):
+            setattr(optimizer, name, value)
+    assert repr(optimizer) == before
+
+
+def test_a_number_in_place_of_a_schedule_of_a_subclass_is_used():
+    class Scaled(opt.SGD):
+        def __init__(self):
+            super().__init__(lr=1.0)
+            self.scale = opt.Constant(1.0)
+
+        def apply(self, name, value, grad):
+            value -= grad * self.value_of("scale")
+
+    optimizer, param = Scaled(), Tensor(data=np.ones(2), name="w")
+    optimizer.scale = -0.5
+    optimizer.update(param, Tensor(data=np.ones(2)))
+    assert to_numpy(param).tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("momentum", [0.9, opt.Constant(0.9)], ids=["number", "schedule"])
+def test_momentum_that_is_set_after_some_steps_starts_then(momentum):
+    optimizer, param = opt.SGD(lr=0.1), Tensor(data=np.ones(3), dtype="float64", name="w")
+    optimizer.prepare({"w": param}, {})
+    gradients = gradients_for((3,))
+    train(optimizer, param, gradients[:2])
+    optimizer.momentum = momentum
+    assert set(optimizer.get_states()) == {"step_counter", "w:momentum"}
+    train(optimizer, param, gradients[2:])
+    expected = sgd_reference(np.ones(3), gradients[:2], lambda step: 0.1)
+    expected = sgd_reference(expected, gradients[2:], lambda step: 0.1, momentum=0.9)
+    np.testing.assert_allclose(to_numpy(param), expected, rtol=1e-12)
+
+
+def test_momentum_of_zero_for_a_while_is_that_of_the_formula():
+    optimizer, param = opt.SGD(lr=1.0, momentum=0.5), Tensor((1,), dtype="float64", name="w")
+    for momentum, expected in [(0.5, -1), (0.0, -2), (0.5, -3.5)]:
+        optimizer.momentum = momentum
+        train(optimizer, param, np.ones((1, 1)))
+        assert to_numpy(param).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 0), ("dampening", 0.1)])
+def test_what_nesterov_needs_cannot_be_taken_away(name, value):
+    optimizer = opt.SGD(momentum=0.9, nesterov=True)
+    before = repr(optimizer)
+    with pytest.raises(OptionError, match="nesterov needs"):
+        setattr(optimizer, name, value)
+    assert repr(optimizer) == before
+    with pytest.raises(OptionError, match="nesterov needs"):
+        opt.SGD().nesterov = True
 
 
 def test_numpy_scalars_are_numbers():
@@ -209,6 +335,88 @@ def test_gradients_that_do_not_fit_raise_before_anything_changes():
     with pytest.raises(DTypeError, match="w is float32"):
         optimizer.update(w, Tensor((2, 3), dtype="float64"))
     np.testing.assert_array_equal(to_numpy(w), np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda sgd, w: sgd.update(w, np.ones(2, np.float32)), "the gradient must be a Tensor, not ndarray"),
+        (lambda sgd, w: sgd.update(w, None), "the gradient must be a Tensor, not NoneType"),
+        (lambda sgd, w: sgd.update(np.ones(2, np.float32), w), "the parameter must be a Tensor, not ndarray"),
+        (lambda sgd, w: sgd.update(None, w), "the parameter must be a Tensor, not NoneType"),
+        (lambda sgd, w: sgd.update(*(Tensor(data=[1, 2]) for _ in "pg")), "is int32; only float"),
+        (lambda sgd, w: sgd.update_all(None), "pairs .*, got NoneType"),
+        (lambda sgd, w: sgd.update_all([(w, w), w]), "a pair .*, got Tensor"),
+        (lambda sgd, w: sgd(None), "backward: expected a Tensor, got NoneType"),
+        (lambda sgd, w: sgd(np.ones(1)), "backward: expected a Tensor, got ndarray"),
+    ],
+)
+def test_what_is_no_tensor_raises_before_anything_changes(call, message):
+    sgd, w = opt.SGD(momentum=0.9), Tensor(data=np.ones(2), name="w")
+    with pytest.raises(DTypeError, match=message):
+        call(sgd, w)
+    assert (
+        to_numpy(w).tolist() == [1, 1] and sgd.step_counter == 0 and set(sgd.get_states()) == {"step_counter"}
+    )
+
+
+def test_a_bad_pair_among_others_leaves_the_parameters_of_apply_alone():
+    class Plain(opt.Optimizer):
+        def apply(self, name, value, grad):
+            value -= grad
+
+    w = Tensor(data=np.ones(2), name="w")
+    for update in (Plain(0.1).update_pairs, Plain(0.1).update_all):
+        with pytest.raises(DTypeError, match="the gradient must be a Tensor"):
+            update([(w, w), (w, None)])
+    assert to_numpy(w).tolist() == [1, 1]
+
+
+class OfFunction(opt.DecayScheduler):
+    def __init__(self, function):
+        super().__init__(0.0)
+        self.function, self.num_calls = function, 0
+
+    def call(self, step):
+        self.num_calls += 1
+        return self.function(step)
+
+
+class Hidden(opt.SGD):
+    def __init__(self, scale):
+        super().__init__()
+        self._scale = scale
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda rate: opt.SGD(OfFunction(lambda step: rate)), "lr"),
+        (lambda rate: opt.SGD(OfFunction(lambda step: 0.1 if step < 1000 else rate)), "lr"),
+        (lambda rate: Hidden(rate), "_scale"),
+        (lambda rate: Hidden(np.float32(rate)), "_scale"),
+        (lambda rate: Hidden(opt.Constant(rate)), "_scale"),
+    ],
+)
+def test_optimizers_that_step_differently_describe_themselves_differently(make, name):
+    one, same, other = (json.loads(json.dumps(make(rate).describe())) for rate in (0.1, 0.1, 0.2))
+    assert one == same
+    assert {key for key in one if one[key] != other[key]} == {name}
+
+
+def test_describing_an_optimizer_leaves_its_schedules_and_its_state_out():
+    def fails(step):
+        raise ValueError("later")
+
+    optimizer, schedule = opt.SGD(OfFunction(lambda step: 0.1)), OfFunction(fails)
+    optimizer.momentum = schedule
+    described = optimizer.describe()
+    assert optimizer.lr.num_calls == schedule.num_calls == 0
+    assert described["lr"]["values"]["1000"] == "0.1" and described["momentum"]["values"] == {
+        "none": "ValueError"
+    }
+    optimizer.step()
+    assert optimizer.describe().keys() == described.keys() and "_step_counter" not in described
 
 
 def test_states_that_do_not_fit_raise_and_change_nothing():
@@ -226,7 +434,48 @@ def test_states_that_do_not_fit_raise_and_change_nothing():
     assert optimizer.step_counter == 0
 
 
-def test_adams_ranges():
-    for arguments in ({"beta_1": 1.0}, {"beta_2": 1.5}, {"epsilon": 0.0}):
-        with pytest.raises(OptionError):
-            opt.Adam(**arguments)
+@pytest.mark.parametrize(
+    ("cls", "arguments"),
+    [
+        (opt.Adam, {"beta_1": 1.0}),
+        (opt.Adam, {"beta_2": 1.5}),
+        (opt.Adam, {"epsilon": 0.0}),
+        (opt.AdamW, {"weight_decay": -1}),
+        (opt.RMSProp, {"rho": 1.0}),
+        (opt.RMSProp, {"epsilon": 0.0}),
+        (opt.AdaGrad, {"epsilon": -1e-8}),
+    ],
+)
+def test_ranges(cls, arguments):
+    with pytest.raises(OptionError, match=f"Adam|{cls.__name__}"):
+        cls(**arguments)
+
+
+def test_lr_value_is_the_rate_of_the_next_step():
+    optimizer = opt.RMSProp(lr=DECAY)
+    assert optimizer.lr_value == 0.1
+    for _ in range(2):
+        optimizer.step()
+    assert optimizer.lr_value == 0.05
+    optimizer.lr = opt.Constant(0.3)
+    assert optimizer.lr_value == 0.3
+
+
+def test_an_optimizer_prints_its_numbers():
+    assert str(opt.SGD(lr=DECAY, momentum=0.9)) == (
+        "SGD(lr=ExponentialDecay(init_value=0.1, decay_steps=2, decay_rate=0.5, staircase=False), momentum=0.9, "
+        "dampening=0.0, weight_decay=0.0, nesterov=False)"
+    )
+    assert str(opt.AdaGrad(lr=0.5)) == "AdaGrad(lr=0.5, epsilon=1e-08, weight_decay=0.0)"
+
+
+def test_a_momentum_that_a_schedule_brings_to_zero_leaves_plain_descent():
+    class Once(opt.DecayScheduler):
+        def call(self, step):
+            return 0.9 if step == 0 else 0.0
+
+    optimizer, w = opt.SGD(lr=1.0, momentum=Once(0.9)), Tensor((2,), name="w")
+    for _ in range(2):
+        optimizer.update(w, Tensor(data=np.ones(2)))
+        optimizer.step()
+    np.testing.assert_array_equal(to_numpy(w), [-2, -2])

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.limits import LIMIT_S
+
 ROOT = Path(__file__).parents[2]
-NATIVE_TESTS = ROOT / "native" / "tests"
+STANDIN = Path(__file__).parent
+KEPT = ROOT / "build" / "standin"
 
 
 def driver() -> Path:
     """The stand-in of libcuda: streams, events and graphs on threads."""
-    return library("cuda", [NATIVE_TESTS / "standin_cuda.cc"])
+    return library("cuda", [STANDIN / "cuda" / "driver.cc"])
 
 
 def library(
@@ -24,24 +28,23 @@ def library(
 ) -> Path:
     """The library of these sources and other libraries, compiled with ``options``."""
     text = b"".join(source.read_bytes() for source in (*headers, *sources)) + "".join(options).encode()
-    kept = ROOT / "build" / "standin" / f"{name}-{hashlib.sha256(text).hexdigest()[:16]}.so"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            built = Path(folder, kept.name)
-            command = [
-                "g++",
-                "-std=c++17",
-                "-O1",
-                "-Wall",
-                "-Wextra",
-                "-fPIC",
-                "-shared",
-                "-o",
-                built,
-                *options,
-            ]
-            command += [f"-I{ROOT / 'native'}", *sources, "-lpthread", "-ldl", "-lrt"]
-            subprocess.run(command, check=True, timeout=120)
-            os.replace(built, kept)
-    return kept
+
+    def build(path: Path) -> None:
+        command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", path, *options]
+        command += [f"-I{ROOT / 'native'}", *sources, "-lpthread", "-ldl", "-lrt"]
+        subprocess.run(command, check=True, timeout=LIMIT_S)
+
+    return made_once(f"{name}-{hashlib.sha256(text).hexdigest()[:16]}.so", build)
+
+
+def made_once(name: str, build: Callable[[Path], None]) -> Path:
+    """The file ``name`` in build/, which ``build`` writes unless it is there; other processes wait for it meanwhile."""
+    made = KEPT / name
+    if not made.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with open(f"{made}.lock", "w") as lock, tempfile.TemporaryDirectory(dir=KEPT) as folder:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                build(Path(folder, name))
+                os.replace(Path(folder, name), made)
+    return made

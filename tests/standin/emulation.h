@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a CUDA kernel needs to run on the host, for tests: its blocks one after the other, the threads of a block as
-// fibers that change places at barriers and warp shuffles. A kernel's results may not depend on the order of threads
-// and blocks, so every other launch takes them backwards. Included before a kernel's source.
+// fibers that change places at barriers and warp shuffles (emulation.cc). A kernel's results may not depend on the order
+// of threads and blocks, so every other launch takes them backwards. Included before a kernel's source, and light, as
+// hundreds of sources are compiled with it.
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
-#include <ucontext.h>
 
-#include <mutex>
-#include <string>
-#include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #define __global__ __attribute__((visibility("default")))
 #define __device__
@@ -24,92 +21,21 @@ namespace emulation {
 struct Place {
   unsigned x = 0, y = 0, z = 0;
 };
-struct Barrier {
-  unsigned arrived = 0, passed = 0;
-};
-struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 16);
-  bool is_done = false;
-  unsigned shuffles = 0;
-};
+extern Place thread, block, threads, blocks;
 
-inline Place thread, block, threads, blocks;
-inline std::vector<Fiber> fibers(1024);
-inline Barrier whole_block, warps[32];
-inline unsigned long long slots[2][1024];  // what shuffles pass on, by turns, so that one barrier is enough
-inline ucontext_t scheduler;
-inline bool moved;  // whether any fiber got on since all were asked
-inline void (*body)(void**);
-inline void** arguments;
-inline std::mutex one_at_a_time;  // kernels of several streams
-
-inline void wait_at(Barrier& barrier, unsigned members) {
-  const unsigned now = barrier.passed;
-  if (++barrier.arrived == members) {
-    barrier.arrived = 0;
-    ++barrier.passed;
-    moved = true;
-    return;
-  }
-  const Place me = thread;
-  while (barrier.passed == now) swapcontext(&fibers[me.x].context, &scheduler);
-}
-
-inline void run_fiber() {
-  body(arguments);
-  fibers[thread.x].is_done = true;
-  moved = true;
-}
-
-// false if threads wait for others that never come
-inline bool run_block(bool backwards) {
-  for (unsigned i = 0; i < threads.x; ++i) {
-    Fiber& fiber = fibers[i];
-    fiber.is_done = false;
-    fiber.shuffles = 0;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, run_fiber, 0);
-  }
-  whole_block = Barrier();
-  for (Barrier& warp : warps) warp = Barrier();
-  // a warp runs as far as it can before the next one does, so that one which may not run ahead is seen
-  const unsigned num_warps = (threads.x + 31) / 32;
-  for (unsigned left = threads.x; left;) {
-    bool any_moved = false;
-    left = 0;
-    for (unsigned w = 0; w < num_warps; ++w) {
-      const unsigned begin = 32 * (backwards ? num_warps - 1 - w : w), end = begin + 32 < threads.x ? begin + 32 : threads.x;
-      unsigned here;
-      do {
-        moved = false;
-        here = 0;
-        for (unsigned i = begin; i < end; ++i) {
-          const unsigned which = backwards ? begin + end - 1 - i : i;
-          if (fibers[which].is_done) continue;
-          thread.x = which;
-          swapcontext(&scheduler, &fibers[which].context);
-          here += !fibers[which].is_done;
-        }
-        any_moved |= moved;
-      } while (moved && here);
-      left += here;
-    }
-    if (left && !any_moved) return false;
-  }
-  return true;
-}
+// Waits until all threads of the block have come.
+void wait_for_block();
+// Passes `value` on to the threads of the warp; returns what the thread `from_lane` of it passes on.
+unsigned long long shuffle_bits(unsigned long long value, unsigned from_lane);
+// Runs a kernel: 0, 1 if threads wait for others that never come, 2 for a bad size.
+int run(void (*kernel)(void**), unsigned num_blocks, unsigned num_threads, void** given, bool backwards);
 
 template <class V> V shuffle(V value, unsigned from_lane) {
   static_assert(sizeof(V) <= 8, "a shuffle passes at most 8 bytes");
-  const unsigned warp = thread.x / 32, turn = fibers[thread.x].shuffles++ % 2;
-  const unsigned me = thread.x, members = threads.x - 32 * warp < 32 ? threads.x - 32 * warp : 32;
-  memcpy(&slots[turn][me], &value, sizeof(V));
-  wait_at(warps[warp], members);
-  if (from_lane < members) memcpy(&value, &slots[turn][32 * warp + from_lane], sizeof(V));
+  unsigned long long bits = 0;
+  memcpy(&bits, &value, sizeof(V));
+  bits = shuffle_bits(bits, from_lane);
+  memcpy(&value, &bits, sizeof(V));
   return value;
 }
 
@@ -119,27 +45,17 @@ void call(void (*kernel)(Types...), void** given, std::index_sequence<places...>
 }
 
 // What a kernel takes: for each argument pointer, int, float or struct, and its bytes.
-template <class... Types> std::string form_of(void (*)(Types...)) {
-  std::string form;
-  ((form += std::is_pointer_v<Types> ? "p" : std::is_integral_v<Types> ? "i" : std::is_floating_point_v<Types> ? "f" : "s",
-    form += std::to_string(sizeof(Types)) + " "), ...);
+template <class... Types> const char* form_of(void (*)(Types...)) {
+  static char form[12 * sizeof...(Types) + 1];
+  char* end = form;
+  ((end += sprintf(end, "%c%d ", std::is_pointer_v<Types> ? 'p' : std::is_integral_v<Types> ? 'i'
+                                 : std::is_floating_point_v<Types> ? 'f' : 's', int(sizeof(Types)))), ...);
   return form;
 }
 
-inline int launch(void (*run)(void**), unsigned num_blocks, unsigned num_threads, void** given) {
+inline int launch(void (*kernel)(void**), unsigned num_blocks, unsigned num_threads, void** given) {
   static unsigned launches = 0;
-  const std::lock_guard lock(one_at_a_time);
-  if (num_threads == 0 || num_threads > 1024 || num_blocks == 0) return 2;
-  body = run;
-  arguments = given;
-  threads = Place{num_threads, 1, 1};
-  blocks = Place{num_blocks, 1, 1};
-  const bool backwards = launches++ % 2;
-  for (unsigned i = 0; i < num_blocks; ++i) {
-    block = Place{backwards ? num_blocks - 1 - i : i, 0, 0};
-    if (!run_block(backwards)) return 1;
-  }
-  return 0;
+  return run(kernel, num_blocks, num_threads, given, launches++ % 2);
 }
 
 }  // namespace emulation
@@ -154,8 +70,7 @@ inline int launch(void (*run)(void**), unsigned num_blocks, unsigned num_threads
     return emulation::launch(run_##kernel, num_blocks, num_threads, given);                                   \
   }                                                                                                           \
   extern "C" const char* form_##kernel() {                                                                    \
-    static const std::string form = emulation::form_of(kernel);                                               \
-    return form.c_str();                                                                                      \
+    return emulation::form_of(kernel);                                                                        \
   }
 
 #define threadIdx emulation::thread
@@ -163,7 +78,7 @@ inline int launch(void (*run)(void**), unsigned num_blocks, unsigned num_threads
 #define blockDim emulation::threads
 #define gridDim emulation::blocks
 
-inline void __syncthreads() { emulation::wait_at(emulation::whole_block, emulation::threads.x); }
+inline void __syncthreads() { emulation::wait_for_block(); }
 inline void __threadfence() {}
 template <class V> V __shfl_xor_sync(unsigned, V value, int lanes) {
   return emulation::shuffle(value, (emulation::thread.x % 32) ^ lanes);
@@ -191,6 +106,8 @@ template <class To, class From> To same_bits(From value) {
   memcpy(&result, &value, sizeof result);
   return result;
 }
+inline double normcdf(double x) { return 0.5 * erfc(-x * M_SQRT1_2); }
+inline float normcdff(float x) { return static_cast<float>(normcdf(x)); }
 inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
 inline long long __double_as_longlong(double value) { return same_bits<long long>(value); }

@@ -1,52 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators, one family a file: each class with its public function right beneath."""
+"""The operators, one family a file: each class with its public function beneath, which the file's ``__all__`` names."""
 
-from .activation import abs, clip, exp, log, negative, relu, sigmoid, softmax, sqrt, tanh
-from .arithmetic import add, div, mean, mul, pow, sub, sum
-from .conv import conv2d
-from .dropout import dropout
-from .linear import add_bias, matmul
-from .loss import cross_entropy, mse_loss, softmax_cross_entropy
-from .norm import batchnorm_2d
-from .pool import avg_pool_2d, max_pool_2d
-from .recurrent import recurrent
-from .reduction import reduce_mean, reduce_sum
-from .shape import cat, flatten, pad, reshape, transpose
+from sys import modules
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "abs",
-    "add",
-    "add_bias",
-    "avg_pool_2d",
-    "batchnorm_2d",
-    "cat",
-    "clip",
-    "conv2d",
-    "cross_entropy",
-    "div",
-    "dropout",
-    "exp",
-    "flatten",
-    "log",
-    "matmul",
-    "max_pool_2d",
-    "mean",
-    "mse_loss",
-    "mul",
-    "negative",
-    "pad",
-    "pow",
-    "recurrent",
-    "reduce_mean",
-    "reduce_sum",
-    "relu",
-    "reshape",
-    "sigmoid",
-    "softmax",
-    "softmax_cross_entropy",
-    "sqrt",
-    "sub",
-    "sum",
-    "tanh",
-    "transpose",
-]
+from .activation import *
+from .arithmetic import *
+from .conv import *
+from .dropout import *
+from .linear import *
+from .loss import *
+from .norm import *
+from .pool import *
+from .recurrent import *
+from .reduction import *
+from .selection import *
+from .shape import *
+
+if not TYPE_CHECKING:  # mypy reads lists alone, and without one takes every name
+    # by their full names, as two functions have the name of their file
+    FAMILIES = [module for name, module in modules.items() if name.startswith(f"{__name__}.")]
+    __all__ = sorted(name for family in FAMILIES for name in getattr(family, "__all__", ()))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor, number_array
-from ..engine import Array, Context
+from ..engine import Array, Context, Operator
 
 Shape = tuple[int, ...]
 
@@ -64,10 +64,24 @@ def operands(where: str, a: Tensor | Number, b: Tensor | Number) -> tuple[Tensor
 
 
 def constant(where: str, value: object, like: Tensor) -> Tensor:
-    """A scalar Tensor with the dtype and device of ``like``, rounded to it; never takes a gradient."""
+    """Return a scalar Tensor with the dtype and device of ``like``, rounded to it; never takes a gradient."""
     tensor = Tensor.wrap(number_array(where, value, like), like.device)
     tensor.requires_grad = False
     return tensor
+
+
+def host_numbers(where: str, name: str, value: object) -> np.ndarray:
+    """Return numbers of the host as an array; ShapeError for lists of unequal length, DTypeError for no numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ShapeError(f"{where}: {name} must be an array or nested lists of equal lengths") from None
+    except TypeError as error:  # an array of another library that does not convert by itself
+        raise DTypeError(f"{where}: {name} is a {type(value).__name__}: {error}") from None
+    if array.dtype.kind not in "biuf":
+        came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
+        raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
+    return array
 
 
 # ---- kernels -------------------------------------------------------------------------------------------
@@ -88,7 +102,7 @@ def broadcasting(context: Context, kernel: str, *xs: Array) -> Array:
 
 
 def sum_to(context: Context, dy: Array, shape: Shape) -> Array:
-    """``dy`` summed back to the shape that was broadcast to it; dy itself if nothing was."""
+    """Return ``dy`` summed back to the shape that was broadcast to it; dy itself if nothing was."""
     if dy.shape == shape:
         return dy
     out = context.empty(shape, dy.dtype)
@@ -97,5 +111,31 @@ def sum_to(context: Context, dy: Array, shape: Shape) -> Array:
 
 
 def scaled(context: Context, x: Array, factor: float) -> Array:
-    """x * factor."""
+    """Return x * factor."""
     return like(context, "mul", x, context.backend.asarray(np.array(factor, x.dtype)))
+
+
+# ---- operators -----------------------------------------------------------------------------------------
+
+
+class Elementwise(Operator):
+    """A formula of one tensor: the kernels ``kernel`` (x) -> y and ``kernel``_backward (dy, x) -> dx.
+
+    Args:
+        numbers: the attributes of both.
+    """
+
+    kernel: str
+
+    def __init__(self, **numbers: float) -> None:
+        self.numbers = numbers
+
+    def check(self, *inputs: Tensor) -> None:
+        check_floats(self.kernel, *inputs)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(inputs[0])
+        return like(context, self.kernel, inputs[0], **self.numbers)
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return like(context, f"{self.kernel}_backward", dys[0], *context.saved, **self.numbers)

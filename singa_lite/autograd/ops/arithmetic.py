@@ -2,7 +2,7 @@
 """Arithmetic of two tensors, which broadcast as in numpy, and sums over several tensors.
 
 A Python number as operand takes the dtype and device of the other. Every backward makes arrays of its own or
-hands dy on unchanged; the engine never adds into one that two inputs share (SINGA's Add does).
+passes dy on unchanged; the engine never adds into one that two inputs share (SINGA's Add does).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from ...errors import ShapeError
 from ...tensor import Number, Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
 from ._common import broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
+
+__all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
 
 
 class Add(Operator):
@@ -30,7 +32,7 @@ class Add(Operator):
 
 
 def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a + b.
+    """Return a + b.
 
     Args:
         a: tensor or number.
@@ -63,7 +65,7 @@ class Sub(Operator):
 
 
 def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a - b; arguments, result and errors as ``add``."""
+    """Return a - b; arguments, result and errors as ``add``."""
     return Sub()(*operands("sub", a, b))  # type: ignore[no-any-return]
 
 
@@ -84,7 +86,7 @@ class Mul(Operator):
 
 
 def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a * b, element by element; arguments, result and errors as ``add``."""
+    """Return a * b, element by element; arguments, result and errors as ``add``."""
     return Mul()(*operands("mul", a, b))  # type: ignore[no-any-return]
 
 
@@ -101,16 +103,16 @@ class Div(Operator):
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         a_shape, b, y = context.saved
         needs_a, needs_b = context.needs_grad
-        slope = broadcasting(context, "div", dys[0], b)
-        da = sum_to(context, slope, a_shape) if needs_a else None
+        quotient = broadcasting(context, "div", dys[0], b)
+        da = sum_to(context, quotient, a_shape) if needs_a else None
         db = None
         if needs_b:  # d(a/b)/db = -(a/b)/b
-            db = like(context, "negative", sum_to(context, like(context, "mul", slope, y), b.shape))
+            db = like(context, "negative", sum_to(context, like(context, "mul", quotient, y), b.shape))
         return da, db
 
 
 def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a / b, element by element; floats only, else as ``add``. x / 0 is inf or NaN."""
+    """Return a / b, element by element; floats only, else as ``add``. x / 0 is inf or NaN."""
     return Div()(*operands("div", a, b))  # type: ignore[no-any-return]
 
 
@@ -135,9 +137,9 @@ class Pow(Operator):
 
 
 def pow(a: Tensor | Number, b: Tensor | Number) -> Tensor:
-    """a ** b, element by element; floats only, else as ``add``.
+    """Return a ** b, element by element; floats only, else as ``add``.
 
-    NaN where a < 0 and b is no integer. The gradient of b is 0 where a is 0, and NaN where a < 0.
+    NaN where a < 0 and b is not an integer. The gradient of b is 0 where a is 0, and NaN where a < 0.
     """
     return Pow()(*operands("pow", a, b))  # type: ignore[no-any-return]
 
@@ -149,7 +151,9 @@ class Sum(Operator):
         check_tensors(self.where, *inputs)
         for tensor in inputs:
             if tensor.shape != inputs[0].shape:
-                raise ShapeError(f"{self.where}: tensors of shapes {inputs[0].shape} and {tensor.shape} meet")
+                raise ShapeError(
+                    f"{self.where}: tensors have the shapes {inputs[0].shape} and {tensor.shape}"
+                )
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         total = like(context, "copy", inputs[0])
@@ -162,7 +166,7 @@ class Sum(Operator):
 
 
 def sum(*tensors: Tensor) -> Tensor:
-    """The sum of several tensors, element by element (SINGA's meaning; ``reduce_sum`` sums over axes).
+    """Return the sum of several tensors, element by element (SINGA's meaning; ``reduce_sum`` sums over axes).
 
     Args:
         tensors: one or more, of one shape and dtype.
@@ -191,5 +195,71 @@ class Mean(Sum):
 
 
 def mean(*tensors: Tensor) -> Tensor:
-    """The mean of several float tensors, element by element (``reduce_mean`` goes over axes); as ``sum``."""
+    """Return the mean of several float tensors, element by element (``reduce_mean`` goes over axes); as ``sum``."""
     return Mean()(*tensors)  # type: ignore[no-any-return]
+
+
+class Maximum(Operator):
+    """Of two tensors; the first has the gradient where both are equal, or one is NaN."""
+
+    kernel, where = "maximum", "max"
+
+    def check(self, *inputs: Tensor) -> None:
+        check_tensors(self.where, *inputs)
+        broadcast_shape(self.where, inputs[0].shape, inputs[1].shape)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(*inputs)
+        return broadcasting(context, self.kernel, *inputs)
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        (dy,), (a, b), (needs_a, needs_b) = dys, context.saved, context.needs_grad
+        da = db = None
+        if needs_a:
+            da = sum_to(context, self.passed(context, "pass_where_not_less", dy, a, b), a.shape)
+        if needs_b:
+            db = sum_to(context, self.passed(context, "pass_where_less", dy, a, b), b.shape)
+        return da, db
+
+    def passed(self, context: Context, kernel: str, dy: Array, a: Array, b: Array) -> Array:
+        """dy where b is the result, or where it is not."""
+        return like(context, kernel, dy, a, b)
+
+
+class Minimum(Maximum):
+    kernel, where = "minimum", "min"
+
+    def passed(self, context: Context, kernel: str, dy: Array, a: Array, b: Array) -> Array:
+        return like(context, kernel, dy, b, a)
+
+
+def max(*tensors: Tensor | Number) -> Tensor:
+    """Return the largest of several tensors, element by element (SINGA's meaning; it is not a reduction over axes).
+
+    Where several are the largest, the first of them has the gradient. NaN wins.
+
+    Args:
+        tensors: one or more tensors or numbers, of one dtype, whose shapes broadcast.
+
+    Returns:
+        The broadcast shape, the dtype of the inputs.
+
+    Raises:
+        ShapeError: the shapes do not broadcast, or there are no tensors.
+        DTypeError: the dtypes differ, or none is a Tensor.
+    """
+    return _joined(Maximum(), tensors)
+
+
+def min(*tensors: Tensor | Number) -> Tensor:
+    """Return the smallest of several tensors, element by element; arguments, result, gradient and errors as ``max``."""
+    return _joined(Minimum(), tensors)
+
+
+def _joined(op: Maximum, tensors: tuple[Tensor | Number, ...]) -> Tensor:
+    if len(tensors) < 2:
+        check_tensors(op.where, *tensors)
+    joined, *others = tensors
+    for other in others:
+        joined = op(*operands(op.where, joined, other))
+    return joined  # type: ignore[return-value]

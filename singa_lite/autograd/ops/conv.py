@@ -12,6 +12,8 @@ from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
 from .window import output_size, pair
 
+__all__ = ["conv2d"]
+
 
 class Conv2d(Operator):
     def __init__(
@@ -90,7 +92,7 @@ def conv2d(
     dilation: int | Sequence[int] = 1,
     group: int = 1,
 ) -> Tensor:
-    """Slide ``W`` over ``x`` and take the products' sum at each place.
+    """Slide ``W`` over ``x`` and take the products' sum at each position.
 
     y[n, o, i, j] = b[o] + sum over c, u, v of x[n, c, i s + u d - p, j s + v d - p] W[o, c, u, v]
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from ...config import state
+from ...config import this_thread
 from ...errors import OptionError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats
 
+__all__ = ["dropout"]
+
 
 def check_ratio(where: str, ratio: object) -> float:
-    """``ratio`` as a float; OptionError unless 0 <= ratio < 1."""
+    """Return ``ratio`` as a float; OptionError unless 0 <= ratio < 1."""
     if check_number(where, "ratio", ratio, 0, 1) == 1:
         raise OptionError(f"{where}: ratio = {ratio} must be in 0 <= ratio < 1")
     return check_number(where, "ratio", ratio)
@@ -58,4 +60,4 @@ def dropout(x: Tensor, ratio: float = 0.5) -> Tensor:
     """
     op = Dropout(ratio)
     op.check(x)
-    return op(x) if state.training else x
+    return op(x) if this_thread.training else x

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products and the bias that follows them."""
+"""Matrix products, the bias that follows them, and attention, which is made of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from math import prod
 
 import numpy as np
 
-from ...errors import OptionError, ShapeError
+from ...errors import OptionError, ShapeError, check_int, check_number
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
-from ._common import broadcasting, check_floats, sum_to
+from ._common import broadcasting, check_floats, check_ndim, scaled, sum_to
+
+__all__ = ["add_bias", "attention", "gemm", "matmul"]
 
 
 def product_of(
     context: Context, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
 ) -> Array:
-    """The batched product of two raw arrays."""
+    """Return the batched product of two raw arrays."""
     rows = a.shape[-1] if transpose_a else a.shape[-2]
     columns = b.shape[-2] if transpose_b else b.shape[-1]
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -26,7 +28,7 @@ def product_of(
 
 
 def rows_of(x: Array) -> Array:
-    """(..., k) as (rows, k); k may be 0."""
+    """Return (..., k) as (rows, k); k may be 0."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -65,7 +67,7 @@ class Matmul(Operator):
 
 
 def matmul(x: Tensor, w: Tensor) -> Tensor:
-    """The matrix product over the last two axes; the axes before them broadcast.
+    """Return the matrix product over the last two axes; the axes before them broadcast.
 
     Args:
         x: float tensor (..., m, k).
@@ -111,7 +113,7 @@ class AddBias(Operator):
 
 
 def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
-    """x + b with b added to every row (axis 0) or every column (axis 1). x is not changed.
+    """Return x + b with b added to every row (axis 0) or every column (axis 1). x is not changed.
 
     Args:
         x: float tensor (..., n) for axis 0, (m, n) for axis 1.
@@ -126,3 +128,162 @@ def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
         OptionError: another axis.
     """
     return AddBias(axis)(x, b)  # type: ignore[no-any-return]
+
+
+class Gemm(Operator):
+    """Args: as ``gemm``."""
+
+    def __init__(self, alpha: float, beta: float, trans_a: bool, trans_b: bool) -> None:
+        self.alpha, self.beta, self.trans_a, self.trans_b = alpha, beta, trans_a, trans_b
+
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("gemm", *inputs)
+        for name, matrix in zip("AB", inputs, strict=False):
+            check_ndim("gemm", name, matrix, 2, "(rows, columns)")
+        a, b = inputs[0].shape[:: -1 if self.trans_a else 1], inputs[1].shape[:: -1 if self.trans_b else 1]
+        if a[1] != b[0]:
+            raise ShapeError(f"gemm: {a} times {b} (after transA and transB): the inner sizes differ")
+        if len(inputs) == 3 and broadcast_shape("gemm", (a[0], b[1]), inputs[2].shape) != (a[0], b[1]):
+            raise ShapeError(f"gemm: C {inputs[2].shape} does not broadcast to {(a[0], b[1])}")
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        a, b, *rest = inputs
+        context.save(a, b, *(c.shape for c in rest))
+        y = product_of(context, a, b, self.trans_a, self.trans_b)
+        y = y if self.alpha == 1 else scaled(context, y, self.alpha)
+        for c in rest:
+            y = broadcasting(context, "add", y, c if self.beta == 1 else scaled(context, c, self.beta))
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        (dy,), (a, b, *shapes), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
+        dab = dy if self.alpha == 1 else scaled(context, dy, self.alpha)
+        da = db = None
+        if needs_a:
+            da = (
+                product_of(context, b, dab, self.trans_b, True)
+                if self.trans_a
+                else product_of(context, dab, b, False, not self.trans_b)
+            )
+        if needs_b:
+            db = (
+                product_of(context, dab, a, True, self.trans_a)
+                if self.trans_b
+                else product_of(context, a, dab, not self.trans_a, False)
+            )
+        dcs = [
+            sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape)
+            if needed
+            else None
+            for shape, needed in zip(shapes, needs_c, strict=True)
+        ]
+        return da, db, *dcs
+
+
+def gemm(
+    A: Tensor,
+    B: Tensor,
+    C: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    transA: int = 0,
+    transB: int = 0,
+) -> Tensor:
+    """alpha A B + beta C for matrices, where A or B may be given transposed (names are SINGA's and ONNX's).
+
+    Args:
+        A: float tensor (m, k), or (k, m) with ``transA``.
+        B: float tensor (k, n), or (n, k) with ``transB``.
+        C: broadcasts to (m, n); None adds nothing.
+        alpha: factor of the product.
+        beta: factor of C.
+        transA: whether A is transposed first.
+        transB: whether B is transposed first.
+
+    Returns:
+        Shape (m, n), the dtype of the inputs.
+
+    Raises:
+        ShapeError: no matrices, or sizes that do not fit.
+        OptionError: a factor is not a number.
+    """
+    factors = check_number("gemm", "alpha", alpha), check_number("gemm", "beta", beta)
+    op = Gemm(*factors, bool(transA), bool(transB))
+    return op(A, B, *(() if C is None else (C,)))  # type: ignore[no-any-return]
+
+
+class Attention(Operator):
+    """Args: as ``attention``."""
+
+    def __init__(self, num_heads: int, causal: bool) -> None:
+        self.num_heads, self.causal = check_int("attention", "num_heads", num_heads, 1), bool(causal)
+
+    def check(self, *inputs: Tensor) -> None:
+        check_floats("attention", *inputs)
+        parts = (3,) if len(inputs) == 1 else (1, 2)
+        for name, tensor, count in zip(("x", "memory"), inputs, parts, strict=False):
+            check_ndim("attention", name, tensor, 3, f"(batch, length, {count} width)")
+            if tensor.shape[2] % (count * self.num_heads) or tensor.size() == 0:
+                raise ShapeError(
+                    f"attention: the last axis of {name} {tensor.shape} must be {count} times a width that "
+                    f"divides by num_heads = {self.num_heads}, and no axis may be empty"
+                )
+        if len(inputs) == 2:
+            x, memory = inputs
+            if self.causal:
+                raise OptionError("attention: causal=True is for attention within x; leave memory out")
+            if memory.shape[0] != x.shape[0] or memory.shape[2] != 2 * x.shape[2]:
+                raise ShapeError(
+                    f"attention: memory must be (batch, length, 2 width) for x {x.shape}, not {memory.shape}"
+                )
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        (batch, length, columns), keys = inputs[0].shape, inputs[-1].shape[1]
+        width = columns // (3 if len(inputs) == 1 else 1)
+        y = context.empty((batch, length, width), inputs[0].dtype)
+        probabilities = context.empty((batch, self.num_heads, length, keys), y.dtype)
+        context.run(
+            "attention", *inputs, out=(y, probabilities), num_heads=self.num_heads, causal=self.causal
+        )
+        context.save(probabilities, *inputs)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
+        probabilities, *inputs = context.saved
+        out = tuple(context.empty(x.shape, x.dtype) for x in inputs)
+        options = {"num_heads": self.num_heads, "causal": self.causal}
+        context.run(
+            "attention_backward",
+            dys[0],
+            probabilities,
+            *inputs,
+            out=out if len(out) > 1 else out[0],
+            **options,
+        )
+        return out
+
+
+def attention(x: Tensor, memory: Tensor | None = None, *, num_heads: int, causal: bool = False) -> Tensor:
+    """Average values by the softmax of scaled products of queries and keys, for each head on its own.
+
+    y = softmax(Q K^T / sqrt(d)) V with Q, K and V of shape (length, d) for each sample and head, d = width / num_heads.
+    SINGA has no such operator.
+
+    Args:
+        x: float tensor (batch, length, 3 width), the projections Q, K and V side by side; with ``memory`` Q alone,
+            (batch, length, width).
+        memory: projections K and V of another sequence, (batch, other length, 2 width); None: those in ``x``.
+        num_heads: >= 1, divides width; head i has columns i d to (i + 1) d of each projection.
+        causal: whether position i averages positions 0 .. i only; not with ``memory``.
+
+    Returns:
+        Shape (batch, length, width), the dtype of ``x``. Accumulated in float32 or wider.
+
+    Raises:
+        ShapeError: shapes do not fit, or are empty.
+        OptionError: num_heads is not an int >= 1, or ``causal`` comes with ``memory``.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    """
+    inputs = (x,) if memory is None else (x, memory)
+    return Attention(num_heads, causal)(*inputs)  # type: ignore[no-any-return]

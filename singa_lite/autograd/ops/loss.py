@@ -6,7 +6,9 @@ from __future__ import annotations
 from ...errors import DTypeError, ShapeError
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_ndim, check_some, check_tensors, like
+from ._common import check_floats, check_ndim, check_some, check_tensors, like, scaled
+
+__all__ = ["binary_cross_entropy", "cross_entropy", "mse_loss", "softmax_cross_entropy"]
 
 
 def check_labels(where: str, x: Tensor, t: object) -> None:
@@ -45,7 +47,7 @@ class SoftMaxCrossEntropy(Operator):
 
 
 def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
-    """The cross entropy of softmax(x) against labels, mean over the batch.
+    """Return the cross entropy of softmax(x) against labels, mean over the batch.
 
     loss = -1/N sum over n, c of t[n, c] log softmax(x)[n, c], computed from logits, so it cannot overflow.
     The gradient is multiplied by the incoming dy, so loss scaling works (SINGA ignores dy).
@@ -82,7 +84,7 @@ class CrossEntropy(Operator):
 
 
 def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
-    """The cross entropy of probabilities against labels, mean over the batch.
+    """Return the cross entropy of probabilities against labels, mean over the batch.
 
     loss = -1/N sum over n, c of t[n, c] log x[n, c]; x below the smallest normal number counts as that number.
 
@@ -123,7 +125,7 @@ class MeanSquareError(Operator):
 
 
 def mse_loss(x: Tensor, t: Tensor) -> Tensor:
-    """The squared error, mean over all elements.
+    """Return the squared error, mean over all elements.
 
     Args:
         x: float tensor of any shape.
@@ -136,3 +138,55 @@ def mse_loss(x: Tensor, t: Tensor) -> Tensor:
         ShapeError: the shapes differ, or hold no element.
     """
     return MeanSquareError()(x, t)  # type: ignore[no-any-return]
+
+
+class BinaryCrossEntropy(Operator):
+    def check(self, *inputs: Tensor) -> None:
+        x, t = inputs
+        check_floats("binary_cross_entropy", x)
+        if not isinstance(t, Tensor):
+            raise DTypeError(f"binary_cross_entropy: expected a Tensor of labels, got {type(t).__name__}")
+        if x.shape != t.shape or x.ndim() == 0:
+            raise ShapeError(
+                f"binary_cross_entropy: x and t must have one shape (N, ...), got {x.shape} and {t.shape}"
+            )
+        check_some("binary_cross_entropy", "mean loss", x)
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        x, t = inputs
+        if t.dtype != x.dtype:
+            labels = context.empty(t.shape, x.dtype)
+            context.run("cast", t, out=labels)
+            t = labels
+        context.save(x, t)
+        costs, total = like(context, "binary_cross_entropy", x, t), context.empty((1,), x.dtype)
+        rows = costs.reshape(x.shape[0], -1)
+        means = context.empty((1, rows.shape[1]), x.dtype)
+        context.run("mean", rows, out=means, axes=(0,), keepdims=True)
+        context.run("sum", means, out=total.reshape(1, 1), axes=(1,), keepdims=True)
+        return total
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
+        x, t = context.saved
+        dx = like(context, "binary_cross_entropy_grad", x, t)
+        return like(context, "mul", dx, scaled(context, dys[0], 1 / x.shape[0]).reshape(())), None
+
+
+def binary_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
+    """Return the cross entropy of probabilities against labels of 0 and 1, mean over the batch.
+
+    loss = -1/N sum of t log x + (1 - t) log(1 - x), over all elements: those of a sample add up, as in SINGA, where
+    PyTorch takes the mean over them too. Logarithms below -100 count as -100. The gradient is multiplied by the
+    incoming dy.
+
+    Args:
+        x: probabilities (N, ...), float, in 0 .. 1.
+        t: labels of the same shape, 0 .. 1, of any dtype.
+
+    Returns:
+        Shape (1,), the dtype of ``x``. Labels get no gradient.
+
+    Raises:
+        ShapeError: the shapes differ, or hold no element.
+    """
+    return BinaryCrossEntropy()(x, t)  # type: ignore[no-any-return]

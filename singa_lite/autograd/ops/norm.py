@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation."""
+"""Batch and layer normalisation."""
 
 from __future__ import annotations
 
-from ...config import state
+import numpy as np
+
+from ...config import this_thread
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_some
+
+__all__ = ["batchnorm_2d", "layer_norm"]
 
 
 def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float]:
@@ -15,6 +19,11 @@ def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float
     if check_number(where, "eps", eps, 0) == 0:
         raise OptionError(f"{where}: eps = {eps} must be > 0")
     return check_number(where, "momentum", momentum, 0, 1), check_number(where, "eps", eps)
+
+
+def channel_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of scale, bias and statistics beside ``x`` of ``dtype``: float32 for float16, else the same."""
+    return np.dtype("float32") if dtype == "float16" else dtype
 
 
 class BatchNorm2d(Operator):
@@ -28,10 +37,10 @@ class BatchNorm2d(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         x = inputs[0]
-        check_floats("batchnorm_2d", *inputs)
+        check_floats("batchnorm_2d", x)
         if x.ndim() not in (2, 4):
             raise ShapeError(f"batchnorm_2d: x must be (N, C, H, W) or (N, C), but its shape is {x.shape}")
-        if state.training:
+        if this_thread.training:
             check_some("batchnorm_2d", "mean of a batch", x)
         named = zip(
             ("scale", "bias", "running_mean", "running_var"), (*inputs[1:], *self.running), strict=True
@@ -43,8 +52,11 @@ class BatchNorm2d(Operator):
                 raise ShapeError(
                     f"batchnorm_2d: {name} must have shape ({x.shape[1]},) for x {x.shape}, not {tensor.shape}"
                 )
-            if tensor.dtype != x.dtype:
-                raise DTypeError(f"batchnorm_2d: {name} is {tensor.dtype} but x is {x.dtype}; use as_type()")
+            if tensor.dtype != channel_dtype(x.dtype):
+                raise DTypeError(
+                    f"batchnorm_2d: expected {channel_dtype(x.dtype)} {name} beside {x.dtype} x, got "
+                    f"{tensor.dtype}; use as_type()"
+                )
             if tensor.device is not x.device:
                 raise DeviceError(
                     f"batchnorm_2d: {name} is on {tensor.device}, x on {x.device}; use to_device()"
@@ -53,7 +65,7 @@ class BatchNorm2d(Operator):
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, scale, _ = inputs
         y = context.empty(x.shape, x.dtype)
-        running = tuple(tensor.data for tensor in self.running)
+        running = tuple(tensor.array for tensor in self.running)
         if not context.training:
             context.run("batchnorm_2d_infer", *inputs, *running, out=y, eps=self.eps)
             return y
@@ -65,7 +77,7 @@ class BatchNorm2d(Operator):
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
         x, scale = context.saved[:2]
-        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, x.dtype) for _ in range(2)))
+        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, scale.dtype) for _ in range(2)))
         context.run("batchnorm_2d_backward", dys[0], *context.saved, out=out)
         return out
 
@@ -88,7 +100,7 @@ def batchnorm_2d(
 
     Args:
         x: float tensor (N, C, H, W) or (N, C).
-        scale: shape (C,), as are the following, all of x's dtype.
+        scale: shape (C,), as are the following; all of x's dtype, but float32 where x is float16.
         bias: shape (C,).
         running_mean: changed in place while ``autograd.training``.
         running_var: likewise.
@@ -107,3 +119,66 @@ def batchnorm_2d(
     """
     op = BatchNorm2d(running_mean, running_var, momentum=momentum, eps=eps)
     return op(x, scale, bias)  # type: ignore[no-any-return]
+
+
+class LayerNorm(Operator):
+    """Args: ``eps``."""
+
+    def __init__(self, eps: float = 1e-5) -> None:
+        self.eps = check_rates("layer_norm", 0, eps)[1]
+
+    def check(self, *inputs: Tensor) -> None:
+        x, *channels = inputs
+        check_floats("layer_norm", *inputs)
+        for name, tensor in zip(("scale", "bias"), channels, strict=True):
+            count = tensor.ndim()
+            if count == 0 or tensor.shape != x.shape[-count:] or tensor.size() == 0:
+                raise ShapeError(
+                    f"layer_norm: {name} must have the last axes of x {x.shape}, with elements, not {tensor.shape}"
+                )
+        if channels[0].shape != channels[1].shape:
+            raise ShapeError(
+                f"layer_norm: scale {channels[0].shape} and bias {channels[1].shape} differ in shape"
+            )
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        x, scale, _ = inputs
+        wide = "float32" if x.dtype == "float16" else x.dtype
+        rows = x.shape[: x.ndim - scale.ndim]
+        y, mean, inverse_std = (
+            context.empty(x.shape, x.dtype),
+            context.empty(rows, wide),
+            context.empty(rows, wide),
+        )
+        context.run("layer_norm", *inputs, out=(y, mean, inverse_std), eps=self.eps)
+        context.save(x, scale, mean, inverse_std)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
+        x, scale, _, _ = context.saved
+        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, x.dtype) for _ in range(2)))
+        context.run("layer_norm_backward", dys[0], *context.saved, out=out)
+        return out
+
+
+def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Normalise the last axes to zero mean and unit variance, then scale and shift them.
+
+    y = (x - mean) / sqrt(var + eps) * scale + bias, with mean and (biased) var over the axes of ``scale``.
+
+    Args:
+        x: float tensor (..., features), or with several axes of features.
+        scale: (features,), or all last axes that are normalised; dtype of ``x``.
+        bias: the same.
+        eps: added to the variance, > 0; the default suits float32, use 1e-3 for float16.
+
+    Returns:
+        Same shape and dtype as ``x``. Statistics are computed in float32 or wider.
+
+    Raises:
+        ShapeError: ``scale`` or ``bias`` does not have the last axes of ``x``, or these hold no element.
+        OptionError: eps is not > 0.
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016.
+    """
+    return LayerNorm(eps)(x, scale, bias)  # type: ignore[no-any-return]

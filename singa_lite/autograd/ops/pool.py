@@ -11,6 +11,8 @@ from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
 from .window import check_pool_padding, output_size, pair
 
+__all__ = ["avg_pool_2d", "max_pool_2d"]
+
 
 class Pool2d(Operator):
     """What both poolings share: the window and its shape rule."""
@@ -67,7 +69,7 @@ def max_pool_2d(
     stride: int | Sequence[int] | None = None,
     padding: int | Sequence[int] = 0,
 ) -> Tensor:
-    """The largest element of each window; the gradient goes to the first of equals. Padding never wins.
+    """Return the largest element of each window; the gradient goes to the first of equals. Padding never wins.
 
     Args:
         x: float tensor (N, C, H, W).
@@ -124,7 +126,7 @@ def avg_pool_2d(
     *,
     count_include_pad: bool = True,
 ) -> Tensor:
-    """The mean of each window; arguments, result and errors as ``max_pool_2d``.
+    """Return the mean of each window; arguments, result and errors as ``max_pool_2d``.
 
     Args:
         x: float tensor (N, C, H, W).

@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...backend.recurrent import GATES, Stack
+from ...backend.recurrent import GATES, RnnConfig
 from ...errors import OptionError, ShapeError, check_choice, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
 from .dropout import check_ratio
 
+__all__ = ["recurrent"]
+
 
 def check_lengths(where: str, lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    """``lengths`` as a tuple; OptionError unless all are ints >= 1."""
+    """Return ``lengths`` as a tuple; OptionError unless all are ints >= 1."""
     if lengths is None:
         return None
     try:
@@ -32,17 +34,19 @@ class Recurrent(Operator):
     one call does for all layers.
     """
 
-    def __init__(self, stack: Stack, dropout: float, lengths: Sequence[int] | None) -> None:
-        self.stack = stack
+    def __init__(self, config: RnnConfig, dropout: float, lengths: Sequence[int] | None) -> None:
+        self.config = config
         self.dropout = check_ratio("recurrent", dropout)
         self.lengths = check_lengths("recurrent", lengths)
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("recurrent", *inputs)
-        (x, w, *states), stack = inputs, self.stack
-        if w.shape != (stack.num_weights,):
-            raise ShapeError(f"recurrent: {stack} has {stack.num_weights} weights, w has the shape {w.shape}")
-        expected = (stack.num_cells, x.shape[1], stack.hidden_size)
+        (x, w, *states), config = inputs, self.config
+        if w.shape != (config.num_weights,):
+            raise ShapeError(
+                f"recurrent: {config} has {config.num_weights} weights, w has the shape {w.shape}"
+            )
+        expected = (config.num_cells, x.shape[1], config.hidden_size)
         for name, tensor in zip(("h0", "c0"), states, strict=False):
             if tensor.shape != expected:
                 raise ShapeError(
@@ -56,7 +60,7 @@ class Recurrent(Operator):
             )
 
     def forward(self, context: Context, *inputs: Array) -> tuple[Array, ...]:
-        (x, w, *states), stack = inputs, self.stack
+        (x, w, *states), config = inputs, self.config
         last = tuple(context.empty(start.shape, x.dtype) for start in states)
         parts = self._parts(context, w)
         masks: list[Array] = []
@@ -67,7 +71,7 @@ class Recurrent(Operator):
                 given, mask = self._drop(context, given)
                 masks.append(mask)
             starts, ends = ([array[cells] for array in arrays] for arrays in (states, last))
-            y = context.empty((*x.shape[:2], stack.num_directions * stack.hidden_size), x.dtype)
+            y = context.empty((*x.shape[:2], config.num_directions * config.hidden_size), x.dtype)
             options = self._options(len(parts))
             reserve: tuple[Array, ...] = ()
             if any(context.needs_grad):
@@ -82,7 +86,7 @@ class Recurrent(Operator):
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         calls, masks, w_shape = context.saved
         dy, dlast = dys[0], dys[1:]
-        dstarts = tuple(context.empty(slope.shape, slope.dtype) for slope in dlast)
+        dstarts = tuple(context.empty(grad.shape, grad.dtype) for grad in dlast)
         dws: list[Array] = []
         dx = None
         for number in reversed(range(len(calls))):
@@ -90,10 +94,10 @@ class Recurrent(Operator):
             cells = slice(0, None) if len(calls) == 1 else self._cells(number)
             dw = context.empty(weights.shape, weights.dtype)
             dx = context.empty(given.shape, given.dtype) if number > 0 or context.needs_grad[0] else None
-            out = (dw, *(slope[cells] for slope in dstarts), reserve, *(() if dx is None else (dx,)))
-            slopes = (dy, *(slope[cells] for slope in dlast))
+            out = (dw, *(grad[cells] for grad in dstarts), reserve, *(() if dx is None else (dx,)))
+            grads = (dy, *(grad[cells] for grad in dlast))
             options = self._options(len(calls))
-            context.run("recurrent_backward", *slopes, given, weights, *starts, y, out=out, **options)
+            context.run("recurrent_backward", *grads, given, weights, *starts, y, out=out, **options)
             dws.insert(0, dw)
             if number > 0:
                 dy = context.empty(given.shape, given.dtype)
@@ -108,31 +112,31 @@ class Recurrent(Operator):
 
     def _options(self, num_calls: int) -> dict[str, Any]:
         """Attributes of one of so many kernel calls."""
-        stack = self.stack
+        config = self.config
         return {
-            "mode": stack.mode,
-            "hidden_size": stack.hidden_size,
-            "num_layers": stack.num_layers if num_calls == 1 else 1,
-            "bidirectional": stack.bidirectional,
-            "bias": stack.bias,
+            "mode": config.mode,
+            "hidden_size": config.hidden_size,
+            "num_layers": config.num_layers if num_calls == 1 else 1,
+            "bidirectional": config.bidirectional,
+            "bias": config.bias,
             "lengths": self.lengths,
         }
 
     def _cells(self, layer: int) -> slice:
-        directions = self.stack.num_directions
+        directions = self.config.num_directions
         return slice(layer * directions, (layer + 1) * directions)
 
     def _parts(self, context: Context, w: Array) -> list[tuple[Array, slice]]:
         """(weights, which states) of every kernel call, see Note [dropout between layers]."""
-        stack = self.stack
-        if self.dropout == 0 or stack.num_layers == 1 or not context.training:
+        config = self.config
+        if self.dropout == 0 or config.num_layers == 1 or not context.training:
             return [(w, slice(0, None))]
-        sizes = [*zip(*stack.sizes(), strict=True)]
+        sizes = [*zip(*config.sizes(), strict=True)]
         pieces = [context.empty((size,), w.dtype) for kind in sizes for size in kind]
         context.run("unpack", w, out=tuple(pieces))
         parts = []
-        for layer in range(stack.num_layers):
-            matrices, biases = pieces[layer], pieces[stack.num_layers + layer]
+        for layer in range(config.num_layers):
+            matrices, biases = pieces[layer], pieces[config.num_layers + layer]
             weights = context.empty((matrices.size + biases.size,), w.dtype)
             context.run("pack", matrices, biases, out=weights)
             parts.append((weights, self._cells(layer)))
@@ -143,7 +147,7 @@ class Recurrent(Operator):
         if len(dws) == 1:
             return dws[0]
         pieces: list[list[Array]] = [[], []]
-        for dw, sizes in zip(dws, self.stack.sizes(), strict=True):
+        for dw, sizes in zip(dws, self.config.sizes(), strict=True):
             parts = tuple(context.empty((size,), dw.dtype) for size in sizes)
             context.run("unpack", dw, out=parts)
             for kind, part in zip(pieces, parts, strict=True):
@@ -167,7 +171,7 @@ def recurrent(
     dropout: float = 0.0,
     lengths: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """A stack of recurrent layers over whole sequences; the formulas stand in backend/cpu/cells.py.
+    """Run a stack of recurrent layers over whole sequences; the formulas are in backend/cpu/cells.py.
 
     T steps, N sequences, I features, H hidden features, L layers, D directions (2 if bidirectional). On CUDA it is
     cuDNN's. SINGA's ``_RNN`` takes a handle instead of the options.
@@ -196,7 +200,7 @@ def recurrent(
     check_floats("recurrent", x, w)
     check_ndim("recurrent", "x", x, 3, "(steps, batch, features)")
     check_choice("recurrent", "mode", mode, tuple(GATES))
-    stack = Stack(
+    config = RnnConfig(
         mode,
         input_size=x.shape[2],
         hidden_size=check_int("recurrent", "hidden_size", hidden_size, 1),
@@ -204,18 +208,18 @@ def recurrent(
         bidirectional=bool(bidirectional),
         bias=bool(bias),
     )
-    op = Recurrent(stack, dropout, lengths)
-    if c0 is not None and stack.num_states == 1:
+    op = Recurrent(config, dropout, lengths)
+    if c0 is not None and config.num_states == 1:
         raise ShapeError(f"recurrent: mode {mode!r} has no c0")
-    shape = (stack.num_cells, x.shape[1], stack.hidden_size)
+    shape = (config.num_cells, x.shape[1], config.hidden_size)
     states = [
         Tensor(shape, x.device, x.dtype, requires_grad=False) if given is None else given
-        for given in (h0, c0)[: stack.num_states]
+        for given in (h0, c0)[: config.num_states]
     ]
     return op(x, w, *states)  # type: ignore[no-any-return]
 
 
-class Steps(Operator):
+class Unbind(Operator):
     def check(self, *inputs: Tensor) -> None:
         check_ndim("steps", "x", inputs[0], 3, "(steps, batch, features)")
 
@@ -228,6 +232,6 @@ class Steps(Operator):
         return dx
 
 
-def steps(x: Tensor) -> tuple[Tensor, ...]:
-    """(T, N, F) as T tensors (N, F) that share its memory, T >= 1."""
-    return Steps()(x)  # type: ignore[no-any-return]
+def unbind(x: Tensor) -> tuple[Tensor, ...]:
+    """Split (T, N, F) into T tensors (N, F) that share its memory, T >= 1."""
+    return Unbind()(x)  # type: ignore[no-any-return]

@@ -9,6 +9,8 @@ from ...tensor import Tensor, as_axes, product
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_floats, check_tensors, scaled
 
+__all__ = ["reduce_mean", "reduce_sum"]
+
 
 class ReduceSum(Operator):
     where, kernel = "reduce_sum", "sum"
@@ -22,7 +24,7 @@ class ReduceSum(Operator):
         as_axes(self.where, self.axes, inputs[0].ndim())
 
     def kept_shape(self, shape: Shape) -> Shape:
-        """The result's shape with reduced axes as 1."""
+        """Return the result's shape with reduced axes as 1."""
         axes = as_axes(self.where, self.axes, len(shape))
         return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
 
@@ -45,7 +47,7 @@ class ReduceSum(Operator):
 
 
 def reduce_sum(x: Tensor, axes: int | Sequence[int] | None = None, keepdims: bool | int = 1) -> Tensor:
-    """The sum over axes.
+    """Return the sum over axes.
 
     Args:
         x: any tensor.
@@ -74,5 +76,5 @@ class ReduceMean(ReduceSum):
 
 
 def reduce_mean(x: Tensor, axes: int | Sequence[int] | None = None, keepdims: bool | int = 1) -> Tensor:
-    """The mean over axes; arguments, result and errors as ``reduce_sum``, floats only."""
+    """Return the mean over axes; arguments, result and errors as ``reduce_sum``, floats only."""
     return ReduceMean(axes, keepdims)(x)  # type: ignore[no-any-return]

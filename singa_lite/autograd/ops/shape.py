@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from builtins import slice as slice_type  # ``slice`` is the operator here
+from collections.abc import Iterable, Sequence
 
-from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_number
-from ...tensor import Tensor, as_axis, as_permutation, product, resolve_shape
+import numpy as np
+
+from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
+from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
+
+__all__ = ["cat", "flatten", "pad", "reshape", "slice", "split", "squeeze", "transpose", "unsqueeze"]
 
 
 class Reshape(Operator):
@@ -28,7 +33,7 @@ class Reshape(Operator):
 
 
 def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """The same elements, row by row, in another shape; shares the memory of ``x``.
+    """Return the same elements, row by row, in another shape; shares the memory of ``x``.
 
     Args:
         x: any tensor.
@@ -44,7 +49,7 @@ def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
-    """Two axes: all before ``axis`` joined, and all from ``axis`` on joined; shares the memory of ``x``.
+    """Return ``x`` as a matrix: axes before ``axis`` joined, and those from it on; shares the memory of ``x``.
 
     Args:
         x: any tensor.
@@ -74,7 +79,7 @@ class Transpose(Operator):
 
     def backward(self, context: Context, *dys: Array) -> Array:
         axes = as_permutation("transpose", self.axes, dys[0].ndim)
-        inverse = sorted(range(len(axes)), key=lambda place: axes[place])
+        inverse = sorted(range(len(axes)), key=lambda axis: axes[axis])
         return self.permute(context, dys[0], tuple(inverse))
 
     def permute(self, context: Context, x: Array, axes: Shape) -> Array:
@@ -84,7 +89,7 @@ class Transpose(Operator):
 
 
 def transpose(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """``x`` with its axes permuted, copied to row-major order.
+    """Return ``x`` with its axes permuted, copied to row-major order.
 
     Args:
         x: any tensor.
@@ -95,7 +100,7 @@ def transpose(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         The permuted shape, the dtype of ``x``.
 
     Raises:
-        ShapeError: ``shape`` is no permutation of the axes.
+        ShapeError: ``shape`` is not a permutation of the axes.
     """
     return Transpose(shape)(x)  # type: ignore[no-any-return]
 
@@ -159,9 +164,7 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 class Pad(Operator):
     def __init__(self, pads: Sequence[int], constant: float = 0.0) -> None:
-        if not isinstance(pads, (list, tuple)):
-            raise OptionError(f"pad: pads = {pads!r} must be a list of ints")
-        self.pads = [check_int("pad", "pads", size, 0) for size in pads]
+        self.pads = check_ints("pad", "pads", pads, 0)
         self.constant = check_number("pad", "constant", constant)
 
     def check(self, *inputs: Tensor) -> None:
@@ -172,11 +175,13 @@ class Pad(Operator):
                 f"got {len(self.pads)}"
             )
         if inputs[0].dtype.kind != "f" and not self.constant.is_integer():
-            raise DTypeError(f"pad: constant = {self.constant} is no {inputs[0].dtype}")
+            raise DTypeError(f"pad: constant = {self.constant} is not a {inputs[0].dtype}")
 
-    def inside(self, shape: Shape) -> tuple[slice, ...]:
-        """Where x of this shape lies in the result."""
-        return tuple(slice(before, before + size) for before, size in zip(self.pads, shape, strict=False))
+    def inside(self, shape: Shape) -> tuple[slice_type, ...]:
+        """Return the slices of the result that hold x of this shape."""
+        return tuple(
+            slice_type(before, before + size) for before, size in zip(self.pads, shape, strict=False)
+        )
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x = inputs[0]
@@ -196,7 +201,7 @@ class Pad(Operator):
 
 
 def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Tensor:
-    """``x`` inside a frame of a constant (SINGA's name and order of arguments).
+    """Return ``x`` inside a frame of a constant (SINGA's name and order of arguments).
 
     Args:
         x: any tensor, n axes.
@@ -213,3 +218,168 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
     """
     check_choice("pad", "mode", mode, ("constant",))
     return Pad(pads, constant)(x)  # type: ignore[no-any-return]
+
+
+class Slice(Operator):
+    """Args: ``parts``: a slice of each axis, within it."""
+
+    def __init__(self, parts: tuple[slice_type, ...]) -> None:
+        self.parts = parts
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        part = inputs[0][self.parts]
+        context.save(inputs[0].shape)
+        out = context.empty(part.shape, part.dtype)
+        context.run("copy", part, out=out)
+        return out
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        (shape,) = context.saved
+        dx = context.empty(shape, dys[0].dtype)
+        context.run("fill", out=dx, value=0.0)
+        context.run("copy", dys[0], out=dx[self.parts])
+        return dx
+
+
+def slice(
+    x: Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    axes: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None,
+) -> Tensor:
+    """Return ``x[start:end:step]`` along some axes (SINGA's and ONNX's form; ``x[1:, ::2]`` is shorter).
+
+    Args:
+        x: any tensor.
+        starts: where to begin on each of ``axes``; negative counts from the end, what is outside is left out.
+        ends: where to stop, not included; with a negative step a large negative number is "before the first".
+        axes: which axes; None is the first ones.
+        steps: how far apart, not 0; None is 1.
+
+    Returns:
+        A copy of the part, of as many axes; the gradient of the rest is 0.
+
+    Raises:
+        ShapeError: the lists differ in length, hold no ints, or there is no such axis.
+    """
+    check_tensors("slice", x)
+    given = [starts, ends, *(values for values in (axes, steps) if values is not None)]
+    if not all(isinstance(values, (Sequence, np.ndarray)) for values in given):
+        raise ShapeError(f"slice: starts, ends, axes and steps must be lists of ints, got {given}")
+    if len({len(values) for values in given}) != 1 or len(starts) > x.ndim():
+        raise ShapeError(
+            f"slice: starts, ends, axes and steps must have one length <= {x.ndim()}, got {given}"
+        )
+    numbers = (
+        as_axes("slice", axes, x.ndim())
+        if axes is None
+        else [as_axis("slice", axis, x.ndim()) for axis in axes]
+    )
+    parts = [slice_type(None)] * x.ndim()
+    for index, axis in enumerate(numbers[: len(starts)]):
+        step = 1 if steps is None else as_index("slice", "step", steps[index])
+        if step == 0 or numbers[: len(starts)].count(axis) > 1:
+            raise ShapeError(f"slice: step {step} of axis {axis}, which must be named once and not with 0")
+        start, end = as_index("slice", "start", starts[index]), as_index("slice", "end", ends[index])
+        start, end, step = slice_type(start, end, step).indices(x.shape[axis])
+        parts[axis] = slice_type(start, None if end < 0 else end, step)
+    return Slice(tuple(parts))(x)  # type: ignore[no-any-return]
+
+
+class Split(Operator):
+    """Args: ``axis``, >= 0; ``sizes``: of the parts along it."""
+
+    def __init__(self, axis: int, sizes: list[int]) -> None:
+        self.axis, self.sizes = axis, sizes
+
+    def forward(self, context: Context, *inputs: Array) -> tuple[Array, ...]:
+        x, start = inputs[0], 0
+        parts = []
+        for size in self.sizes:
+            part = context.empty((*x.shape[: self.axis], size, *x.shape[self.axis + 1 :]), x.dtype)
+            context.run("slice", x, out=part, axis=self.axis, start=start)
+            parts.append(part)
+            start += size
+        return tuple(parts)
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        shape = list(dys[0].shape)
+        shape[self.axis] = sum(self.sizes)
+        dx = context.empty(tuple(shape), dys[0].dtype)
+        context.run("concat", *dys, out=dx, axis=self.axis)
+        return dx
+
+
+def split(
+    x: Tensor, axis: int, parts: Sequence[int] | None = None, num_output: int | None = None
+) -> tuple[Tensor, ...]:
+    """Cut a tensor into parts along one axis, the reverse of ``cat``.
+
+    Args:
+        x: any tensor.
+        axis: negative counts from the end.
+        parts: sizes >= 0 that add up to that of the axis.
+        num_output: instead of ``parts``, how many equal ones.
+
+    Returns:
+        The parts, as copies.
+
+    Raises:
+        ShapeError: no such axis, or sizes that do not add up.
+        OptionError: neither or both of ``parts`` and ``num_output``, or ``parts`` is not a list of ints >= 0.
+    """
+    check_tensors("split", x)
+    position = as_axis("split", axis, x.ndim())
+    if (parts is None) == (num_output is None):
+        raise OptionError(f"split: give parts or num_output, not {parts!r} and {num_output!r}")
+    if parts is None:
+        count = check_int("split", "num_output", num_output, 1)
+        parts = [x.shape[position] // count] * count
+    sizes = check_ints("split", "parts", parts, 0)
+    if sum(sizes) != x.shape[position] or not sizes:
+        raise ShapeError(
+            f"split: parts {sizes} do not add up to {x.shape[position]}, the size of axis {axis}"
+        )
+    return Split(position, sizes)(x)  # type: ignore[no-any-return]
+
+
+def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
+    """Leave out axes of size 1; shares the memory of ``x``.
+
+    Args:
+        x: any tensor.
+        axis: which; negative counts from the end; an empty list is all of size 1.
+
+    Returns:
+        The other axes.
+
+    Raises:
+        ShapeError: there is no such axis, or its size is not 1.
+    """
+    check_tensors("squeeze", x)
+    given = list(axis) if isinstance(axis, Iterable) else [axis]
+    chosen = as_axes("squeeze", given, x.ndim()) if given else [i for i, n in enumerate(x.shape) if n == 1]
+    if any(x.shape[i] != 1 for i in chosen):
+        raise ShapeError(f"squeeze: axes {given} of shape {x.shape} must have size 1")
+    return reshape(x, [n for i, n in enumerate(x.shape) if i not in chosen])
+
+
+def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
+    """Add axes of size 1; shares the memory of ``x``.
+
+    Args:
+        x: any tensor.
+        axis: where in the result; negative counts from its end.
+
+    Returns:
+        As many axes more as ``axis`` names.
+
+    Raises:
+        ShapeError: an axis is out of range or named twice.
+    """
+    check_tensors("unsqueeze", x)
+    given = list(axis) if isinstance(axis, Iterable) else [axis]
+    chosen = as_axes("unsqueeze", given, x.ndim() + len(given))
+    sizes = iter(x.shape)
+    return reshape(x, [1 if i in chosen else next(sizes) for i in range(x.ndim() + len(given))])

@@ -12,7 +12,7 @@ Pair = tuple[int, int]
 
 
 def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
-    """``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
+    """Return ``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
     both = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_pair = len(both) == 2 and all(isinstance(n, Integral) and not isinstance(n, bool) for n in both)
     if not is_pair or min(both) < smallest:
@@ -21,11 +21,11 @@ def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tu
 
 
 def check_pool_padding(where: str, kernel_size: Pair, padding: Pair) -> None:
-    """Raise OptionError unless every window meets the image."""
+    """Raise OptionError unless every window overlaps the image."""
     if any(p >= k for p, k in zip(padding, kernel_size, strict=True)):
         raise OptionError(
             f"{where}: padding {padding} must be smaller than kernel_size {kernel_size}, "
-            "else a window would lie outside the image"
+            "else a window would be outside the image"
         )
 
 

@@ -2,7 +2,7 @@
 """The CPU backend: every kernel in numpy, and most of them in C++ for float32 arrays.
 
 One file per family of numpy kernels, each a class whose methods are kernels (see Note [kernel form] in
-../base.py); native.py is the seam to the compiled ones.
+../base.py); native.py calls the compiled ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ...graph import View
 from ..base import Array, Backend
 from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
@@ -55,27 +54,16 @@ class NumpyBackend(
         with np.errstate(all="ignore"):  # overflow is inf and invalid is NaN, as on every other device
             method(*inputs, out=out, **attributes)
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+    def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
         return np.empty(shape, dtype)
 
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+    def allocate_zeros(self, shape: Sequence[int], dtype: Any) -> Array:
         return np.zeros(shape, dtype)
 
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
         return np.array(values, order="C")
 
-    def root(self, array: Array) -> Array:
-        while isinstance(array.base, np.ndarray):
-            array = array.base
-        return array
-
-    def offset(self, array: Array) -> int:
-        return int(array.ctypes.data - self.root(array).ctypes.data)
-
-    def view(self, root: Array, view: View) -> Array:
-        return np.ndarray(view.shape, view.dtype, root, view.offset, view.strides)
-
-    def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
+    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
         return np.array(array, order="C")
 
     def may_share_memory(self, a: Array, b: Array) -> bool:

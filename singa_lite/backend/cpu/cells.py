@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base import Array
-from ..recurrent import Stack
+from ..recurrent import RnnConfig
 
 
 @dataclass
@@ -36,21 +36,21 @@ class Kept:
     tanh_c: Array = None
 
     def carry(self, t: int, state: list[Array]) -> None:
-        """Keep the c that goes on from step t."""
+        """Keep the c after step t."""
         if len(state) == 2:
             self.c[t] = state[1]
 
 
-def sizes_kept(stack: Stack) -> tuple[int, ...]:
+def sizes_kept(config: RnnConfig) -> tuple[int, ...]:
     """Features of each member of Kept that the mode has."""
-    return (stack.num_rows, *(stack.hidden_size,) * {"lstm": 2, "gru": 1}.get(stack.mode, 0))
+    return (config.num_rows, *(config.hidden_size,) * {"lstm": 2, "gru": 1}.get(config.mode, 0))
 
 
 class Cell:
     """The weights of one layer in one direction; forward and backward of a step.
 
     Attributes:
-        w_x, w_h, b_x, b_h: as ``Stack.split`` gives them.
+        w_x, w_h, b_x, b_h: as ``RnnConfig.split`` gives them.
         b_in_sum: what of b_h is added to the gates' inputs before any step.
     """
 
@@ -59,12 +59,12 @@ class Cell:
         self.w_h_across = np.ascontiguousarray(self.w_h.T)
         self.b_in_sum = self.b_h
 
-    def state_slopes(self, slopes: Array) -> Array:
-        """Where the slopes of R h + b_h go: with those of W x + b_x, as they are added."""
-        return slopes
+    def state_dgates(self, dgates: Array) -> Array:
+        """Return the array for the gradients of R h + b_h: that for W x + b_x's, as they are added."""
+        return dgates
 
     def forward(self, kept: Kept, t: int, state: list[Array]) -> list[Array]:
-        """The state after step t; turns kept.gates[t] from W x + biases into what the gates give."""
+        """Return the state after step t; overwrites kept.gates[t], W x + biases, by the gates' outputs."""
         raise NotImplementedError
 
     def backward(
@@ -73,18 +73,18 @@ class Cell:
         t: int,
         before: Array,
         c_before: Array | None,
-        slopes: list[Array],
-        into: Array,
-        into_state: Array,
+        dstates: list[Array],
+        dgates: Array,
+        state_dgates: Array,
     ) -> list[Array]:
-        """From slopes of the state after step t to those of the state before it.
+        """Return the gradients of the state before step t from those of the state after it.
 
         Args:
             before: h before the step.
             c_before: c before it, for lstm.
-            slopes: of h and c after it.
-            into: receives the slopes of what goes into the gates.
-            into_state: receives those of the state's share of it; ``into`` itself where they are the same.
+            dstates: gradients of h and c after it.
+            dgates: receives the gradients of the gates' inputs.
+            state_dgates: receives those of the state's share of it; ``dgates`` itself where they are the same.
         """
         raise NotImplementedError
 
@@ -96,12 +96,12 @@ class TanhCell(Cell):
         return [np.tanh(gates, out=gates)]
 
     def backward(
-        self, kept: Kept, t: int, before: Array, c_before: Array | None, slopes: list[Array], into: Array,
-        into_state: Array,
+        self, kept: Kept, t: int, before: Array, c_before: Array | None, dstates: list[Array], dgates: Array,
+        state_dgates: Array,
     ) -> list[Array]:  # fmt: skip
         h = kept.gates[t]
-        np.multiply(slopes[0], 1 - h * h, out=into)
-        return [into @ self.w_h]
+        np.multiply(dstates[0], 1 - h * h, out=dgates)
+        return [dgates @ self.w_h]
 
 
 class ReluCell(Cell):
@@ -111,11 +111,11 @@ class ReluCell(Cell):
         return [np.maximum(gates, 0, out=gates)]
 
     def backward(
-        self, kept: Kept, t: int, before: Array, c_before: Array | None, slopes: list[Array], into: Array,
-        into_state: Array,
+        self, kept: Kept, t: int, before: Array, c_before: Array | None, dstates: list[Array], dgates: Array,
+        state_dgates: Array,
     ) -> list[Array]:  # fmt: skip
-        np.multiply(slopes[0], kept.gates[t] > 0, out=into)
-        return [into @ self.w_h]
+        np.multiply(dstates[0], kept.gates[t] > 0, out=dgates)
+        return [dgates @ self.w_h]
 
 
 class LstmCell(Cell):
@@ -141,19 +141,19 @@ class LstmCell(Cell):
         return [o * tanh_c, c]
 
     def backward(
-        self, kept: Kept, t: int, before: Array, c_before: Array | None, slopes: list[Array], into: Array,
-        into_state: Array,
+        self, kept: Kept, t: int, before: Array, c_before: Array | None, dstates: list[Array], dgates: Array,
+        state_dgates: Array,
     ) -> list[Array]:  # fmt: skip
         i, f, g, o = np.split(kept.gates[t], 4, 1)
-        di, df, dg, do = np.split(into, 4, 1)
-        dh, dc = slopes
+        di, df, dg, do = np.split(dgates, 4, 1)
+        dh, dc = dstates
         tanh_c = kept.tanh_c[t]
         dc = dc + dh * o * (1 - tanh_c * tanh_c)
         np.multiply(dc * g, i * (1 - i), out=di)
         np.multiply(dc * c_before, f * (1 - f), out=df)
         np.multiply(dc * i, 1 - g * g, out=dg)
         np.multiply(dh * tanh_c, o * (1 - o), out=do)
-        return [into @ self.w_h, dc * f]
+        return [dgates @ self.w_h, dc * f]
 
 
 class GruCell(Cell):
@@ -164,8 +164,8 @@ class GruCell(Cell):
             self.b_in_sum = self.b_h.copy()
             self.b_in_sum[2 * hidden :] = 0
 
-    def state_slopes(self, slopes: Array) -> Array:
-        return np.empty_like(slopes)
+    def state_dgates(self, dgates: Array) -> Array:
+        return np.empty_like(dgates)
 
     def forward(self, kept: Kept, t: int, state: list[Array]) -> list[Array]:
         hidden, gates, h = self._hidden, kept.gates[t], state[0]
@@ -185,18 +185,18 @@ class GruCell(Cell):
         return [n + z * (h - n)]
 
     def backward(
-        self, kept: Kept, t: int, before: Array, c_before: Array | None, slopes: list[Array], into: Array,
-        into_state: Array,
+        self, kept: Kept, t: int, before: Array, c_before: Array | None, dstates: list[Array], dgates: Array,
+        state_dgates: Array,
     ) -> list[Array]:  # fmt: skip
-        hidden, dh = self._hidden, slopes[0]
+        hidden, dh = self._hidden, dstates[0]
         r, z, n = np.split(kept.gates[t], 3, 1)
-        dr, dz, dn = np.split(into, 3, 1)
+        dr, dz, dn = np.split(dgates, 3, 1)
         np.multiply(dh * (1 - z), 1 - n * n, out=dn)
         np.multiply(dh * (before - n), z * (1 - z), out=dz)
         np.multiply(dn * kept.c[t], r * (1 - r), out=dr)
-        into_state[:, : 2 * hidden] = into[:, : 2 * hidden]
-        np.multiply(dn, r, out=into_state[:, 2 * hidden :])
-        return [into_state @ self.w_h + dh * z]
+        state_dgates[:, : 2 * hidden] = dgates[:, : 2 * hidden]
+        np.multiply(dn, r, out=state_dgates[:, 2 * hidden :])
+        return [state_dgates @ self.w_h + dh * z]
 
 
 CELLS = {"tanh": TanhCell, "relu": ReluCell, "lstm": LstmCell, "gru": GruCell}

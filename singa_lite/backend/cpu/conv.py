@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base import Array
-from ._wide import wide, wide_dtype
+from ._accumulation import accumulation_dtype, upcast
 
 # Of the unfolded batch, so that an evaluation batch of thousands doesn't take gigabytes. A step of the MNIST CNN
 # (batch 64, 1 thread, quiet machine) takes 24 ms with 16 MiB, 27 with 1 MiB, 31 with 4 MiB, 41 with 256 KiB.
@@ -45,11 +45,11 @@ class Window:
 
     @property
     def rows(self) -> int:
-        """Weights that meet in one output element."""
+        """Weights that are summed in one output element."""
         return self.channels // self.groups * self.kernel[0] * self.kernel[1]
 
     def offsets(self) -> Iterator[tuple[int, int, slice, slice]]:
-        """Each kernel offset (i, j) and the rows and columns of the padded image it touches."""
+        """Return each kernel offset (i, j) and the rows and columns of the padded image it touches."""
         (kh, kw), (oh, ow), (sh, sw), (dh, dw) = self.kernel, self.out_size, self.stride, self.dilation
         for i in range(kh):
             for j in range(kw):
@@ -63,12 +63,12 @@ class Window:
         return (slice(start, min(start + step, batch)) for start in range(0, batch, step))
 
     def inner(self, padded: Array) -> Array:
-        """The image inside its padding: a view."""
+        """Return the image inside its padding: a view."""
         (ph, pw), (h, w) = self.padding, (self.height, self.width)
         return padded[:, ph : ph + h, pw : pw + w]
 
     def unfold(self, x: Array, dtype: np.dtype) -> Array:
-        """x (n, C, H, W) -> columns (groups, rows, oh*ow*n)."""
+        """Return x (n, C, H, W) as columns (groups, rows, oh*ow*n)."""
         n = x.shape[0]
         allocate = np.empty if self.padding == (0, 0) else np.zeros
         image = allocate((*self.padded, n), dtype)
@@ -88,7 +88,7 @@ class Window:
         dx[...] = self.inner(image).transpose(3, 0, 1, 2)
 
     def to_columns(self, y: Array, dtype: np.dtype) -> Array:
-        """y (n, O, oh, ow) -> (groups, O/groups, oh*ow*n)."""
+        """Return y (n, O, oh, ow) as (groups, O/groups, oh*ow*n)."""
         columns = np.empty((self.outputs, *self.out_size, y.shape[0]), dtype)
         columns[...] = y.transpose(1, 2, 3, 0)
         return columns.reshape(self.groups, self.outputs // self.groups, -1)
@@ -121,20 +121,20 @@ class ConvKernels:
         groups: int,
     ) -> None:
         window = window_of(x, w, out, stride, padding, dilation, groups)
-        dtype = wide_dtype(x.dtype)
-        weights = wide(w).reshape(groups, -1, window.rows)
+        dtype = accumulation_dtype(x.dtype)
+        weights = upcast(w).reshape(groups, -1, window.rows)
         for part in window.chunks(x.shape[0], dtype.itemsize):
             y = np.matmul(weights, window.unfold(x[part], dtype)).reshape(*out.shape[1:], -1)
             if b is not None:
-                y += wide(b).reshape(-1, 1, 1, 1)
+                y += upcast(b).reshape(-1, 1, 1, 1)
             out[part] = y.transpose(3, 0, 1, 2)
 
     def conv2d_backward_data(
         self, dy: Array, w: Array, *, out: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
     ) -> None:
         window = window_of(out, w, dy, stride, padding, dilation, groups)
-        dtype = wide_dtype(dy.dtype)
-        weights = wide(w).reshape(groups, -1, window.rows).swapaxes(1, 2)
+        dtype = accumulation_dtype(dy.dtype)
+        weights = upcast(w).reshape(groups, -1, window.rows).swapaxes(1, 2)
         for part in window.chunks(dy.shape[0], dtype.itemsize):
             window.fold(np.matmul(weights, window.to_columns(dy[part], dtype)), out[part])
 
@@ -151,14 +151,14 @@ class ConvKernels:
     ) -> None:
         dw, db = out if isinstance(out, tuple) else (out, None)
         window = window_of(x, dw, dy, stride, padding, dilation, groups)
-        dtype = wide_dtype(x.dtype)
+        dtype = accumulation_dtype(x.dtype)
         dw_sum = np.zeros((groups, dw.shape[0] // groups, window.rows), dtype)
         db_sum = np.zeros(dw.shape[0], dtype)
         for part in window.chunks(x.shape[0], dtype.itemsize):
-            slopes = window.to_columns(dy[part], dtype)
-            dw_sum += np.matmul(slopes, window.unfold(x[part], dtype).swapaxes(1, 2))
+            columns = window.to_columns(dy[part], dtype)
+            dw_sum += np.matmul(columns, window.unfold(x[part], dtype).swapaxes(1, 2))
             if db is not None:
-                db_sum += slopes.sum(axis=2).reshape(-1)
+                db_sum += columns.sum(axis=2).reshape(-1)
         dw[...] = dw_sum.reshape(dw.shape)
         if db is not None:
             db[...] = db_sum

@@ -7,21 +7,21 @@ import numpy as np
 
 from ...errors import ShapeError
 from ..base import Array
-from ._wide import wide
+from ._accumulation import upcast
 
 
 def check_ids(where: str, ids: Array, classes: int) -> None:
     """Raise ShapeError unless every id names a column."""
     if ids.size and (ids.min() < 0 or ids.max() >= classes):
         raise ShapeError(
-            f"{where}: class ids must lie in 0..{classes - 1} (x has {classes} columns), "
+            f"{where}: class ids must be in 0..{classes - 1} (x has {classes} columns), "
             f"but the labels range over {ids.min()}..{ids.max()}"
         )
 
 
 def label_rows(labels: Array, like: Array, where: str) -> Array:
     """Labels as rows that sum to one, in the shape of ``like`` (N, C) and its dtype, float32 or wider."""
-    dtype = wide(like[:0]).dtype
+    dtype = upcast(like[:0]).dtype
     if labels.ndim == 2:
         rows = labels.astype(dtype)
         total = rows.sum(axis=1, keepdims=True)
@@ -38,7 +38,7 @@ class LossKernels:
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:
         loss, probabilities = out
         rows = label_rows(labels, x, "softmax_cross_entropy")
-        shifted = wide(x) - wide(x.max(axis=1, keepdims=True))
+        shifted = upcast(x) - upcast(x.max(axis=1, keepdims=True))
         powers = np.exp(shifted)
         total = powers.sum(axis=1, keepdims=True)
         np.divide(powers, total, out=probabilities, casting="same_kind")
@@ -50,28 +50,30 @@ class LossKernels:
         self, dy: Array, probabilities: Array, labels: Array, *, out: Array
     ) -> None:
         rows = label_rows(labels, probabilities, "softmax_cross_entropy")
-        slopes = wide(probabilities) * rows.sum(axis=1, keepdims=True)
-        slopes -= rows
-        slopes *= wide(dy).reshape(()) / slopes.shape[0]
-        out[...] = slopes
+        dx = upcast(probabilities) * rows.sum(axis=1, keepdims=True)
+        dx -= rows
+        dx *= upcast(dy).reshape(()) / dx.shape[0]
+        out[...] = dx
 
     def cross_entropy(self, probabilities: Array, labels: Array, *, out: Array) -> None:
         rows = label_rows(labels, probabilities, "cross_entropy")
         smallest = np.finfo(probabilities.dtype).tiny  # a probability of 0 costs log(tiny), not infinity
-        out[...] = -(rows * np.log(np.maximum(wide(probabilities), smallest))).sum() / probabilities.shape[0]
+        out[...] = (
+            -(rows * np.log(np.maximum(upcast(probabilities), smallest))).sum() / probabilities.shape[0]
+        )
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
         rows = label_rows(labels, probabilities, "cross_entropy")
         smallest = np.finfo(probabilities.dtype).tiny
-        rows /= np.maximum(wide(probabilities), smallest)
-        rows *= -wide(dy).reshape(()) / rows.shape[0]
+        rows /= np.maximum(upcast(probabilities), smallest)
+        rows *= -upcast(dy).reshape(()) / rows.shape[0]
         out[...] = rows
 
     def mse_loss(self, x: Array, t: Array, *, out: Array) -> None:
-        errors = (wide(x) - wide(t)).reshape(-1)
+        errors = (upcast(x) - upcast(t)).reshape(-1)
         out[...] = np.dot(errors, errors) / errors.size
 
     def mse_loss_backward(self, dy: Array, x: Array, t: Array, *, out: Array) -> None:
-        errors = wide(x) - wide(t)
-        errors *= wide(dy).reshape(()) * (2 / errors.size)
+        errors = upcast(x) - upcast(t)
+        errors *= upcast(dy).reshape(()) * (2 / errors.size)
         out[...] = errors

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
+from ...errors import ShapeError
 from ..base import Array
-from ._wide import wide, wide_dtype
+from ._accumulation import accumulation_dtype, pairwise_sum, upcast
 
 
 class MoveKernels:
@@ -32,15 +35,37 @@ class MoveKernels:
         index[axis] = slice(start, start + out.shape[axis])
         np.copyto(out, x[tuple(index)])
 
-    def reorder(self, x: Array, *, out: Array, blocks: tuple[int, int]) -> None:
-        has, wanted = blocks
+    def gather(self, x: Array, indices: Array, *, out: Array, axis: int, where: str = "gather") -> None:
+        """(x, indices) -> the elements of x at positions of an axis, which the axes of indices replace; axis >= 0.
+
+        indices: int32 or int64, in 0 .. x.shape[axis] - 1; ShapeError, which names ``where``, if one is not.
+        """
+        _check_indices(where, indices, x.shape[axis])
+        np.copyto(out, np.take(x, indices, axis=axis))
+
+    def gather_backward(self, dy: Array, indices: Array, *, out: Array, axis: int) -> None:
+        """(dy, indices) -> dx of gather: every place adds up what was taken from it, in the order of indices; axis."""
+        _check_indices("gather", indices, out.shape[axis])
+        before, after = out.shape[:axis], out.shape[axis + 1 :]
+        total = np.zeros((prod(before), out.shape[axis], prod(after)), accumulation_dtype(out.dtype))
+        rows = upcast(dy).reshape(len(total), indices.size, total.shape[2])
+        np.add.at(total, (slice(None), indices.reshape(-1)), rows)  # type: ignore[arg-type]
+        np.copyto(out, total.reshape(out.shape), casting="same_kind")
+
+    def reorder(self, x: Array, *, out: Array, memory_formats: tuple[int, int]) -> None:
+        has, wanted = memory_formats
         batch, channels, *area = x.shape
         blocked, plain = (batch, channels // has, *area, has), (batch, channels // wanted, wanted, *area)
         rows = np.moveaxis(x.reshape(blocked), -1, 2).reshape(plain)
         np.copyto(out.reshape(batch, channels // wanted, *area, wanted), np.moveaxis(rows, 2, -1))
 
-    def pack(self, *xs: Array, out: Array) -> None:
-        np.concatenate([x.reshape(-1) for x in xs], out=out, casting="no")
+    def pack(self, *xs: Array, out: Array, alignment: int = 1) -> None:
+        start = 0
+        for x in xs:
+            np.copyto(out[start : start + x.size], x.reshape(-1), casting="no")
+            start += -(-x.size // alignment) * alignment
+        if start != out.size:
+            raise ShapeError(f"pack: {start} elements do not fill an array of {out.size}")
 
     def unpack(self, flat: Array, *, out: tuple[Array, ...]) -> None:
         start = 0
@@ -49,10 +74,10 @@ class MoveKernels:
             start += x.size
 
     def sum(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
-        np.sum(x, axis=axes, dtype=wide_dtype(x.dtype), out=out, keepdims=keepdims)
+        np.copyto(out, pairwise_sum(x, axes, keepdims), casting="same_kind")
 
     def mean(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
-        total = np.sum(x, axis=axes, dtype=wide_dtype(x.dtype), keepdims=keepdims)
+        total = pairwise_sum(x, axes, keepdims)
         count = int(np.prod([x.shape[axis] for axis in axes], dtype=np.int64))
         np.divide(total, count, out=out, casting="same_kind")  # float16: divide before rounding
 
@@ -63,7 +88,7 @@ class MoveKernels:
         added = dy.ndim - out.ndim
         stretched = [added + i for i, n in enumerate(out.shape) if n == 1 and dy.shape[added + i] != 1]
         axes = (*range(added), *stretched)
-        total = np.sum(dy, axis=axes, dtype=wide_dtype(dy.dtype), keepdims=True)
+        total = pairwise_sum(dy, axes)
         np.copyto(out, total.reshape(out.shape), casting="same_kind")
 
     def broadcast_to(self, x: Array, *, out: Array) -> None:
@@ -75,6 +100,14 @@ class MoveKernels:
         a = a.swapaxes(-1, -2) if transpose_a else a
         b = b.swapaxes(-1, -2) if transpose_b else b
         if out.dtype == np.float16:
-            np.copyto(out, np.matmul(wide(a), wide(b)), casting="same_kind")
+            np.copyto(out, np.matmul(upcast(a), upcast(b)), casting="same_kind")
         else:
             np.matmul(a, b, out=out)
+
+
+def _check_indices(where: str, indices: Array, size: int) -> None:
+    """Raise ShapeError unless every index is below ``size``."""
+    if indices.size and (indices.min() < 0 or indices.max() >= size):
+        raise ShapeError(
+            f"{where}: indices must be in 0 .. {size - 1}, but they range over {indices.min()} .. {indices.max()}"
+        )

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..base import Array
-from ._wide import wide_dtype
+from ._accumulation import accumulation_dtype
 
 Pair = tuple[int, int]
 
 
 def offsets(kernel_size: Pair, stride: Pair, out_size: Pair) -> Iterator[tuple[int, slice, slice]]:
-    """Each window offset, numbered row by row, and the rows and columns of the padded image it touches."""
+    """Return each window offset, numbered row by row, and the rows and columns of the padded image it touches."""
     (kh, kw), (sh, sw), (oh, ow) = kernel_size, stride, out_size
     for number in range(kh * kw):
         i, j = divmod(number, kw)
@@ -22,7 +22,7 @@ def offsets(kernel_size: Pair, stride: Pair, out_size: Pair) -> Iterator[tuple[i
 
 
 def pad(x: Array, padding: Pair, value: float) -> Array:
-    """x (N, C, H, W) inside a frame of ``value``; x itself when there is none."""
+    """Return x (N, C, H, W) inside a frame of ``value``; x itself when there is none."""
     if padding == (0, 0):
         return x
     (ph, pw), (n, c, h, w) = padding, x.shape
@@ -32,8 +32,8 @@ def pad(x: Array, padding: Pair, value: float) -> Array:
 
 
 def gradient_frame(dx: Array, kernel_size: Pair, stride: Pair, padding: Pair, out_size: Pair) -> Array:
-    """Where a gradient is summed: dx itself if there is no padding, else a padded array; zeroed if read."""
-    dtype = wide_dtype(dx.dtype)
+    """Return where a gradient is summed: dx itself if there is no padding, else a padded array; zeroed if read."""
+    dtype = accumulation_dtype(dx.dtype)
     if padding == (0, 0) and dtype == dx.dtype:
         tiled = (
             kernel_size == stride
@@ -54,7 +54,7 @@ def crop(frame: Array, padding: Pair, dx: Array) -> None:
 
 
 def window_counts(size: Pair, kernel_size: Pair, stride: Pair, padding: Pair, out_size: Pair) -> Array:
-    """(oh, ow): how many elements of each window are image, not padding."""
+    """Return (oh, ow): how many elements of each window are image, not padding."""
     counts = []
     for n, k, s, p, o in zip(size, kernel_size, stride, padding, out_size, strict=True):
         start = np.arange(o) * s - p
@@ -100,7 +100,7 @@ class PoolKernels:
         self, x: Array, *, out: Array, kernel_size: Pair, stride: Pair, padding: Pair, count_include_pad: bool
     ) -> None:
         padded = pad(x, padding, 0)
-        total = np.zeros(out.shape, wide_dtype(x.dtype))
+        total = np.zeros(out.shape, accumulation_dtype(x.dtype))
         for _, ys, xs in offsets(kernel_size, stride, out.shape[2:]):
             total += padded[:, :, ys, xs]
         if count_include_pad:

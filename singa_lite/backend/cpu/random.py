@@ -9,18 +9,18 @@ from __future__ import annotations
 import numpy as np
 
 from ..base import Array
-from ._wide import wide_dtype
+from ._accumulation import accumulation_dtype
 
 
 def generator(seed: int, counter: int) -> np.random.Generator:
-    """The stream of one call; (seed, counter) is the whole 128-bit key, so two calls never overlap."""
+    """Return the stream of one call; (seed, counter) is the whole 128-bit key, so two calls never overlap."""
     key = np.array([seed % 2**64, counter % 2**64], np.uint64)
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def uniform(shape: tuple[int, ...], dtype: np.dtype, seed: int, counter: int) -> Array:
     """Numbers in [0, 1) of ``dtype``, float16 drawn as float32."""
-    return generator(seed, counter).random(shape, wide_dtype(dtype))
+    return generator(seed, counter).random(shape, accumulation_dtype(dtype))
 
 
 class RandomKernels:
@@ -44,7 +44,7 @@ class RandomKernels:
         out[...] = values
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
-        values = generator(seed, counter).standard_normal(out.shape, wide_dtype(out.dtype))
+        values = generator(seed, counter).standard_normal(out.shape, accumulation_dtype(out.dtype))
         values *= std
         values += mean
         out[...] = values

@@ -15,14 +15,14 @@ import numpy as np
 
 from ...config import state
 from ...errors import GraphError
-from ...graph import View, made
-from ..base import Array, Call
-from ..layout import lay_out
-from .capture import CapturedStep
-from .conv import ConvKernels, blocks_wanted, uses_tensor_cores
+from ...graph.nodes import Node
+from ..base import Array
+from ..layout import choose_formats
+from .capture import CapturedPart, split
+from .conv import ConvKernels, preferred_formats, uses_tensor_cores
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
-from .lane import MAIN
+from .graph_memory import GraphMemory
 from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
@@ -30,6 +30,7 @@ from .pool import PoolKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .streams import COMPUTE
 from .update import UpdateKernels
 
 
@@ -45,9 +46,9 @@ class CudaBackend(
     UpdateKernels,
     SelectKernels,
 ):
-    """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [lanes].
+    """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 
-    Arrays are row-major cupy arrays. A call makes this GPU and the lane's stream the thread's current ones, and they
+    Arrays are row-major cupy arrays. A call makes this GPU and one of its streams the thread's current ones, and they
     stay so; the host waits in ``to_numpy`` and ``synchronize`` alone.
 
     Args:
@@ -55,6 +56,8 @@ class CudaBackend(
     """
 
     name = "cuda"
+
+    alignment_bytes = 128  # of a cache line; as NCCL, cuBLAS and vector loads need
 
     def execute(
         self,
@@ -64,57 +67,41 @@ class CudaBackend(
         attributes: dict[str, Any],
     ) -> None:
         method = self.find(kernel)
-        with self.turn:
+        with self.lock:
             self.activate()
-            self.lanes.keep(inputs, out)
-            if self.rehearsal is None:
-                method(*inputs, out=out, **attributes)
-            else:
-                arrays = (*inputs, *(out if isinstance(out, tuple) else (out,)))
-                self.rehearsal.execute(
-                    lambda: method(*inputs, out=out, **attributes), kernel, arrays, attributes
-                )
+            self.streams.keep(inputs, out)
+            method(*inputs, out=out, **attributes)
 
-    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+    def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
         self.activate()
-        return made(lambda: cupy.empty(tuple(shape), dtype))
+        return cupy.empty(tuple(shape), dtype)
 
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Array:
-        with self.turn:
+    def allocate_zeros(self, shape: Sequence[int], dtype: Any) -> Array:
+        with self.lock:
             self.activate()
-            return made(lambda: cupy.zeros(tuple(shape), dtype))
+            return cupy.zeros(tuple(shape), dtype)
 
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
-        self._refuse_in_capture("brings values of the host to the device")
-        with self.turn:
+        self._check_not_capturing("brings values of the host to the device")
+        with self.lock:
             self.activate()
-            return cupy.array(values, order="C")  # by way of pinned memory, so the host goes on at once
+            return cupy.array(values, order="C")  # by way of pinned memory, so the host continues at once
 
-    def root(self, array: Array) -> Array:
-        while array.base is not None:
-            array = array.base
-        return array
-
-    def offset(self, array: Array) -> int:
-        return int(array.data.ptr - self.root(array).data.ptr)
-
-    def view(self, root: Array, view: View) -> Array:
-        return cupy.ndarray(view.shape, view.dtype, root.data + view.offset, view.strides)
-
-    def give_back(self) -> None:
+    def release_cached_memory(self) -> None:
         self.activate()
         cupy.get_default_memory_pool().free_all_blocks()
 
-    def lower(self, calls: list[Call]) -> list[Call]:
-        return fuse(lay_out(calls, blocks_wanted, uses_tensor_cores))
+    def lower(self, nodes: list[Node]) -> list[Node]:
+        return fuse(choose_formats(nodes, preferred_formats, uses_tensor_cores))
 
-    def bake(self, calls: list[Call]) -> list[Callable[[], None]]:
-        return [CapturedStep(self, calls)]
+    def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
+        memory = GraphMemory()
+        return [CapturedPart(self, part, memory) if isinstance(part, list) else part for part in split(nodes)]
 
-    def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
-        self._refuse_in_capture("reads values of the device")
+    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        self._check_not_capturing("reads values of the device")
         self.synchronize()
-        with self.turn:
+        with self.lock:
             self.activate()
             values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C")
         return values
@@ -124,11 +111,11 @@ class CudaBackend(
         return bool(a_start < b_end and b_start < a_end)
 
     def synchronize(self) -> None:
-        self._refuse_in_capture("waits for the device")
-        with self.turn:  # CUDA forbids to wait for a stream while another thread captures it
+        self._check_not_capturing("waits for the device")
+        with self.lock:  # CUDA forbids to wait for a stream while another thread captures it
             self.join()
             done = cupy.cuda.Event(disable_timing=True)
-            done.record(self.lanes.all[MAIN].stream)
+            done.record(self.streams.all[COMPUTE].stream)
         try:
             done.synchronize()
         except Exception:
@@ -143,12 +130,9 @@ class CudaBackend(
             if (communicator := known()) is not None:
                 communicator.check()
 
-    def _refuse_in_capture(self, what: str) -> None:
-        if self.rehearsal is not None:
-            raise GraphError(
-                f"Python in its update or exchange {what}, which a CUDA graph cannot repeat; a scheme that must do so "
-                'says capture = "split"'
-            )
+    def _check_not_capturing(self, what: str) -> None:
+        if self.capture is not None:
+            raise GraphError(f"a kernel of the step {what}, which a CUDA graph cannot repeat")
 
 
 __all__ = ["CudaBackend"]

@@ -24,7 +24,7 @@ def strides_of(shape: Sequence[int], ndim: int | None = None) -> Strides:
 
 
 def joined(shape: Sequence[int], *strides: Strides) -> tuple[list[int], list[list[int]]]:
-    """Axes from the innermost, neighbours made one where that changes no place; at least one axis."""
+    """Axes from the innermost, adjacent ones joined where that changes no offset; at least one axis."""
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for axis in reversed(range(len(shape))):
@@ -50,23 +50,23 @@ def _packed(ndim: int, *lists: list[int]) -> np.ndarray[Any, Any]:
 
 @lru_cache(4096)
 def broadcast(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """The structure Broadcast of arrays of shapes ``a`` and ``b`` that meet in ``shape``."""
+    """Return the structure Broadcast of arrays of shapes ``a`` and ``b`` that give ``shape``."""
     return strided(shape, strides_of(a, len(shape)), strides_of(b, len(shape)))
 
 
 @lru_cache(4096)
 def strided(shape: tuple[int, ...], a: Strides, b: Strides) -> np.ndarray[Any, Any]:
-    """The same for given strides."""
+    """Return the same for given strides."""
     sizes, (a_steps, b_steps) = joined(shape, a, b)
     return _packed(len(sizes), sizes, a_steps, b_steps)
 
 
 @lru_cache(4096)
 def reduction(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, bool, Any, Any]:
-    """How to reduce ``axes`` of ``shape``.
+    """Return how to reduce ``axes`` of ``shape``.
 
     Returns:
-        (elements of out, elements reduced into each, whether neighbours in memory are kept apart, and the structures
+        (elements of out, elements reduced into each, whether adjacent elements are kept apart, and the structures
         Axes of the axes that stay and of those that go).
     """
     gone = {axis % len(shape) for axis in axes}

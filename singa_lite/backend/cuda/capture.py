@@ -1,355 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recorded step as CUDA graphs: the host starts one graph where it would start hundreds of kernels.
+"""A recorded step as CUDA graphs: the host launches one graph where it would launch hundreds of kernels.
 
-What lives here: capturing the calls of a step, and what the host still does at every replay. What does not: which
-calls a step has (../../graph.py), kernels.
+What lives here: capturing the nodes of a tape, and what the host does before each launch. What does not: which nodes a
+step has (../../graph), kernels, the memory of a graph's kernels (graph_memory.py).
 
-Note [repeated host calls]: what Python does in a step - counting it, asking the schedule for a learning rate, handing
-gradients on - must happen at every replay. So host calls run again before each launch of their graph, but nothing
-reaches the device: their kernels are compared with the captured ones, memory and collectives are those of the
-capture, and numbers that change from step to step (Note [scalars] in launch.py) are stored for the graph to read.
-A step that does something else runs call by call, and the next is captured anew. One that cannot be captured, as its
-host calls read values, runs call by call for good; a warning says why.
-
-Note [variants]: a host call says by its ``variant`` which kind of step it will make. Every kind has its own graph. Its
-first step runs call by call: a scheme makes its memory then, and a library chooses its algorithms.
-One with a host call that must see values (None) is cut there: a graph before and one after, Python between.
-
-Note [memory of graphs]: what a kernel allocates for itself belongs to its graph from then on, so it comes from a pool
-that nobody else uses; all graphs of a step share it, as they run one after the other. Host calls may also make what
-outlives a step, a residual for instance; so each variant has a pool for them, or its graph could be given memory in
-which another variant's step keeps something. The first step fills both; what a capture wants beyond that, as it keeps
-all that its host calls make, comes from the driver, which permits that in a relaxed capture (cupy's).
+Note [captured parts]: the first replay runs the nodes one by one: libraries choose their algorithms then, and kernels
+get their scratch memory. The second captures them, and from then on a replay is one launch. A graph ends before a Host
+node that sees arrays, and another begins after it; collectives in flight are waited for before it. What only counts
+runs on the host before the launch, in the order of the tape, as do the Scalars: a kernel takes the address of such a
+number (Note [scalars] in launch.py), and the host stores the new values there. A part that cannot be captured runs its
+nodes one by one for good; a warning gives the reason.
 """
 
 from __future__ import annotations
 
 import struct
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import cupy
 import numpy as np
 
-from ...config import state
+from ...config import this_thread
 from ...errors import GraphError
-from ...graph import HostCall, KernelCall
-from ..base import Array, Call
+from ...graph.nodes import Collective, Host, Kernel, Node, Scalar, Wait
+from .executable import ExecutableGraph, begin_capture, discard_capture
+from .graph_memory import GraphMemory
 from .launch import Launcher, by_value
 
-MAX_VARIANTS = (
-    64  # of one step; the least recently used is dropped, but where those come back there may be more
-)
-MOST_DROPPED = 4096  # that are remembered
 MAX_NUMBERS, STORED_AT_ONCE = 4096, 60  # the second: of Numbers in store.cu
 
 
-class Refused(GraphError):
-    """A step cannot be captured, and may as well run call by call."""
+def split(nodes: list[Node]) -> list[list[Node] | Host]:
+    """Cut a tape at the Host nodes that see arrays, and wait before each for what is in flight."""
+    parts: list[list[Node] | Host] = []
+    current: list[Node] = []
+    waits = {node.flight: node for node in nodes if isinstance(node, Wait)}
+    for node in nodes:
+        if isinstance(node, Host) and node.sees_arrays:
+            started = [other.flight for other in current if isinstance(other, Collective)]
+            current += [waits.pop(flight) for flight in started if flight in waits]
+            parts += [current, node]
+            current = []
+        elif not isinstance(node, Wait) or waits.pop(node.flight, None) is not None:
+            current.append(node)
+    return [part for part in [*parts, current] if part]
 
 
-class Changed(Exception):
-    """A host call did not do what was captured."""
-
-
-@dataclass
-class Execution:
-    """A kernel of the capture.
-
-    Attributes:
-        launches: of our own kernels, with their arguments; kept where numbers may change.
-        first_number: of those it asked for.
-    """
-
-    kernel: str
-    arrays: tuple[Array, ...]
-    attributes: dict[str, Any]
-    first_number: int
-    launches: list[tuple[Any, ...]] = field(default_factory=list)
-
-
-class CapturedStep:
-    """Runs the calls of a recorded step, from the second run of a variant on as a graph.
+class CapturedPart:
+    """Nodes between two cuts, a CUDA graph from the second run on, see Note [captured parts].
 
     Args:
-        backend: the CUDA backend whose arrays ``calls`` work on.
-    """
-
-    def __init__(self, backend: Launcher, calls: list[Call], pool: Any = None) -> None:
-        self._backend, self._calls = backend, calls
-        self._pool = pool or cupy.cuda.MemoryPool()  # of kernels, see Note [memory of graphs]
-        self._variants: OrderedDict[Hashable, Variant] = OrderedDict()
-        self._most, self._dropped = MAX_VARIANTS, deque[int](maxlen=MOST_DROPPED)
-        self._parts: list[CapturedStep | HostCall] = []  # of a step that is cut at its host calls
-
-    def __call__(self) -> None:
-        key = tuple(call.variant() for call in self._calls if isinstance(call, HostCall))
-        if None in key:
-            for part in self._parts or self._cut():
-                part()
-            return
-        if key not in self._variants:
-            self._variants[key] = Variant(self._backend, self._calls, self._pool)
-            if hash(key) in self._dropped:  # kinds that come in turn, more than there is room for
-                self._most = min(2 * self._most, MOST_DROPPED)
-                self._dropped.clear()
-            if len(self._variants) > self._most:
-                self._dropped.append(hash(self._variants.popitem(last=False)[0]))
-        self._variants.move_to_end(key)
-        self._variants[key]()
-
-    def _cut(self) -> list[CapturedStep | HostCall]:
-        for sees_values, group in groupby(self._calls, must_see_values):
-            calls: list[Any] = list(group)
-            self._parts += calls if sees_values else [CapturedStep(self._backend, calls, self._pool)]
-        return self._parts
-
-
-class Variant:
-    """One kind of a step, see Note [variants]."""
-
-    def __init__(self, backend: Launcher, calls: list[Call], pool: Any) -> None:
-        self._backend, self._calls = backend, calls
-        self._pools = {KernelCall: pool, HostCall: cupy.cuda.MemoryPool()}
-        self._has_run = self._is_refused = False
-        self.graph: CapturedCalls | None = None
-
-    def __call__(self) -> None:
-        if self.graph is not None and not self.graph.repeat():
-            self.graph, self._has_run = None, False
-        if self.graph is None and self._has_run and not self._is_refused:
-            try:
-                self.graph = CapturedCalls(self._backend, self._calls, self.run)
-            except Refused as error:
-                self._is_refused = True
-                warnings.warn(f"a recorded step runs call by call from now on: {error}", stacklevel=2)
-        if self.graph is not None:
-            self.graph.launch()
-        else:
-            for call in self._calls:
-                self.run(call)
-            self._has_run = True
-
-    def run(self, call: Call) -> None:
-        """Run a call with memory as Note [memory of graphs] says."""
-        with cupy.cuda.using_allocator(self._pools[type(call)].malloc):
-            call()
-
-
-class CapturedCalls:
-    """Calls as one CUDA graph, see Note [repeated host calls]. Made by ``run`` on each, with nothing computed.
+        backend: whose kernels they are.
+        nodes: none is a Host node that sees arrays.
+        memory: for what their kernels allocate for themselves.
 
     Attributes:
-        backend: whose calls these are.
-        num_launches: how often the graph was started.
-        has_told_others: whether the host calls have told other ranks something, so that they may not run again.
+        num_launches: how often the graph was launched.
     """
 
-    def __init__(self, backend: Launcher, calls: list[Call], run: Callable[[Call], None]) -> None:
-        self.backend, self._calls = backend, calls
-        self._done: list[list[Any]] = []  # by call: executions, and what it made, in their order
-        self._expected: Iterator[Any] = iter(())
-        self._execution: Execution | None = None  # that runs now
-        self._numbers: list[bytes] = []
-        self._next_number = 0
-        self._stored = b""
-        self._on_device = backend.zeros((MAX_NUMBERS,), np.int64)
-        self.is_repeating = self.has_told_others = False
-        self.num_launches = 0
+    def __init__(self, backend: Launcher, nodes: list[Node], memory: GraphMemory) -> None:
+        self._backend, self._nodes, self._memory = backend, nodes, memory
+        self._is_for_device = any(isinstance(node, (Kernel, Collective)) for node in nodes)
+        self._has_run = self._has_failed = False
         self._graph: Any = None
-        with undone_after(GraphError, calls), backend.turn, self._in_force():
+        self._numbers: Numbers | None = None
+        self._before_launch: list[Callable[[], None]] = []
+        self._after_launch: list[Callable[[], None]] = []
+        self.num_launches = 0
+
+    def __call__(self) -> None:
+        if self._graph is None and self._has_run and not self._has_failed:
+            try:
+                self._capture()
+            except GraphError as error:
+                self._has_failed = True
+                warnings.warn(f"a recorded step runs kernel by kernel from now on: {error}", stacklevel=2)
+        if self._graph is not None:
+            self._launch()
+            return
+        with self._memory.in_use():
+            for node in self._nodes:
+                node()
+        self._has_run = self._is_for_device
+
+    def destroy(self) -> None:
+        """Destroy the graph: the communicator of its collectives is about to end."""
+        self._graph, self._has_run = None, False
+
+    def _capture(self) -> None:
+        backend, numbers = self._backend, Numbers(self._backend)
+        self._before_launch, self._after_launch = [], []
+        traffic = {id(c): (c, c.traffic.copy()) for c in self._communicators()}
+        last: dict[int, Any] = {}  # by the id of a communicator: its last work
+        with backend.lock:
             backend.activate()
             backend.join()  # what was given before is no part of it
-            backend.stream.begin_capture()
+            begin_capture(backend.stream)
             try:
-                for call in calls:
-                    self._done.append([])
-                    run(call)
-                backend.join()
-            except BaseException as error:
-                with suppress(RuntimeError):  # CUDA's, of a collective that nobody will wait for
-                    backend.stream.end_capture()
-                if isinstance(error, GraphError) and not self.has_told_others:
-                    raise Refused(str(error)) from error
+                with self._memory.in_use(), numbers.in_use():
+                    for node in self._nodes:
+                        self._capture_node(node, numbers)
+                        if isinstance(node, Collective):
+                            last[id(node.communicator)] = node.flight.work
+                    backend.join()
+            except BaseException:
+                discard_capture(backend.stream)
                 raise
-            self._graph = backend.stream.end_capture()
-        works = [made for done in self._done for made in done if hasattr(made, "relaunched")]
-        self._last_works = {work.captured_by(self): work for work in works}  # by who watches them
+            finally:
+                for communicator, before in traffic.values():
+                    sent, communicator.traffic = communicator.traffic.since(before), before
+                    self._after_launch.append(_counting(communicator, sent))
+            self._graph, self._numbers = ExecutableGraph(backend.stream), numbers
+        for key, work in last.items():
+            self._after_launch.append(traffic[key][0].follow_graph(self, work))
 
-    def give_up(self) -> None:
-        """End the CUDA graph: what its collectives run on is about to end. The next ``repeat`` says no."""
-        self._graph = None
+    def _capture_node(self, node: Node, numbers: Numbers) -> None:
+        if isinstance(node, Host):
+            self._before_launch.append(node)
+        elif isinstance(node, Kernel):
+            self._backend.execute(node.name, node.inputs, node.out, node.attributes)
+            self._before_launch += numbers.take_reads()
+        else:
+            node()
 
-    def repeat(self) -> bool:
-        """Do again what Python does in these calls; False if they would not run the same kernels any more."""
-        if self._graph is None:
-            return False
-        self.is_repeating, self.has_told_others = True, False
-        try:
-            with undone_after((Changed, GraphError), self._calls), self._in_force():
-                for call, done in zip(self._calls, self._done, strict=True):
-                    if isinstance(call, HostCall) or call.random is not None:
-                        self._expected = iter(done)
-                        call()
-                        if next(self._expected, None) is not None:
-                            raise Changed
-        except Changed:
-            return False
-        except GraphError:
-            if self.has_told_others:
-                raise
-            return False
-        return True
-
-    def launch(self) -> None:
-        """Start the graph with the numbers that ``repeat`` or the capture stored."""
-        with self.backend.turn:
-            self.backend.activate()
-            self.backend.join()
-            self._store(b"".join(self._numbers))
-            self._graph.launch(self.backend.stream)
+    def _launch(self) -> None:
+        for run in self._before_launch:
+            run()
+        assert self._numbers is not None
+        with self._backend.lock:
+            self._backend.activate()
+            self._backend.join()
+            self._numbers.store()
+            self._graph.launch(self._backend.stream)
         self.num_launches += 1
-        for work in self._last_works.values():
-            work.relaunched()
+        for run in self._after_launch:
+            run()
 
-    def _store(self, numbers: bytes) -> None:
-        """Bring the numbers to the device, unless they are there."""
-        if numbers == self._stored:
-            return
-        values = np.frombuffer(numbers, np.int64).tolist()
-        for first in range(0, len(values), STORED_AT_ONCE):
-            part = values[first : first + STORED_AT_ONCE]
-            packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
-            place = self._on_device[first : first + len(part)]
-            self.backend.launch("store.store", "l", 1, 64, place, packed)
-        self._stored = numbers
+    def _communicators(self) -> list[Any]:
+        found = (node.communicator for node in self._nodes if isinstance(node, Collective))
+        return list({id(communicator): communicator for communicator in found}.values())
+
+
+class Numbers:
+    """Numbers of a graph that the host stores before a launch, and where its kernels find them.
+
+    Args:
+        backend: whose kernels take them.
+    """
+
+    def __init__(self, backend: Launcher) -> None:
+        self.backend = backend
+        self._on_device = backend.allocate_zeros((MAX_NUMBERS,), np.int64)
+        self._values: list[bytes] = []
+        self._stored: list[bytes] = []
+        self._reads: list[Callable[[], None]] = []
+        self._of_kernel: dict[int, int] = {}  # of the kernel that is captured: id of a Scalar -> number
 
     @contextmanager
-    def _in_force(self) -> Iterator[None]:
-        """Hear of every kernel, array, collective and number."""
-        state.rehearsal = self
+    def in_use(self) -> Iterator[None]:
+        """Inside the ``with`` block kernels of this thread get addresses of Scalars."""
+        this_thread.capture = self
         try:
             yield
         finally:
-            state.rehearsal = None
-            self._execution = None
+            this_thread.capture = None
 
-    # ---- what the backend and communicators tell ---------------------------------------------------------
-
-    def execute(
-        self, run: Callable[[], None], kernel: str, arrays: tuple[Array, ...], attributes: dict[str, Any]
-    ) -> None:
-        """Capture a kernel, or compare it with the captured one."""
-        if self._execution is not None:  # a part of another kernel
-            run()
-            return
-        if not self.is_repeating:
-            self._execution = Execution(kernel, arrays, attributes, len(self._numbers))
-            run()
-            has_numbers = len(self._numbers) > self._execution.first_number
-            self._execution.launches *= has_numbers
-            self._done[-1].append(self._execution)
-        else:
-            self._execution = self._next(Execution)
-            known = self._execution
-            if kernel != known.kernel or not are_same(arrays, known.arrays):
-                raise Changed
-            if known.launches:
-                self._next_number, self._launch_number = known.first_number, 0
-                run()
-            elif attributes != known.attributes:
-                raise Changed
-        self._execution = None
-
-    def launches(self, *launch: Any) -> bool:
-        """Whether a kernel of ours must be started; else it is the captured one."""
-        if self._execution is None:
-            raise GraphError("a step being captured starts a kernel past Backend.run")
-        if not self.is_repeating:
-            self._execution.launches.append(launch)
-            return True
-        known = self._execution.launches[self._launch_number : self._launch_number + 1]
-        self._launch_number += 1
-        if not known or not are_same(launch, known[0]):
-            raise Changed
-        return False
-
-    def scalar(self, packed: bytes) -> np.ndarray[Any, Any]:
-        """Where the graph finds a number of 8 bytes."""
-        if self.is_repeating:
-            place = self._next_number
-            self._numbers[place] = packed
-        else:
-            place = len(self._numbers)
-            if place == MAX_NUMBERS:
+    def address_of(self, scalar: Scalar, pack: Callable[[Any], bytes]) -> np.ndarray[Any, Any]:
+        """Return the address of a Scalar, as kernels take it; ``pack`` makes 8 bytes of its value."""
+        number = self._of_kernel.setdefault(id(scalar), len(self._values))
+        if number == len(self._values):
+            if number == MAX_NUMBERS:
                 raise GraphError(f"a captured step has more than {MAX_NUMBERS} numbers that change")
-            self._numbers.append(packed)
-        self._next_number = place + 1
-        return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * place, 0), "V16")
+            self._values.append(bytes(8))
+            self._reads.append(lambda: self._set(number, pack(scalar.read())))
+        return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * number, 0), "V16")
 
-    def made(self, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives at the capture, then and at every repetition: an array, or a collective."""
-        if self._execution is not None:
-            return make()
-        if not self.is_repeating:
-            self._done[-1].append(make())
-            return self._done[-1][-1]
-        return self._next(object)
+    def _set(self, number: int, value: bytes) -> None:
+        self._values[number] = value
 
-    def _next(self, kind: type) -> Any:
-        found = next(self._expected, None)
-        if (
-            found is None
-            or not isinstance(found, kind)
-            or isinstance(found, Execution) != (kind is Execution)
-        ):
-            raise Changed
-        return found
+    def take_reads(self) -> list[Callable[[], None]]:
+        """Return a function that reads the numbers of the kernel just captured again."""
+        reads, self._reads = self._reads, []
+        self._of_kernel.clear()
+        return reads
 
-
-@contextmanager
-def undone_after(error: type[Exception] | tuple[type[Exception], ...], calls: list[Call]) -> Iterator[None]:
-    """Bring back, if that error comes, what host calls and random streams of a step had counted before."""
-    devices = {call.random for call in calls if isinstance(call, KernelCall) and call.random is not None}
-    devices |= {
-        device for device in (state.default_device, *state.cuda_devices.values()) if device is not None
-    }
-    draws = [(device, device.get_random_state()) for device in devices]
-    befores = [call.remember() for call in calls if isinstance(call, HostCall)]
-    try:
-        yield
-    except error:
-        for device, random_state in draws:
-            device.set_random_state(random_state)
-        for bring_back in befores:
-            bring_back()
-        raise
+    def store(self) -> None:
+        """Bring the values to the device, unless they are there."""
+        if self._values == self._stored:
+            return
+        values = np.frombuffer(b"".join(self._values), np.int64).tolist()
+        for first in range(0, len(values), STORED_AT_ONCE):
+            part = values[first : first + STORED_AT_ONCE]
+            packed = by_value([len(part), *part], 8 * (1 + STORED_AT_ONCE))
+            out = self._on_device[first : first + len(part)]
+            self.backend.launch("store.store", "l", 1, 64, out, packed)
+        self._stored = list(self._values)
 
 
-def must_see_values(call: Call) -> bool:
-    """Whether a CUDA graph must end before this call."""
-    return isinstance(call, HostCall) and call.variant() is None
-
-
-def are_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether arguments of a kernel are equal: the same places in memory, the same numbers."""
-    return len(a) == len(b) and all(x is y or _is_same(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple):
-        return isinstance(b, tuple) and are_same(a, b)
-    if isinstance(a, cupy.ndarray):
-        return isinstance(b, cupy.ndarray) and (a.data.ptr, a.shape, a.dtype) == (
-            b.data.ptr,
-            b.shape,
-            b.dtype,
-        )
-    if isinstance(a, np.ndarray):
-        return isinstance(b, np.ndarray) and a.tobytes() == b.tobytes()
-    return bool(a == b)
+def _counting(communicator: Any, sent: Any) -> Callable[[], None]:
+    return lambda: communicator.traffic.add(sent)

@@ -28,7 +28,7 @@ __device__ inline unsigned short double_to_half(double value) {
   asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(value));
   return bits;
 }
-#endif  // otherwise who compiles this says how, as the stand-in of the tests does
+#endif  // otherwise its compiler defines them, as the stand-in of the tests does
 
 // ---- types ----------------------------------------------------------------------------------------------------
 
@@ -66,15 +66,15 @@ template <class V> struct Number {
   __device__ V get() const { return at ? *at : value; }
 };
 
-// ---- places ---------------------------------------------------------------------------------------------------
+// ---- offsets --------------------------------------------------------------------------------------------------
 
-// Where the elements of two arrays stand that meet at an element of out: axes from the innermost, joined where
+// Offsets of the two elements that give one element of out: axes from the innermost, joined where
 // they can be; strides in elements, 0 where an axis is repeated.
 struct Broadcast {
   Int ndim, shape[8], a[8], b[8];
 };
 
-template <class Index> __device__ void find_places(const Broadcast& axes, Index i, Int* a, Int* b) {
+template <class Index> __device__ void find_offsets(const Broadcast& axes, Index i, Int* a, Int* b) {
   *a = *b = 0;
   for (int axis = 0; axis < axes.ndim - 1; ++axis) {
     const Index size = static_cast<Index>(axes.shape[axis]), rest = i / size;
@@ -87,9 +87,9 @@ template <class Index> __device__ void find_places(const Broadcast& axes, Index 
 }
 
 // division of 32 bits is several times faster
-#define PLACES(axes, i, n, a, b) \
+#define OFFSETS(axes, i, n, a, b) \
   Int a, b;                      \
-  n <= 0x7fffffff ? find_places(axes, static_cast<unsigned>(i), &a, &b) : find_places(axes, i, &a, &b)
+  n <= 0x7fffffff ? find_offsets(axes, static_cast<unsigned>(i), &a, &b) : find_offsets(axes, i, &a, &b)
 
 // ---- loops and blocks -----------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ template <class Index> __device__ void find_places(const Broadcast& axes, Index 
 #define EACH(i, n) \
   for (Int i = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; i < (n); i += GRID)
 
-// The same, four elements of a thread at a time, a grid apart: IN_BATCH names each of them and its place u. Reading
+// The same, four elements of a thread at a time, a grid apart: IN_BATCH names each of them and its number u. Reading
 // all four before one is written keeps enough bytes on their way to fill the memory's bandwidth.
 #define BATCHES(n) for (Int first = blockIdx.x * static_cast<Int>(blockDim.x) + threadIdx.x; first < (n); first += 4 * GRID)
 #define IN_BATCH(i, n)                                      \
@@ -145,22 +145,22 @@ template <class V> __device__ V before_in_block(V value, V* total) {
   return start + value - own;
 }
 
-// True in the block that comes here last, which then sees what all blocks wrote; `ticket` is 0 before and after.
-__device__ inline bool is_last_block(unsigned* ticket) {
+// True in the last block to call it, which then sees what all blocks wrote; `block_counter` is 0 before and after.
+__device__ inline bool is_last_block(unsigned* block_counter) {
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicInc(ticket, gridDim.x - 1) == gridDim.x - 1;
+  if (threadIdx.x == 0) is_last = atomicInc(block_counter, gridDim.x - 1) == gridDim.x - 1;
   __syncthreads();
   __threadfence();
   return is_last;
 }
 
 // Join one value of each block, in their order, by Op, to which 0 is neutral; the last block gets true and the result.
-template <class Op, class V> __device__ bool over_grid(V value, V* parts, unsigned* ticket, V* result) {
+template <class Op, class V> __device__ bool over_grid(V value, V* parts, unsigned* block_counter, V* result) {
   value = over_block<Op>(value);
   if (threadIdx.x == 0) parts[blockIdx.x] = value;
-  if (!is_last_block(ticket)) return false;
+  if (!is_last_block(block_counter)) return false;
   const volatile V* seen = parts;  // not from a cache that is older than other blocks' writes
   V mine = 0;
   for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) mine = Op::of(mine, V(seen[i]));

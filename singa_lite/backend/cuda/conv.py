@@ -4,7 +4,7 @@
 What lives here: which plan a call uses, its workspace, and the cases cuDNN doesn't take. What does not: cuDNN's
 calls and the choice of an algorithm (native/cuda/convolution.h).
 
-Note [plans]: a plan is made once for every direction, dtype, shape and option, and remembered. Its algorithm is the
+Note [plans]: a plan is made once for every direction, dtype, shape and option, and cached. Its algorithm is the
 fastest of those timed on the call's own arrays, deterministic ones first. Nothing can be timed while the stream is
 captured into a CUDA graph: then, and where ``measure_convolutions`` is off, cuDNN's own expectation is taken. Two
 processes may find different algorithms the fastest, and so differ in the last bits; without measuring they don't.
@@ -19,7 +19,7 @@ import cupy
 
 from ...config import state
 from ...errors import DeviceError
-from ...graph import View
+from ...graph.memory import View
 from ..base import Array
 from .cudnn import DTYPES, CudnnCaller, is_aligned
 
@@ -34,7 +34,7 @@ WORKSPACE_BYTES = (1 << 30, 256 << 20, 32 << 20)
 
 
 class ConvKernels(CudnnCaller):
-    """conv2d and its two gradients. Sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
+    """conv2d and its two gradients. Sums in float32 or wider; TF32 with ``device.allow_tf32``."""
 
     measure_convolutions = True  # see Note [plans]
 
@@ -49,11 +49,11 @@ class ConvKernels(CudnnCaller):
         padding: Pair,
         dilation: Pair,
         groups: int,
-        blocks: Pair = PLAIN,
+        memory_formats: Pair = PLAIN,
     ) -> None:
         options = (x.shape, w.shape, out.shape, stride, padding, dilation, groups)
         if out.size:
-            self._convolve(FORWARD, x, w, out, b, options, (blocks[0], 1, blocks[1]))
+            self._convolve(FORWARD, x, w, out, b, options, (memory_formats[0], 1, memory_formats[1]))
 
     def conv2d_backward_data(
         self,
@@ -65,11 +65,13 @@ class ConvKernels(CudnnCaller):
         padding: Pair,
         dilation: Pair,
         groups: int,
-        blocks: Pair = PLAIN,
+        memory_formats: Pair = PLAIN,
     ) -> None:
         options = (out.shape, w.shape, dy.shape, stride, padding, dilation, groups)
         if out.size:
-            self._convolve(BACKWARD_DATA, w, dy, out, None, options, (1, blocks[1], blocks[0]))
+            self._convolve(
+                BACKWARD_DATA, w, dy, out, None, options, (1, memory_formats[1], memory_formats[0])
+            )
 
     def conv2d_backward_weight(
         self,
@@ -81,12 +83,12 @@ class ConvKernels(CudnnCaller):
         padding: Pair,
         dilation: Pair,
         groups: int,
-        blocks: Pair = PLAIN,
+        memory_formats: Pair = PLAIN,
     ) -> None:
         dw, db = out if isinstance(out, tuple) else (out, None)
         if dy.size:
             options = (x.shape, dw.shape, dy.shape, stride, padding, dilation, groups)
-            self._convolve(BACKWARD_WEIGHT, x, dy, dw, db, options, (*blocks, 1))
+            self._convolve(BACKWARD_WEIGHT, x, dy, dw, db, options, (*memory_formats, 1))
         else:  # of an empty batch
             for gradient in (dw, db):
                 if gradient is not None:
@@ -94,8 +96,8 @@ class ConvKernels(CudnnCaller):
 
     @cached_property
     def _workspaces(self) -> list[list[Array]]:
-        """Each lane's grows by doubling, and keeps the smaller ones: a captured graph may hold their addresses."""
-        return [[] for _ in self.lanes.all]
+        """Workspaces by stream, each twice the last: smaller ones stay, a captured graph may hold their addresses."""
+        return [[] for _ in self.streams.all]
 
     def _convolve(
         self,
@@ -105,39 +107,42 @@ class ConvKernels(CudnnCaller):
         out: Array,
         bias: Array | None,
         options: tuple[Any, ...],
-        blocks: tuple[int, int, int],
+        memory_formats: tuple[int, int, int],
     ) -> None:
         """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight.
 
-        ``blocks``: of a, b and out.
+        ``memory_formats``: of a, b and out.
         """
-        key = (direction, DTYPES[out.dtype.char], max(blocks) > 1, *options, state.allow_tf32)
+        key = (direction, DTYPES[out.dtype.char], max(memory_formats) > 1, *options, state.allow_tf32)
         plan, is_channels_last = self._plan(("convolution", *key), lambda: self._make_plan(key, a, b, out))
         arrays = a, b, out
-        orders = [(had, x.shape[1] if is_channels_last else 1) for x, had in zip(arrays, blocks, strict=True)]
-        places = [self._place(x, order) for x, order in zip(arrays, orders, strict=True)]
-        for x, place, order in zip((a, b), places, orders, strict=False):
-            self._bring(x, place, order)
+        formats = [
+            (own, x.shape[1] if is_channels_last else 1)
+            for x, own in zip(arrays, memory_formats, strict=True)
+        ]
+        operands = [self._operand(x, pair) for x, pair in zip(arrays, formats, strict=True)]
+        for x, operand, pair in zip((a, b), operands, formats, strict=False):
+            self._reorder(x, operand, pair)
         workspace = self._workspace(plan.workspace_bytes)
-        pointers = (x.data.ptr if x is not None else 0 for x in (*places, bias, workspace))
+        pointers = (x.data.ptr if x is not None else 0 for x in (*operands, bias, workspace))
         plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
-        self._bring(places[2], out, orders[2][::-1])
+        self._reorder(operands[2], out, formats[2][::-1])
 
-    def _place(self, x: Array, order: Pair) -> Array:
-        """``x`` if a plan can read or write it where it is, else another array; ``order``: its blocks, the plan's."""
-        return x if is_same(x, order) and is_aligned(x) else self.empty(x.shape, x.dtype)
+    def _operand(self, x: Array, pair: Pair) -> Array:
+        """Return ``x`` if a plan can use its memory, else a new array; ``pair``: its memory format, the plan's."""
+        return x if is_same(x, pair) and is_aligned(x) else self.empty(x.shape, x.dtype)
 
-    def _bring(self, x: Array, out: Array, order: Pair) -> None:
-        """Copy ``x``, with blocks of order[0] channels, to ``out``, with blocks of order[1]."""
-        if is_same(x, order):
+    def _reorder(self, x: Array, out: Array, pair: Pair) -> None:
+        """Copy ``x``, of memory format pair[0], to ``out``, of memory format pair[1]."""
+        if is_same(x, pair):
             self._deliver(x, out)
         else:
-            self.find("reorder")(x, out=out, blocks=order)
+            self.find("reorder")(x, out=out, memory_formats=pair)
 
     def _make_plan(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> tuple[Any, bool]:
         """A plan with its algorithm chosen, and whether its channels are last.
 
-        cuDNN does not say which convolutions it knows with channels last; where it refuses, they are row-major.
+        cuDNN does not list which convolutions it has with channels last; where it raises, they are row-major.
         """
         if key[2]:
             try:
@@ -169,17 +174,17 @@ class ConvKernels(CudnnCaller):
     def _workspace(self, size_bytes: int) -> Array | None:
         if size_bytes == 0:
             return None
-        kept = self._workspaces[self.lanes.number]
+        kept = self._workspaces[self.streams.number]
         if not kept or kept[-1].size < size_bytes:
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
             kept.append(self.empty((max(size_bytes, doubled),), "uint8"))
         return kept[-1]
 
 
-def blocks_wanted(
+def preferred_formats(
     kernel: str, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], has_bias: bool, **geometry: Any
 ) -> Pair | None:
-    """Blocks of x and y that suit tensor cores, which read the channels of a pixel together; see ../layout.py.
+    """Return formats of x and y that suit tensor cores, which read a pixel's channels together; see ../layout.py.
 
     An image of few channels, as the first is, stays as it is. So does one whose bias is added afterwards (fuse.py).
     """
@@ -189,10 +194,10 @@ def blocks_wanted(
 
 
 def uses_tensor_cores(x: View) -> bool:
-    """Whether products of such numbers are made by tensor cores."""
+    """Return whether products of such numbers are made by tensor cores."""
     return bool(x.dtype == "float16" or (x.dtype == "float32" and state.allow_tf32))
 
 
-def is_same(x: Array, order: Pair) -> bool:
-    """Whether both orders, row-major and channels last, are the same memory."""
-    return bool(order[0] == order[1] or x.shape[2:] == (1, 1))
+def is_same(x: Array, pair: Pair) -> bool:
+    """Return whether both memory formats, row-major and channels last, are the same memory."""
+    return bool(pair[0] == pair[1] or x.shape[2:] == (1, 1))

@@ -4,7 +4,7 @@
 What lives here: opening cuBLAS, its prototypes, one handle for a device. What does not: which product a kernel needs
 (move.py).
 
-cupy has the same calls, but refuses them while a stream is captured into a CUDA graph ("calling cuBLAS API during
+cupy has the same calls, but raises while a stream is captured into a CUDA graph ("calling cuBLAS API during
 stream capture is currently unsupported"). cuBLAS itself permits it. Its results depend on the workspace it may use, so
 captured and eager products have the same one.
 """
@@ -42,7 +42,7 @@ PROTOTYPES: dict[str, list[Any]] = {
 
 
 def open_library() -> Any:
-    """The cuBLAS of cupy's CUDA with typed functions; DeviceError where it is missing."""
+    """Return the cuBLAS of cupy's CUDA with typed functions; DeviceError where it is missing."""
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     try:
         # cupy finds the library in the packages of pip too, and opens it; then its bare name is enough

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """cuDNN, through ``_cudnn``: what the families of kernels that call it share.
 
-What lives here: the library, a device's handle, plans that are remembered, alignment. What does not: cuDNN's calls
-(native/cuda/), and which plan a kernel needs (conv.py, norm.py, pool.py).
+What lives here: the library, a device's handle, plans that are cached, alignment. What does not: cuDNN's calls
+(native/cuda/), and which plan a kernel needs (conv.py, norm.py, recurrent.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_cudnn() -> Any:  # Any: a class of the compiled module
 
 
 def is_aligned(x: Array) -> bool:
-    """Whether ``x`` begins where cuDNN's fastest kernels want it."""
+    """Return whether ``x`` has the alignment of cuDNN's fastest kernels."""
     return bool(x.data.ptr % ALIGNMENT == 0)
 
 

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-by-element kernels, in elementwise.cu; two inputs broadcast as in numpy."""
+"""Element-by-element kernels: the formulas of formulas.h, and those that are none, in elementwise.cu."""
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
 from ..base import Array
+from ..formulas import FORMULAS, Formula
 from .axes import broadcast
 from .launch import Launcher
 
@@ -14,78 +21,14 @@ RELATIONS = {
     "greater": 4,
     "greater_equal": 6,
 }  # see compare in move.cu
+NO_NUMBERS = np.frombuffer(bytes(32), "V32")  # Numbers in functions.cuh
 
 
 class ElementwiseKernels(Launcher):
-    """relu to clip."""
-
-    def relu(self, x: Array, *, out: Array) -> None:
-        self._map("relu", x, out)
-
-    def sigmoid(self, x: Array, *, out: Array) -> None:
-        self._map("sigmoid", x, out)
-
-    def tanh(self, x: Array, *, out: Array) -> None:
-        self._map("tanh_", x, out)
-
-    def exp(self, x: Array, *, out: Array) -> None:
-        self._map("exp_", x, out)
-
-    def log(self, x: Array, *, out: Array) -> None:
-        self._map("log_", x, out)
-
-    def sqrt(self, x: Array, *, out: Array) -> None:
-        self._map("sqrt_", x, out)
-
-    def abs(self, x: Array, *, out: Array) -> None:
-        self._map("abs_", x, out)
-
-    def negative(self, x: Array, *, out: Array) -> None:
-        self._map("negative", x, out)
-
-    def sign(self, x: Array, *, out: Array) -> None:
-        self._map("sign", x, out)
-
-    def ceil(self, x: Array, *, out: Array) -> None:
-        self._map("ceil_", x, out)
-
-    def floor(self, x: Array, *, out: Array) -> None:
-        self._map("floor_", x, out)
-
-    def square(self, x: Array, *, out: Array) -> None:
-        self._map("square", x, out)
-
-    def relu_backward(self, dy: Array, y: Array, *, out: Array) -> None:
-        self._slope("relu_backward", dy, y, out)
-
-    def sigmoid_backward(self, dy: Array, y: Array, *, out: Array) -> None:
-        self._slope("sigmoid_backward", dy, y, out)
-
-    def tanh_backward(self, dy: Array, y: Array, *, out: Array) -> None:
-        self._slope("tanh_backward", dy, y, out)
+    """A method for each of FORMULAS, and compare, clip and fill."""
 
     def add(self, a: Array, b: Array, *, out: Array, relu: bool = False) -> None:
-        self._meet("add_relu" if relu else "add", a, b, out)
-
-    def sub(self, a: Array, b: Array, *, out: Array) -> None:
-        self._meet("sub", a, b, out)
-
-    def mul(self, a: Array, b: Array, *, out: Array) -> None:
-        self._meet("mul", a, b, out)
-
-    def div(self, a: Array, b: Array, *, out: Array) -> None:
-        self._meet("div_", a, b, out)
-
-    def pow(self, a: Array, b: Array, *, out: Array) -> None:
-        self._meet("pow_", a, b, out)
-
-    def pow_backward_base(self, dy: Array, a: Array, b: Array, *, out: Array) -> None:
-        axes = broadcast(out.shape, a.shape, b.shape)
-        self.each("elementwise.pow_backward_base", dy.dtype.char, out.size, dy, a, b, out, out.size, axes)
-
-    def pow_backward_exponent(self, dy: Array, a: Array, y: Array, *, out: Array) -> None:
-        axes = broadcast(out.shape, a.shape, y.shape)
-        self.each("elementwise.pow_backward_exponent", dy.dtype.char, out.size, dy, a, y, out, out.size, axes)
+        self.formula("add_relu" if relu else "add", (a, b), out)
 
     def compare(self, a: Array, b: Array, *, out: Array, relation: str) -> None:
         axes, types = broadcast(out.shape, a.shape, b.shape), a.dtype.char + out.dtype.char
@@ -102,15 +45,26 @@ class ElementwiseKernels(Launcher):
     def fill(self, *, out: Array, value: float) -> None:
         self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, float(value))
 
-    def _map(self, name: str, x: Array, out: Array) -> None:
-        self.each("elementwise." + name, x.dtype.char, out.size, x, out, out.size)
+    def formula(self, name: str, inputs: tuple[Array, ...], out: Array, numbers: Any = NO_NUMBERS) -> None:
+        """Start the kernel of a line of formulas.h."""
+        axes = (broadcast(out.shape, *(x.shape for x in inputs[-2:])),) if len(inputs) > 1 else ()
+        given = (*inputs, out, out.size, *axes, numbers)
+        self.each(f"elementwise.{name}_formula", inputs[0].dtype.char, out.size, *given)
 
-    def _slope(self, name: str, dy: Array, y: Array, out: Array) -> None:
-        self.each("elementwise." + name, y.dtype.char, out.size, dy, y, out, out.size)
 
-    def _meet(self, name: str, a: Array, b: Array, out: Array) -> None:
-        axes = broadcast(out.shape, a.shape, b.shape)
-        self.each("elementwise." + name, a.dtype.char, out.size, a, b, out, out.size, axes)
+def _kernel_of(formula: Formula) -> Callable[..., None]:
+    def kernel(self: ElementwiseKernels, *inputs: Array, out: Array, **numbers: float) -> None:
+        values = [float(numbers[name]) for name in formula.numbers]
+        packed = np.frombuffer(struct.pack(f"<{len(values)}d", *values).ljust(32, b"\0"), "V32")
+        self.formula(formula.name, inputs, out, packed)
+
+    kernel.__name__, kernel.__doc__ = formula.name, formula.signature
+    return kernel
+
+
+for _formula in FORMULAS.values():
+    if not hasattr(ElementwiseKernels, _formula.name):
+        setattr(ElementwiseKernels, _formula.name, _kernel_of(_formula))
 
 
 def _limits(min: float | None, max: float | None) -> tuple[float, float, int, int]:

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...graph import View
-from ..base import Call
-from ..steps import Steps, relu_before_pooling
+from ...graph.memory import View
+from ...graph.nodes import Node
+from ...graph.rewrite import GraphRewriter
+from ..fuse import relu_before_pooling
 
 
-def fuse(calls: list[Call]) -> list[Call]:
-    """The same step, the same bits."""
-    steps = Steps(calls, is_float)
+def fuse(nodes: list[Node]) -> list[Node]:
+    """Return the same step in fewer kernels, the same bits."""
+    graph = GraphRewriter(nodes, is_float)
     for rule in (relu_before_pooling, _bias_and_relu, _add_and_relu):
-        for number in range(len(calls)):
-            rule(steps, number)
-    return steps.rest()
+        for number in range(len(nodes)):
+            rule(graph, number)
+    return graph.rest()
 
 
 def is_float(view: View) -> bool:
     return bool(view.dtype.kind == "f")
 
 
-def _bias_and_relu(steps: Steps, last: int) -> None:
+def _bias_and_relu(graph: GraphRewriter, last: int) -> None:
     """conv2d with bias, relu -> conv2d, add with ReLU."""
-    pair = steps.pair(last, "relu", "conv2d")
+    pair = graph.pair(last, "relu", "conv2d")
     if pair is None:
         return
     first, conv, relu = pair
@@ -37,13 +38,13 @@ def _bias_and_relu(steps: Steps, last: int) -> None:
     *images, bias = conv.inputs
     itemsize = bias.dtype.itemsize
     row = View(bias.memory, bias.offset, (*bias.shape, 1, 1), bias.dtype, (itemsize,) * 3)
-    steps.put(first, replace(conv, inputs=tuple(images)))
-    steps.put(last, replace(relu, kernel="add", inputs=(conv.out, row), attributes={"relu": True}))
+    graph.put(first, replace(conv, inputs=tuple(images)))
+    graph.put(last, replace(relu, name="add", inputs=(conv.out, row), attributes={"relu": True}))
 
 
-def _add_and_relu(steps: Steps, last: int) -> None:
+def _add_and_relu(graph: GraphRewriter, last: int) -> None:
     """add, relu -> add with ReLU."""
-    pair = steps.pair(last, "relu", "add")
+    pair = graph.pair(last, "relu", "add")
     if pair is not None and pair[1].out == pair[2].inputs[0]:
         first, add, relu = pair
-        steps.merge(first, last, replace(add, out=relu.out, attributes={"relu": True}))
+        graph.merge(first, last, replace(add, out=relu.out, attributes={"relu": True}))

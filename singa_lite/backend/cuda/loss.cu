@@ -27,6 +27,30 @@ KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
   }
 }
 
+// ---- softmax of attention: rows of n scores, of which a causal row sees those up to its own number --------------
+
+KERNEL attention_softmax(const T* x, T* y, Int n, Int queries, double scale, Int causal) {
+  x += blockIdx.x * n;
+  y += blockIdx.x * n;
+  const Int row = blockIdx.x % queries, seen = causal && row + 1 < n ? row + 1 : n;
+  A largest = widen(x[0]), total = 0;
+  for (Int i = threadIdx.x; i < seen; i += blockDim.x) largest = larger(largest, A(widen(x[i])));
+  largest = over_block<Larger>(largest);
+  for (Int i = threadIdx.x; i < seen; i += blockDim.x) total += exp((widen(x[i]) - largest) * A(scale));
+  total = over_block<Add>(total);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x)
+    y[i] = narrow<T>(A(i < seen ? exp((widen(x[i]) - largest) * A(scale)) / total : A(0)));
+}
+
+KERNEL attention_softmax_backward(const T* dy, const T* y, T* dx, Int n, double scale) {
+  const Int first = blockIdx.x * n;
+  A total = 0;
+  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += widen(dy[first + i]) * widen(y[first + i]);
+  total = over_block<Add>(total);
+  for (Int i = threadIdx.x; i < n; i += blockDim.x)
+    dx[first + i] = narrow<T>(A(A(scale) * widen(y[first + i]) * (widen(dy[first + i]) - total)));
+}
+
 // ---- labels -----------------------------------------------------------------------------------------------------
 
 // What kernels found wrong, in memory of the host: {whether, id, number of classes}.
@@ -59,7 +83,7 @@ struct Labels {
 };
 
 KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, T* y, A* parts,
-                             unsigned* ticket, Int* faults) {
+                             unsigned* block_counter, Int* faults) {
   const Labels labels(all_labels, is_rows, n, faults);
   x += blockIdx.x * n;
   y += blockIdx.x * n;
@@ -73,7 +97,7 @@ KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int r
     y[i] = narrow<T>(A(exp(shifted) / total));
     if (label != 0) cost -= label * (shifted - log(total));  // a logit of -inf must not make 0 * inf
   }
-  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
+  if (over_grid<Add>(cost, parts, block_counter, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
 }
 
 KERNEL softmax_cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
@@ -87,11 +111,11 @@ KERNEL softmax_cross_entropy_backward(const T* dy, const T* p, const U* all_labe
 }
 
 KERNEL cross_entropy(const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, double smallest, A* parts,
-                     unsigned* ticket, Int* faults) {
+                     unsigned* block_counter, Int* faults) {
   const Labels labels(all_labels, is_rows, n, faults);
   A cost = 0, total;
   for (Int i = threadIdx.x; i < n; i += blockDim.x) cost -= labels[i] * log(larger(A(widen(p[blockIdx.x * n + i])), A(smallest)));
-  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
+  if (over_grid<Add>(cost, parts, block_counter, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
 }
 
 KERNEL cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
@@ -106,13 +130,13 @@ KERNEL cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int 
 
 // ---- mean squared error -----------------------------------------------------------------------------------------
 
-KERNEL mse_loss(const T* x, const T* t, T* loss, Int n, A* parts, unsigned* ticket) {
+KERNEL mse_loss(const T* x, const T* t, T* loss, Int n, A* parts, unsigned* block_counter) {
   A cost = 0, total;
   EACH(i, n) {
     const A error = widen(x[i]) - widen(t[i]);
     cost += error * error;
   }
-  if (over_grid<Add>(cost, parts, ticket, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(n)));
+  if (over_grid<Add>(cost, parts, block_counter, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(n)));
 }
 
 KERNEL mse_loss_backward(const T* dy, const T* x, const T* t, T* dx, Int n) {

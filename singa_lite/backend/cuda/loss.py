@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax and losses, in loss.cu.
+"""Softmax, attention and losses, in loss.cu.
 
 Class ids are checked on the device; an id that names no column is a ShapeError at the next call that waits for the
 device (``to_numpy``, ``synchronize``), since waiting here would stop the host at every step.
@@ -17,7 +17,7 @@ from .launch import THREADS, Launcher
 
 
 class LossKernels(Launcher):
-    """softmax, cross entropies and the mean squared error."""
+    """softmax, attention, cross entropies and the mean squared error."""
 
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
         self._rows("loss.softmax", x, axis, x, out)
@@ -30,9 +30,80 @@ class LossKernels(Launcher):
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
             self.launch(name, x.dtype.char, x.size // length, _threads(length), *arrays, length, step)
 
+    def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
+        """Made of transposes, cuBLAS's products and a softmax that scales and masks."""
+        y, probabilities = out
+        queries, keys, values = self._heads(inputs, num_heads)
+        scores = self._product(queries, keys, transpose_b=True)
+        (*_, rows, columns), scale = scores.shape, queries.shape[3] ** -0.5
+        given = (scores, probabilities, columns, rows, scale, int(causal))
+        if scores.size:
+            blocks = scores.size // columns
+            self.launch("loss.attention_softmax", scores.dtype.char, blocks, _threads(columns), *given)
+        self._join_heads(y, self._product(probabilities, values)[None])
+
+    def attention_backward(
+        self,
+        dy: Array,
+        probabilities: Array,
+        *inputs: Array,
+        out: Array | tuple[Array, Array],
+        num_heads: int,
+        causal: bool,
+    ) -> None:
+        queries, keys, values = self._heads(inputs, num_heads)
+        (dys,) = self._split_heads(dy, 1, num_heads)
+        dweights = self._product(dys, values, transpose_b=True)
+        dscores, columns = self.empty(dweights.shape, dweights.dtype), dweights.shape[3]
+        given = (dweights, probabilities, dscores, columns, queries.shape[3] ** -0.5)
+        if dweights.size:
+            name, blocks = "loss.attention_softmax_backward", dweights.size // columns
+            self.launch(name, dweights.dtype.char, blocks, _threads(columns), *given)
+        is_split = isinstance(out, tuple)
+        dqueries = self.empty((1 if is_split else 3, *queries.shape), dy.dtype)
+        dmemory = self.empty((2, *keys.shape), dy.dtype) if is_split else dqueries[1:]
+        self._product(dscores, keys, dqueries[0])
+        self._product(dscores, queries, dmemory[0], transpose_a=True)
+        self._product(probabilities, dys, dmemory[1], transpose_a=True)
+        for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
+            self._join_heads(array, grads)
+
+    def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
+        """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
+        counts = (3,) if len(inputs) == 1 else (1, 2)
+        found = [self._split_heads(x, count, num_heads) for x, count in zip(inputs, counts, strict=True)]
+        return [heads for part in found for heads in part]
+
+    def _split_heads(self, x: Array, count: int, num_heads: int) -> Array:
+        """(batch, length, count * width) as (count, batch, heads, length, d)."""
+        split = x.reshape(*x.shape[:2], count, num_heads, x.shape[2] // (count * num_heads))
+        heads = self.empty(tuple(split.shape[axis] for axis in (2, 0, 3, 1, 4)), x.dtype)
+        self.find("transpose")(split, out=heads, axes=(2, 0, 3, 1, 4))
+        return heads
+
+    def _join_heads(self, out: Array, heads: Array) -> None:
+        """Write (count, batch, heads, length, d) to (batch, length, count * width)."""
+        shape = tuple(heads.shape[axis] for axis in (1, 3, 0, 2, 4))
+        self.find("transpose")(heads, out=out.reshape(shape), axes=(1, 3, 0, 2, 4))
+
+    def _product(self, a: Array, b: Array, out: Array | None = None, **transposed: bool) -> Array:
+        """The product of each sample and head."""
+        options = {"transpose_a": False, "transpose_b": False, **transposed}
+        if out is None:
+            rows, columns = a.shape[2], b.shape[2 if options["transpose_b"] else 3]
+            out = self.empty((*a.shape[:2], rows, columns), a.dtype)
+        self.find("matmul")(a, b, out=out, **options)
+        return out
+
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:
         loss, probabilities = out
-        arguments = (loss, probabilities, self.scratch(8 * x.shape[0]), self.ticket, self.faults_address)
+        arguments = (
+            loss,
+            probabilities,
+            self.scratch(8 * x.shape[0]),
+            self.block_counter,
+            self.faults_address,
+        )
         self._labelled("softmax_cross_entropy", x, labels, (x,), *arguments)
 
     def softmax_cross_entropy_backward(
@@ -48,7 +119,7 @@ class LossKernels(Launcher):
             np.finfo(probabilities.dtype).tiny
         )  # a probability of 0 costs log(tiny), not infinity
         scratch = self.scratch(8 * probabilities.shape[0])
-        arguments = (out, smallest, scratch, self.ticket, self.faults_address)
+        arguments = (out, smallest, scratch, self.block_counter, self.faults_address)
         self._labelled("cross_entropy", probabilities, labels, (probabilities,), *arguments)
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
@@ -69,19 +140,23 @@ class LossKernels(Launcher):
     def mse_loss(self, x: Array, t: Array, *, out: Array) -> None:
         blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
         scratch = self.scratch(8 * blocks)
-        self.launch("loss.mse_loss", x.dtype.char, blocks, THREADS, x, t, out, x.size, scratch, self.ticket)
+        self.launch(
+            "loss.mse_loss", x.dtype.char, blocks, THREADS, x, t, out, x.size, scratch, self.block_counter
+        )
 
     def mse_loss_backward(self, dy: Array, x: Array, t: Array, *, out: Array) -> None:
         self.each("loss.mse_loss_backward", x.dtype.char, x.size, dy, x, t, out, x.size)
 
     def check_faults(self) -> None:
         """Raise what kernels that have ended found wrong."""
-        if self.faults[0]:
+        kind, found, size = (int(number) for number in self.faults)
+        if kind:
             self.faults[0] = 0
-            raise ShapeError(
-                f"cross entropy: class ids must lie in 0..{self.faults[2] - 1} (x has {self.faults[2]} columns), "
-                f"but a label was {self.faults[1]}; it was met on the device since the host last waited for it"
-            )
+            what = f"indices must be in 0 .. {size - 1}, but one was {found}"
+            if kind == 1:
+                expected = f"class ids must be in 0..{size - 1} (x has {size} columns)"
+                what = f"cross entropy: {expected}, but a label was {found}"
+            raise ShapeError(f"{what}; the device found it since the host last waited for it")
 
 
 def _threads(length: int) -> int:

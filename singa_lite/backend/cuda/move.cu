@@ -19,8 +19,8 @@ KERNEL cast(const T* from, U* to, Int n) {
 // Copies n elements between any strides: a transposition, a repetition, a part of an array.
 KERNEL gather(const T* from, U* to, Int n, Broadcast axes) {
   EACH(i, n) {
-    PLACES(axes, i, n, place, target);
-    to[target] = Convert<U, T>::of(from[place]);
+    OFFSETS(axes, i, n, offset, target);
+    to[target] = Convert<U, T>::of(from[offset]);
   }
 }
 
@@ -43,8 +43,8 @@ KERNEL flip(const T* from, U* to, Int rows, Int columns) {
 // a relation as a sum of: 1 if it holds for a < b, 2 for a == b, 4 for a > b
 KERNEL compare(const T* from_a, const T* from_b, U* to, Int n, Broadcast axes, Int relation) {
   EACH(i, n) {
-    PLACES(axes, i, n, place_a, place_b);
-    const A a = widen(from_a[place_a]), b = widen(from_b[place_b]);
+    OFFSETS(axes, i, n, offset_a, offset_b);
+    const A a = widen(from_a[offset_a]), b = widen(from_b[offset_b]);
     const Int found = a < b ? 1 : a == b ? 2 : a > b ? 4 : 0;
     to[i] = narrow<U>(static_cast<float>((found & relation) != 0));
   }
@@ -82,9 +82,9 @@ template <bool kIsJoin> __device__ void move_parts(const T* joined_from, U* join
   const Int length = parts.parts[which].length, start = parts.parts[which].start, n = parts.rows * length;
   const Bits address = parts.parts[which].address;
   for (Int i = begin + threadIdx.x; i < begin + kPartElements && i < n; i += blockDim.x) {
-    const Int row = parts.rows == 1 ? 0 : i / length, place = row * parts.width + start + i - row * length;
-    if (kIsJoin) joined_to[place] = Convert<U, T>::of(reinterpret_cast<const T*>(address)[i]);
-    else reinterpret_cast<U*>(address)[i] = Convert<U, T>::of(joined_from[place]);
+    const Int row = parts.rows == 1 ? 0 : i / length, offset = row * parts.width + start + i - row * length;
+    if (kIsJoin) joined_to[offset] = Convert<U, T>::of(reinterpret_cast<const T*>(address)[i]);
+    else reinterpret_cast<U*>(address)[i] = Convert<U, T>::of(joined_from[offset]);
   }
 }
 

@@ -17,7 +17,7 @@ from .launch import THREADS, Launcher, by_value
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
 TILE = 32  # of flip in move.cu
 ONE_ZERO_FLOAT, ONE_ZERO_DOUBLE = np.array([1, 0], np.float32), np.array([1, 0], np.float64)  # alpha, beta
-# CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32, where those numbers stand
+# CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32, from the headers
 GEMM_TYPES = {
     "e": (2, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
     "f": (0, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
@@ -31,7 +31,7 @@ class MoveKernels(Launcher):
 
     def copy(self, x: Array, *, out: Array) -> None:
         if x.dtype != out.dtype:
-            raise DTypeError(f"copy: {x.dtype} is no {out.dtype}")
+            raise DTypeError(f"copy: expected {out.dtype}, got {x.dtype}")
         if x.flags.c_contiguous and out.flags.c_contiguous:
             if out.size:
                 out.data.copy_from_device_async(x.data, out.nbytes, self.stream)
@@ -44,9 +44,9 @@ class MoveKernels(Launcher):
     def transpose(self, x: Array, *, out: Array, axes: tuple[int, ...]) -> None:
         self._gather(x, out, tuple(x.strides[axis] for axis in axes))
 
-    def reorder(self, x: Array, *, out: Array, blocks: tuple[int, int]) -> None:
-        block, area = max(blocks), x.shape[2] * x.shape[3]
-        rows, columns = (block, area) if blocks[0] == 1 else (area, block)
+    def reorder(self, x: Array, *, out: Array, memory_formats: tuple[int, int]) -> None:
+        block, area = max(memory_formats), x.shape[2] * x.shape[3]
+        rows, columns = (block, area) if memory_formats[0] == 1 else (area, block)
         tiles = -(-rows // TILE) * -(-columns // TILE)
         if x.size:
             matrices = x.size // (rows * columns)
@@ -57,13 +57,31 @@ class MoveKernels(Launcher):
         self._gather(x, out, (*(0,) * (out.ndim - x.ndim), *repeated))
 
     def _gather(self, x: Array, out: Array, strides: tuple[int, ...]) -> None:
-        """Fill ``out`` with elements of ``x`` that lie ``strides`` bytes apart; both may be parts of larger arrays."""
+        """Fill ``out`` with elements of ``x`` that are ``strides`` bytes apart; both may be parts of larger arrays."""
         axes = strided(
             out.shape,
             tuple(stride // x.itemsize for stride in strides),
             tuple(stride // out.itemsize for stride in out.strides),
         )
         self.each("move.gather", x.dtype.char + out.dtype.char, out.size, x, out, out.size, axes)
+
+    def gather(self, x: Array, indices: Array, *, out: Array, axis: int, where: str = "gather") -> None:
+        """Indices are checked on the device, as class ids are (loss.py)."""
+        sizes = (x.shape[axis], indices.size, prod(x.shape[axis + 1 :]))
+        types, given = (
+            x.dtype.char + indices.dtype.char,
+            (x, indices, out, out.size, *sizes, self.faults_address),
+        )
+        self.each("gather.gather", types, out.size, *given)
+
+    def gather_backward(self, dy: Array, indices: Array, *, out: Array, axis: int) -> None:
+        """Every place looks through all indices: time grows with both, but nothing is added in the order of threads."""
+        places, after = out.shape[axis], prod(out.shape[axis + 1 :])
+        if out.size:
+            threads = min(THREADS, -(-after // 32) * 32)
+            blocks = out.size // after * -(-after // threads)
+            given = (dy, indices, out, places, indices.size, after, self.faults_address)
+            self.launch("gather.gather_backward", dy.dtype.char + indices.dtype.char, blocks, threads, *given)
 
     # ---- arrays side by side in another ------------------------------------------------------------------
 
@@ -77,8 +95,8 @@ class MoveKernels(Launcher):
         rows, width = prod(x.shape[:axis]), x.shape[axis] * inner
         self._move_parts("move.split", x, (out,), [out.shape[axis] * inner], start * inner, rows, width)
 
-    def pack(self, *xs: Array, out: Array) -> None:
-        self._move_parts("move.join", out, xs, [x.size for x in xs], 0, 1, out.size)
+    def pack(self, *xs: Array, out: Array, alignment: int = 1) -> None:
+        self._move_parts("move.join", out, xs, [x.size for x in xs], 0, 1, out.size, alignment)
 
     def unpack(self, flat: Array, *, out: tuple[Array, ...]) -> None:
         self._move_parts("move.split", flat, out, [x.size for x in out], 0, 1, flat.size)
@@ -92,8 +110,12 @@ class MoveKernels(Launcher):
         start: int,
         rows: int,
         width: int,
+        alignment: int = 1,
     ) -> None:
-        """Move between ``whole`` (rows, width) and ``parts`` (rows, length), which stand in it from ``start`` on."""
+        """Move between ``whole`` (rows, width) and ``parts`` (rows, length), which are in it from column ``start`` on.
+
+        Each begins at a multiple of ``alignment``.
+        """
         types = (
             whole.dtype.char + parts[0].dtype.char
             if name == "move.split"
@@ -107,7 +129,7 @@ class MoveKernels(Launcher):
                 if part.size:
                     numbers += part.data.ptr, length, start, blocks
                     blocks -= -part.size // PART_ELEMENTS
-                start += length
+                start += -(-length // alignment) * alignment
             if blocks:
                 numbers[0] = len(numbers) // 4
                 self.launch(name, types, blocks, THREADS, whole, by_value(numbers, 8 * (3 + 4 * MAX_PARTS)))
@@ -151,7 +173,7 @@ class MoveKernels(Launcher):
     def matmul(
         self, a: Array, b: Array, *, out: Array, transpose_a: bool = False, transpose_b: bool = False
     ) -> None:
-        """cuBLAS on the arrays as they lie; TF32 only where ``device.allow_tf32`` said so."""
+        """Multiply by cuBLAS, without copies; TF32 only with ``device.allow_tf32``."""
         if out.dtype.char not in GEMM_TYPES:
             raise DTypeError(f"matmul: a CUDA device multiplies float matrices, not {out.dtype}")
         if not out.size:
@@ -171,11 +193,11 @@ class MoveKernels(Launcher):
         second = (a.data.ptr, element, max(1, a.shape[-1]))
         result = (one + size, out.data.ptr, element, n)
         if batch == 1:
-            self.lanes.current.cublas.product(*shape, *first, *second, *result, compute, -1)
+            self.streams.current.cublas.product(*shape, *first, *second, *result, compute, -1)
         else:
             steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
             given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
-            self.lanes.current.cublas.products(*shape, *given, compute, -1)
+            self.streams.current.cublas.products(*shape, *given, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation by cuDNN.
+"""Batch normalisation by cuDNN, and layer normalisation.
 
-What lives here: float16 channels, and the batches cuDNN doesn't take. What does not: cuDNN's calls
-(native/cuda/norm.h).
-
-Note [channels]: cuDNN keeps scale, bias, statistics and their gradients in float32 where x is float16; ours have the
-dtype of x. Then one launch brings them to scratch memory of float32 before a call, and one brings back the results.
+What lives here: the batches cuDNN doesn't take. What does not: cuDNN's calls (native/cuda/norm.h).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import nan, prod
 from typing import Any
 
 from ...errors import DeviceError
 from ..base import Array
 from .cudnn import DTYPES, CudnnCaller
+from .launch import THREADS
 
-MOST_TRAINED = 880801  # samples; with more cuDNN says it doesn't support them
+MOST_TRAINED = 880801  # samples; more are unsupported by cuDNN
 MOST_INFERRED = 65528  # of 65535 that cuDNN takes; parts of a multiple of 8 samples begin aligned
 
 
 class NormKernels(CudnnCaller):
-    """batchnorm_2d over every axis but 1; for ``block`` see ../layout.py."""
+    """batchnorm_2d over every axis but 1, for ``memory_format`` see ../layout.py; layer_norm over the last ones."""
 
     def batchnorm_2d_train(
         self,
@@ -34,26 +30,22 @@ class NormKernels(CudnnCaller):
         out: tuple[Array, ...],
         momentum: float,
         eps: float,
-        block: int = 1,
+        memory_format: int = 1,
     ) -> None:
-        y, mean, inverse_std, *running = out
+        y, mean, inverse_std, running_mean, running_var = out
         if not x.size:
             for statistic in out[1:]:
                 self.find("fill")(out=statistic, value=nan)  # 0 / 0
             return
-        plan = self._norm(x, MOST_TRAINED, block > 1)
+        plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         x, target = self._aligned(x), self._target(y)
 
-        def train(*channels: Array) -> None:
-            *parameters, running_mean, running_var, mean, inverse_std = channels
-            has_variance = x.size > x.shape[1]
-            updated = (running_mean, running_var) if has_variance else (None, None)
-            arrays = (x, *parameters, target, mean, inverse_std, *updated)
-            plan.train(self.stream.ptr, *map(_address, arrays), momentum, eps)
-            if not has_variance:
-                self._update_without_variance(mean, running_mean, running_var, momentum)
-
-        self._with_channels(train, (scale, bias, *running, mean, inverse_std), 4, 2)
+        has_variance = x.size > x.shape[1]
+        updated = (running_mean, running_var) if has_variance else (None, None)
+        arrays = (x, scale, bias, target, mean, inverse_std, *updated)
+        plan.train(self.stream.ptr, *map(_address, arrays), momentum, eps)
+        if not has_variance:
+            self._update_without_variance(mean, running_mean, running_var, momentum)
         self._deliver(target, y)
 
     def batchnorm_2d_infer(
@@ -62,14 +54,10 @@ class NormKernels(CudnnCaller):
         if not x.size:
             return
         x, target = self._aligned(x), self._target(out)
-
-        def infer(*channels: Array) -> None:
-            for first in range(0, x.shape[0], MOST_INFERRED):
-                samples = slice(first, first + MOST_INFERRED)
-                arrays = (x[samples], *channels, target[samples])
-                self._norm(arrays[0], MOST_INFERRED).infer(self.stream.ptr, *map(_address, arrays), eps)
-
-        self._with_channels(infer, (scale, bias, mean, var), 4, 4)
+        for first in range(0, x.shape[0], MOST_INFERRED):
+            samples = slice(first, first + MOST_INFERRED)
+            arrays = (x[samples], scale, bias, mean, var, target[samples])
+            self._norm(arrays[0], MOST_INFERRED).infer(self.stream.ptr, *map(_address, arrays), eps)
         self._deliver(target, out)
 
     def batchnorm_2d_backward(
@@ -81,22 +69,49 @@ class NormKernels(CudnnCaller):
         inverse_std: Array,
         *,
         out: tuple[Array, ...],
-        block: int = 1,
+        memory_format: int = 1,
     ) -> None:
         dx, dscale, dbias = out
         if not x.size:
             for gradient in (dscale, dbias):
                 self.find("fill")(out=gradient, value=0.0)
             return
-        plan = self._norm(x, MOST_TRAINED, block > 1)
+        plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
-
-        def backward(*channels: Array) -> None:
-            arrays = (dy, x, *channels[:3], target, *channels[3:])
-            plan.backward(self.stream.ptr, *map(_address, arrays))
-
-        self._with_channels(backward, (scale, mean, inverse_std, dscale, dbias), 3, 3)
+        arrays = (dy, x, scale, mean, inverse_std, target, dscale, dbias)
+        plan.backward(self.stream.ptr, *map(_address, arrays))
         self._deliver(target, dx)
+
+    def layer_norm(
+        self, x: Array, scale: Array, bias: Array, *, out: tuple[Array, Array, Array], eps: float
+    ) -> None:
+        """In layer_norm.cu, as its gradient: cuDNN has it in its graphs alone."""
+        y, mean, inverse_std = out
+        if x.size:
+            given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
+            self.launch("layer_norm.layer_norm", x.dtype.char, mean.size, _threads(scale.size), *given)
+
+    def layer_norm_backward(
+        self,
+        dy: Array,
+        x: Array,
+        scale: Array,
+        mean: Array,
+        inverse_std: Array,
+        *,
+        out: tuple[Array, Array, Array],
+    ) -> None:
+        dx, dscale, dbias = out
+        products = self.empty((mean.size, scale.size), mean.dtype)
+        if x.size:
+            given = (dy, x, scale, mean, inverse_std, dx, products, scale.size)
+            self.launch(
+                "layer_norm.layer_norm_backward", x.dtype.char, mean.size, _threads(scale.size), *given
+            )
+        sums = self.empty((scale.size,), mean.dtype)
+        self.find("sum_to")(products, out=sums)
+        self.find("cast")(sums, out=dscale.reshape(-1))
+        self.find("sum_to")(dy.reshape(products.shape), out=dbias.reshape(-1))
 
     def _norm(self, x: Array, most: int, is_channels_last: bool = False) -> Any:
         """The plan for the shape of ``x``."""
@@ -107,25 +122,6 @@ class NormKernels(CudnnCaller):
         shape = x.shape if x.ndim == 4 else (*x.shape[:2], prod(x.shape[2:]), 1)
         key = (DTYPES[x.dtype.char], is_channels_last, shape)
         return self._plan(("norm", *key), lambda: self._new_plan("BatchNorm", *key))
-
-    def _with_channels(
-        self, run: Callable[..., None], channels: tuple[Array, ...], given: int, written: int
-    ) -> None:
-        """Call ``run`` with ``channels`` as cuDNN takes them, see Note [channels].
-
-        Args:
-            given: how many, from the first on, have values before.
-            written: the number of the first that gets values; so do all behind it.
-        """
-        if channels[0].dtype.char != "e":
-            run(*channels)
-            return
-        size = channels[0].size
-        wide = self.empty((size * len(channels),), "float32")
-        self.find("pack")(*channels[:given], out=wide[: size * given])
-        run(*(wide[size * i : size * (i + 1)] for i in range(len(channels))))
-        if channels[written:]:
-            self.find("unpack")(wide[size * written :], out=channels[written:])
 
     def _update_without_variance(
         self, mean: Array, running_mean: Array, running_var: Array, momentum: float
@@ -143,3 +139,8 @@ class NormKernels(CudnnCaller):
 
 def _address(array: Array | None) -> int:
     return 0 if array is None else int(array.data.ptr)
+
+
+def _threads(columns: int) -> int:
+    """Threads of a block that walks a row: whole warps."""
+    return 32 if columns <= 128 else THREADS

@@ -40,5 +40,5 @@ class RandomKernels(Launcher):
         numbers: tuple[float, ...],
     ) -> None:
         """Start a kernel whose threads make ``each`` elements of ``y``."""
-        stream = self.scalar(int(seed)), self.scalar(int(counter))
+        stream = self.scalar(seed, int), self.scalar(counter, int)
         self.each(name, y.dtype.char, -(-y.size // each), *arrays, y.size, *map(float, numbers), *stream)

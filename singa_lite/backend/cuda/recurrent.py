@@ -4,10 +4,10 @@
 What lives here: which plan a call uses, the order of its weights, and the cases cuDNN doesn't take. What does not:
 cuDNN's calls (native/cuda/rnn.h).
 
-Note [order of weights]: Note [packed weights] in ../recurrent.py is the order of cuDNN 9, so a parameter is handed to
-it as it is. cuDNN promises no order, so a plan asks where it wants each weight; were that elsewhere, weights and their
+Note [order of weights]: Note [packed weights] in ../recurrent.py is the order of cuDNN 9, so a parameter is passed to
+it as it is. cuDNN promises no order, so a plan reads the offset of each weight; were that another, weights and their
 gradients would go through an array in its order.
-Note [lengths]: cuDNN reads them on the host, and wants one sequence at least to have all steps. So it gets the steps up
+Note [lengths]: cuDNN reads them on the host, and needs one sequence at least to have all steps. So it gets the steps up
 to the last end; what comes behind is ours to fill with zeros.
 """
 
@@ -26,7 +26,7 @@ Lengths = tuple[int, ...] | None
 
 
 class RecurrentKernels(CudnnCaller):
-    """recurrent and its gradient. Sums in float32 or wider; TF32 where ``device.allow_tf32`` said so."""
+    """recurrent and its gradient. Sums in float32 or wider; TF32 with ``device.allow_tf32``."""
 
     def recurrent_reserve_bytes(
         self, x_shape: tuple[int, ...], dtype: Any, lengths: Lengths = None, **options: Any
@@ -51,14 +51,14 @@ class RecurrentKernels(CudnnCaller):
                 self.find("copy")(start, out=end)
             return
         plan = self._recurrent_plan(x.shape, x.dtype, lengths, options)
-        made = [*map(self._target, (y, *last))]
+        outputs = [*map(self._target, (y, *last))]
         if lengths is not None:
-            self.find("fill")(out=made[0], value=0.0)
+            self.find("fill")(out=outputs[0], value=0.0)
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
-        pointers = (*addresses(given, 2), *addresses(made, 1))
+        pointers = (*addresses(given, 2), *addresses(outputs, 1))
         workspace = self.scratch(plan.workspace_bytes)
         plan.forward(self.stream.ptr, *pointers, workspace.data.ptr, reserve[0].data.ptr if reserve else 0)
-        for target, result in zip(made, (y, *last), strict=True):
+        for target, result in zip(outputs, (y, *last), strict=True):
             self._deliver(target, result)
 
     def recurrent_backward(
@@ -75,23 +75,23 @@ class RecurrentKernels(CudnnCaller):
         dx = out[2 + num_states] if len(out) > 2 + num_states else None
         if not x.shape[0] or not x.shape[1]:
             self.find("fill")(out=dw, value=0.0)
-            for slope, result in zip(dlast, dstart, strict=True):
-                self.find("copy")(slope, out=result)
+            for dstate, result in zip(dlast, dstart, strict=True):
+                self.find("copy")(dstate, out=result)
             return
         plan = self._recurrent_plan(x.shape, x.dtype, lengths, options)
-        dx = self.empty(x.shape, x.dtype) if dx is None else dx  # cuDNN wants one anyway
+        dx = self.empty(x.shape, x.dtype) if dx is None else dx  # cuDNN needs one anyway
         dweights = self.empty((plan.weight_bytes // w.itemsize,), w.dtype) if plan.pieces else dw
-        made = [*map(self._target, (dx, dweights, *dstart))]
+        outputs = [*map(self._target, (dx, dweights, *dstart))]
         # cuDNN adds to the gradient of the weights
-        for target in made[:2] if lengths is not None else made[1:2]:
+        for target in outputs[:2] if lengths is not None else outputs[1:2]:
             self.find("fill")(out=target, value=0.0)
-        slopes = [*map(self._aligned, (dy, *dlast))]
+        grads = [*map(self._aligned, (dy, *dlast))]
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
         y = self._aligned(inputs[-1])
-        pointers = (*addresses(slopes, 1), *addresses(given, 2), y.data.ptr, *addresses(made, 2))
+        pointers = (*addresses(grads, 1), *addresses(given, 2), y.data.ptr, *addresses(outputs, 2))
         workspace = self.scratch(plan.workspace_bytes)
         plan.backward(self.stream.ptr, *pointers, workspace.data.ptr, reserve.data.ptr)
-        for target, result in zip(made, (dx, dweights, *dstart), strict=True):
+        for target, result in zip(outputs, (dx, dweights, *dstart), strict=True):
             self._deliver(target, result)
         for ours, theirs, count in plan.pieces:
             self.find("copy")(dweights[theirs : theirs + count], out=dw[ours : ours + count])

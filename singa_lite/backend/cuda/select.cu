@@ -30,7 +30,7 @@ struct Search {
 };
 
 // One digit of the border, see Note [exact top-K]; digits must be zeros before and is after.
-KERNEL find_digit(const T* values, Int n, Int k, Int is_first, Int shift, Bits* digits, Search* search, unsigned* ticket) {
+KERNEL find_digit(const T* values, Int n, Int k, Int is_first, Int shift, Bits* digits, Search* search, unsigned* block_counter) {
   __shared__ unsigned counts[kDigits];
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x) counts[digit] = 0;
   const Bits border = is_first ? 0 : search->border, need = is_first ? static_cast<Bits>(k) : search->need;
@@ -43,7 +43,7 @@ KERNEL find_digit(const T* values, Int n, Int k, Int is_first, Int shift, Bits* 
   __syncthreads();
   for (int digit = threadIdx.x; digit < kDigits; digit += blockDim.x)
     if (counts[digit]) atomicAdd(&digits[digit], static_cast<Bits>(counts[digit]));
-  if (!is_last_block(ticket)) return;
+  if (!is_last_block(block_counter)) return;
   // the threads share the digits from the largest down
   const int each = kDigits / blockDim.x, largest = kDigits - 1 - threadIdx.x * each;
   volatile Bits* seen = digits;
@@ -82,27 +82,27 @@ __device__ inline AtLeast at_least(const Number<double>& threshold) {
 
 // How many a block keeps of its span, then what all before it keep; total[0] what all keep.
 template <class Test>
-__device__ void count_kept(const T* values, Int n, Int span, const Test& test, Bits* before, U* total, unsigned* ticket) {
+__device__ void count_kept(const T* values, Int n, Int span, const Test& test, Bits* before, U* total, unsigned* block_counter) {
   Bits mine = 0;
   const Int begin = blockIdx.x * span, end = begin + span < n ? begin + span : n;
   for (Int i = begin + threadIdx.x; i < end; i += blockDim.x) mine += test.of(values[i]);
   mine = over_block<Add>(mine);
   if (threadIdx.x == 0) before[blockIdx.x] = mine;
-  if (!is_last_block(ticket)) return;
+  if (!is_last_block(block_counter)) return;
   volatile Bits* seen = before;
   Bits start = 0;
   for (unsigned first = 0; first < gridDim.x; first += blockDim.x) {
     const unsigned block = first + threadIdx.x;
     Bits sum;
-    const Bits place = start + before_in_block(block < gridDim.x ? Bits(seen[block]) : 0, &sum);
-    if (block < gridDim.x) seen[block] = place;
+    const Bits position = start + before_in_block(block < gridDim.x ? Bits(seen[block]) : 0, &sum);
+    if (block < gridDim.x) seen[block] = position;
     start += sum;
   }
   if (total && threadIdx.x == 0) *total = static_cast<U>(start / kLarger);
 }
 
 template <class Test>
-__device__ void write_kept(const T* values, Int n, Int span, const Test& test, const Bits* before, U* indices, T* kept, Int room) {
+__device__ void write_kept(const T* values, Int n, Int span, const Test& test, const Bits* before, U* indices, T* kept, Int capacity) {
   Bits start = before[blockIdx.x];
   const Int begin = blockIdx.x * span, end = begin + span < n ? begin + span : n;
   for (Int first = begin; first < end; first += blockDim.x) {
@@ -110,53 +110,53 @@ __device__ void write_kept(const T* values, Int n, Int span, const Test& test, c
     const Bits found = i < end ? test.of(values[i]) : 0;
     Bits total;
     const Bits here = start + before_in_block(found, &total), equal = here % kLarger;
-    const Int place = static_cast<Int>(here / kLarger + (equal < test.need ? equal : test.need));
-    if ((found >= kLarger || (found && equal < test.need)) && place < room) {
-      indices[place] = static_cast<U>(i);
-      kept[place] = values[i];
+    const Int position = static_cast<Int>(here / kLarger + (equal < test.need ? equal : test.need));
+    if ((found >= kLarger || (found && equal < test.need)) && position < capacity) {
+      indices[position] = static_cast<U>(i);
+      kept[position] = values[i];
     }
     start += total;
   }
 }
 
-KERNEL count_largest(const T* values, Int n, Int span, const Search* search, Bits* before, unsigned* ticket) {
-  count_kept(values, n, span, AboveBorder{search->border, search->need}, before, static_cast<U*>(nullptr), ticket);
+KERNEL count_largest(const T* values, Int n, Int span, const Search* search, Bits* before, unsigned* block_counter) {
+  count_kept(values, n, span, AboveBorder{search->border, search->need}, before, static_cast<U*>(nullptr), block_counter);
 }
 KERNEL write_largest(const T* values, Int n, Int span, const Search* search, const Bits* before, U* indices, T* kept, Int k) {
   write_kept(values, n, span, AboveBorder{search->border, search->need}, before, indices, kept, k);
 }
 KERNEL count_at_least(const T* values, Int n, Int span, Number<double> threshold, Bits* before, U* total,
-                      unsigned* ticket) {
-  count_kept(values, n, span, at_least(threshold), before, total, ticket);
+                      unsigned* block_counter) {
+  count_kept(values, n, span, at_least(threshold), before, total, block_counter);
 }
 KERNEL write_at_least(const T* values, Int n, Int span, Number<double> threshold, const Bits* before, U* indices,
-                      T* kept, Int room) {
-  write_kept(values, n, span, at_least(threshold), before, indices, kept, room);
+                      T* kept, Int capacity) {
+  write_kept(values, n, span, at_least(threshold), before, indices, kept, capacity);
 }
 
 // ---- putting back, and scales -------------------------------------------------------------------------------------
 
-// indices are unique, so no two threads meet
+// indices are unique, so no two threads write one element
 // Indices outside of flat come from a collective that was aborted.
-__device__ inline bool is_inside(Int place, Int size) { return place >= 0 && place < size; }
+__device__ inline bool is_inside(Int position, Int size) { return position >= 0 && position < size; }
 
 KERNEL scatter_add(const U* indices, const T* values, T* flat, Int n, Int size) {
   EACH(i, n) {
-    const Int place = indices[i];
-    if (is_inside(place, size)) flat[place] = narrow<T>(A(widen(flat[place]) + widen(values[i])));
+    const Int position = indices[i];
+    if (is_inside(position, size)) flat[position] = narrow<T>(A(widen(flat[position]) + widen(values[i])));
   }
 }
 KERNEL scatter_fill(const U* indices, T* flat, Int n, Int size, double value) {
   EACH(i, n) if (is_inside(indices[i], size)) flat[indices[i]] = narrow<T>(value);
 }
 
-KERNEL max_abs(const T* x, T* largest, Int n, A* parts, unsigned* ticket) {
+KERNEL max_abs(const T* x, T* largest, Int n, A* parts, unsigned* block_counter) {
   A mine = 0, all;
   EACH(i, n) {
     const A v = widen(x[i]);
     mine = larger(mine, v < 0 ? A(-v) : v);
   }
-  if (over_grid<Larger>(mine, parts, ticket, &all) && threadIdx.x == 0) *largest = narrow<T>(all);
+  if (over_grid<Larger>(mine, parts, block_counter, &all) && threadIdx.x == 0) *largest = narrow<T>(all);
 }
 
 KERNEL power_of_two_scale(const T* from, T* scale, double limit) {

@@ -22,9 +22,9 @@ class SelectKernels(Launcher):
 
     def __init__(self, device_id: int) -> None:
         super().__init__(device_id)
-        # of each lane; zeros between kernels
+        # of each stream; zeros between kernels
         self._counters = [
-            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.lanes.all
+            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.streams.all
         ]
 
     def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
@@ -32,22 +32,22 @@ class SelectKernels(Launcher):
             return
         (indices, selected), n, kind = out, values.size, values.dtype.char
         types, blocks = kind + indices.dtype.char, min(-(-n // 2048), 4 * self.num_processors)
-        digits, search = self._counters[self.lanes.number]
+        digits, search = self._counters[self.streams.number]
         for number, shift in enumerate(SHIFTS[kind]):
-            arguments = (values, n, k, int(number == 0), shift, digits, search, self.ticket)
+            arguments = (values, n, k, int(number == 0), shift, digits, search, self.block_counter)
             self.launch("select.find_digit", types, blocks, THREADS, *arguments)
         blocks, span = self._spans(n)
         before = self.scratch(8 * blocks)
         given = (values, n, span, search, before)
-        self.launch("select.count_largest", types, blocks, THREADS, *given, self.ticket)
+        self.launch("select.count_largest", types, blocks, THREADS, *given, self.block_counter)
         self.launch("select.write_largest", types, blocks, THREADS, *given, indices, selected, k)
 
     def threshold_count(self, values: Array, *, out: Array, threshold: float) -> None:
-        self._count_at_least(values, self.scalar(float(threshold)), out, out.dtype.char)
+        self._count_at_least(values, self.scalar(threshold), out, out.dtype.char)
 
     def threshold_select(self, values: Array, *, out: tuple[Array, Array], threshold: float) -> None:
         indices, selected = out
-        limit = self.scalar(float(threshold))
+        limit = self.scalar(threshold)
         self._count_at_least(values, limit, 0, indices.dtype.char)
         if values.size:
             blocks, span = self._spans(values.size)
@@ -66,7 +66,7 @@ class SelectKernels(Launcher):
 
     def _count_at_least(self, values: Array, limit: Any, total: Array | int, count_type: str) -> None:
         blocks, span = self._spans(values.size)
-        given = (values, values.size, span, limit, self.scratch(8 * blocks), total, self.ticket)
+        given = (values, values.size, span, limit, self.scratch(8 * blocks), total, self.block_counter)
         self.launch("select.count_at_least", values.dtype.char + count_type, blocks, THREADS, *given)
 
     def _spans(self, n: int) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class SelectKernels(Launcher):
 
     def max_abs(self, x: Array, *, out: Array) -> None:
         blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
-        arguments = (x, out, x.size, self.scratch(8 * blocks), self.ticket)
+        arguments = (x, out, x.size, self.scratch(8 * blocks), self.block_counter)
         self.launch("select.max_abs", x.dtype.char + "l", blocks, THREADS, *arguments)
 
     def power_of_two_scale(self, largest: Array, *, out: Array, limit: float) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that a CUDA graph reads, see Note [repeated host calls] in capture.py.
+// Numbers that a CUDA graph reads, see Note [captured parts] in capture.py.
 
 struct Numbers {
   Int count, values[60];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Optimizer steps of many tensors in one launch, for update.py: each block takes a piece of one tensor.
+// Optimizer steps of many tensors in one launch, for update.py: each block takes a piece of one tensor. launch.py puts
+// updates.h behind this.
 
 const Int kPieceElements = 2048;
 
@@ -26,36 +27,38 @@ __device__ inline Item find_item(const Items& items, Int* begin, Int* end) {
   return item;
 }
 
-KERNEL sgd_update(Items items, Number<double> lr_of, Number<double> momentum_of, Number<double> dampening_of,
-                  Number<double> decay_of, Int nesterov) {
+// The numbers of an update: the members of its struct.
+struct Numbers {
+  Number<double> values[8];
+};
+
+// f(g, p, first, second) gives new values to p and as many states as there are.
+template <int num_states, class F> __device__ void update(const Items& items, const Numbers& numbers) {
   Int begin, end;
   const Item item = find_item(items, &begin, &end);
-  const A lr = A(lr_of.get()), momentum = A(momentum_of.get()), keep = A(1 - dampening_of.get()), decay = A(decay_of.get());
+  F f = {};
+  A* members = reinterpret_cast<A*>(&f);
+  for (unsigned i = 0; i < sizeof(F) / sizeof(A); ++i) members[i] = A(numbers.values[i].get());
   for (Int i = begin; i < end; i += blockDim.x) {
-    const A param = widen(item.param[i]);
-    A slope = widen(item.grad[i]) + (decay != 0 ? decay * param : A(0));
-    if (momentum != 0 && item.first) {
-      const T stored = narrow<T>(A(momentum * widen(item.first[i]) + keep * slope));
-      item.first[i] = stored;
-      const A velocity = widen(stored);
-      slope = nesterov ? slope + momentum * velocity : velocity;
-    }
-    item.param[i] = narrow<T>(A(param - lr * slope));
+    A p = widen(item.param[i]);
+    A first = num_states > 0 ? widen(item.first[i]) : A(0), second = num_states > 1 ? widen(item.second[i]) : A(0);
+    f(widen(item.grad[i]) + (f.weight_decay != 0 ? f.weight_decay * p : A(0)), p, first, second);
+    if (num_states > 0) item.first[i] = narrow<T>(first);
+    if (num_states > 1) item.second[i] = narrow<T>(second);
+    item.param[i] = narrow<T>(p);
   }
 }
 
-// rate = lr / (1 - beta_1 ** step), correction = 1 / (1 - beta_2 ** step)
-KERNEL adam_update(Items items, Number<double> rate_of, Number<double> correction_of, Number<double> decay_of, double beta_1,
-                   double beta_2, double eps) {
-  Int begin, end;
-  const Item item = find_item(items, &begin, &end);
-  const A rate = A(rate_of.get()), correction = A(correction_of.get()), decay = A(decay_of.get());
-  const A keep_1 = A(beta_1), keep_2 = A(beta_2), new_1 = A(1 - beta_1), new_2 = A(1 - beta_2);
-  for (Int i = begin; i < end; i += blockDim.x) {
-    const A param = widen(item.param[i]), slope = widen(item.grad[i]) + (decay != 0 ? decay * param : A(0));
-    item.first[i] = narrow<T>(A(keep_1 * widen(item.first[i]) + new_1 * slope));
-    item.second[i] = narrow<T>(A(keep_2 * widen(item.second[i]) + new_2 * slope * slope));
-    const A scale = sqrt(widen(item.second[i]) * correction) + A(eps);
-    item.param[i] = narrow<T>(A(param - widen(item.first[i]) / scale * rate));
-  }
-}
+__device__ inline A rounded(A value) { return widen(narrow<T>(value)); }  // as a state is stored
+
+#define UPDATE(name, num_states, first, second, assignments, ...)                                       \
+  struct name##_rule {                                                                                  \
+    A weight_decay, __VA_ARGS__;                                                                        \
+    __device__ void operator()(A g, A& p, A& first, A& second) const { assignments }                    \
+  };                                                                                                    \
+  KERNEL name(Items items, Numbers numbers) { update<num_states, name##_rule>(items, numbers); }
+
+#define UPDATE0(name, value, ...) UPDATE(name, 0, first_, second_, p = value;, __VA_ARGS__)
+#define UPDATE1(name, s, s_value, value, ...) UPDATE(name, 1, s, second_, s = rounded(s_value); p = value;, __VA_ARGS__)
+#define UPDATE2(name, s, s_value, t, t_value, value, ...) \
+  UPDATE(name, 2, s, t, s = rounded(s_value); t = rounded(t_value); p = value;, __VA_ARGS__)

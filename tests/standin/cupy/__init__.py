@@ -31,6 +31,12 @@ def zeros(shape: Any, dtype: Any = float) -> ndarray:
     return made
 
 
+def ones(shape: Any, dtype: Any = float) -> ndarray:
+    made = ndarray(shape, dtype)
+    cuda.do(lambda host=made.host: host.fill(1))
+    return made
+
+
 def array(values: np.ndarray, order: str = "K") -> ndarray:
     assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
     made = ndarray(values.shape, values.dtype)
@@ -47,5 +53,6 @@ __all__ = [
     "empty",
     "get_default_memory_pool",
     "ndarray",
+    "ones",
     "zeros",
 ]

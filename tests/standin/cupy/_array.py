@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ GUARD = 256  # bytes watched on both sides, and the alignment of memory
 PATTERN = 0xA5
 # memory that work given to streams may still use: cudaFree would wait for that, here the host's next wait frees it
 GRAVES: list[Block] = []
+LEAKED: list[DeviceMemory] = []  # what pools that have ended still held
 
 
 class Block:
@@ -32,54 +34,88 @@ class Block:
         assert all((side == PATTERN).all() for side in self.sides), "a kernel wrote beside an array"
 
 
-class MemoryPool:
-    """Blocks that no array lies in, by stream and size. As in cupy's, the next array of a stream gets what its last one
-    had, though work that was given to the stream may not have come to it yet: right for that stream's work alone.
+class DeviceMemory:
+    """What cudaMalloc gives, until nothing refers to it; cupy calls it Memory.
 
-    Python's collector may finish a pool, its memory and its blocks in any order. So blocks have no ``__del__``, and a
-    pool that has ended passes what still comes on.
+    Python's collector may finish what is in a circle in any order and more than once, numpy's arrays only when nothing
+    refers to them: so one of these says when the memory is freed.
+
+    Attributes:
+        allocated_bytes: of all that is not yet freed.
+        limit_bytes: which these may not exceed; None: there is no limit.
     """
 
-    def __init__(self) -> None:
-        self.free: dict[tuple[int, int], list[Block]] = {}
-        self.emptied = 0
-        self.has_ended = False
+    allocated_bytes: ClassVar[int] = 0
+    limit_bytes: ClassVar[int | None] = None
+
+    def __init__(self, num_bytes: int) -> None:
+        limit = DeviceMemory.limit_bytes
+        if limit is not None and DeviceMemory.allocated_bytes + num_bytes > limit:
+            raise cuda.runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+        self.block = Block(num_bytes)
+        self.ptr = self.block.ptr
+        self._last_reference = np.empty(0)
+        DeviceMemory.allocated_bytes += num_bytes
+        weakref.finalize(self._last_reference, self._free, self.block).atexit = False
+
+    @staticmethod
+    def _free(block: Block) -> None:
+        DeviceMemory.allocated_bytes -= len(block.bytes)
+        GRAVES.append(block)
+
+
+class MemoryPool:
+    """Memory that no array lies in, by stream and size. As in cupy's, the next array of a stream gets what its last one
+    had, though work that was given to the stream may not have come to it yet: right for that stream's work alone.
+
+    As in cupy's from 14.1 on, a pool frees what is unused when it is told to or has no more memory, and not when it
+    ends; memory of an array that outlives its pool is freed with the array.
+    """
+
+    def __init__(self, allocator: Any = None) -> None:
+        self.allocator = allocator or (lambda num_bytes: MemoryPointer(DeviceMemory(num_bytes)))
+        self.free: dict[tuple[int, int], list[DeviceMemory]] = {}
+        self.weak = weakref.ref(
+            self
+        )  # one for all arrays: collected with an array it would say that the pool is gone
 
     def malloc(self, num_bytes: int) -> MemoryPointer:
-        return MemoryPointer(Memory(num_bytes, self))
+        stream = cuda.get_current_stream().ptr
+        return MemoryPointer(Memory(self, stream, self.take(stream, num_bytes)))
 
-    def take(self, stream: int, num_bytes: int) -> Block:
-        unused = self.free.get((stream, num_bytes))
-        return unused.pop() if unused else Block(num_bytes)
+    def take(self, stream: int, num_bytes: int) -> DeviceMemory:
+        if unused := self.free.get((stream, num_bytes)):
+            return unused.pop()
+        try:
+            return self.allocator(num_bytes).mem
+        except cuda.runtime.CUDARuntimeError:
+            self.free_all_blocks()
+            return self.allocator(num_bytes).mem
 
-    def take_back(
-        self, stream: int, block: Block, graves: list[Block] = GRAVES
-    ) -> None:  # a default outlives the module
-        unused = graves if self.has_ended else self.free.setdefault((stream, len(block.bytes)), [])
-        unused.append(block)
+    def take_back(self, stream: int, memory: DeviceMemory) -> None:
+        self.free.setdefault((stream, len(memory.block.bytes)), []).append(memory)
 
-    def free_all_blocks(self, graves: list[Block] = GRAVES) -> None:
+    def free_all_blocks(self) -> None:
         for unused in list(self.free.values()):
             while unused:
-                graves.append(unused.pop())
-        self.emptied += 1
+                unused.pop()
 
-    def __del__(self) -> None:
-        self.has_ended = True
-        self.free_all_blocks()
+    def __del__(self, leaked: list[DeviceMemory] = LEAKED) -> None:  # a default outlives the module
+        for unused in self.free.values():
+            leaked += unused
 
 
 class Memory:
-    """A block while an array lies in it."""
+    """Memory of a pool while an array lies in it; cupy calls it PooledMemory."""
 
-    def __init__(self, num_bytes: int, pool: MemoryPool) -> None:
-        self.stream = cuda.get_current_stream().ptr
-        self.pool, self.block = pool, pool.take(self.stream, num_bytes)
+    def __init__(self, pool: MemoryPool, stream: int, memory: DeviceMemory) -> None:
+        self.pool, self.stream, self.memory, self.block = pool.weak, stream, memory, memory.block
         self.bytes, self.ptr = self.block.bytes, self.block.ptr
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
-        self.pool.take_back(self.stream, self.block)
+        if (pool := self.pool()) is not None:
+            pool.take_back(self.stream, self.memory)
 
 
 class UnownedMemory:
@@ -159,6 +195,7 @@ class ndarray:
 
     __add__ = _elementwise(np.add)
     __mul__ = _elementwise(np.multiply)
+    __truediv__ = _elementwise(np.divide)
     __and__ = _elementwise(np.bitwise_and)
     __or__ = _elementwise(np.bitwise_or)
     __lshift__ = _elementwise(np.left_shift)

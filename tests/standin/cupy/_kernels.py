@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+
+from tests.standin import compiling
 
 from ._array import Memory, ndarray
 from .cuda import do, get_current_stream
 
 HERE = Path(__file__).parent
 EMULATION = HERE.parent / "emulation.h"
-CACHE = HERE.parents[2] / "build" / "standin"
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
 ENTRY = re.compile(r'extern "C" __attribute__\(\(visibility\("default"\)\)\) void (\w+)\s*\(')
 STRIDED = {"gather"}  # kernels that are told the strides of their arrays
@@ -29,23 +28,21 @@ KINDS = {int: "i8", float: "f8"}
 def compile_kernels(code: str) -> Path:
     """A shared library that can launch every kernel in ``code``."""
     text = EMULATION.read_text() + code
-    library = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
-    if library.exists():
-        return library
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-        source, built = Path(folder, "kernels.cc"), Path(folder, "kernels.so")
+    runtime = compiling.library("emulation", [EMULATION.with_suffix(".cc")], [EMULATION])
+
+    def build(path: Path) -> None:
+        source = path.with_suffix(".cc")
         source.write_text(text)
         expanded = subprocess.run(
             [*COMPILER, "-E", "-P", source], capture_output=True, text=True, check=True
         ).stdout
         source.write_text("\n".join([text, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
-        visible = ["-fvisibility=default", "-shared", "-o", built, source]
+        visible = ["-fvisibility=default", "-shared", "-o", path, source, runtime]
         done = subprocess.run([*COMPILER, *visible], capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:3000]}")
-        os.replace(built, library)
-    return library
+
+    return compiling.made_once(f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so", build)
 
 
 class RawModule:
@@ -54,9 +51,12 @@ class RawModule:
     def __init__(self, *, code: str, options: tuple[str, ...] = ()) -> None:
         self.code, self.library = code, None
 
-    def get_function(self, name: str) -> Function:
+    def compile(self) -> None:
         if self.library is None:
             self.library = ctypes.CDLL(str(compile_kernels(self.code)))
+
+    def get_function(self, name: str) -> Function:
+        self.compile()
         return Function(self.library, name)
 
 
@@ -121,8 +121,9 @@ class ElementwiseKernel:
 
     def __init__(self, in_params: str, out_params: str, operation: str, name: str) -> None:
         self.name, self.operation = name, operation
+        self.raw = {p.split()[-1] for p in in_params.split(", ") if p.startswith("raw ")}
         self.takes, self.gives = (
-            [p.split() for p in params.split(", ")] for params in (in_params, out_params)
+            [p.split()[-2:] for p in params.split(", ")] for params in (in_params, out_params)
         )
         self._function: Function | None = None
 
@@ -145,6 +146,9 @@ class ElementwiseKernel:
         parameters, before, after = [], [], []
         for (dtype, name), is_array in zip(self.takes, are_arrays, strict=True):
             c = self.C_TYPES[dtype]
+            if name in self.raw:
+                parameters.append(f"const {c}* {name}")
+                continue
             parameters.append(f"const {c}* {name}_" if is_array else f"Number<{c}> {name}_")
             before.append(f"const {c} {name} = {name}_" + ("[i_];" if is_array else ".value;"))
         for dtype, name in self.gives:

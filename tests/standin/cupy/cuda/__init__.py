@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices, streams and pinned memory of the stand-in: two GPUs.
 
-Work is done some time after the call, by streams of the stand-in libcuda (native/tests/standin_cuda.cc), which NCCL's
+Work is done some time after the call, by streams of the stand-in libcuda (../../cuda/driver.cc), which NCCL's
 stand-in knows as well. An error in it is raised by a later call.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .._array import DeviceMemory as Memory
 from .._array import MemoryPointer, MemoryPool, UnownedMemory
 from . import runtime
 from ._streams import Event, Stream, current
@@ -88,6 +89,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Device",
     "Event",
+    "Memory",
     "MemoryPointer",
     "MemoryPool",
     "Stream",

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import compiling  # beside the folder cupy
 import numpy as np
+
+from tests.standin import compiling
 
 from .._array import GRAVES
 from . import runtime
@@ -31,7 +32,8 @@ class Queues:
 
     def __init__(self) -> None:
         self.cuda = ctypes.CDLL(str(compiling.driver()))
-        self.cuda.standin_end_capture.restype = ctypes.c_void_p
+        for function in (self.cuda.standin_end_capture, self.cuda.standin_stream):
+            function.restype = ctypes.c_void_p
         self._entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._run)
         self._numbers = itertools.count(1)
         self._works: dict[int, tuple[Callable[[], None], bool]] = {}
@@ -59,21 +61,19 @@ class Queues:
             raise runtime.CUDARuntimeError(f"the stand-in libcuda answers with {status}")
 
 
-class CudaGraph:
-    """A CUDA graph in the stand-in libcuda."""
+class Graph:
+    """What ``end_capture`` gives: a CUDA graph, made executable without flags."""
 
-    def __init__(self, handle: int | None) -> None:
-        if not handle:
-            raise runtime.CUDARuntimeError("a stream that took part in the capture was not joined")
-        self.handle, self.launches = ctypes.c_void_p(handle), 0
+    def __init__(self, graph: int) -> None:
+        self.graphExec = runtime.graphInstantiate(graph)
+        runtime.graphDestroy(graph)
 
     def launch(self, stream: Stream) -> None:
-        self.launches += 1
-        QUEUES.check(QUEUES.cuda.standin_launch(self.handle, ctypes.c_void_p(stream.ptr)))
+        runtime.graphLaunch(self.graphExec, stream.ptr)
 
     def __del__(self) -> None:
-        if hasattr(self, "handle"):
-            QUEUES.cuda.standin_destroy(self.handle)
+        if hasattr(self, "graphExec"):
+            runtime.graphExecDestroy(self.graphExec)
 
 
 class Stream:
@@ -83,7 +83,8 @@ class Stream:
         address = ctypes.c_void_p()
         if not null:
             QUEUES.cuda.cuCtxPushCurrent_v2(None)
-            assert QUEUES.cuda.cuStreamCreateWithPriority(ctypes.byref(address), 1, -5) == 0
+            assert non_blocking
+            address.value = QUEUES.cuda.standin_stream(priority)
         self.ptr, self.device_id = address.value or 0, current()[-1]
 
     def use(self) -> Stream:
@@ -95,12 +96,11 @@ class Stream:
         QUEUES.add(self.ptr, what, self.is_capturing())
 
     def begin_capture(self) -> None:
-        assert self.ptr
-        QUEUES.check(QUEUES.cuda.standin_begin_capture(ctypes.c_void_p(self.ptr)))
+        runtime.streamBeginCapture(self.ptr)
 
-    def end_capture(self) -> CudaGraph:
+    def end_capture(self) -> Graph:
         assert self.is_capturing()
-        return CudaGraph(QUEUES.cuda.standin_end_capture(ctypes.c_void_p(self.ptr)))
+        return Graph(runtime.streamEndCapture(self.ptr))
 
     def is_capturing(self) -> bool:
         status = ctypes.c_int()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a training step on one GPU beside PyTorch: same model, batch, optimizer and TF32 setting, one process.
+
+    python -m benchmarks.gpu.step                          CNN, ResNet-18 and ResNet-50 beside eager PyTorch
+    python -m benchmarks.gpu.step cnn --compile            beside torch.compile(mode="reduce-overhead")
+
+All steps take turns; a turn is some steps and a wait for the device; medians of turns. Graph mode is held against the
+faster of PyTorch's row-major and channels_last steps. cudnn.benchmark is on there. First without TF32, then with it on
+both sides, then float16 here beside torch.autocast(float16) there, which keeps float32 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.steps import Step, batch, our_step, torch_step
+from singa_lite import device
+from tools.gpu_check.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
+
+# model -> (shape, shape to try the script with, limit beside eager PyTorch)
+CASES = {
+    "cnn": ((64, 1, 28, 28), (4, 1, 28, 28), 0.5),
+    "resnet18": ((128, 3, 32, 32), (2, 3, 16, 16), 1.0),
+    "resnet50": ((64, 3, 224, 224), (2, 3, 32, 32), 1.0),
+}
+COMPILED_LIMIT = 1.0
+WARM_STEPS = 4  # before times count: they compile, record, capture and choose algorithms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--compile", action="store_true", help="beside torch.compile, with float32 alone")
+    arguments = parser.parse_args()
+    gpu = device.create_cuda_gpu()
+    for model in arguments.models:
+        for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False)):
+            if arguments.compile and dtype == "float16":
+                continue
+            compare(gpu, model, dtype, tf32, arguments.compile)
+
+
+def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> None:
+    """Report our steps of one model as a share of PyTorch's; ``gpu``: a Device."""
+    shape, small, limit = CASES[model]
+    peers = ["torch amp"] if dtype == "float16" else ["torch eager", "torch channels_last"]
+    peers = ["torch compile"] if is_compiled else peers
+    x, labels = batch(model, shape=small if QUICK else shape)
+    title = f"step of {model}, batch {len(x)}, {dtype}{' with TF32' if tf32 else ''}"
+    allow_tf32(tf32)
+    steps = {}
+    for mode in ["graph", *([] if is_compiled else ["eager"]), *peers]:
+        try:
+            steps[mode] = warm_step(gpu, mode, model, x, labels, dtype)
+        except Exception as error:
+            traceback.print_exc()
+            report(f"{title}: {mode}", None, note=f"left out: {explain(error)}")
+    medians = medians_ms(steps, lambda: synchronize(gpu))
+    note = ", ".join(f"{mode} {ms:.3f} ms" for mode, ms in medians.items())
+    if "graph" in steps and (refusals := refusals_of(steps["graph"])):
+        note += f"; graph mode ran eagerly: {refusals}"
+    theirs = min((medians[peer] for peer in peers if peer in medians), default=None)
+    required = None if dtype == "float16" else COMPILED_LIMIT if is_compiled else limit
+    for mode in ("graph", "eager"):
+        if mode in medians or mode == "graph":
+            ratio = medians[mode] / theirs if theirs and mode in medians else None
+            report(f"{title}: {mode} / {name_of(peers)}", ratio, required if mode == "graph" else None, note)
+    steps.clear()
+    free(gpu)
+
+
+def refusals_of(step: Any) -> str:
+    """Why our recorded step was not replayed; "" if it was."""
+    return "; ".join(info.break_reason for info in step.func.graph_info() if info.break_reason)
+
+
+def name_of(peers: Sequence[str]) -> str:
+    return {"torch amp": "torch amp", "torch compile": "torch.compile"}.get(peers[0], "PyTorch eager")
+
+
+def warm_step(gpu: Any, mode: str, model: str, x: np.ndarray, labels: np.ndarray, dtype: str) -> Step:
+    if mode.startswith("torch"):
+        step = torch_step(mode, model, x, labels, device=TORCH_DEVICE)
+    else:
+        step = our_step(mode, model, x.astype(dtype), labels, device=gpu)
+    for _ in range(WARM_STEPS):
+        step()
+    synchronize(gpu)
+    return step
+
+
+# ---- PyTorch, where it is installed ------------------------------------------------------------------
+
+
+def torch_module() -> Any:
+    """The module torch, or None."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def allow_tf32(allowed: bool) -> None:
+    """On both sides."""
+    device.allow_tf32(allowed)
+    if torch := torch_module():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+        torch.backends.cudnn.benchmark = True
+
+
+def synchronize(gpu: Any) -> None:
+    """Wait until the GPU has nothing to do for either side."""
+    gpu.Sync()
+    if TORCH_DEVICE != "cpu" and (torch := torch_module()):
+        torch.cuda.synchronize()
+
+
+def free(gpu: Any) -> None:
+    """Give both sides' cached memory back."""
+    gc.collect()
+    gpu.backend.release_cached_memory()
+    if TORCH_DEVICE != "cpu" and (torch := torch_module()):
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention and its gradient for float32: products by oneDNN, straight from and into the packed projections.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "kernels/clones.h"
+#include "kernels/onednn.h"
+#include "kernels/registry.h"
+#include "kernels/threads.h"
+#include "kernels/vector_math.h"
+
+#ifdef SINGA_LITE_ONEDNN
+namespace singa_lite {
+namespace attention_loops {
+
+// The softmax of a row in place, followed by zeros.
+CLONES void softmax(float* row, std::size_t seen, std::size_t count) {
+  float most = row[0], total = 0;
+#pragma omp simd reduction(max : most)
+  for (std::size_t i = 0; i < seen; ++i) most = row[i] > most ? row[i] : most;
+#pragma omp simd reduction(+ : total)
+  for (std::size_t i = 0; i < seen; ++i) {
+    row[i] = vector_math::exp(row[i] - most);
+    total += row[i];
+  }
+  const float factor = 1 / total;
+  for (std::size_t i = 0; i < seen; ++i) row[i] *= factor;
+  for (std::size_t i = seen; i < count; ++i) row[i] = 0;
+}
+
+// dy = y (dy - sum of dy y), in place
+CLONES void softmax_backward(float* dy, const float* y, std::size_t count) {
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (std::size_t i = 0; i < count; ++i) total += dy[i] * y[i];
+  for (std::size_t i = 0; i < count; ++i) dy[i] = y[i] * (dy[i] - total);
+}
+
+}  // namespace attention_loops
+
+namespace {
+
+constexpr std::int64_t kQueries = 64;  // rows of scores that are computed at a time: they stay in the second cache
+
+// A matrix of one sample and head: `rows` rows of d elements, `step` apart, inside a projection.
+struct Part {
+  float* data = nullptr;
+  std::int64_t step = 0;
+  std::int64_t sample = 0;  // elements from one sample to the next
+
+  Part of(std::int64_t batch, std::int64_t head, std::int64_t d) const {
+    return {data + batch * sample + head * d, step, sample};
+  }
+  float* row(std::int64_t number) const { return data + number * step; }
+};
+
+struct Attention {
+  std::int64_t batch = 0, heads = 0, queries = 0, keys = 0, d = 0;
+  bool is_causal = false;
+  Part q, k, v;     // inputs, or their gradients
+  float scale = 1;  // of scores
+
+  // Keys that the queries before `end` see.
+  std::int64_t seen(std::int64_t end) const { return is_causal ? std::min(end, keys) : keys; }
+};
+
+// Where the projections are in one array or two; false if these are not arrays of attention.
+bool read_projections(const std::vector<View>& arrays, std::size_t first, Attention* p) {
+  const std::size_t count = arrays.size() - first;
+  if (count != 1 && count != 2) return false;
+  const View &x = arrays[first], &memory = arrays.back();
+  if (x.ndim() != 3 || memory.ndim() != 3 || x.size() == 0 || memory.size() == 0) return false;
+  const std::int64_t columns = x.shape[2], width = count == 1 ? columns / 3 : columns;
+  if (count == 1 ? columns % 3 != 0 : memory.shape[2] != 2 * width || memory.shape[0] != x.shape[0]) return false;
+  if (p->heads < 1 || width % p->heads) return false;
+  p->batch = x.shape[0];
+  p->queries = x.shape[1];
+  p->keys = memory.shape[1];
+  p->d = width / p->heads;
+  p->scale = float(1 / std::sqrt(double(p->d)));
+  const std::int64_t step = memory.shape[2], sample = step * p->keys;
+  float* keys = memory.floats() + (count == 1 ? width : 0);
+  p->q = {x.floats(), columns, columns * p->queries};
+  p->k = {keys, step, sample};
+  p->v = {keys + width, step, sample};
+  return true;
+}
+
+bool read_options(const Call& call, Attention* p) {
+  if (!call.has_numbers({"num_heads", "causal"})) return false;
+  p->heads = std::int64_t(call.number("num_heads"));
+  p->is_causal = call.number("causal") != 0;
+  return true;
+}
+
+// c = factor a b + kept c, where a or b may be transposed; inside a parallel region it uses one thread.
+void multiply(char transpose_a, char transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, float factor,
+              const float* a, std::int64_t a_step, const float* b, std::int64_t b_step, float kept, float* c,
+              std::int64_t c_step) {
+  dnnl_sgemm(transpose_a, transpose_b, m, n, k, factor, a, a_step, b, b_step, kept, c, c_step);
+}
+
+// For each sample and head.
+template <class Body>
+void for_heads(const Attention& p, const Body& body) {
+  note_parallel_region(num_threads());
+  parallel_for(std::size_t(p.batch * p.heads), std::size_t(p.queries * p.keys * p.d),
+               [&](std::size_t begin, std::size_t end) {
+                 for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i) body(i / p.heads, i % p.heads);
+               });
+}
+
+void forward(const Attention& p, float* y, float* probabilities) {
+  const std::int64_t width = p.heads * p.d;
+  for_heads(p, [&](std::int64_t batch, std::int64_t head) {
+    const Part q = p.q.of(batch, head, p.d), k = p.k.of(batch, head, p.d), v = p.v.of(batch, head, p.d);
+    float* weights = probabilities + (batch * p.heads + head) * p.queries * p.keys;
+    float* to = y + batch * p.queries * width + head * p.d;
+    for (std::int64_t start = 0; start < p.queries; start += kQueries) {
+      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+      float* scores = weights + start * p.keys;
+      multiply('N', 'T', rows, seen, p.d, p.scale, q.row(start), q.step, k.data, k.step, 0, scores, p.keys);
+      for (std::int64_t row = 0; row < rows; ++row)
+        attention_loops::softmax(scores + row * p.keys, std::size_t(p.seen(start + row + 1)), std::size_t(p.keys));
+      multiply('N', 'N', rows, p.d, seen, 1, scores, p.keys, v.data, v.step, 0, to + start * width, width);
+    }
+  });
+}
+
+// The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
+void backward(const Attention& p, const Attention& grads, const float* dy, const float* probabilities) {
+  const std::int64_t width = p.heads * p.d;
+  for_heads(p, [&](std::int64_t batch, std::int64_t head) {
+    const Part q = p.q.of(batch, head, p.d), k = p.k.of(batch, head, p.d), v = p.v.of(batch, head, p.d);
+    const Part dq = grads.q.of(batch, head, p.d), dk = grads.k.of(batch, head, p.d),
+               dv = grads.v.of(batch, head, p.d);
+    const float* weights = probabilities + (batch * p.heads + head) * p.queries * p.keys;
+    const float* from = dy + batch * p.queries * width + head * p.d;
+    const std::unique_ptr<float[]> scratch(new float[std::size_t(kQueries * p.keys)]);
+    float* dscores = scratch.get();
+    float kept = 0;
+    for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
+      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+      const float *y = weights + start * p.keys, *dys = from + start * width;
+      multiply('N', 'T', rows, seen, p.d, 1, dys, width, v.data, v.step, 0, dscores, seen);
+      for (std::int64_t row = 0; row < rows; ++row)
+        attention_loops::softmax_backward(dscores + row * seen, y + row * p.keys, std::size_t(seen));
+      multiply('N', 'N', rows, p.d, seen, p.scale, dscores, seen, k.data, k.step, 0, dq.row(start), dq.step);
+      multiply('T', 'N', seen, p.d, rows, p.scale, dscores, seen, q.row(start), q.step, kept, dk.data, dk.step);
+      multiply('T', 'N', seen, p.d, rows, 1, y, p.keys, dys, width, kept, dv.data, dv.step);
+      kept = 1;
+    }
+  });
+}
+
+bool fits(const View& y, const View& probabilities, const Attention& p) {
+  return y.shape == Shape{p.batch, p.queries, p.heads * p.d} &&
+         probabilities.shape == Shape{p.batch, p.heads, p.queries, p.keys} &&
+         (!p.is_causal || p.queries == p.keys);
+}
+
+const Registration attention("attention", [](const Call& call) -> Step {
+  Attention p;
+  if (!call.are_floats(call.inputs.size(), 2) || !read_options(call, &p)) return {};
+  if (!read_projections(call.inputs, 0, &p) || !fits(call.outputs[0], call.outputs[1], p)) return {};
+  return [p, y = call.outputs[0].floats(), probabilities = call.outputs[1].floats()] {
+    forward(p, y, probabilities);
+    return true;
+  };
+});
+
+const Registration attention_backward("attention_backward", [](const Call& call) -> Step {
+  Attention p, grads;
+  if (call.inputs.size() < 3 || !call.are_floats(call.inputs.size(), call.inputs.size() - 2)) return {};
+  if (!read_options(call, &p) || !read_options(call, &grads)) return {};
+  if (!read_projections(call.inputs, 2, &p) || !read_projections(call.outputs, 0, &grads)) return {};
+  for (std::size_t i = 0; i < call.outputs.size(); ++i)
+    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
+  if (!fits(call.inputs[0], call.inputs[1], p)) return {};
+  return [p, grads, dy = call.inputs[0].floats(), probabilities = call.inputs[1].floats()] {
+    backward(p, grads, dy, probabilities);
+    return true;
+  };
+});
+
+}  // namespace
+}  // namespace singa_lite
+#endif

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The formulas of formulas.h: a loop for each, and running one on arrays that broadcast.
+#include <cstring>
+#include <optional>
+
+#include "kernels/clones.h"
+#include "kernels/elementwise.h"
+#include "kernels/registry.h"
+#include "kernels/threads.h"
+#include "kernels/vector_math.h"
+
+// inside of vector_math, so that formulas find its functions before those of <cmath>
+namespace singa_lite::vector_math::formula_loops {
+
+using A = float;
+using Real = float;
+
+// The numbers of a formula are the members of its struct behind the first one.
+template <class F>
+ALWAYS_INLINE F with_numbers(const float* numbers) {
+  F formula{};
+  if (sizeof(F) > sizeof(float))
+    __builtin_memcpy(reinterpret_cast<float*>(&formula) + 1, numbers, sizeof(F) - sizeof(float));
+  return formula;
+}
+
+#define VECTORS _Pragma("GCC ivdep") for (std::size_t i = 0; i < count; ++i)
+
+#define UNARY(name, type, x, value, ...)                                                                      \
+  struct name##_formula {                                                                                     \
+    float unused_, ##__VA_ARGS__;                                                                             \
+    ALWAYS_INLINE float operator()(float x) const { return value; }                                           \
+  };                                                                                                          \
+  CLONES void name##_loop(const float* const* from, const std::size_t*, const float* numbers, float* to,      \
+                          std::size_t count) {                                                                \
+    const auto f = with_numbers<name##_formula>(numbers);                                                     \
+    const float* first = from[0];                                                                             \
+    VECTORS to[i] = f(first[i]);                                                                              \
+  }
+
+#define BINARY(name, type, a, b, value, ...)                                                                  \
+  struct name##_formula {                                                                                     \
+    float unused_, ##__VA_ARGS__;                                                                             \
+    ALWAYS_INLINE float operator()(float a, float b) const { return value; }                                  \
+  };                                                                                                          \
+  CLONES void name##_loop(const float* const* from, const std::size_t* steps, const float* numbers, float* to, \
+                          std::size_t count) {                                                                \
+    const auto f = with_numbers<name##_formula>(numbers);                                                     \
+    const float *first = from[0], *second = from[1];                                                          \
+    const float one = *first, other = *second;                                                                \
+    if (steps[0] && steps[1]) VECTORS to[i] = f(first[i], second[i]);                                         \
+    else if (steps[0]) VECTORS to[i] = f(first[i], other);                                                    \
+    else if (steps[1]) VECTORS to[i] = f(one, second[i]);                                                     \
+    else VECTORS to[i] = f(one, other);                                                                       \
+  }
+
+#define TERNARY(name, type, c, a, b, value, ...)                                                              \
+  struct name##_formula {                                                                                     \
+    float unused_, ##__VA_ARGS__;                                                                             \
+    ALWAYS_INLINE float operator()(float c, float a, float b) const { return value; }                         \
+  };                                                                                                          \
+  CLONES void name##_loop(const float* const* from, const std::size_t* steps, const float* numbers, float* to, \
+                          std::size_t count) {                                                                \
+    const auto f = with_numbers<name##_formula>(numbers);                                                     \
+    const float *first = from[0], *second = from[1], *third = from[2];                                        \
+    const float one = *second, other = *third;                                                                \
+    if (steps[1] && steps[2]) VECTORS to[i] = f(first[i], second[i], third[i]);                               \
+    else if (steps[1]) VECTORS to[i] = f(first[i], second[i], other);                                         \
+    else if (steps[2]) VECTORS to[i] = f(first[i], one, third[i]);                                            \
+    else VECTORS to[i] = f(first[i], one, other);                                                             \
+  }
+
+#include "formulas.h"
+#undef UNARY
+#undef BINARY
+#undef TERNARY
+
+}  // namespace singa_lite::vector_math::formula_loops
+
+namespace singa_lite {
+
+const std::vector<Formula>& formulas() {
+  constexpr std::size_t A = 1, Real = 6;  // the cost by type: those with functions like exp are several times dearer
+  // a lambda, because GCC 12 emits a cloned function twice whose address is in a constant
+#define ENTRY(name, num_inputs, type, ...)                                                             \
+  {#name, num_inputs, #__VA_ARGS__, type,                                                              \
+   [](const float* const* from, const std::size_t* steps, const float* numbers, float* to, std::size_t count) { \
+     vector_math::formula_loops::name##_loop(from, steps, numbers, to, count);                         \
+   }},
+#define UNARY(name, type, x, value, ...) ENTRY(name, 1, type, __VA_ARGS__)
+#define BINARY(name, type, a, b, value, ...) ENTRY(name, 2, type, __VA_ARGS__)
+#define TERNARY(name, type, c, a, b, value, ...) ENTRY(name, 3, type, __VA_ARGS__)
+  static const std::vector<Formula> all = {
+#include "formulas.h"
+  };
+  return all;
+}
+
+void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
+           const float* numbers, float* out) {
+  const std::size_t last = axes.sizes.size() - 1, inner = axes.sizes[last];
+  std::size_t total = 1;
+  for (const std::size_t size : axes.sizes) total *= size;
+  parallel_for(total, formula.cost, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end;) {
+      std::size_t row = i / inner;
+      const std::size_t column = i % inner, count = std::min(inner - column, end - i);
+      std::array<const float*, kMostInputs> from = inputs;
+      for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += column * axes.strides[last][k];
+      for (std::size_t axis = last; axis-- > 0; row /= axes.sizes[axis])
+        for (std::size_t k = 0; k < formula.num_inputs; ++k)
+          from[k] += row % axes.sizes[axis] * axes.strides[axis][k];
+      formula.loop(from.data(), axes.strides[last].data(), numbers, out + i, count);
+      i += count;
+    }
+  });
+}
+
+namespace {
+
+// The axes of a call, adjacent ones joined where every input moves on evenly; nothing if the shapes don't fit.
+std::optional<Broadcast> broadcast(const Call& call) {
+  const Shape& shape = call.outputs[0].shape;
+  std::array<std::size_t, kMostInputs> next{1, 1, 1};  // the stride of the next axis of each input, from the last one on
+  Broadcast axes;
+  for (std::size_t back = 1; back <= shape.size(); ++back) {
+    const auto size = std::size_t(shape[shape.size() - back]);
+    std::array<std::size_t, kMostInputs> strides{};
+    for (std::size_t k = 0; k < call.inputs.size(); ++k) {
+      const Shape& given = call.inputs[k].shape;
+      const auto here = std::size_t(back <= given.size() ? given[given.size() - back] : 1);
+      if (here != size && here != 1) return {};
+      strides[k] = here == 1 ? 0 : next[k];
+      next[k] *= here;
+    }
+    if (size == 1) continue;
+    bool is_joined = !axes.sizes.empty();
+    for (std::size_t k = 0; is_joined && k < call.inputs.size(); ++k)
+      is_joined = strides[k] == axes.strides.front()[k] * axes.sizes.front();
+    if (is_joined) {
+      axes.sizes.front() *= size;
+    } else {
+      axes.sizes.insert(axes.sizes.begin(), size);
+      axes.strides.insert(axes.strides.begin(), strides);
+    }
+  }
+  for (const View& input : call.inputs)
+    if (input.shape.size() > shape.size()) return {};
+  if (axes.sizes.empty()) {
+    axes.sizes.push_back(1);
+    axes.strides.push_back({1, 1, 1});
+  }
+  return axes;
+}
+
+Step prepare(const Formula& formula, const Call& call) {
+  if (!call.are_floats(formula.num_inputs, 1)) return {};
+  const auto axes = broadcast(call);
+  const bool first_is_whole = formula.num_inputs == 2 || call.inputs[0].size() == call.outputs[0].size();
+  if (!axes || !first_is_whole) return {};
+  std::array<const float*, kMostInputs> inputs{};
+  for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].floats();
+  const auto numbers = call.read_numbers<4>(formula.numbers);
+  if (!numbers) return {};
+  float* out = call.outputs[0].floats();
+  return [&formula, axes = *axes, inputs, numbers = *numbers, out] {
+    apply(formula, axes, inputs, numbers.data(), out);
+    return true;
+  };
+}
+
+const struct RegisterFormulas {
+  RegisterFormulas() {
+    for (const Formula& formula : formulas())
+      Registration(formula.name, [&formula](const Call& call) { return prepare(formula, call); });
+  }
+} register_formulas;
+
+}  // namespace
+}  // namespace singa_lite

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// layer_norm and its gradient on rows of float32: x (rows, columns), a mean and a standard deviation for each row.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/clones.h"
+#include "kernels/registry.h"
+#include "kernels/threads.h"
+
+namespace singa_lite {
+namespace {
+
+constexpr std::size_t kRun = 256;    // values added up in float, in vectors of at least four lanes
+constexpr std::size_t kPiece = 64;   // rows whose gradients of scale and bias are added up in float
+
+}  // namespace
+
+namespace layer_norm_loops {
+
+// Two sums over a row: in float within a run, in double over the runs.
+template <class Body>
+ALWAYS_INLINE void add_up(std::size_t columns, double* first, double* second, const Body& body) {
+  *first = *second = 0;
+  for (std::size_t start = 0; start < columns; start += kRun) {
+    const std::size_t end = std::min(start + kRun, columns);
+    float a = 0, b = 0;
+#pragma omp simd reduction(+ : a, b)
+    for (std::size_t i = start; i < end; ++i) body(i, &a, &b);
+    *first += a;
+    *second += b;
+  }
+}
+
+CLONES void forward(const float* x, const float* scale, const float* bias, float* y, std::size_t columns, double eps,
+                    float* mean, float* inverse_std) {
+  double sum, squares, rest;
+  add_up(columns, &sum, &rest, [&](std::size_t i, float* a, float*) INLINE_LAMBDA { *a += x[i]; });
+  const float centre = float(sum / double(columns));
+  add_up(columns, &squares, &rest, [&](std::size_t i, float* a, float* b) INLINE_LAMBDA {
+    const float distance = x[i] - centre;
+    *a += distance * distance;
+    *b += distance;
+  });
+  const double offset = rest / double(columns);  // what rounding the centre has left
+  const float factor = float(1 / std::sqrt(squares / double(columns) - offset * offset + eps));
+  for (std::size_t i = 0; i < columns; ++i) y[i] = (x[i] - centre) * factor * scale[i] + bias[i];
+  *mean = centre;
+  *inverse_std = factor;
+}
+
+// dx = factor * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale and normal = (x - centre) * factor; adds to
+// dscale and dbias.
+CLONES void backward(const float* dy, const float* x, const float* scale, float* dx, std::size_t columns, float centre,
+                     float factor, float* dscale, float* dbias) {
+  double sum, product;
+  add_up(columns, &sum, &product, [&](std::size_t i, float* a, float* b) INLINE_LAMBDA {
+    const float g = dy[i] * scale[i];
+    *a += g;
+    *b += g * ((x[i] - centre) * factor);
+  });
+  const float of_g = float(sum / double(columns)), of_product = float(product / double(columns));
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < columns; ++i) {
+    const float normal = (x[i] - centre) * factor;
+    dx[i] = factor * (dy[i] * scale[i] - of_g - normal * of_product);
+    dscale[i] += dy[i] * normal;
+    dbias[i] += dy[i];
+  }
+}
+
+CLONES void add(const float* from, double* totals, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) totals[i] += double(from[i]);
+}
+
+}  // namespace layer_norm_loops
+
+namespace {
+
+// Rows and columns of a call; false if the arrays do not fit.
+bool read_sizes(const View& x, const View& scale, const View& mean, std::size_t* rows, std::size_t* columns) {
+  if (scale.shape.size() > x.shape.size() || x.size() == 0) return false;
+  const auto axes = std::ptrdiff_t(x.shape.size() - scale.shape.size());
+  *columns = scale.size();
+  *rows = x.size() / *columns;
+  return std::equal(scale.shape.begin(), scale.shape.end(), x.shape.begin() + axes) && mean.size() == *rows;
+}
+
+const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
+  std::size_t rows, columns;
+  if (!call.are_floats(3, 3) || !call.has_numbers({"eps"})) return {};
+  const View &x = call.inputs[0], &scale = call.inputs[1], &bias = call.inputs[2], &y = call.outputs[0];
+  if (!read_sizes(x, scale, call.outputs[1], &rows, &columns)) return {};
+  if (bias.shape != scale.shape || y.shape != x.shape || call.outputs[2].size() != rows) return {};
+  return [rows, columns, eps = call.number("eps"), x = x.floats(), scale = scale.floats(), bias = bias.floats(),
+          y = y.floats(), mean = call.outputs[1].floats(), inverse_std = call.outputs[2].floats()] {
+    parallel_for(rows, 3 * columns, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t row = begin; row < end; ++row)
+        layer_norm_loops::forward(x + row * columns, scale, bias, y + row * columns, columns, eps, mean + row,
+                                  inverse_std + row);
+    });
+    return true;
+  };
+});
+
+const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
+  std::size_t rows, columns;
+  if (!call.are_floats(5, 3) || !call.has_numbers({})) return {};
+  const View &dy = call.inputs[0], &x = call.inputs[1], &scale = call.inputs[2];
+  if (!read_sizes(x, scale, call.inputs[3], &rows, &columns) || call.inputs[4].size() != rows) return {};
+  if (dy.shape != x.shape || call.outputs[0].shape != x.shape) return {};
+  if (call.outputs[1].shape != scale.shape || call.outputs[2].shape != scale.shape) return {};
+  return [rows, columns, dy = dy.floats(), x = x.floats(), scale = scale.floats(), mean = call.inputs[3].floats(),
+          inverse_std = call.inputs[4].floats(), dx = call.outputs[0].floats(), dscale = call.outputs[1].floats(),
+          dbias = call.outputs[2].floats()] {
+    const std::size_t pieces = (rows + kPiece - 1) / kPiece;
+    std::vector<float> parts(2 * pieces * columns);  // dscale and dbias of each piece
+    parallel_for(pieces, 4 * kPiece * columns, [&](std::size_t begin, std::size_t end) {
+      for (std::size_t piece = begin; piece < end; ++piece)
+        for (std::size_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); ++row) {
+          float* part = parts.data() + 2 * piece * columns;
+          layer_norm_loops::backward(dy + row * columns, x + row * columns, scale, dx + row * columns, columns,
+                                     mean[row], inverse_std[row], part, part + columns);
+        }
+    });
+    std::vector<double> totals(2 * columns);
+    for (std::size_t piece = 0; piece < pieces; ++piece)  // in their order, so that the threads change nothing
+      layer_norm_loops::add(parts.data() + 2 * piece * columns, totals.data(), 2 * columns);
+    for (std::size_t i = 0; i < columns; ++i) {
+      dscale[i] = float(totals[i]);
+      dbias[i] = float(totals[columns + i]);
+    }
+    return true;
+  };
+});
+
+}  // namespace
+}  // namespace singa_lite

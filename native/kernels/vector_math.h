@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Functions of one float that compilers turn into code for whole vectors: no branches, no calls, no tables. The names are
+// those that formulas.h uses; errors, in units of the last place, are the largest that native/tests/vector_math_test.cc
+// finds. Polynomials are minimax fits of ours (relative error below 5e-9).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/clones.h"
+
+namespace singa_lite::vector_math {
+
+ALWAYS_INLINE float where(bool condition, float yes, float no) { return condition ? yes : no; }
+
+ALWAYS_INLINE float from_bits(std::int32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+ALWAYS_INLINE std::int32_t to_bits(float value) {
+  std::int32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline constexpr std::int32_t kInfinityBits = 0x7f800000, kNanBits = 0x7fc00000, kSignBit = -0x7fffffff - 1;
+
+ALWAYS_INLINE float sqrt(float x) { return std::sqrt(x); }
+ALWAYS_INLINE float abs(float x) { return std::fabs(x); }
+ALWAYS_INLINE float floor(float x) { return std::floor(x); }
+ALWAYS_INLINE float ceil(float x) { return std::ceil(x); }
+ALWAYS_INLINE float pow(float a, float b) { return std::pow(a, b); }  // a call: exact powers matter more than speed
+ALWAYS_INLINE float floored_quotient(float a, float b) { return std::floor(a / b); }
+
+// ---- e^x -----------------------------------------------------------------------------------------------------------
+
+// 2^n for a whole n in -126 .. 127
+ALWAYS_INLINE float power_of_two(std::int32_t n) { return from_bits((n + 127) << 23); }
+
+// x = n ln 2 + r with |r| <= ln 2 / 2: 1.5 * 2^23 leaves no bits for a fraction, so adding it rounds to whole
+ALWAYS_INLINE float reduced(float x, float* n) {
+  *n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+  return (x - *n * 0.693359375f) - *n * -2.12194440e-4f;
+}
+
+// (e^r - 1 - r) / r^2
+ALWAYS_INLINE float exp_rest(float r) {
+  float p = 1.97852924e-4f;
+  p = p * r + 1.39435880e-3f;
+  p = p * r + 8.33350407e-3f;
+  p = p * r + 4.16663141e-2f;
+  p = p * r + 1.66666659e-1f;
+  return p * r + 5.00000006e-1f;
+}
+
+// 1.0
+ALWAYS_INLINE float exp(float x) {
+  const float inside = x > 89.0f ? 89.0f : x < -104.0f ? -104.0f : x;  // NaN stays
+  float n;
+  const float r = reduced(inside, &n);
+  const float p = 1.0f + (r + r * r * exp_rest(r));
+  const std::int32_t whole = std::int32_t(n == n ? n : 0.0f), half = whole >> 1;
+  return p * power_of_two(half) * power_of_two(whole - half);  // in two steps, as results may be subnormal
+}
+
+// 1.5
+ALWAYS_INLINE float expm1(float x) {
+  const float inside = x > 89.0f ? 89.0f : x < -30.0f ? -30.0f : x;
+  float n;
+  const float r = reduced(inside, &n), p = r + r * r * exp_rest(r);
+  const std::int32_t whole = std::int32_t(n == n ? n : 0.0f), half = whole >> 1;
+  const float first = power_of_two(half), second = power_of_two(whole - half), scale = first * second;
+  const float y = whole > 126 ? (1.0f + p) * first * second : p * scale + (scale - 1.0f);
+  return x == 0 ? x : y;  // -0 stays
+}
+
+// ---- logarithms ----------------------------------------------------------------------------------------------------
+
+// 0.9
+ALWAYS_INLINE float log(float x) {
+  // x = 2^k m with m in sqrt(1/2) .. sqrt(2), f = m - 1
+  constexpr std::int32_t kRootHalf = 0x3f3504f3;
+  const bool is_small = x < 1.17549435e-38f;
+  const std::int32_t bits = to_bits(is_small ? x * 8388608.0f : x) - kRootHalf;
+  const float f = from_bits((bits & 0x007fffff) + kRootHalf) - 1.0f;
+  const float k = float(bits >> 23) - (is_small ? 23.0f : 0.0f);
+  float p = 6.94262058e-2f;
+  p = p * f - 1.17454589e-1f;
+  p = p * f + 1.18352538e-1f;
+  p = p * f - 1.23902083e-1f;
+  p = p * f + 1.42251548e-1f;
+  p = p * f - 1.66690790e-1f;
+  p = p * f + 2.00018486e-1f;
+  p = p * f - 2.49999860e-1f;
+  p = p * f + 3.33333173e-1f;
+  const float square = f * f, low = k * -2.12194440e-4f + (f * square * p - 0.5f * square);
+  const float y = (low + f) + k * 0.693359375f;
+  const float infinity = from_bits(kInfinityBits);
+  return x > 0 ? (x == infinity ? x : y) : (x == 0 ? -infinity : from_bits(kNanBits));
+}
+
+// 1.5
+ALWAYS_INLINE float log1p(float x) {
+  const float u = 1.0f + x, rest = x - (u - 1.0f), infinity = from_bits(kInfinityBits);
+  const float y = log(u) + rest / u;
+  return x == infinity || x == 0 ? x : u == 0 ? -infinity : y;
+}
+
+// ---- sigmoid, tanh, the normal distribution ------------------------------------------------------------------------
+
+// 1.7; 1 / (1 + e^-x)
+ALWAYS_INLINE float logistic(float x) {
+  const float power = exp(-abs(x)), largest = x < 0 ? power : 1.0f;
+  return largest - largest * (power / (1.0f + power));
+}
+
+// 2.4; its derivative
+ALWAYS_INLINE float logistic_grad(float x) {
+  const float power = exp(-abs(x));
+  return power / (1.0f + power * (2.0f + power));
+}
+
+// 2.2; (e^2a - 1) / (e^2a + 1) with a = |x|
+ALWAYS_INLINE float tanh(float x) {
+  const float a = abs(x), inside = a < 10.0f ? 2.0f * a : 20.0f;
+  float n;
+  const float r = reduced(inside, &n), scale = power_of_two(std::int32_t(n));
+  const float power = (r + r * r * exp_rest(r)) * scale + (scale - 1.0f);  // e^2a - 1
+  const float y = power / (power + 2.0f);
+  return x == x ? from_bits(to_bits(y) | (to_bits(x) & kSignBit)) : x;
+}
+
+// e^(-x^2 / 2), |x| <= 20; the square is taken in two parts, of which the first is exact
+ALWAYS_INLINE float exp_half_square(float x) {
+  const float high = from_bits(to_bits(x) & ~0xfff), rest = -0.5f * (x - high) * (x + high);
+  const float power = exp(-0.5f * high * high);
+  return power + power * (rest + rest * rest * (0.5f + rest * (0.166666667f + rest * 0.0416666667f)));
+}
+
+// 3; the density of the normal distribution
+ALWAYS_INLINE float normal_pdf(float x) {
+  const float a = abs(x) > 15.0f ? 15.0f : abs(x);  // as in normal_cdf, so that both take one exponential; NaN stays
+  return 0.398942280f * exp_half_square(a);
+}
+
+// 6.2; the probability of less than x
+ALWAYS_INLINE float normal_cdf(float x) {
+  const float a = abs(x) > 15.0f ? 15.0f : abs(x), z = x * x, t = 1.0f / (1.0f + 0.3f * a);
+  float q = -7.47043449e-6f;  // (cdf - 1/2) / x for |x| <= 1
+  q = q * z + 1.12976207e-4f;
+  q = q * z - 1.18581372e-3f;
+  q = q * z + 9.97309411e-3f;
+  q = q * z - 6.64903182e-2f;
+  q = q * z + 3.98942278e-1f;
+  float p = 0.0256009098f;  // cdf(-a) e^(a^2 / 2) / t for a >= 1
+  p = p * t - 0.0698822815f;
+  p = p * t + 0.0280079356f;
+  p = p * t + 0.0262875557f;
+  p = p * t + 0.0520829381f;
+  p = p * t + 0.0902401907f;
+  p = p * t + 0.108256429f;
+  p = p * t + 0.119757918f;
+  p = p * t + 0.119679183f;
+  const float tail = exp_half_square(a) * (p * t);
+  return abs(x) < 1.0f ? 0.5f + x * q : x < 0 ? tail : 1.0f - tail;
+}
+
+}  // namespace singa_lite::vector_math

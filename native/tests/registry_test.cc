@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Registered kernels on arrays with nothing behind them, called as a binding calls them.
+#include "kernels/registry.h"
+
+#include "check.h"
+
+using namespace singa_lite;
+
+namespace {
+
+template <class T>
+View view_of(Array<T>& array, const Shape& shape, char type) {
+  View view{array.data(), type, shape, Shape(shape.size()), true, true};
+  std::int64_t bytes = sizeof(T);
+  for (std::size_t axis = shape.size(); axis-- > 0; bytes *= shape[axis]) view.strides[axis] = bytes;
+  return view;
+}
+
+void run(const char* name, Call call) {
+  const Step step = registered_kernels().at(name)(call);
+  if (!step) FAIL("%s did not take the call", name);
+  CHECK(step());
+}
+
+void test_gather(std::size_t size, std::size_t count, std::size_t after) {
+  Random random(3);
+  Floats x = random_floats(2 * size * after, 1), y(2 * count * after, 0, kNanF), dx(2 * size * after, 0, kNanF);
+  Array<std::int32_t> ids(count);
+  for (std::size_t i = 0; i < count; ++i) ids[i] = std::int32_t(random.below(size));
+  const auto p = std::int64_t(size), c = std::int64_t(count), a = std::int64_t(after);
+  run("gather", {{view_of(x, {2, p, a}, 'f'), view_of(ids, {c}, 'i')}, {view_of(y, {2, c, a}, 'f')}, {{"axis", {1}}}});
+  run("gather_backward",
+      {{view_of(y, {2, c, a}, 'f'), view_of(ids, {c}, 'i')}, {view_of(dx, {2, p, a}, 'f')}, {{"axis", {1}}}});
+  std::vector<double> uses(size);
+  for (std::size_t i = 0; i < count; ++i) uses[std::size_t(ids[i])] += 1;
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    const std::size_t position = std::size_t(ids[i / after % count]);
+    CHECK_NEAR(y[i], x[(i / after / count * size + position) * after + i % after], 0);
+  }
+  for (std::size_t i = 0; i < dx.size(); ++i) CHECK_NEAR(dx[i], x[i] * uses[i / after % size], 1e-5);
+  if (count == 0) return;
+  ids[count - 1] = std::int32_t(size);  // out of range
+  const Step step = registered_kernels().at("gather")(
+      {{view_of(x, {2, p, a}, 'f'), view_of(ids, {c}, 'i')}, {view_of(y, {2, c, a}, 'f')}, {{"axis", {1}}}});
+  CHECK(step && !step());
+}
+
+void test_layer_norm(std::size_t rows, std::size_t columns) {
+  Floats x = random_floats(rows * columns, 1), dy = random_floats(rows * columns, 2), scale = random_floats(columns, 3);
+  Floats bias = random_floats(columns, 4), y(rows * columns, 0, kNanF), mean(rows), factor(rows);
+  Floats dx(rows * columns, 0, kNanF), dscale(columns, 0, kNanF), dbias(columns, 0, kNanF);
+  const auto r = std::int64_t(rows), c = std::int64_t(columns);
+  const View xs = view_of(x, {r, c}, 'f'), scales = view_of(scale, {c}, 'f');
+  const View means = view_of(mean, {r}, 'f'), factors = view_of(factor, {r}, 'f');
+  run("layer_norm",
+      {{xs, scales, view_of(bias, {c}, 'f')}, {view_of(y, {r, c}, 'f'), means, factors}, {{"eps", {1e-3}}}});
+  run("layer_norm_backward",
+      {{view_of(dy, {r, c}, 'f'), xs, scales, means, factors},
+       {view_of(dx, {r, c}, 'f'), view_of(dscale, {c}, 'f'), view_of(dbias, {c}, 'f')}, {}});
+  for (std::size_t i = 0; i < columns; ++i) {
+    double sum = 0, product = 0;
+    for (std::size_t row = 0; row < rows; ++row) {
+      sum += dy[row * columns + i];
+      product += dy[row * columns + i] * (double(x[row * columns + i]) - mean[row]) * factor[row];
+    }
+    CHECK_NEAR(dbias[i], sum, 1e-4);
+    CHECK_NEAR(dscale[i], product, 1e-4);
+  }
+  for (std::size_t row = 0; row < rows; ++row) {
+    double total = 0;
+    for (std::size_t i = 0; i < columns; ++i) total += x[row * columns + i];
+    CHECK_NEAR(mean[row], total / double(columns), 1e-6);
+    double along = 0;  // a row's gradient is at right angles to (1, ..., 1)
+    for (std::size_t i = 0; i < columns; ++i) along += dx[row * columns + i];
+    CHECK_NEAR(along, 0, 1e-4 * double(columns));
+  }
+}
+
+void test_transpose(std::int64_t rows, std::int64_t columns) {
+  Floats x = random_floats(std::size_t(2 * rows * columns), 1), y(x.size(), 0, kNanF);
+  run("transpose",
+      {{view_of(x, {2, rows, columns}, 'f')}, {view_of(y, {2, columns, rows}, 'f')}, {{"axes", {0, 2, 1}}}});
+  for (std::int64_t i = 0; i < 2 * rows * columns; ++i) {
+    const std::int64_t matrix = i / (rows * columns), row = i / columns % rows, column = i % columns;
+    CHECK_NEAR(y[std::size_t((matrix * columns + column) * rows + row)], x[std::size_t(i)], 0);
+  }
+}
+
+void test_softmax_backward(std::size_t rows, std::size_t columns) {
+  Floats y = random_floats(rows * columns, 1), dy = random_floats(rows * columns, 2), dx(y.size(), 0, kNanF);
+  const Shape shape{std::int64_t(rows), std::int64_t(columns)};
+  run("softmax_backward",
+      {{view_of(dy, shape, 'f'), view_of(y, shape, 'f')}, {view_of(dx, shape, 'f')}, {{"axis", {-1}}}});
+  for (std::size_t i = 0; i < y.size(); ++i) {
+    double total = 0;
+    for (std::size_t k = i / columns * columns; k < (i / columns + 1) * columns; ++k) total += double(dy[k]) * y[k];
+    CHECK_NEAR(dx[i], y[i] * (dy[i] - total), 1e-5 * double(columns));
+  }
+}
+
+#ifdef SINGA_LITE_ONEDNN
+// Rows of y are averages of rows of v, and sums of gradients over positions are those of one common vector.
+void test_attention(std::int64_t heads, std::int64_t length, std::int64_t d, bool is_causal) {
+  const std::int64_t width = heads * d;
+  Floats qkv = random_floats(std::size_t(2 * length * 3 * width), 1), y(std::size_t(2 * length * width), 0, kNanF);
+  Floats weights(std::size_t(2 * heads * length * length), 0, kNanF), dy = random_floats(y.size(), 2);
+  Floats dqkv(qkv.size(), 0, kNanF);
+  const View x = view_of(qkv, {2, length, 3 * width}, 'f'), ys = view_of(y, {2, length, width}, 'f');
+  const View p = view_of(weights, {2, heads, length, length}, 'f');
+  const std::map<std::string, std::vector<double>> options{{"num_heads", {double(heads)}}, {"causal", {double(is_causal)}}};
+  run("attention", {{x}, {ys, p}, options});
+  run("attention_backward",
+      {{view_of(dy, {2, length, width}, 'f'), p, x}, {view_of(dqkv, {2, length, 3 * width}, 'f')}, options});
+  for (std::int64_t row = 0; row < 2 * heads * length; ++row) {
+    const std::int64_t query = row % length, head = row / length % heads, batch = row / length / heads;
+    const float* weight = weights.data() + row * length;
+    double total = 0, dot = 0, expected = 0;
+    for (std::int64_t key = 0; key < length; ++key) {
+      total += weight[key];
+      if (is_causal && key > query) CHECK(weight[key] == 0);
+      expected += double(weight[key]) * qkv[std::size_t(((batch * length + key) * 3 + 2) * width + head * d)];
+    }
+    CHECK_NEAR(total, 1, 1e-5);
+    CHECK_NEAR(y[std::size_t((batch * length + query) * width + head * d)], expected, 1e-4);
+    for (std::int64_t i = 0; i < d; ++i) dot += dqkv[std::size_t((batch * length + query) * 3 * width + head * d + i)];
+    CHECK(dot == dot);
+  }
+  for (std::int64_t i = 0; i < width; ++i) {  // the weights of a query add up to 1: so do what the values get of dy
+    double got = 0, given = 0;
+    for (std::int64_t at = 0; at < 2 * length; ++at) {
+      got += dqkv[std::size_t(at * 3 * width + 2 * width + i)];
+      given += dy[std::size_t(at * width + i)];
+    }
+    CHECK_NEAR(got, given, 1e-3);
+  }
+}
+#endif
+
+}  // namespace
+
+int main() {
+  for_threads([] {
+    for (const std::size_t after : {1, 3, 16, 700}) {
+      test_gather(5, 40, after);
+      test_gather(1, 1, after);
+      test_gather(9, 0, after);
+      test_layer_norm(3, after);
+      test_layer_norm(150, after);
+      test_softmax_backward(40, after);
+#ifdef SINGA_LITE_ONEDNN
+      for (const bool is_causal : {false, true}) test_attention(3, std::int64_t(after), 5, is_causal);
+#endif
+    }
+    for (const std::int64_t size : {1, 15, 16, 17, 130}) {
+      test_transpose(size, 33);
+      test_transpose(64, size);
+    }
+  });
+}

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules of all backends for fewer kernels have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..graph.memory import Memory, View
+from ..graph.rewrite import GraphRewriter
+
+
+def relu_before_pooling(graph: GraphRewriter, last: int) -> None:
+    """max_pool_2d_backward, relu_backward -> relu_backward on the smaller side, max_pool_2d_backward.
+
+    A winner of the pooling is positive where the window's result is.
+    """
+    pair = graph.pair(last, "relu_backward", "max_pool_2d_backward")
+    if pair is None:
+        return
+    first, pooling, relu = pair
+    grad, indices = pooling.inputs
+    forward = graph.maker(indices, "max_pool_2d")
+    if forward is None or forward[1].inputs[0] != relu.inputs[1]:
+        return
+    masked = View(Memory(grad.memory.num_bytes), grad.offset, grad.shape, grad.dtype, grad.strides)
+    graph.put(first, replace(relu, inputs=(grad, forward[1].outputs[0]), out=masked))
+    graph.put(last, replace(pooling, inputs=(masked, indices), out=relu.out))

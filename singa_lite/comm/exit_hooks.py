@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave the world when this process ends, and report why when it ends by an exception.
+
+What lives here: the hooks of the interpreter. What does not: joining a world (rendezvous.py), ending an MPI job
+(mpi_job.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.util import Finalize
+from traceback import format_exception
+from types import TracebackType
+
+from ..config import state
+from .dispatch import DispatchCommunicator
+from .mpi import MpiCommunicator
+from .mpi_job import FINAL_OUTPUT_S, MpiJob
+
+
+class ExitHooks:
+    """The hooks of one process, installed when it begins to join a world.
+
+    The peers of a process that ends raise CommError at once instead of waiting. Under MPI, which would wait for ever
+    for a rank that failed, the exception is printed under this rank's number and the whole job ended.
+
+    Attributes:
+        communicators: those to leave, in the order they were made.
+        mpi_job: the MPI job this process is a rank of, if any.
+    """
+
+    def __init__(self) -> None:
+        self.communicators: list[DispatchCommunicator] = []
+        self.mpi_job: MpiJob | None = None
+        self._pid = os.getpid()
+        self._has_left = self._has_failed = False
+        self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
+        sys.excepthook = self._uncaught
+        threading.excepthook = self._uncaught_in_thread
+        atexit.register(self.leave)
+        if (
+            multiprocessing.parent_process() is not None
+        ):  # a forked one ends without atexit (before Python 3.14)
+            Finalize(None, self.leave, exitpriority=10)
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that joined, which aborts for itself."""
+        return self._pid != os.getpid()
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Inside: this process waits for the others to join."""
+        with self.mpi_job.joining() if self.mpi_job else contextlib.nullcontext():
+            yield
+
+    def leave(self) -> None:
+        """Leave every world. A process of multiprocessing that ends by an exception reports it."""
+        if self.is_of_parent or self._has_left:
+            return
+        self._has_left = True
+        _flush()
+        error = sys.exc_info()[1]  # multiprocessing catches what its target raises, and calls this meanwhile
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._abort(_text(error))
+        for communicator in self.communicators:
+            communicator.close()
+        if self.mpi_job is not None:
+            hosts = [made.host for made in self.communicators if isinstance(made.host, MpiCommunicator)]
+            self.mpi_job.is_stuck |= any(host.is_stuck for host in hosts)
+            if not self.mpi_job.is_stuck:
+                for host in hosts:
+                    host.drain(FINAL_OUTPUT_S)
+            self.mpi_job.leave()
+        if self._has_failed:  # a thread did, and Python would make that exit code 0
+            _flush()
+            os._exit(1)
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        is_mpi = self.mpi_job is not None and not self.is_of_parent
+        if is_mpi:
+            assert self.mpi_job is not None
+            # mpiexec does not name the rank of a line, and mixes lines: all in one write
+            first = f"singa_lite: rank {self.mpi_job.rank} of {self.mpi_job.size} failed:\n"
+            sys.stderr.write("".join([first, *format_exception(kind, error, traceback)]))
+        if not is_mpi or self._excepthook is not sys.__excepthook__:
+            self._excepthook(kind, error, traceback)
+        self._fail(_text(error))
+
+    def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
+        self._thread_excepthook(arguments)
+        thread = arguments.thread
+        if thread is None or thread.daemon:  # its work is nobody's loss
+            return
+        self._has_failed = True
+        self._fail(f"thread {thread.name!r}: {_text(arguments.exc_value or arguments.exc_type())}")
+
+    def _fail(self, reason: str) -> None:
+        if self.is_of_parent:
+            return
+        self._abort(reason)
+        _flush()
+        if self.mpi_job is not None:
+            self.mpi_job.abort_after_final_output()
+
+    def _abort(self, reason: str) -> None:
+        for communicator in self.communicators:
+            communicator.abort(reason)
+
+
+def exit_hooks() -> ExitHooks:
+    """Return this process's hooks, installed at the first call."""
+    if state.exit_hooks is None or state.exit_hooks.is_of_parent:
+        state.exit_hooks = ExitHooks()
+    hooks: ExitHooks = state.exit_hooks
+    return hooks
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # pythonw and some daemons have none
+            stream.flush()

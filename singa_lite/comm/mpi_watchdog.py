@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch one rank of an MPI job from a process of its own, and end the job when the rank cannot.
+
+What lives here: a program that mpi_job.py starts by its path before MPI_Init, so it imports nothing of the package.
+What does not: the rank's side of the pipe (mpi_job.py).
+
+Note [lost ranks]: MPI_Init and MPI_Finalize wait for every rank, without a deadline and holding Python's lock, so no
+thread of the rank can end them. And mpiexec of MPICH takes the exit code of a rank that vanished for the job's, which
+is 0 after ``os._exit(0)``. It notices by the end of the rank's PMI socket; this process holds that open, so it is first
+to notice, and requests an abort with exit code 1. MPICH's shared-memory files, which a killed job leaves behind, are
+removed here for the same reason: nothing else is left to do it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+POLL_S = 0.1  # how soon the end of a rank is noticed whose pipe a forked child holds as well
+ABORT = b"cmd=abort exitcode=1\n"  # PMI's wire protocol, version 1
+SHARED_FILES = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # of MPICH and of Open MPI
+
+
+def watch(rank_pid: int, pipe: int, lost_error: str) -> str | None:
+    """Read the rank's messages until it has left MPI, has vanished or has missed a deadline.
+
+    A message is a line "SECONDS TEXT": the next one comes within so many seconds, or TEXT is the error. An empty TEXT
+    means that the rank has reported its error itself. "left" is the last message.
+
+    Args:
+        rank_pid: the rank, which is this process's parent.
+        pipe: where its messages come from; its end means that the rank has vanished.
+        lost_error: the error of a rank that vanishes.
+
+    Returns:
+        The error for which the job must end, "" if it has been reported; None if the rank has left MPI.
+    """
+    files: set[str] = set()
+    text, deadline = lost_error, float("inf")
+    while time.monotonic() < deadline:
+        is_readable = bool(select.select([pipe], [], [], POLL_S)[0])
+        if is_readable or deadline < float("inf"):
+            files |= shared_files(rank_pid)
+        lines = os.read(pipe, 1 << 16).decode(errors="replace").splitlines() if is_readable else []
+        if lines and lines[-1] == "left":
+            return None
+        if lines:
+            seconds, _, text = lines[-1].partition(" ")
+            deadline = time.monotonic() + float(seconds)
+        elif is_readable or os.getppid() != rank_pid:
+            text = text and lost_error
+            break
+    for path in files:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    return text
+
+
+def shared_files(pid: int) -> set[str]:
+    """Return the MPI library's shared-memory files that process ``pid`` has mapped."""
+    try:
+        return set(SHARED_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:  # it has ended, or this is no Linux
+        return set()
+
+
+def main() -> None:
+    rank_pid, pipe, lost_error = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    pmi = int(os.environ.get("PMI_FD", -1))  # other launchers than MPICH's notice by themselves
+    os.setsid()  # mpiexec kills the rank's process group
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    for descriptor in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
+        if descriptor > 2 and descriptor not in (pipe, pmi):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    error = watch(rank_pid, pipe, lost_error)
+    if error is None:
+        return
+    if error:
+        os.write(2, f"singa_lite: {error}\n".encode())
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(pmi).st_mode):  # and not what some wrapper of the rank has opened since
+            os.write(pmi, ABORT)
+    if os.getppid() == rank_pid:
+        os.kill(rank_pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One arena for the memory that only a step itself needs: pieces that are never in use together share bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .memory import Memory, View, view_of
+from .nodes import Node, StreamSwitch
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """One buffer.
+
+    Attributes:
+        num_bytes: its size, >= 0.
+        first: number of the call that writes it first.
+        last: number of the last call that reads or writes it, >= first.
+    """
+
+    num_bytes: int
+    first: int
+    last: int
+
+    def overlaps(self, other: Lifetime) -> bool:
+        """Return whether both are alive during some call."""
+        return self.first <= other.last and other.first <= self.last
+
+
+def plan_offsets(lifetimes: list[Lifetime]) -> tuple[list[int], int]:
+    """Give every buffer an offset so that no two share a byte while both are alive.
+
+    The largest goes first, each into the lowest gap that holds it.
+
+    Returns:
+        (offset of each, in bytes, multiples of ALIGNMENT; bytes of the arena).
+    """
+    offsets = [0] * len(lifetimes)
+    placed: list[tuple[int, int, Lifetime]] = []  # (offset, end, lifetime), by offset
+    for index in sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].num_bytes, i)):
+        lifetime = lifetimes[index]
+        size = -(-lifetime.num_bytes // ALIGNMENT) * ALIGNMENT
+        offset = 0
+        for start, end, other in placed:
+            if not other.overlaps(lifetime):
+                continue
+            if offset + size <= start:
+                break
+            offset = max(offset, end)
+        offsets[index] = offset
+        placed.append((offset, offset + size, lifetime))
+        placed.sort(key=lambda entry: entry[0])
+    return offsets, max((end for _, end, _ in placed), default=0)
+
+
+def lifetimes_of(nodes: list[Node], inputs: list[Memory]) -> dict[Memory, Lifetime]:
+    """Return when each piece of memory without an owner is in use; ``inputs`` are from the start.
+
+    Work on another stream, between two StreamSwitch nodes, runs beside what the tape has before and after it: what it
+    uses is in use all the time.
+    """
+    lifetimes = {memory: Lifetime(memory.num_bytes, -1, -1) for memory in inputs if memory.owner is None}
+    is_beside = False
+    for number, node in enumerate(nodes):
+        is_beside ^= isinstance(node, StreamSwitch)  # they come in pairs
+        for view in (*node.inputs, *node.outputs):
+            memory = view.memory
+            if memory.owner is not None:
+                continue
+            if is_beside:
+                lifetimes[memory] = Lifetime(memory.num_bytes, -1, len(nodes))
+            else:
+                before = lifetimes.get(memory, Lifetime(memory.num_bytes, number, number))
+                lifetimes[memory] = replace(before, last=max(before.last, number))
+    return lifetimes
+
+
+def share_memory(
+    nodes: list[Node], inputs: list[Memory], make: Callable[[int], Any]
+) -> tuple[Callable[[View], Any], int]:
+    """Plan the memory of a tape.
+
+    Args:
+        nodes: the tape.
+        inputs: memory that is written before the first node.
+        make: gives a uint8 array of at least so many bytes.
+
+    Returns:
+        (what gives the array of a View: in its owner, or in the arena; bytes of the arena).
+    """
+    lifetimes = lifetimes_of(nodes, inputs)
+    starts, num_bytes = plan_offsets(list(lifetimes.values()))
+    offset_of = dict(zip(lifetimes, starts, strict=True))
+    arena = make(num_bytes)
+
+    def array_of(view: View) -> Any:
+        if view.memory.owner is not None:
+            return view_of(view.memory.owner, view)
+        return view_of(arena, replace(view, offset=view.offset + offset_of[view.memory]))
+
+    return array_of, num_bytes

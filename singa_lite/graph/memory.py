@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the arrays of a step are, without keeping them alive.
+
+What lives here: numpy's and cupy's arrays as pieces of memory. What does not: the calls that use them (nodes.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy.ndarray, or cupy.ndarray, which has the same attributes
+
+
+class Memory:
+    """A piece of memory that arrays of a step are views of; compared by identity.
+
+    Attributes:
+        num_bytes: its size.
+        owner: the array to use at every replay; None for memory that only the step itself needs, which then gets a
+            part of the arena.
+        is_written: whether a node of the tape has written to it.
+    """
+
+    __slots__ = ("is_written", "num_bytes", "owner")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.owner: Array = None
+        self.is_written = False
+
+
+@dataclass(frozen=True)
+class View:
+    """An array of a step without its memory.
+
+    Attributes:
+        memory: what it is a view of.
+        offset: of its first byte in ``memory``.
+        shape, dtype, strides: as numpy's, strides in bytes.
+    """
+
+    memory: Memory
+    offset: int
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its memory, in row-major order."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        strides = row_major(self.shape, self.dtype)
+        is_row_major = all(
+            a == b or n == 1 for a, b, n in zip(strides, self.strides, self.shape, strict=True)
+        )
+        return self.offset == 0 and num_bytes == self.memory.num_bytes and is_row_major
+
+
+def row_major(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """Return the strides of a row-major array, in bytes."""
+    strides, stride = [], dtype.itemsize
+    for length in reversed(shape):
+        strides.append(stride)
+        stride *= length
+    return tuple(reversed(strides))
+
+
+def root_of(array: Array) -> Array:
+    """Return the array that owns the memory of ``array``."""
+    while hasattr(base := array.base, "base"):  # what is no array has none: bytes, a capsule, None
+        array = base
+    return array
+
+
+def address_of(array: Array) -> int:
+    """Return the address of the first byte."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def view_of(owner: Array, view: View) -> Array:
+    """Return the array that ``view`` describes, in the memory of ``owner``."""
+    if isinstance(owner, np.ndarray):
+        return np.ndarray(view.shape, view.dtype, owner, view.offset, view.strides)  # type: ignore[arg-type]
+    return type(owner)(view.shape, view.dtype, owner.data + view.offset, view.strides)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of a tape: what a recorded step does, in order, and every replay does again.
+
+What lives here: the kinds of nodes. What does not: recording them (recorder.py), when to replay them (record/), how
+a backend runs kernels faster (``Backend.lower``, ``Backend.compile``).
+
+A node refers to arrays by a View; ``mapped`` substitutes real arrays, and then it can be called. ``inputs`` are
+the arrays it reads, ``outputs`` those it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+Change = Callable[[Any], Any]
+
+
+class Scalar:
+    """A number that is read again at every replay: a learning rate, Adam's count, a random stream's counter.
+
+    Attributes:
+        read: called once for each node that has this number, in the order of the tape; it may count.
+        value: what it gave in the recorded step.
+    """
+
+    __slots__ = ("read", "value")
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+        self.value = read()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a backend.
+
+    Attributes:
+        backend: what runs it (backend.base.Backend, of a module above).
+        name, inputs, out, attributes: as given to ``Backend.run``; attributes may be Scalars.
+        phase: "Forward" or "Backward".
+    """
+
+    backend: Any
+    name: str
+    inputs: tuple[Any, ...]
+    out: Any
+    attributes: dict[str, Any]
+    phase: str
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return self.out if isinstance(self.out, tuple) else (self.out,)
+
+    @property
+    def has_scalars(self) -> bool:
+        """Whether an attribute is read again at every replay."""
+        return any(isinstance(value, Scalar) for value in self.attributes.values())
+
+    def mapped(self, change: Change) -> Kernel:
+        out = tuple(map(change, self.out)) if isinstance(self.out, tuple) else change(self.out)
+        return replace(self, inputs=tuple(map(change, self.inputs)), out=out)
+
+    def __call__(self) -> None:
+        attributes = dict(self.attributes)
+        for key, value in self.attributes.items():
+            if isinstance(value, Scalar):
+                attributes[key] = value.read()
+        self.backend.execute(self.name, self.inputs, self.out, attributes)
+
+
+class Flight:
+    """Connects a Collective with its Wait: the work that the newest run started.
+
+    Attributes:
+        work: comm.base.Work, of a module above; None before the first run and once it was waited for.
+    """
+
+    __slots__ = ("work",)
+
+    def __init__(self) -> None:
+        self.work: Any = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The start of a collective.
+
+    Attributes:
+        communicator: comm.base.Communicator, of a module above; its launch(operation, out, *inputs) returns a Work.
+        operation: what is no array (comm.base.Operation).
+        inputs: the array to send, and what the transport needs beside it.
+        out: the array that holds the result after the Wait; the first of ``inputs`` where the collective is in place.
+        flight: shared with the Wait.
+    """
+
+    communicator: Any
+    operation: Any
+    inputs: tuple[Any, ...]
+    out: Any
+    flight: Flight
+    phase: ClassVar[str] = "Dist"
+
+    @property
+    def name(self) -> str:
+        return f"Dist.{self.operation.kind}"
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return (self.out,)
+
+    def mapped(self, change: Change) -> Collective:
+        return replace(self, inputs=tuple(map(change, self.inputs)), out=change(self.out))
+
+    def __call__(self) -> None:
+        self.flight.work = self.communicator.launch(self.operation, self.out, *self.inputs)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Waiting for a collective.
+
+    Attributes:
+        flight: shared with the Collective.
+        inputs, out: the Collective's, which are in use until here.
+        timeout_s: as given to ``Work.wait``.
+    """
+
+    flight: Flight
+    inputs: tuple[Any, ...]
+    out: Any
+    timeout_s: float | None
+    name: ClassVar[str] = "Dist.wait"
+    phase: ClassVar[str] = "Dist"
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return (self.out,)
+
+    def mapped(self, change: Change) -> Wait:
+        return replace(self, inputs=tuple(map(change, self.inputs)), out=change(self.out))
+
+    def __call__(self) -> None:
+        work, self.flight.work = self.flight.work, None
+        work.wait(self.timeout_s)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Python that runs at every replay.
+
+    Attributes:
+        function, arguments: called as function(*arguments).
+        sees_arrays: whether it reads or writes arrays, so that it must run at its position: a CUDA graph ends before it
+            and another begins after it. False for what only counts.
+    """
+
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
+    sees_arrays: bool
+    inputs: ClassVar[tuple[Any, ...]] = ()
+    outputs: ClassVar[tuple[Any, ...]] = ()
+    phase: ClassVar[str] = "Dist"
+
+    @property
+    def name(self) -> str:
+        return f"Host.{getattr(self.function, '__name__', 'call').strip('_')}"
+
+    def mapped(self, change: Change) -> Host:
+        return self
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
+
+
+@dataclass(frozen=True)
+class StreamSwitch:
+    """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
+
+    Attributes:
+        function, arguments: called as function(*arguments) where the nodes run or are captured one by one.
+    """
+
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
+    inputs: ClassVar[tuple[Any, ...]] = ()
+    outputs: ClassVar[tuple[Any, ...]] = ()
+    name: ClassVar[str] = "Dist.stream"
+    phase: ClassVar[str] = "Dist"
+
+    def mapped(self, change: Change) -> StreamSwitch:
+        return self
+
+    def __call__(self) -> None:
+        self.function(*self.arguments)
+
+
+Node = Kernel | Collective | Wait | Host | StreamSwitch

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record a training step as a tape of nodes, while it runs eagerly.
+
+What lives here: the recorder, and what code of a step reports to it. What doesn't: what is on a tape (nodes.py), which
+tape belongs to a call and replaying it (record/), what a kernel computes (backend/).
+
+Note [recorded step]: while a step runs eagerly, every kernel and every collective is put on a tape with a View of each
+array that it reads and writes, so running the tape on arrays laid out alike repeats the step. Python runs once, while
+recording. Python that must run at every replay is a Host node (``host``, ``bookkeep``), a number that must be read at
+every replay a Scalar (``scalar``), and what decides which nodes a step has is a guard (``guard``): a replay whose
+guards have other values is recorded again. Whatever else a step does to arrays or variables outside of nodes breaks
+the graph (``break_graph``): such a step always runs eagerly, and ``Model.graph_info`` gives the reason. print, files
+and clocks are not looked at: what a step does with them is done while recording alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ..config import this_thread
+from .memory import Array, Memory, View, address_of, root_of
+from .nodes import Collective, Flight, Host, Kernel, Node, Scalar, StreamSwitch, Wait
+
+Result = TypeVar("Result")
+Guard = Callable[[], Hashable]
+
+
+class Recorder:
+    """Collects the nodes of one step, see Note [recorded step].
+
+    Args:
+        tensors_in: finds the Tensors (of a module above) in nested lists, tuples and dicts.
+
+    Attributes:
+        nodes: the tape.
+        guards: by what each is about, the function and its value when the step began.
+        first: see ``steps_since_start``.
+        break_reason: why the step must not be replayed; None if it may be.
+        is_lasting: whether the next step of this kind breaks as well.
+        phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
+    """
+
+    def __init__(self, tensors_in: Callable[[Any], list[Any]]) -> None:
+        self.nodes: list[Node] = []
+        self.guards: dict[Hashable, tuple[Guard, Hashable]] = {}
+        self.first: dict[Hashable, int] = {}
+        self.break_reason: str | None = None
+        self.is_lasting = True
+        self.phase = "Forward"
+        self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
+        self._watches: list[Any] = []  # weak references to those arrays
+        self._tensors_in = tensors_in
+        self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
+        self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread does inside the ``with`` block."""
+        before, this_thread.recorder = this_thread.recorder, self
+        try:
+            yield
+        finally:
+            this_thread.recorder = before
+
+    def break_graph(self, reason: str, is_lasting: bool = True) -> None:
+        """Say why this step cannot be replayed; the first reason counts."""
+        if self.break_reason is None:
+            self.break_reason, self.is_lasting = reason, is_lasting
+
+    # ---- nodes -------------------------------------------------------------------------------------
+
+    def kernel(
+        self, backend: Any, name: str, inputs: tuple[Array, ...], out: Any, attributes: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Record a kernel; return its attributes with the numbers of now."""
+        if "counter" in attributes and not isinstance(attributes["counter"], Scalar):
+            self.break_graph(f"{name} draws random numbers that come from no device")
+        for array in inputs:
+            memory = self._known(array) or self.keep(array)  # a constant, or what the step before left
+            if not memory.is_written:
+                self.break_graph(f"{name} reads an array that no kernel of the step has written")
+        for array in out if isinstance(out, tuple) else (out,):
+            memory = self._known(array) or self.keep(array)  # what the step has not made stays
+            memory.is_written = True
+        read = tuple(map(self._view, inputs))
+        written = tuple(map(self._view, out)) if isinstance(out, tuple) else self._view(out)
+        self.nodes.append(Kernel(backend, name, read, written, attributes, self.phase))
+        return {key: value.value if isinstance(value, Scalar) else value for key, value in attributes.items()}
+
+    def collective(
+        self, communicator: Any, operation: Any, inputs: tuple[Array, ...], out: Array, work: Any
+    ) -> None:
+        """Record a collective that was just started as ``work``."""
+        if any(self._known(array) is None for array in inputs):
+            self.break_graph(
+                f"{operation.kind} {operation.name} of an array that no kernel of the step has made"
+            )
+        read, written = tuple(map(self._view, inputs)), self._view(out)
+        written.memory.is_written = True
+        node = Collective(communicator, operation, read, written, Flight())
+        node.flight.work = work  # until finish, so that its id is not used again
+        self.nodes.append(node)
+        self._in_flight[id(work)] = node
+
+    def wait(self, work: Any, timeout_s: float | None) -> None:
+        """Record waiting for ``work``."""
+        node = self._in_flight.pop(id(work), None)
+        if node is not None:
+            self.nodes.append(Wait(node.flight, node.inputs, node.out, timeout_s))
+        elif not any(isinstance(other, Collective) and other.flight.work is work for other in self.nodes):
+            self.break_graph("it waits for a collective that was started before the step")
+
+    def host(self, node: Host) -> Any:
+        """Run a host node without recording what it does, and keep it; return what its function returns."""
+        self.nodes.append(node)
+        for tensor in self._tensors_in(node.arguments):
+            memory = self._known(tensor.array) or self.keep(tensor.array)
+            memory.is_written = True
+            self._passed.append((tensor, memory))
+        with unrecorded():
+            return node.function(*node.arguments)
+
+    # ---- memory ------------------------------------------------------------------------------------
+
+    def allocate(self, array: Array) -> Array:
+        """Tell that ``array`` is new and holds nothing yet; returns it."""
+        self._memory(root_of(array))
+        return array
+
+    def keep(self, array: Array) -> Memory:
+        """Have replays read and write ``array`` where it is."""
+        root = root_of(array)
+        memory = self._memory(root)
+        memory.owner, memory.is_written = root, True
+        return memory
+
+    def keep_alive_arrays(self) -> None:
+        """Have replays read and write where they are all arrays of the step that somebody still holds."""
+        for watch in self._watches:
+            root = watch()
+            if root is not None:
+                self.keep(root)
+
+    def take_inputs(self, arrays: list[Array]) -> None:
+        """Have every replay bring new values for ``arrays``, into memory of the step alone."""
+        for array in arrays:
+            memory = self._memory(root_of(array))
+            memory.owner, memory.is_written = None, True
+
+    def view(self, array: Array) -> View | None:
+        """Return the View of an array that the step has used, else None."""
+        return None if self._known(array) is None else self._view(array)
+
+    def writes(self, array: Array) -> bool:
+        """Return whether a node writes to the memory of ``array``, whose views all nodes have in common."""
+        memory = self._known(array)
+        return any(view.memory is memory for node in self.nodes for view in node.outputs)
+
+    def check_outputs(self, where: str, outputs: tuple[Array, ...], given: tuple[Array, ...]) -> None:
+        """Break the graph if ``where`` made an array without a kernel; it may return what it was given."""
+        roots = {id(root_of(array)) for array in given}
+        for array in outputs:
+            memory = self._known(array)
+            if id(root_of(array)) not in roots and (memory is None or not memory.is_written):
+                self.break_graph(f"{where} computes outside of the backend's kernels")
+
+    def finish(self) -> None:
+        """Pin, at the end of the step, what host nodes use; break the graph for what a replay could not restore."""
+        if self._in_flight:
+            kinds = ", ".join(node.operation.kind for node in self._in_flight.values())
+            self.break_graph(f"it leaves a collective in flight ({kinds})")
+        for node in self.nodes:
+            if isinstance(node, Collective):
+                node.flight.work = None
+        for tensor, memory in self._passed:
+            root = root_of(tensor.array)
+            if self._known(tensor.array) is memory:
+                memory.owner = root
+            else:
+                self.break_graph("a host node has replaced the array of a tensor")
+
+    def has_escaped(self, known: list[Array]) -> bool:
+        """Return whether somebody still holds an array that the step made, ``known`` ones excepted."""
+        roots = {id(root_of(array)) for array in known}
+        if self._escaped(roots):
+            gc.collect()  # what only unreachable cycles hold is gone afterwards
+        return self._escaped(roots)
+
+    def _escaped(self, known: set[int]) -> bool:
+        roots = (watch() for watch in self._watches)
+        return any(
+            root is not None and id(root) not in known and self._memories[id(root)].owner is None
+            for root in roots
+        )
+
+    def _known(self, array: Array) -> Memory | None:
+        return self._memories.get(id(root_of(array)))
+
+    def _view(self, array: Array) -> View:
+        root = root_of(array)
+        offset = address_of(array) - address_of(root) if array is not root else 0
+        return View(self._memory(root), offset, array.shape, array.dtype, array.strides)
+
+    def _memory(self, root: Array) -> Memory:
+        """The Memory of the array ``root``; another array that is made at its address later has another one."""
+        key = id(root)
+        if key not in self._memories:
+            self._memories[key] = Memory(root.nbytes)
+            self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
+        return self._memories[key]
+
+
+# ---- what code of a step reports to the recorder, if there is one ----------------------------------------
+
+
+def host(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Run ``function(*arguments)`` now, and here in every replay of the step being recorded, if any.
+
+    What it does is not recorded. Every tensor that it uses and the step computes must be among the arguments, or in
+    lists of them. On CUDA a graph ends before it; what only counts is for ``bookkeep``.
+    """
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is None:
+        return function(*arguments)
+    result: Result = recorder.host(Host(function, arguments, sees_arrays=True))
+    return result
+
+
+def bookkeep(function: Callable[..., None], *arguments: Any) -> None:
+    """Run ``function(*arguments)``, which uses no array, now and here in every replay."""
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is None:
+        function(*arguments)
+    else:
+        recorder.host(Host(function, arguments, sees_arrays=False))
+
+
+def switch_stream(function: Callable[..., None], *arguments: Any) -> None:
+    """Run ``function(*arguments)``, which orders the streams of a device, and record it as a StreamSwitch."""
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is not None:
+        recorder.nodes.append(StreamSwitch(function, arguments))
+    function(*arguments)
+
+
+def scalar(read: Callable[[], Any]) -> Any:  # Any: a number, or a Scalar while a step is recorded
+    """Return ``read()``; in a recorded step a Scalar, an attribute of a kernel that every replay reads again."""
+    if this_thread.recorder is None:
+        return read()
+    with unrecorded():
+        return Scalar(read)
+
+
+def guard(key: Hashable, function: Guard) -> None:
+    """Record the step being recorded again wherever ``function()``, called before a replay, has another value than now.
+
+    Args:
+        key: what it is about; of several guards of a step with one key the first counts, as what comes later in a step
+            follows from how it began.
+    """
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is not None and key not in recorder.guards:
+        with unrecorded():
+            recorder.guards[key] = function, function()
+
+
+def steps_since_start(key: Hashable, steps: int) -> int:
+    """Return ``steps`` minus what it was when this was first called for ``key`` in the step being recorded, else 0."""
+    return 0 if this_thread.recorder is None else steps - this_thread.recorder.first.setdefault(key, steps)
+
+
+def persist(array: Array) -> None:
+    """Declare that ``array`` stays in its memory from step to step, unless a step being recorded has made it."""
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is not None and recorder.view(array) is None:
+        recorder.keep(array)
+
+
+def break_graph(reason: str) -> None:
+    """Say why the step being recorded, if any, must run eagerly."""
+    if this_thread.recorder is not None:
+        this_thread.recorder.break_graph(reason)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leave what this thread does inside the ``with`` block out of the step being recorded, if any.
+
+    For what happens once, not in every step: making memory that stays, comparing the ranks.
+    """
+    before, this_thread.recorder = this_thread.recorder, None
+    try:
+        yield
+    finally:
+        this_thread.recorder = before

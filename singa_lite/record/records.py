@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a model's training step: which one belongs to a call, and replaying it on new inputs.
+
+What lives here: keys, guards, inputs and results of a record. What does not: how a step is recorded (graph/), the
+attributes that it rebinds (slots.py).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..config import state, this_thread
+from ..device import get_default_device
+from ..graph.arena import share_memory
+from ..graph.nodes import Collective, Host, Kernel, Node
+from ..graph.recorder import Recorder
+from ..graph.rewrite import pack_in_place
+from ..profile import TimeProfile
+from ..tensor import Tensor
+from ..tensor.pytree import OpaqueLeafError, flatten, leaves, rebuild
+from .slots import Slots, Tree
+from .variables import Variables
+
+MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
+MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
+MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
+KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
+Step = Callable[..., Any]
+Known = dict[Hashable, Hashable]  # values of guards now, by their keys
+
+
+@dataclass(frozen=True)
+class RecordInfo:
+    """Facts about one record, to read.
+
+    Attributes:
+        inputs: shapes and dtypes of the tensors, and the options, that it belongs to.
+        num_kernels: kernels of a replay.
+        num_collectives: collectives of a replay.
+        num_host_nodes: Python functions that a replay calls: counting a step, a custom optimizer.
+        num_bytes: memory that inputs, activations and their gradients share.
+        break_reason: why such steps run eagerly instead; None if they are replayed.
+        nodes: what a replay does, in order, with what its kernels make: dtype and shape, and the memory format where
+            that is not row-major (native/kernels/layout.h).
+    """
+
+    inputs: str
+    num_kernels: int
+    num_collectives: int
+    num_host_nodes: int
+    num_bytes: int
+    break_reason: str | None
+    nodes: tuple[str, ...] = ()
+
+
+class Record:
+    """One recorded step.
+
+    Inputs and results of a replay belong to the caller: the record works on copies of its own.
+
+    Args:
+        step: what to run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
+        tree: the layers that the step works on.
+        arenas: memory that the records of a model share; another piece is appended where none is large enough.
+
+    Attributes:
+        result: what the step returned, for the caller of this call.
+        break_reason, is_lasting: the Recorder's.
+    """
+
+    def __init__(
+        self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree, arenas: list[Any]
+    ) -> None:
+        recorder = Recorder(leaves)
+        given = leaves((arguments, options))
+        inputs = [tensor.clone() for tensor in given]
+        recorder.take_inputs([tensor.array for tensor in inputs])
+        self._device = inputs[0].device if inputs else get_default_device()
+        self._label = _label(arguments, options)
+        self._slots = Slots(tree)
+        self._variables = Variables([layer for _, layer in tree.layers()], self._slots.objects())
+        copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
+        with recorder.recording():
+            self.result = step(*copied_arguments, **copied_options)
+        del copied_arguments, copied_options
+        recorder.finish()
+        if (changed := self._variables.changed_by_step()) is not None:
+            recorder.break_graph(f"it changes {changed}", is_lasting=False)
+        elif (iterator := self._variables.iterator()) is not None:
+            recorder.break_graph(f"it reads {iterator}, an iterator, which it may advance")
+        _restore_inputs(recorder, inputs, given)
+        _check_result(self.result, (arguments, options), recorder)
+        new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result), *self._slots.new_tensors())]
+        self._slots.finish(recorder)
+        if recorder.break_reason is None:
+            self._result, self.result = _pinned(self.result, recorder), _cloned(self.result)
+            self._results = leaves(self._result)
+            inputs = [Tensor.wrap(tensor.array, tensor.device) for tensor in inputs]
+            known = [tensor.array for tensor in (*inputs, *self._slots.inputs)]
+            if recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
+                recorder.break_graph(KEPT)
+        self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
+        self._guards = recorder.guards
+        self._number = next(state.numbers)  # in the tables of profiles
+        self._num_bytes = 0
+        self._nodes: list[Node] = []
+        if self.break_reason is None:
+            self._compile(recorder, inputs, arenas)
+
+    def _compile(self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any]) -> None:
+        """Turn the tape into what a replay runs."""
+        backend = self._device.backend
+        views = [recorder.view(tensor.array) for tensor in (*inputs, *self._slots.inputs)]
+        nodes = backend.lower(pack_in_place(recorder.nodes))
+
+        def make(num_bytes: int) -> Any:
+            found = next((arena for arena in arenas if arena.nbytes >= num_bytes), None)
+            if found is None:
+                backend.release_cached_memory()  # what the recorded step used, or both would be held at once
+                found = backend.empty((num_bytes,), "uint8")
+                arenas.append(found)
+            return found
+
+        array_of, self._num_bytes = share_memory(nodes, [view.memory for view in views if view], make)
+        self._nodes = [node.mapped(array_of) for node in nodes]
+        self._inputs = [None if view is None else array_of(view) for view in views]
+        self._communicators = list(
+            {
+                id(node.communicator): node.communicator for node in nodes if isinstance(node, Collective)
+            }.values()
+        )
+        self._replay_nodes = backend.compile(self._nodes)
+
+    def fits(self, known: Known) -> bool:
+        """Return whether a replay would do what the step does now; ``known`` collects what was compared."""
+        if not self._slots.fit() or self._variables.changed() is not None:
+            return False
+        for key, (function, value) in self._guards.items():
+            if key not in known:
+                known[key] = function()
+            if known[key] != value:
+                return False
+        return True
+
+    def replay(self, given: list[Tensor]) -> Any:
+        """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""
+        for communicator in self._communicators:
+            communicator.wait_all()
+        execute = self._device.backend.execute
+        for array, tensor in zip(self._inputs, (*given, *self._slots.now()), strict=True):
+            if array is not None:
+                execute("copy", (tensor.array,), array, {})
+        profile = self._device.profile
+        if profile.verbosity:
+            self._replay_timed(profile)
+        else:
+            for node in self._replay_nodes:
+                node()
+        self._slots.bind()
+        return rebuild(self._result, iter([tensor.clone() for tensor in self._results]))
+
+    def _replay_timed(self, profile: TimeProfile) -> None:
+        """Run the nodes one by one and give the device's profile how long each took."""
+        times = [time.perf_counter()]
+        for node in self._nodes:
+            node()
+            self._device.Sync()
+            times.append(time.perf_counter())
+        names = [(node.phase, node.name) for node in self._nodes]
+        profile.add(self._number, names, [end - start for start, end in pairwise(times)])
+
+    def info(self) -> RecordInfo:
+        """Return facts to read."""
+
+        def count(kind: type) -> int:
+            return sum(isinstance(node, kind) for node in self._nodes)
+
+        return RecordInfo(
+            self._label,
+            count(Kernel),
+            count(Collective),
+            count(Host),
+            self._num_bytes,
+            self.break_reason,
+            tuple(map(_described, self._nodes)),
+        )
+
+
+@dataclass
+class Kind:
+    """The records of calls that are alike but for values.
+
+    Attributes:
+        label: for people.
+        records: they differ in their guards and in the attributes they found.
+        misses: recordings since the last replay.
+        retries: of steps that broke, but need not the next time.
+        break_reason: why such calls run eagerly for good.
+    """
+
+    label: str
+    records: list[Record] = field(default_factory=list)
+    misses: int = 0
+    retries: int = 0
+    break_reason: str | None = None
+
+
+class Records:
+    """The records of one model, by what a call is made of."""
+
+    def __init__(self) -> None:
+        self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
+        self._arenas: list[Any] = []
+
+    def call(self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree) -> Any:
+        """Replay the record of such a call, or run the step and make one."""
+        if this_thread.recorder is not None:  # a model within another one's step
+            return step(*arguments, **options)
+        kind, tensors = self._kind_of(arguments, options)
+        if kind.break_reason is not None:
+            return step(*arguments, **options)
+        known: Known = {}
+        for number, record in enumerate(kind.records):
+            if record.fits(known):
+                kind.records.insert(0, kind.records.pop(number))
+                kind.misses = 0
+                return record.replay(tensors)
+        if kind.misses == MAX_MISSES:
+            kind.break_reason = (
+                f"{MAX_MISSES} steps in a row were recorded and none could be replayed: what decides "
+            )
+            kind.break_reason += (
+                "which nodes it has changes at every step (an attribute of the model, a variable, a schedule)"
+            )
+            kind.records.clear()
+            return step(*arguments, **options)
+        return self._record(kind, step, arguments, options, tree)
+
+    def _record(
+        self, kind: Kind, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree
+    ) -> Any:
+        record = Record(step, arguments, options, tree, self._arenas)
+        if record.break_reason is None:
+            kind.misses += 1
+            kind.records.insert(0, record)
+            self._drop_oldest()
+        elif record.is_lasting or kind.retries == MAX_RETRIES:
+            kind.break_reason = record.break_reason
+        else:
+            kind.retries += 1
+        result, record.result = record.result, None
+        return result
+
+    def _drop_oldest(self) -> None:
+        if sum(len(kind.records) for kind in self._kinds.values()) > MAX_RECORDS:
+            key, kind = next((key, kind) for key, kind in self._kinds.items() if kind.records)
+            kind.records.pop()
+            if not kind.records:
+                del self._kinds[key]
+
+    def _kind_of(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, list[Tensor]]:
+        """The kind of a call, and the Tensors of its arguments."""
+        reason, tensors = None, list[Tensor]()
+        try:
+            key, tensors = flatten((arguments, options))
+        except OpaqueLeafError as error:
+            key = reason = (
+                f"arguments of type {error} do not distinguish calls; pass Tensors, plain values, or lists, "
+                "tuples, dicts and dataclasses of them"
+            )
+        if key not in self._kinds:
+            reason = reason or _unfit(tensors)
+            self._kinds[key] = Kind(_label(arguments, options), break_reason=reason)
+        self._kinds.move_to_end(key)
+        return self._kinds[key], tensors
+
+    def info(self) -> list[RecordInfo]:
+        """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
+        found = []
+        for kind in self._kinds.values():
+            found += [record.info() for record in reversed(kind.records)]
+            if kind.break_reason is not None:
+                found.append(RecordInfo(kind.label, 0, 0, 0, 0, kind.break_reason))
+        return found
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self._kinds.clear()
+        self._arenas.clear()
+
+    def __reduce__(self) -> tuple[type[Records], tuple[()]]:
+        """A copy or a pickle of a model starts without records: they hold arrays of the original."""
+        return Records, ()
+
+
+def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """The arguments of a call for people."""
+    return ", ".join(
+        f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        for value in (*arguments, *options.values())
+    )
+
+
+def _described(node: Node) -> str:
+    """A node for people."""
+    if not isinstance(node, Kernel):
+        return node.name
+    outputs = ", ".join(f"{array.dtype}{list(array.shape)}" for array in node.outputs)
+    shown = ("relu", "memory_format", "memory_formats")
+    extras = "".join(f" {key}={node.attributes[key]}" for key in shown if key in node.attributes)
+    return f"{node.name} -> {outputs}{extras}"
+
+
+def _unfit(tensors: list[Tensor]) -> str | None:
+    """Why a step on such inputs cannot be recorded: a record works on copies, through which no gradient flows."""
+    if any(tensor.creator is not None for tensor in tensors):
+        return "an input was made by a recorded operator; pass x.clone()"
+    return "an input stores its gradient" if any(tensor.stores_grad for tensor in tensors) else None
+
+
+def _restore_inputs(recorder: Recorder, inputs: list[Tensor], given: list[Tensor]) -> None:
+    """Break the graph if the step has changed its inputs in place; after any break, change the caller's Tensors too."""
+    if any(recorder.writes(copy.array) for copy in inputs):
+        recorder.break_graph("it changes an input in place")
+    if recorder.break_reason is not None:  # which may be that it read the array of an input
+        for copy, tensor in zip(inputs, given, strict=True):
+            tensor.copy_data(copy)
+
+
+def _check_result(result: Any, arguments: Any, recorder: Recorder) -> None:
+    """Break the graph for a result that a replay could not make: an object of another type, a number from elsewhere."""
+    try:
+        flatten(result)
+    except OpaqueLeafError as error:
+        recorder.break_graph(f"it returns a {error}, which a replay cannot make; return Tensors")
+    known = {
+        *_numbers(arguments),
+        *(n for tensor in leaves(arguments) for n in (*tensor.shape, tensor.size())),
+    }
+    for number in _numbers(result):
+        if number not in known:
+            recorder.break_graph(
+                f"it returns the number {number:g}, which a replay would not compute; return a Tensor"
+            )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the plain numbers of a pytree; what is not a pytree is skipped."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+        yield float(value)
+
+
+def _pinned(value: Any, recorder: Recorder) -> Any:
+    """``value`` as leaves on arrays that every replay writes where they are."""
+    for tensor in leaves(value):
+        recorder.keep(tensor.array)
+    return rebuild(value, (_leaf(tensor) for tensor in leaves(value)))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = Tensor.wrap(tensor.array, tensor.device)
+    leaf.requires_grad, leaf.stores_grad, leaf.name = tensor.requires_grad, tensor.stores_grad, tensor.name
+    return leaf
+
+
+def _cloned(value: Any) -> Any:
+    """``value`` with a new leaf for every Tensor in it."""
+    return rebuild(value, (tensor.clone() for tensor in leaves(value)))

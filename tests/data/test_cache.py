@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cache's lock and its files, in a folder that another user may write to."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from singa_lite.data import mnist
+from singa_lite.data.cache import locked, whole_file
+from singa_lite.errors import DataError
+
+
+@pytest.mark.parametrize("kind", ["symlink", "dangling symlink", "pipe", "folder"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_written_nowhere(kind, tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes(b"of the user")
+    lock = tmp_path / "lock"
+    if kind == "symlink":
+        lock.symlink_to(target)
+    elif kind == "dangling symlink":
+        lock.symlink_to(tmp_path / "new")
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.mkdir()
+    with pytest.raises(OSError), locked(lock):
+        raise AssertionError("the lock was taken")
+    assert target.read_bytes() == b"of the user" and not (tmp_path / "new").exists()
+
+
+def test_a_symlink_as_lock_is_a_data_error_of_the_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_CACHE", str(tmp_path))
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    target = tmp_path / "target"
+    target.write_bytes(b"of the user")
+    mnist.cache_folder().mkdir(parents=True)
+    (mnist.cache_folder() / "lock").symlink_to(target)
+    with pytest.raises(DataError, match="lock"):
+        mnist.load_mnist()
+    assert target.read_bytes() == b"of the user"
+
+
+def test_a_lock_keeps_what_the_file_holds_and_needs_no_right_to_write(tmp_path):
+    lock = tmp_path / "lock"
+    lock.write_bytes(b"kept")
+    lock.chmod(0o444)
+    with locked(lock):
+        pass
+    assert lock.read_bytes() == b"kept"
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from singa_lite.data.cache import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_against_other_processes_until_their_holder_dies(tmp_path):
+    def holder():
+        command = [sys.executable, "-c", HOLDER, str(tmp_path / "lock")]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first, second = holder(), None
+    try:
+        assert first.stdout.readline() == "held\n"
+        second = holder()
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(1)
+        first.kill()
+        assert second.stdout.readline() == "held\n"
+    finally:
+        for process in filter(None, (first, second)):
+            process.kill()
+            process.communicate()
+
+
+def test_a_new_file_goes_under_a_name_that_nobody_can_foresee(tmp_path):
+    target = tmp_path / "target"
+    target.write_bytes(b"of the user")
+    (tmp_path / f"data.part-{os.getpid()}").symlink_to(target)
+    names = set()
+    for _ in range(2):
+        with whole_file(tmp_path / "data") as file:
+            file.write(b"fetched")
+            names.add(os.path.basename(file.name))
+    assert target.read_bytes() == b"of the user" and (tmp_path / "data").read_bytes() == b"fetched"
+    assert len(names) == 2 and f"data.part-{os.getpid()}" not in names
+
+
+def test_a_file_that_is_not_finished_vanishes(tmp_path):
+    (tmp_path / "data").write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), whole_file(tmp_path / "data") as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"data": b"old"}

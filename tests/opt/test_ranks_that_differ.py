@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks whose steps differ: an error that names what differs, on every rank, with every dist_option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.errors import CommError
+from singa_lite.sync import find_schemes
+from singa_lite.tensor import Tensor
+from tests.ranks import run_ranks
+
+
+class Branches(model.Model):
+    """Two weights of one shape, of which a step uses the one called ``branch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (layer.Linear(4, bias=False) for _ in range(2))
+        self.branch = "left"
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(x)  # both are initialised
+        return left if self.branch == "left" else right
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def other_branch(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    net = Branches()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option=dist_option))
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for step in range(6):
+        if step == 3 and communicator.rank == 1:
+            net.branch = "right"
+        net(x, y)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", sorted(find_schemes()))
+def test_ranks_that_step_other_parameters_of_equal_size_get_an_error(
+    dist_option: str, use_graph: bool, size: int
+) -> None:
+    errors = run_ranks(other_branch, size, dist_option, use_graph, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, CommError), error
+    assert any("left.W" in str(error) and "right.W" in str(error) for error in errors), errors
+
+
+class Hidden(opt.DecayScheduler):
+    def __init__(self, rates: list[float]) -> None:
+        super().__init__(0.0)
+        self.rates = rates
+
+    def call(self, step: int) -> float:
+        return self.rates[0]
+
+
+def other_rate(communicator: Any) -> None:
+    w = Tensor(data=np.ones(2), stores_grad=True, name="w")
+    rate = 0.2 if communicator.rank == 1 else 0.1
+    opt.DistOpt(opt.SGD(Hidden([rate])), communicator=communicator).prepare({"w": w}, {})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_whose_schedules_give_other_rates_get_an_error(size: int) -> None:
+    for error in run_ranks(other_rate, size, return_exceptions=True):
+        assert isinstance(error, CommError) and "their optimizers: lr is" in str(error), error
+
+
+def other_layer(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    """Steps on two layers that are in no Model, whose weights are both called W."""
+    autograd.training = True
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option=dist_option)
+    left, right = (layer.Linear(4, bias=False) for _ in range(2))
+    x, y = (Tensor(data=np.full((3, 4), 1.0)) for _ in range(2))
+    sgd(autograd.mse_loss(autograd.add(left(x), right(x)), y))
+    assert left.W.name == right.W.name
+
+    class Net(model.Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+        def train_one_batch(self, x: Tensor, y: Tensor, is_left: bool) -> Tensor:
+            loss = autograd.mse_loss((left if is_left else right)(x), y)
+            sgd(loss)
+            return loss
+
+    net = Net()
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for step in range(6):
+        net(x, y, step < 3 or communicator.rank == 0)
+    if use_graph:
+        assert [info.break_reason for info in net.graph_info()] == [None, None]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", sorted(find_schemes()))
+def test_parameters_of_one_name_in_no_model_are_not_averaged_with_each_other(
+    dist_option: str, use_graph: bool, size: int
+) -> None:
+    errors = run_ranks(other_layer, size, dist_option, use_graph, return_exceptions=True)
+    for error in errors:
+        assert isinstance(error, CommError), error
+    assert any("W'" in str(error) and "W#1'" in str(error) for error in errors), errors

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps made of ``all_reduce``, ``update`` and ``step``: the ranks are compared as in a call of DistOpt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import Communicator
+from singa_lite.errors import CommError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+
+SIZES = [2, 3]
+NO_ERROR = "no error"
+SUMS = {
+    "all_reduce": lambda sgd, grad: sgd.all_reduce(grad),
+    "all_reduce_half": lambda sgd, grad: sgd.all_reduce_half(grad),
+    "fused_all_reduce": lambda sgd, grad: sgd.fused_all_reduce([grad]),
+    "fused_all_reduce_half": lambda sgd, grad: sgd.fused_all_reduce_half([grad]),
+    "sparsification": lambda sgd, grad: sgd.sparsification(grad, None, 0.5, True),
+    "fused_sparsification": lambda sgd, grad: sgd.fused_sparsification([grad], None, 0.5, True),
+}
+
+
+class Net(model.Model):
+    """One layer, trained by hand."""
+
+    def __init__(self, send: str) -> None:
+        super().__init__()
+        self.linear = layer.Linear(3)
+        self.send = send
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        for param, grad in autograd.backward(loss):
+            SUMS[self.send](self.optimizer, grad)
+            self.optimizer.update(param, grad)
+        self.optimizer.step()
+        return loss
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng([step, rank])
+    return tuple(Tensor(data=rng.standard_normal(shape)) for shape in ((4, 5), (4, 3)))
+
+
+def compiled(communicator: Communicator, use_graph: bool, send: str = "all_reduce", **options: Any) -> Net:
+    net = Net(send)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator, **options))
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    return net
+
+
+def steps_made(net: Net, rank: int, steps: range) -> tuple[int, str]:
+    """The step at which a rank was found to differ, and the error."""
+    for step in steps:
+        try:
+            net(*batch(step, rank))
+        except CommError as error:
+            return step, str(error)
+    return steps.stop, NO_ERROR
+
+
+def loads(communicator: Communicator, use_graph: bool, send: str, fault: str, folder: str) -> Any:
+    rank, options = communicator.rank, {"dist_option": "partialUpdate"} if fault == "may differ" else {}
+    net = compiled(communicator, use_graph, send, **options)
+    for step in range(4):
+        net(*batch(step, rank))
+        net.save_states(Path(folder) / f"{step}-{rank}.zip")
+    if fault != "one rank" or rank == 1:
+        net.load_states(Path(folder) / f"{2 if fault == 'another step' and rank == 1 else 3}-{rank}.zip")
+    if fault in ("another value", "may differ") and rank == 1:
+        net.linear.W.array[0, 0] += 1e-3
+    found = steps_made(net, rank, range(4, 7))
+    return *found, to_numpy(net.linear.b).tobytes(), [info.break_reason for info in net.graph_info()]
+
+
+LOADS = {
+    "one rank": "the ranks disagree",
+    "another step": "the number of steps made is 4 on rank 0 but 3 on rank 1",
+    "another value": "linear.W is",
+    "may differ": NO_ERROR,
+    "none": NO_ERROR,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("fault", LOADS)
+def test_after_loading_a_step_by_hand_compares_the_ranks(
+    fault: str, use_graph: bool, size: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(loads, size, use_graph, "all_reduce", fault, str(tmp_path))
+    for step, text, _, breaks in ranks:
+        assert LOADS[fault] in text and step == (7 if LOADS[fault] == NO_ERROR else 4), text
+        assert not any(breaks)
+    if fault == "none":
+        assert len({bits for _, _, bits, _ in ranks}) == 1
+
+
+@pytest.mark.parametrize("send", SUMS)
+def test_each_collective_that_sums_by_hand_compares_the_ranks(send: str, tmp_path: Path) -> None:
+    for step, text, _, _ in run_ranks(loads, 3, False, send, "another value", str(tmp_path)):
+        assert "linear.W is" in text and step == 4
+
+
+def drifts(
+    communicator: Communicator, use_graph: bool, fault: str, check_every: int | None
+) -> tuple[int, str]:
+    net, rank = compiled(communicator, use_graph, check_every=check_every), communicator.rank
+    for step in range(9):
+        if step == 4 and rank == 1 and fault == "lr":
+            net.optimizer.lr = 0.5
+        elif step == 4 and rank == 1 and fault == "bit":
+            net.linear.W.array[0, 0] += 1e-3
+        found = steps_made(net, rank, range(step, step + 1))
+        if found[1] != NO_ERROR:
+            return found
+    return 9, NO_ERROR
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(("fault", "name"), [("lr", "lr is"), ("bit", "linear.W is")])
+def test_check_every_counts_steps_made_by_hand(fault: str, name: str, use_graph: bool, size: int) -> None:
+    for step, text in run_ranks(drifts, size, use_graph, fault, 3):
+        assert step == 5 and name in text and "rank 1" in text
+    assert run_ranks(drifts, size, use_graph, "none", 3) == [(9, NO_ERROR)] * size
+    assert run_ranks(drifts, size, use_graph, fault, None) == [(9, NO_ERROR)] * size
+
+
+def drifts_without_a_model(communicator: Communicator) -> str:
+    """Two layers whose parameters have the same names, and one of them changes on a rank."""
+    autograd.training = True
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=communicator, check_every=2)
+    left, right = (layer.Linear(3, bias=False) for _ in range(2))
+    x, y = batch(0, communicator.rank)
+    for layer_ in (left, right):
+        layer_(x)
+        sgd.broadcast([layer_.W])
+    for step in range(4):
+        if step == 2 and communicator.rank == 1:
+            right.W.array[0, 0] += 1e-3
+        for param, grad in autograd.backward(autograd.mse_loss(autograd.add(left(x), right(x)), y)):
+            sgd.all_reduce(grad)
+            sgd.update(param, grad)
+        try:
+            sgd.step()
+        except CommError as error:
+            return f"step {step}: {error}"
+    return NO_ERROR
+
+
+def test_check_every_compares_parameters_that_are_in_no_model() -> None:
+    for text in run_ranks(drifts_without_a_model, 3):
+        assert text.startswith("step 3: ") and "parameters and optimizer states: W" in text
+
+
+# ---- attributes that are set between steps ---------------------------------------------------------------
+
+
+class Called(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def sets_an_attribute(communicator: Communicator, use_graph: bool, kind: type[Net], name: str) -> Any:
+    net = kind("all_reduce")
+    sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=communicator)
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    net.linear.W.copy_from_numpy(np.full((5, 3), 0.5, np.float32))
+    first, payloads = sgd.opt, []
+    for step in range(9):
+        if name == "opt":
+            sgd.opt = first if step < 3 or step > 5 else opt.SGD(0.02) if step == 3 else sgd.opt
+        else:
+            sgd.dist_option = "fp16" if 3 <= step < 6 else "fp32"
+        net(*batch(step, communicator.rank))
+        payloads.append(sgd.bytes_payload)
+    values = [to_numpy(param) for param in net.get_params().values()]
+    return values, payloads, first.step_counter, len(net.graph_info())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(Called, "opt"), (Called, "dist_option"), (Net, "opt")],
+    ids=lambda v: getattr(v, "__name__", v),
+)
+def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
+    kind: type[Net], name: str, size: int
+) -> None:
+    eager, recorded = (
+        run_ranks(sets_an_attribute, size, use_graph, kind, name) for use_graph in (False, True)
+    )
+    for (values, payloads, count, _), (others, *same, num_records) in zip(eager, recorded, strict=True):
+        for value, other in zip(values, others, strict=True):
+            np.testing.assert_allclose(other, value, rtol=1e-5, atol=1e-6)
+        assert same == [payloads, count] and num_records == 2
+    _, payloads, count, _ = eager[0]
+    assert count == (6 if name == "opt" else 9)
+    assert name == "opt" or payloads[4] < payloads[2] == payloads[8]

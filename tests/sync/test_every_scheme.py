@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The invariants of every scheme, against float64, on 1, 2 and 3 ranks with different data on each."""
+
+import math
+
+import numpy as np
+import pytest
+
+from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError, DTypeError, OptionError
+from singa_lite.sync import find_schemes
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+from tests.sync.make_scheme import make_scheme
+
+SHAPES = [(3, 5), (40,), (7, 2, 2), (1,), (11,)]
+TOTAL = sum(math.prod(shape) for shape in SHAPES)
+LARGE = 1 << 30
+SIZES = [1, 2, 3]
+# scheme -> options that make it equal plain averaging, or None where none do
+NEUTRAL = {
+    "fp32": {},
+    "fp16": None,
+    "bf16": None,
+    "partialUpdate": None,
+    "sparseTopK": {"spars": 1.0},
+    "sparseThreshold": {"spars": 0.0},
+}
+
+
+def launch(function, size, *args):
+    return run_ranks(function, size, *args, transport="local" if size == 1 else "shm")
+
+
+def make_params():
+    return [
+        Tensor(data=np.full(shape, 0.5, np.float32), stores_grad=True, name=f"p{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def gradients_of(rank, step, scale=1.0):
+    rng = np.random.default_rng([7, rank, step])
+    return [(scale * rng.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
+
+
+def begin(scheme, **options):
+    """Start a step, as DistOpt does."""
+    scheme.begin(scheme.Options(**options))
+
+
+def run_step(scheme, params, gradients, options):
+    """One step; {param name: gradient to apply} as numpy copies."""
+    begin(scheme, **options)
+    for param, gradient in zip(params, gradients, strict=True):
+        scheme.add_gradient(param, Tensor(data=gradient))
+    return {param.name: to_numpy(grad) for param, grad in scheme.finish()}
+
+
+def flat(parts):
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+def in_order(result):
+    return flat([result[f"p{i}"] for i in range(len(SHAPES))])
+
+
+def residual_of(scheme, params):
+    states = scheme.state_dict({param: param.name for param in params})
+    return flat([states.get(f"p{i}:residual", np.zeros(shape, np.float32)) for i, shape in enumerate(SHAPES)])
+
+
+def several_steps(communicator, name, options, threshold, bucket_bytes, num_steps, scale):
+    """Per step (incoming gradient, result, residual afterwards, bytes sent, payload), all flat."""
+    scheme = make_scheme(name, communicator, threshold, bucket_bytes)
+    params = make_params()
+    log = []
+    for step in range(num_steps):
+        gradients = gradients_of(communicator.rank, step, scale)
+        before = communicator.traffic.copy()
+        result = run_step(scheme, params, gradients, options)
+        scheme.end(params)
+        sent = communicator.traffic.since(before)
+        log.append(
+            (
+                flat(gradients),
+                in_order(result),
+                residual_of(scheme, params),
+                sent.bytes_sent,
+                sent.bytes_payload,
+            )
+        )
+    return log
+
+
+def test_every_scheme_of_the_folder_is_tested_here():
+    assert {scheme.names[0] for scheme in find_schemes().values()} == set(NEUTRAL)
+    assert (
+        find_schemes()["plain"] is find_schemes()["fp32"] and find_schemes()["half"] is find_schemes()["fp16"]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name, options in NEUTRAL.items() if options is not None])
+def test_a_neutral_knob_gives_the_mean_and_the_same_bits_everywhere(name, size):
+    logs = launch(several_steps, size, name, NEUTRAL[name], LARGE, LARGE, 2, 1.0)
+    for step in range(2):
+        mean = np.mean([log[step][0].astype(np.float64) for log in logs], axis=0)
+        for log in logs:
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-5, atol=1e-6)
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+def test_fp32_on_one_rank_changes_no_bit():
+    [log] = launch(several_steps, 1, "fp32", {}, LARGE, LARGE, 1, 1.0)
+    assert log[0][0].tobytes() == log[0][1].tobytes()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "sparseTopK", "sparseThreshold"])
+def test_bucket_bytes_never_change_a_result(name):
+    options = {"spars": 0.3} if name.startswith("sparse") else {}
+    logs = [
+        launch(several_steps, 2, name, options, 20, bucket_bytes, 2, 1.0)[1]
+        for bucket_bytes in (4, 100, LARGE)
+    ]
+    for other in logs[1:]:
+        assert all(a[1].tobytes() == b[1].tobytes() for a, b in zip(logs[0], other, strict=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_fp16_keeps_a_relative_error_below_a_thousandth(size, scale):
+    logs = launch(several_steps, size, "fp16", {}, LARGE, LARGE, 1, scale)
+    incoming = np.array([log[0][0] for log in logs], np.float64)
+    mean, largest = incoming.mean(axis=0), np.abs(incoming).max()
+    # against the sum of magnitudes: what cancels has no meaningful relative error
+    bound = 1e-3 * np.abs(incoming).mean(axis=0)
+    assert np.abs(incoming[np.abs(incoming) > 0]).min() > size * 2.0**-27 * largest
+    for log in logs:
+        assert np.all(np.abs(log[0][1] - mean) <= bound)
+        assert log[0][1].tobytes() == logs[0][0][1].tobytes()
+
+
+def mean_of(communicator, name, values):
+    scheme = make_scheme(name, communicator, LARGE, LARGE)
+    param = Tensor((len(values),), name="p")
+    begin(scheme)
+    scheme.add_gradient(param, Tensor(data=np.array(values, np.float32)))
+    [(_, mean)] = scheme.finish()
+    return to_numpy(mean)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fp16_keeps_small_values_beside_large_ones(size):
+    values = np.array([1.0, size * 2.0**-27, -3e-6, 0.0])  # unscaled, float16 has nothing below 6e-8
+    for result in launch(mean_of, size, "fp16", values):
+        np.testing.assert_allclose(result, values, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_fp16_passes_nan_and_infinity_on(bad):
+    for result in launch(mean_of, 2, "fp16", np.array([1.0, bad])):
+        assert not np.isfinite(result[1])
+
+
+def half_mean(communicator, values):
+    """The fp16 mean of float16 gradients, and the bytes it took."""
+    scheme = make_scheme("fp16", communicator, LARGE, LARGE)
+    begin(scheme)
+    mine = values[communicator.rank].astype(np.float16)
+    scheme.add_gradient(Tensor(mine.shape, dtype="float16", name="w"), Tensor(data=mine))
+    [(_, mean)] = scheme.finish()
+    return to_numpy(mean), communicator.traffic.bytes_payload
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fp16_sends_float16_gradients_as_they_are(size):
+    rng = np.random.default_rng(4)
+    values = rng.uniform(-60000, 60000, (3, 50)).astype(np.float16)  # their sum is no float16
+    for mean, payload in launch(half_mean, size, values):
+        assert mean.dtype == np.float16 and payload == 100
+        np.testing.assert_allclose(mean, values[:size].astype(np.float64).mean(axis=0), rtol=1e-3, atol=0.1)
+
+
+def test_fp16_refuses_float64_gradients():
+    scheme = make_scheme("fp16", LocalCommunicator(World()), LARGE, LARGE)
+    begin(scheme)
+    scheme.add_gradient(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
+    with pytest.raises(
+        DTypeError, match="w is float64; only float32 and float16 gradients are sent as float16"
+    ):
+        list(scheme.finish())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [1.0, 1e35, 1e-30])
+def test_bf16_is_off_by_at_most_two_roundings(size, scale):
+    logs = launch(several_steps, size, "bf16", {}, LARGE, LARGE, 2, scale)
+    for step in range(2):
+        incoming = np.array([log[step][0] for log in logs], np.float64)
+        bound = 2.0 ** (-8 if size == 1 else -7) * np.abs(incoming).mean(axis=0)
+        for log in logs:
+            error = np.abs(log[step][1] - incoming.mean(axis=0))
+            assert np.all(error <= bound) and error.max() > 0  # it does round, on one rank as well
+            assert not (log[step][1].view(np.uint32) & 0xFFFF).any()
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_keeps_any_size_beside_any_other(size):
+    values = np.array([3e38, 1e-38, -1.0, 0.0, np.inf, -np.inf, np.nan]) / [size, *[1] * 6]
+    for result in launch(mean_of, size, "bf16", values):
+        np.testing.assert_allclose(result, values, rtol=2.0**-8)
+
+
+def test_bf16_refuses_float64_gradients():
+    scheme = make_scheme("bf16", LocalCommunicator(World()), LARGE, LARGE)
+    begin(scheme)
+    scheme.add_gradient(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
+    with pytest.raises(DTypeError, match="w is float64; only float32 gradients are sent as bfloat16"):
+        list(scheme.finish())
+
+
+def test_fp16_clips_the_local_gradient():
+    [log] = launch(several_steps, 1, "fp16", {"clip_value": 0.25}, LARGE, LARGE, 1, 1.0)
+    np.testing.assert_allclose(log[0][1], np.clip(log[0][0], -0.25, 0.25), rtol=1e-3, atol=1e-6)
+
+
+def groups_of(threshold):
+    """SINGA's rule for SHAPES, by hand: flat positions of each group, for thresholds 20 and LARGE."""
+    ends = np.cumsum([math.prod(shape) for shape in SHAPES])
+    spans = [np.arange(end - math.prod(shape), end) for end, shape in zip(ends, SHAPES, strict=True)]
+    if threshold == LARGE:
+        return [np.arange(TOTAL)]
+    # 40 and 28 are groups of their own, 15 + 1 + 11 exceed 20
+    return [spans[1], spans[2], np.concatenate([spans[0], spans[3], spans[4]])]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("threshold", [20, LARGE])
+def test_top_k_sends_exactly_the_largest_of_each_group_and_keeps_the_rest(size, threshold):
+    logs = launch(several_steps, size, "sparseTopK", {"spars": 0.1}, threshold, LARGE, 4, 1.0)
+    residuals = np.zeros((size, TOTAL), np.float32)
+    for step in range(4):
+        sent = np.zeros((size, TOTAL), np.float32)
+        for rank, log in enumerate(logs):
+            incoming = log[step][0] + residuals[rank]
+            for group in groups_of(threshold):
+                k = math.ceil(len(group) / 10)
+                chosen = group[np.argsort(-np.abs(incoming[group]), kind="stable")[:k]]
+                sent[rank, chosen] = incoming[chosen]
+            residuals[rank] = incoming - sent[rank]
+            assert log[step][2].tobytes() == residuals[rank].tobytes()
+        mean = sent.astype(np.float64).mean(axis=0)
+        for log in logs:
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-6, atol=0)
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_threshold_sends_exactly_what_reaches_it_and_keeps_the_rest(size):
+    logs = launch(several_steps, size, "sparseThreshold", {"spars": 1.5}, 20, LARGE, 4, 1.0)
+    residuals = np.zeros((size, TOTAL), np.float32)
+    for step in range(4):
+        incoming = np.array([log[step][0] for log in logs]) + residuals
+        sent = np.where(np.abs(incoming) >= 1.5, incoming, np.float32(0))
+        residuals = incoming - sent
+        mean = sent.astype(np.float64).mean(axis=0)
+        for rank, log in enumerate(logs):
+            assert log[step][2].tobytes() == residuals[rank].tobytes()
+            np.testing.assert_allclose(log[step][1], mean, rtol=1e-6, atol=0)
+    assert np.count_nonzero(residuals) > TOTAL / 2  # the test did see both kinds
+
+
+def four_small_gradients(communicator):
+    scheme = make_scheme("sparseThreshold", communicator, LARGE, LARGE)
+    param = Tensor((1,), name="p")
+    results = []
+    for value in (0.4, 0.2, 0.2, 0.4):  # threshold 0.5: nothing, 0.6 fires, nothing, 0.6 fires
+        begin(scheme, spars=0.5)
+        scheme.add_gradient(param, Tensor(data=np.array([value], np.float32)))
+        results += [float(to_numpy(mean)[0]) for _, mean in scheme.finish()]
+    return results
+
+
+def test_small_gradients_fire_when_their_sum_reaches_the_threshold():
+    for results in launch(four_small_gradients, 2):
+        np.testing.assert_allclose(results, [0, 0.6, 0, 0.6], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sparseTopK", "sparseThreshold"])
+def test_without_correction_what_is_not_sent_is_dropped(name):
+    options = {"spars": 0.1 if name == "sparseTopK" else 1.5, "corr": False}
+    [log] = launch(several_steps, 1, name, options, LARGE, LARGE, 3, 1.0)
+    for gradient, result, residual, _, _ in log:
+        assert not residual.any()
+        assert np.all((result == 0) | (result == gradient))
+
+
+def test_top_k_always_sends_nan_and_breaks_ties_by_the_lowest_index():
+    scheme = make_scheme("sparseTopK", LocalCommunicator(World()), LARGE, LARGE)
+    param = Tensor((6,), name="p")
+    begin(scheme, spars=0.5)
+    scheme.add_gradient(param, Tensor(data=np.array([1, -2, np.nan, 2, 2, 0], np.float32)))
+    [(_, mean)] = scheme.finish()
+    np.testing.assert_array_equal(to_numpy(mean), [0, -2, np.nan, 2, 0, 0])
+
+
+def test_k_counts_the_share_as_the_decimal_it_is_written_as():
+    communicator = LocalCommunicator(World())
+    scheme = make_scheme("sparseTopK", communicator, LARGE, LARGE)
+    param = Tensor((100,), name="p")
+    for spars, k in [(0.07, 7), (0.071, 8), (1e-9, 1), (1.0, 100)]:  # 0.07 * 100 > 7 in binary
+        begin(scheme, spars=spars, corr=False)
+        scheme.add_gradient(param, Tensor(data=np.arange(1, 101, dtype=np.float32)))
+        [(_, mean)] = scheme.finish()
+        assert np.count_nonzero(to_numpy(mean)) == k
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_partial_update_averages_one_chunk_a_step_and_leaves_the_others(size):
+    for log in zip(*launch(drifting_parameters, size), strict=True):
+        averaged, values = log[0][0], np.array([entry[1] for entry in log])
+        assert all(entry[0] == averaged for entry in log)
+        for number, chunk in enumerate(groups_of(20)):
+            equal = all(row[chunk].tobytes() == values[0][chunk].tobytes() for row in values)
+            assert equal == (number == averaged)
+            expected = np.array([entry[2] for entry in log], np.float64)[:, chunk].mean(axis=0)
+            if number == averaged:
+                np.testing.assert_allclose(values[0][chunk], expected, rtol=1e-6)
+
+
+def drifting_parameters(communicator):
+    """(chunk, parameters after the average, parameters before it) for four steps of local drift."""
+    scheme = make_scheme("partialUpdate", communicator, 20, LARGE)
+    params = make_params()
+    log = []
+    for step in range(4):
+        chunk = sum(scheme.counters().values())
+        gradients = gradients_of(communicator.rank, step)
+        applied = run_step(scheme, params, gradients, {})
+        assert in_order(applied).tobytes() == flat(gradients).tobytes()  # the local step, untouched
+        for param in params:
+            param.copy_from_numpy(to_numpy(param) - applied[param.name])
+        before = flat([to_numpy(param) for param in params])
+        scheme.end(params)
+        log.append((chunk, flat([to_numpy(param) for param in params]), before))
+    return log
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bytes_follow_the_closed_formula(size):
+    def sent(name, **options):
+        logs = launch(several_steps, size, name, options, 20, LARGE, 1, 1.0)
+        assert len({log[0][3:5] for log in logs}) == 1
+        return logs[0][0][3:5], logs
+
+    lengths = [len(group) for group in groups_of(20)]
+    ks = [math.ceil(length / 10) for length in lengths]
+    payload = 4 * TOTAL if size > 1 else 0  # of one rank, nothing is given to a collective
+    assert sent("fp32")[0] == (ring_bytes("all_reduce", 4 * TOTAL, size), payload)
+    assert sent("fp16")[0] == (
+        ring_bytes("all_reduce", 2 * TOTAL, size) + ring_bytes("all_reduce", 4, size),
+        2 * TOTAL + 4,
+    )
+    assert sent("bf16")[0] == (ring_bytes("all_reduce", 2 * TOTAL, size), 2 * TOTAL)
+    assert sent("partialUpdate")[0] == (ring_bytes("all_reduce", 4 * lengths[0], size), 4 * lengths[0])
+    assert sent("sparseTopK", spars=0.1)[0] == ((size - 1) * 8 * sum(ks), 8 * sum(ks))
+    measured, logs = sent("sparseThreshold", spars=1.5)
+    most = [max(np.count_nonzero(np.abs(log[0][0][group]) >= 1.5) for log in logs) for group in groups_of(20)]
+    payload = sum(8 + 8 * count for count in most)
+    assert measured == ((size - 1) * payload, payload)
+
+
+def test_ring_bytes_by_hand():
+    assert ring_bytes("all_reduce", 900, 3) == 1200
+    assert ring_bytes("all_gather", 900, 3) == 1800
+    assert ring_bytes("reduce_scatter", 900, 3) == 600
+    assert ring_bytes("all_reduce", 4, 3) == 6  # 5.33, rounded up
+    assert ring_bytes("all_reduce", 900, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sparseTopK", {"spars": 0.0}),
+        ("sparseTopK", {"spars": 1.5}),
+        ("sparseTopK", {"spars": float("nan")}),
+        ("sparseThreshold", {"spars": -1.0}),
+        ("sparseThreshold", {"spars": float("nan")}),
+        ("fp16", {"clip_value": 0.0}),
+    ],
+)
+def test_options_out_of_range_raise(name, options):
+    with pytest.raises(OptionError, match=name):
+        find_schemes()[name].Options(**options)
+
+
+def resumed_run(communicator, name, options, stop):
+    """The last result of five steps, with the state saved after ``stop`` and loaded into a new scheme."""
+    scheme, params = make_scheme(name, communicator, 20, LARGE), make_params()
+    names = {param: param.name for param in params}
+    for step in range(5):
+        if step == stop:
+            states = scheme.state_dict(names)
+            scheme = make_scheme(name, communicator, 20, LARGE)
+            scheme.load_state_dict(states, names)
+            assert {k: v.tobytes() for k, v in scheme.state_dict(names).items()} == {
+                k: v.tobytes() for k, v in states.items()
+            }
+        result = run_step(scheme, params, gradients_of(communicator.rank, step), options)
+        scheme.end(params)
+    return in_order(result).tobytes(), scheme.counters()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sparseTopK", {"spars": 0.1}),
+        ("sparseThreshold", {"spars": 1.5}),
+        ("partialUpdate", {}),
+    ],
+)
+def test_a_scheme_goes_on_bit_for_bit_from_its_saved_state(name, options):
+    straight = launch(resumed_run, 2, name, options, None)
+    assert launch(resumed_run, 2, name, options, 3) == straight
+
+
+def test_a_state_that_fits_no_parameter_raises():
+    scheme = make_scheme("sparseTopK", LocalCommunicator(World()), LARGE, LARGE)
+    with pytest.raises(CheckpointError, match="fits no parameter"):
+        scheme.load_state_dict({"gone": np.zeros(3)}, {})
+
+
+class Listening(LocalCommunicator):
+    """Notes what is reduced, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(World())
+        self.recorded: list[str] = []
+
+    def _start(self, operation, *arrays):
+        self.recorded.append(f"{operation.op} {operation.name}")
+        return super()._start(operation, *arrays)
+
+
+def test_fp16_does_not_wait_for_the_bucket_before_to_agree_on_a_scale():
+    """On a GPU one stream does both, so a bucket's largest value must not queue behind the sum before it."""
+    communicator = Listening()
+    scheme = make_scheme("fp16", communicator, 10, 8)
+    begin(scheme)
+    for name in "abc":
+        param = Tensor(data=np.ones(4, np.float32), stores_grad=True, name=name)
+        scheme.add_gradient(param, Tensor(data=np.full(4, 3.0, np.float32)))
+    means = [to_numpy(mean).tolist() for _, mean in scheme.finish()]
+    assert means == [[3.0] * 4] * 3
+    assert communicator.recorded == [
+        "max largest of a",
+        "max largest of b",
+        "mean a",
+        "max largest of c",
+        "mean b",
+        "mean c",
+    ]

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheme is one file, whatever it needs: three of the literature in 60 lines each, put beside the package's own.
+
+Each trains eagerly, recorded and captured on 1 to 3 ranks, against a model in float64, and resumes bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt, sync
+from singa_lite.comm.base import World
+from singa_lite.comm.dispatch import DispatchCommunicator
+from singa_lite.device import Device, create_cpu_device
+from singa_lite.errors import OptionError
+from singa_lite.sync import find_schemes
+from singa_lite.tensor import Tensor, to_numpy
+from tests.backend.test_capture import graphs
+from tests.comm.gpu_standin import host_of
+from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.ranks import run_ranks
+from tests.standin import compiling
+
+FOLDER = Path(__file__).parent / "schemes"
+SCHEMES = {"dgc": {"spars": 0.3}, "powerSGD": {}, "localSGD": {"period": 4}}
+LR, MOMENTUM, STEPS = 0.05, 0.9, 9
+SIZES = [1, 2, 3]
+
+
+def put_beside_the_packages_own() -> None:
+    if str(FOLDER) not in sync.__path__:
+        sync.__path__.append(str(FOLDER))
+        find_schemes.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def schemes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
+    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
+    put_beside_the_packages_own()
+    yield
+    sync.__path__.remove(str(FOLDER))
+    find_schemes.cache_clear()
+    autograd.training = False
+
+
+class Net(model.Model):
+    """Three matrices and three vectors, in two groups at a threshold of 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = layer.Linear(8), layer.Linear(4), layer.Linear(3)
+        self.loss = layer.MeanSquareError()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(autograd.tanh(self.second(autograd.tanh(self.first(x)))))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def batch(device: Device, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng([rank, step])
+    x, y = rng.standard_normal((5, 6)).astype(np.float32), rng.standard_normal((5, 3)).astype(np.float32)
+    return Tensor(data=x, device=device), Tensor(data=y, device=device)
+
+
+def compiled(device: Device, communicator: Any, name: str, use_graph: bool) -> Net:
+    net = Net()
+    sgd = opt.SGD(lr=LR, momentum=MOMENTUM)
+    net.set_optimizer(
+        opt.DistOpt(sgd, communicator=communicator, dist_option=name, threshold=40, **SCHEMES[name])
+    )
+    net.compile([batch(device, 0, 0)[0]], use_graph=use_graph)
+    rng = np.random.default_rng(2)
+    net.set_params(
+        {name: rng.standard_normal(p.shape).astype(np.float32) / 2 for name, p in net.get_params().items()}
+    )
+    return net
+
+
+def values(net: Net) -> dict[str, np.ndarray]:
+    return {name: to_numpy(value) for name, value in net.get_params().items()} | net.optimizer.get_states()
+
+
+def train(world: World, name: str) -> dict[str, Any]:
+    """Where a rank is after each step: eager and recorded on the CPU, eager and captured on a GPU; and resumed."""
+    put_beside_the_packages_own()
+    communicator = DispatchCommunicator(host_of(world))
+    found: dict[str, Any] = {"gradients": []}
+    devices = {"cpu": create_cpu_device(), "gpu": cuda_device_of_rank()}
+    for where, device in devices.items():
+        for use_graph in (False, True):
+            net = compiled(device, communicator, name, use_graph)
+            log = found[f"{where} {'graph' if use_graph else 'eager'}"] = [values(net)]
+            for step in range(STEPS + 4):
+                net(*batch(device, world.rank, step))
+                log.append(values(net))
+            if use_graph:
+                found[f"{where} breaks"] = [info.break_reason for info in net.graph_info()]
+    found["launches"] = sum(graph.num_launches for graph in graphs(net))
+    whole, second = (compiled(devices["cpu"], communicator, name, True) for _ in range(2))
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            second.set_states({key: to_numpy(value) for key, value in whole.get_states().items()})
+            second.optimizer.set_states(whole.optimizer.get_states())
+            whole.graph(True)  # as saving does
+        for net in (whole, second)[: 1 + (step >= STEPS)]:
+            net(*batch(devices["cpu"], world.rank, step))
+    found["resumed"] = [
+        {key: value.tobytes() for key, value in values(net).items()} for net in (whole, second)
+    ]
+    communicator.close()
+    autograd.training = False
+    return found
+
+
+# ---- the same in float64 ------------------------------------------------------------------------------------------
+
+
+def gradients(params: dict[str, np.ndarray], rank: int, step: int) -> dict[str, np.ndarray]:
+    """Of Net, by hand."""
+    x, y = (to_numpy(t).astype(np.float64) for t in batch(create_cpu_device(), rank, step))
+    h1 = np.tanh(x @ params["first.W"] + params["first.b"])
+    h2 = np.tanh(h1 @ params["second.W"] + params["second.b"])
+    out = h2 @ params["third.W"] + params["third.b"]
+    d3 = 2 * (out - y) / y.size
+    d2 = d3 @ params["third.W"].T * (1 - h2**2)
+    d1 = d2 @ params["second.W"].T * (1 - h1**2)
+    found = {}
+    for name, inputs, d in (("first", x, d1), ("second", h1, d2), ("third", h2, d3)):
+        found |= {f"{name}.W": inputs.T @ d, f"{name}.b": d.sum(axis=0)}
+    return found
+
+
+GROUPS = {"dgc": [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]}
+
+
+class Reference:
+    """N ranks of a scheme, one after the other."""
+
+    def __init__(self, name: str, size: int, start: dict[str, np.ndarray]) -> None:
+        self.name, self.size = name, size
+        self.params = [{k: v.astype(np.float64) for k, v in start.items()} for _ in range(size)]
+        zeros = {k: np.zeros(v.shape) for k, v in start.items()}
+        self.kept = [{slot: {k: v.copy() for k, v in zeros.items()} for slot in "muve"} for _ in range(size)]
+        factor = find_schemes()["powerSGD"].slots["q"]
+        tensors = {k: Tensor(v.shape, name=k) for k, v in start.items()}
+        self.q = {k: factor.start(t).astype(np.float32).astype(np.float64) for k, t in tensors.items()}
+
+    def step(self, number: int) -> None:
+        grads = [gradients(params, rank, number) for rank, params in enumerate(self.params)]
+        applied = getattr(self, self.name)(grads)
+        for params, kept, of_rank in zip(self.params, self.kept, applied, strict=True):
+            for key, grad in of_rank.items():
+                kept["m"][key] = (MOMENTUM if self.name != "dgc" else 0.0) * kept["m"][key] + grad
+                params[key] -= LR * kept["m"][key]
+        if self.name == "localSGD" and number % 4 == 3:
+            means = {key: np.mean([params[key] for params in self.params], axis=0) for key in self.params[0]}
+            self.params = [{key: value.copy() for key, value in means.items()} for _ in self.params]
+
+    def localSGD(self, grads: Any) -> Any:
+        return grads
+
+    def dgc(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for kept, of_rank in zip(self.kept, grads, strict=True):
+            for key, grad in of_rank.items():
+                kept["u"][key] = MOMENTUM * kept["u"][key] + grad
+                kept["v"][key] += kept["u"][key]
+            for group in GROUPS["dgc"]:
+                flat = np.concatenate([kept["v"][key].ravel() for key in group])
+                k = -(-len(flat) * 3 // 10)
+                chosen = np.zeros(len(flat), bool)
+                chosen[np.argsort(-np.abs(flat), kind="stable")[:k]] = True
+                for key in group:
+                    part, chosen = (
+                        chosen[: result[key].size].reshape(result[key].shape),
+                        chosen[result[key].size :],
+                    )
+                    result[key] += np.where(part, kept["v"][key], 0) / self.size
+                    kept["u"][key][part] = kept["v"][key][part] = 0
+        return [result] * self.size
+
+    def powerSGD(self, grads: Any) -> Any:
+        result = {}
+        for key in grads[0]:
+            ms = [grads[rank][key] + self.kept[rank]["e"][key] for rank in range(self.size)]
+            if ms[0].ndim == 1:
+                result[key] = np.mean(ms, axis=0)
+                continue
+            p, _ = np.linalg.qr(np.mean([m @ self.q[key] for m in ms], axis=0))
+            qs = [m.T @ p for m in ms]
+            for rank, m in enumerate(ms):
+                self.kept[rank]["e"][key] = m - p @ qs[rank].T
+            self.q[key] = np.mean(qs, axis=0)
+            signs = np.sign(np.diag(self.q[key].T @ self.q[key]))
+            result[key] = p @ self.q[key].T * signs[0] ** 2
+        return [result] * self.size
+
+
+@pytest.mark.skipif(not no_gpu(), reason="there is a GPU: ranks of this test share the stand-in")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_scheme_in_one_file_trains_in_every_mode_on_every_world(name: str, size: int) -> None:
+    found = run_ranks(train, size, name, transport="none", timeout_s=240)
+    params = [key for key in found[0]["cpu eager"][0] if "." in key and ":" not in key and "/" not in key]
+    reference = Reference(name, size, {key: found[0]["cpu eager"][0][key] for key in params})
+    for step in range(STEPS):
+        reference.step(step)
+        for rank, of_rank in enumerate(found):
+            for mode in ("cpu eager", "cpu graph", "gpu eager", "gpu graph"):
+                for key in params:
+                    np.testing.assert_allclose(
+                        of_rank[mode][step + 1][key],
+                        reference.params[rank][key],
+                        rtol=2e-3,
+                        atol=2e-4,
+                        err_msg=f"{mode}, step {step}, {key}",
+                    )
+    for of_rank in found:
+        for key, value in of_rank["gpu eager"][-1].items():
+            np.testing.assert_array_equal(of_rank["gpu graph"][-1][key], value, key)
+        assert of_rank["cpu breaks"] == [None] * len(of_rank["cpu breaks"]) and of_rank["cpu breaks"]
+        assert of_rank["gpu breaks"] == of_rank["cpu breaks"] and of_rank["launches"] >= 4
+        assert of_rank["resumed"][0] == of_rank["resumed"][1]
+        for key in params:
+            if name != "localSGD":
+                assert of_rank["cpu graph"][-1][key].tobytes() == found[0]["cpu graph"][-1][key].tobytes()
+
+
+def test_each_scheme_is_one_file_of_at_most_sixty_lines() -> None:
+    lines = {path.stem: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
+    assert len(lines) == len(SCHEMES) and max(lines.values()) <= 60, lines
+
+
+def test_momentum_is_taken_over_from_optimizers_that_have_one() -> None:
+    from singa_lite.comm.local import LocalCommunicator
+
+    net = compiled(create_cpu_device(), LocalCommunicator(World()), "dgc", False)
+    net.set_optimizer(
+        opt.DistOpt(opt.Adam(), communicator=LocalCommunicator(World()), dist_option="dgc", threshold=40)
+    )
+    with pytest.raises(OptionError, match="Adam: has no momentum"):
+        net(*batch(create_cpu_device(), 0, 0))
+
+
+def test_options_of_a_scheme_are_its_own() -> None:
+    from singa_lite.comm.local import LocalCommunicator
+
+    local = LocalCommunicator(World())
+    with pytest.raises(OptionError, match="dgc has no option period; its options are spars, mask"):
+        opt.DistOpt(communicator=local, dist_option="dgc", period=3)
+    with pytest.raises(OptionError, match="period = 0"):
+        opt.DistOpt(communicator=local, dist_option="localSGD", period=0)
+    with pytest.raises(OptionError, match="fp32 has no option clip_value; it has no options"):
+        opt.DistOpt(communicator=local, clip_value=1.0)

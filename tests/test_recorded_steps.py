@@ -1,0 +1,1185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user may write into ``train_one_batch``: six recorded steps do what six eager ones do, or say why they are not
+replayed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import random
+from collections import OrderedDict, deque, namedtuple
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt, tensor
+from singa_lite.backend.cpu import CpuBackend
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import get_default_device
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.ranks import run_ranks
+
+STEPS = 6
+Pair = namedtuple("Pair", "out loss")
+
+
+@dataclass(frozen=True)
+class Scored:
+    loss: Tensor
+    score: float
+
+
+class Attributes(OrderedDict):  # type: ignore[type-arg]
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    y: Tensor
+
+
+class Net(model.Model):
+    """Two layers; a subclass writes the step."""
+
+    unrecorded_attributes = (*model.Model.unrecorded_attributes, "python")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer.Linear(6), layer.Linear(1)
+        self.python = SimpleNamespace(runs=0)  # counts calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(autograd.tanh(self.first(x)))
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        self.python.runs += 1
+        return autograd.mse_loss(self.forward(x), y)
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+        loss = self.loss_of(x, y)
+        self.optimizer(loss)
+        return loss
+
+
+def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng([step, rank])
+    return from_numpy(rng.standard_normal((5, 4)).astype(np.float32)), from_numpy(
+        rng.standard_normal((5, 1)).astype(np.float32)
+    )
+
+
+@pytest.fixture(autouse=True)
+def as_recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replay the very kernels that were recorded: lowered ones (tests/backend/test_lower.py) round differently."""
+    monkeypatch.setattr(CpuBackend, "lower", lambda self, nodes: nodes)
+    yield
+    autograd.training = False
+
+
+def schedule() -> opt.DecayScheduler:
+    return opt.ExponentialDecay(0.2, 1, 0.5)
+
+
+def trained(
+    make: Any, use_graph: bool, optimizer: Any = None, communicator: Any = None, call: Any = None
+) -> tuple[list[Any], dict[str, bytes], Any]:
+    """Results of the steps, parameters and optimizer states as bytes, and the model."""
+    get_default_device().SetRandSeed(4)
+    net = make()
+    net.set_optimizer((optimizer or (lambda: opt.SGD(lr=schedule(), momentum=0.9)))())
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    rank = 0 if communicator is None else communicator.rank
+    call = call or (lambda net, step, x, y: net(x, y))
+    results = [call(net, step, *batch(step, rank)) for step in range(STEPS)]
+    autograd.training = False
+    states = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
+    states |= {name: value.tobytes() for name, value in net.optimizer.get_states().items()}
+    return [values_of(result) for result in results], states, net
+
+
+def values_of(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return to_numpy(result).tobytes()
+    if isinstance(result, dict):
+        return {key: values_of(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [type(result).__name__, *map(values_of, result)]
+    return result
+
+
+def assert_alike(make: Any, replays: int | None, reason: str = "", **options: Any) -> Any:
+    """Both modes give the same bits, and so many steps were replayed, or none for that reason; the recorded model."""
+    eager, graph = (trained(make, use_graph, **options) for use_graph in (False, True))
+    assert graph[0] == eager[0]
+    assert graph[1] == eager[1]
+    assert eager[2].python.runs == STEPS
+    reasons = [info.break_reason for info in graph[2].graph_info() if info.break_reason is not None]
+    if replays is not None:
+        assert graph[2].python.runs == STEPS - replays, reasons
+    assert bool(reasons) == bool(reason) and all(reason in found for found in reasons), reasons
+    return graph[2]
+
+
+# ---- updates by hand ------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": lambda: opt.SGD(lr=schedule(), momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda: opt.Adam(lr=schedule(), weight_decay=0.01),
+    "dist": lambda: opt.DistOpt(opt.Adam(lr=schedule()), communicator=LocalCommunicator(World())),
+}
+
+
+def by_update(net: Any, loss: Tensor) -> None:
+    for param, grad in autograd.backward(loss):
+        net.optimizer.update(param, grad)
+    net.optimizer.step()
+
+
+def by_apply(net: Any, loss: Tensor) -> None:
+    for param, grad in autograd.backward(loss):
+        net.optimizer.apply(param.name, param, grad)
+    net.optimizer.step()
+
+
+def by_update_all(net: Any, loss: Tensor) -> None:
+    net.optimizer.update_all(autograd.backward(loss))
+    net.optimizer.step()
+
+
+def clipped(net: Any, loss: Tensor) -> None:
+    """By the norm of all gradients, on the device."""
+    pairs = list(autograd.backward(loss))
+    squares = [tensor.sum(grad * grad) for _, grad in pairs]
+    total = squares[0]
+    for square in squares[1:]:
+        total = total + square
+    factor = 0.1 / (tensor.sqrt(total) + 1e-6)
+    for _, grad in pairs:
+        grad *= factor
+    net.optimizer.update_all(pairs)
+    net.optimizer.step()
+
+
+def twice(net: Any, loss: Tensor) -> None:
+    """Two counted updates in one step."""
+    pairs = list(autograd.backward(loss))
+    for _ in range(2):
+        net.optimizer.update_all(pairs)
+        net.optimizer.step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("update", [by_update, by_apply, by_update_all, clipped, twice])
+def test_updates_by_hand_read_their_numbers_at_every_step(update: Any, optimizer: Any) -> None:
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            update(self, loss)
+            return loss
+
+    net = assert_alike(Updates, STEPS - 1, optimizer=optimizer)
+    assert net.optimizer.step_counter == STEPS * (1 + (update is twice))
+
+
+def test_numbers_of_an_optimizer_that_change_between_steps_are_seen() -> None:
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 2:
+            net.optimizer.lr = opt.Constant(0.01)
+        if step == 4:
+            net.optimizer.nesterov = True
+        return net(x, y)
+
+    assert_alike(Net, STEPS - 2, call=change)  # nesterov is another kernel
+
+
+def test_numbers_set_between_steps_and_momentum_that_begins_then_are_seen() -> None:
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 2:
+            net.optimizer.lr, net.optimizer.weight_decay = 0.01, 0.1
+        if step == 4:
+            net.optimizer.momentum = 0.9
+        return net(x, y)
+
+    assert_alike(Net, STEPS - 2, call=change, optimizer=lambda: opt.SGD(0.1))  # momentum is another kernel
+
+
+def test_a_learning_rate_read_in_python_is_not_frozen() -> None:
+    class ByHand(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            lr = self.optimizer.lr(self.optimizer.step_counter)
+            for param, grad in autograd.backward(loss):
+                param -= grad * lr
+            self.optimizer.step()
+            return loss
+
+    assert_alike(ByHand, 0, "step counter")
+
+
+# ---- optimizers that users write ----------------------------------------------------------------------------------
+
+
+class Applies(opt.Optimizer):
+    """SINGA's contract: ``apply`` for each parameter; it keeps a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule())
+        self.strength = 1.0
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self.strength *= 0.9
+        param_value -= param_grad * (self.lr(self.step_counter) * self.strength)
+
+
+class Scaled(opt.SGD):
+    """Changes the gradient, then takes SGD's step."""
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        param_grad *= 1.0 / (1 + self.step_counter)
+        super().apply(param_name, param_value, param_grad)
+
+
+class UpdatesAll(opt.Adam):
+    def update_all(self, pairs: Any) -> None:
+        super().update_all([(param, grad * (1.0 + self.step_counter)) for param, grad in pairs])
+
+
+class Counts(opt.SGD):
+    def step(self) -> None:
+        super().step()
+        self.extra = getattr(self, "extra", 0) + 1
+
+
+WRITTEN = [Applies, lambda: Scaled(0.1, momentum=0.9), lambda: UpdatesAll(0.01), lambda: Counts(0.1)]
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("make", WRITTEN, ids=["apply", "apply of SGD", "update_all", "step"])
+def test_what_a_subclass_overrides_is_called_at_every_step(make: Any, is_wrapped: bool) -> None:
+    def optimizer() -> Any:
+        return opt.DistOpt(make(), communicator=LocalCommunicator(World())) if is_wrapped else make()
+
+    net = assert_alike(Net, STEPS - 1, optimizer=optimizer)
+    written = net.optimizer.opt if is_wrapped else net.optimizer
+    assert getattr(written, "strength", 0.9 ** (4 * STEPS)) == pytest.approx(0.9 ** (4 * STEPS))
+    assert getattr(written, "extra", STEPS) == STEPS
+
+
+@pytest.mark.parametrize("make", WRITTEN[:3], ids=["apply", "apply of SGD", "update_all"])
+@pytest.mark.parametrize("update", [by_update, by_apply, by_update_all])
+def test_what_a_subclass_overrides_is_honoured_by_hand(make: Any, update: Any) -> None:
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            update(self, loss)
+            return loss
+
+    if not (update is by_update_all and make is WRITTEN[1]) and not (
+        update is by_apply and make is WRITTEN[2]
+    ):
+        assert_alike(Updates, STEPS - 1, optimizer=make)
+
+
+def test_a_subclass_with_apply_takes_the_step_that_it_writes() -> None:
+    expected = trained(Net, False, lambda: opt.SGD(0.1))[1]
+
+    class Same(opt.Optimizer):
+        def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+            value -= grad * 0.1
+
+    class Opposite(opt.SGD):
+        def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+            super().apply(name, value, -grad)
+
+    same = trained(Net, False, lambda: Same(0.1))[1]
+    opposite = trained(Net, False, lambda: Opposite(0.1))[1]
+    for name, value in expected.items():
+        if name != "step_counter":
+            np.testing.assert_allclose(
+                *(np.frombuffer(v, np.float32) for v in (same[name], value)), rtol=1e-5
+            )
+            assert opposite[name] != value
+
+
+# ---- arguments and results -----------------------------------------------------------------------------------------
+
+
+def test_tensors_in_tuples_dicts_and_dataclasses_are_inputs() -> None:
+    class Nested(Net):
+        def train_one_batch(self, given: Any) -> Any:  # type: ignore[override]
+            x, y = (given["x"], given["y"]) if isinstance(given, dict) else (given[0], given[1])
+            return super().train_one_batch(x, y)
+
+    for call in (
+        lambda net, step, x, y: net((x, y)),
+        lambda net, step, x, y: net([x, y]),
+        lambda net, step, x, y: net({"x": x, "y": y}),
+    ):
+        assert_alike(Nested, STEPS - 1, call=call)
+
+    class OfData(Net):
+        def train_one_batch(self, given: Batch) -> Any:  # type: ignore[override]
+            return super().train_one_batch(given.x, given.y)
+
+    assert_alike(OfData, STEPS - 1, call=lambda net, step, x, y: net(Batch(x, y)))
+
+
+def test_a_batch_object_that_is_used_again_is_not_frozen() -> None:
+    class Listens(Net):
+        def train_one_batch(self, given: Any) -> Any:  # type: ignore[override]
+            return super().train_one_batch(given.x, given.y)
+
+    reused = SimpleNamespace()
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        reused.x, reused.y = x, y
+        return net(reused)
+
+    assert_alike(Listens, 0, "SimpleNamespace", call=call)
+
+
+def test_an_input_that_is_changed_in_place_changes_for_the_caller() -> None:
+    class Doubles(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            x *= 2.0
+            return super().train_one_batch(x, y)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        return net(x, y), x
+
+    assert_alike(Doubles, 0, "changes an input in place", call=call)
+
+
+def test_an_input_that_was_computed_keeps_its_gradient() -> None:
+    scale = Tensor(data=np.ones(4), stores_grad=True, name="scale")
+
+    class Upstream(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            grads = dict(autograd.backward(loss))
+            return loss, grads[scale]
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        autograd.training = True
+        return net(autograd.mul(x, scale), y)
+
+    assert_alike(Upstream, 0, "made by a recorded operator", call=call)
+
+
+RESULTS = {
+    "namedtuple": (lambda out, loss: Pair(out, loss), STEPS - 1, ""),
+    "dict": (lambda out, loss: {"out": out, "more": [loss, (out,)]}, STEPS - 1, ""),
+    "nothing": (lambda out, loss: None, STEPS - 1, ""),
+    "a size": (lambda out, loss: (loss, out.shape[0]), STEPS - 1, ""),
+    "a number": (lambda out, loss: (loss, 0.125), 0, "the number 0.125"),
+    "a numpy number": (lambda out, loss: (loss, np.float32(0.125)), 0, "the number 0.125"),
+    "a number in a dataclass": (lambda out, loss: Scored(loss, 0.125), 0, "the number 0.125"),
+    "a dict of another class": (lambda out, loss: Attributes(loss=loss, out=out), STEPS - 1, ""),
+    "an object": (lambda out, loss: SimpleNamespace(loss=loss), 0, "SimpleNamespace"),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_of_every_form_are_new_or_refused(kind: str) -> None:
+    make, replays, reason = RESULTS[kind]
+
+    class Returns(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            self.python.runs += 1
+            out = self.forward(x)
+            loss = autograd.mse_loss(out, y)
+            self.optimizer(loss)
+            return make(out, loss)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        result = net(x, y)
+        return [result.loss] if kind in ("an object", "a dict of another class") else result
+
+    assert_alike(Returns, replays, reason, call=call)
+
+
+# ---- attributes ----------------------------------------------------------------------------------------------------
+
+
+class Sums(Net):
+    """A mean that the step reads and rebinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = Tensor((1,))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+        loss = super().train_one_batch(x, y)
+        self.total = self.total * 0.5 + loss
+        return loss, self.total
+
+
+def test_an_attribute_that_is_read_and_rebound_goes_on() -> None:
+    assert_alike(Sums, STEPS - 1)
+
+
+def test_tensors_move_from_attribute_to_attribute() -> None:
+    class Moves(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.old, self.now, self.fixed = (from_numpy(np.float32([n])) for n in (2.0, 1.0, 0.5))
+            self.shown: list[Tensor] = []
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            self.optimizer(loss * self.old)
+            self.old, self.now = self.now, loss.clone()
+            self.shown = [self.fixed]
+            return loss
+
+    net = assert_alike(Moves, None)
+    assert net.python.runs < STEPS and net.shown[0] is net.fixed
+
+
+def test_attributes_that_held_one_tensor_when_recorded_may_hold_two() -> None:
+    class Moves(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.now, self.old = (from_numpy(np.float32([n])) for n in (1.0, 2.0))
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            self.old, self.now = self.now, loss.clone()
+            return loss
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            net.old = net.now
+        return net(x, y), net.old, net.now
+
+    assert_alike(Moves, STEPS - 2, call=call)
+
+
+def test_attributes_that_hold_one_tensor_go_on_holding_one() -> None:
+    class Shares(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (from_numpy(np.float32([n])) for n in (1.0, 2.0))
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            self.optimizer(loss * self.b)
+            self.a, self.b = self.b, self.a
+            return loss
+
+    assert_alike(Shares, STEPS - 1)
+
+    class Joins(Shares):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            self.c = self.d = loss.clone()
+            return loss
+
+    net = assert_alike(Joins, None)
+    assert net.c is net.d and net.python.runs < STEPS
+
+
+def test_an_attribute_may_be_changed_between_steps() -> None:
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 2:
+            net.total = Tensor(data=np.full(1, 7.0, np.float32))
+        if step == 4:
+            net.total = net.total.clone()
+            net.total.set_value(3.0)
+        kept.append(net.total)
+        return net(x, y)
+
+    kept: list[Tensor] = []
+    eager_kept = None
+    for use_graph in (False, True):
+        kept.clear()
+        trained(Sums, use_graph, call=call)
+        values = [to_numpy(value).tolist() for value in kept]  # what a caller has put aside stays as it was
+        eager_kept = eager_kept or values
+        assert values == eager_kept
+
+
+class Recurrent(Net):
+    """A state that one step leaves for the next, in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = (Tensor((5, 6)), Tensor((5, 6)))
+        self.inner = layer.Linear(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c = self.state
+        c = autograd.tanh(self.inner(h)) + self.first(x) + c * 0.5
+        h = autograd.tanh(c)
+        if autograd.training:
+            self.state = (h.clone(), c.clone())
+        return self.second(h)
+
+
+def test_a_recurrent_state_in_a_tuple_goes_on() -> None:
+    assert_alike(Recurrent, STEPS - 1)
+
+
+class Accumulates(Net):
+    """Gradients of three batches, added by hand in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[Tensor, Tensor] = {}
+
+    def train_one_batch(self, x: Tensor, y: Tensor, is_last: bool) -> Any:  # type: ignore[override]
+        loss = self.loss_of(x, y)
+        for param, grad in autograd.backward(loss):
+            self.sums[param] = self.sums[param] + grad if param in self.sums else grad
+        if is_last:
+            self.optimizer.update_all(list(self.sums.items()))
+            self.optimizer.step()
+            self.sums.clear()
+        return loss
+
+
+def test_gradients_are_accumulated_by_hand() -> None:
+    net = assert_alike(Accumulates, 3, call=lambda net, step, x, y: net(x, y, step % 3 == 2))
+    assert net.optimizer.step_counter == 2
+
+
+class AccumulatesInPlace(Accumulates):
+    """Into tensors that stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+
+    def train_one_batch(self, x: Tensor, y: Tensor, is_last: bool) -> Any:  # type: ignore[override]
+        loss = self.loss_of(x, y)
+        for param, grad in autograd.backward(loss):
+            self.kept[param.name] += grad
+        if is_last:
+            self.optimizer.update_all([(param, self.kept[name]) for name, param in self.get_params().items()])
+            self.optimizer.step()
+            for kept in self.kept.values():
+                kept.set_value(0.0)
+        return loss
+
+
+def test_gradients_are_accumulated_in_place() -> None:
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if not net.kept:
+            net.kept = {name: Tensor(param.shape) for name, param in net.get_params().items()}
+        return net(x, y, step % 3 == 2)
+
+    assert_alike(AccumulatesInPlace, STEPS - 2, call=call)
+
+
+def test_a_counter_of_the_model_counts() -> None:
+    class CountsUp(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            self.calls = (self.calls + 1) % 2
+            loss = super().train_one_batch(x * (1.0 + self.calls), y)
+            return loss
+
+    net = assert_alike(CountsUp, STEPS - 2)  # a record for each of two values
+    assert net.calls == 0
+
+
+def test_a_counter_without_end_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("singa_lite.record.records.MAX_MISSES", 3)
+
+    class CountsUp(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            self.calls += 1
+            return super().train_one_batch(x * float(self.calls), y)
+
+    net = assert_alike(CountsUp, 0, "changes at every step")
+    assert net.calls == STEPS
+
+
+def test_a_counter_may_be_named_as_one_that_records_do_not_look_at() -> None:
+    class CountsUp(Net):
+        unrecorded_attributes = (*Net.unrecorded_attributes, "calls")
+        calls = 0
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        net.calls += 1
+        return net(x, y)
+
+    assert_alike(CountsUp, STEPS - 1, call=call)
+
+
+def test_a_plain_attribute_that_the_caller_changes_is_seen() -> None:
+    class Weighs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.options = {"weight": 1.0}
+            self.power = 1
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y) * self.options["weight"] * float(self.power)
+            self.optimizer(loss)
+            return loss
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        net.power = 1 + step // 3
+        return net(x, y)
+
+    assert_alike(Weighs, STEPS - 2, call=call)
+
+
+def test_a_list_that_grows_with_the_steps_grows() -> None:
+    class Remembers(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Tensor] = []
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            self.losses.append(loss.clone())
+            return loss
+
+    net = assert_alike(Remembers, 0)
+    assert len({to_numpy(loss).item() for loss in net.losses}) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "put", "reason"),
+    [
+        (list, "append", "variable kept outside of train_one_batch"),
+        (deque, "append", "variable kept outside of train_one_batch"),
+        (SimpleQueue, "put", "neither in its result nor in an attribute"),
+    ],
+)
+def test_what_a_step_puts_aside_elsewhere_is_not_frozen(kind: Any, put: str, reason: str) -> None:
+    kept = kind()
+
+    class PutsAside(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            getattr(kept, put)(loss)
+            return loss
+
+    assert_alike(PutsAside, 0, reason)
+    assert (kept.qsize() if kind is SimpleQueue else len(kept)) == 2 * STEPS
+
+
+def test_a_tensor_put_aside_is_a_new_one_at_every_step() -> None:
+    class PutsAside(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            self.seen = loss
+            return loss
+
+    kept: list[Tensor] = []
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        result = net(x, y)
+        kept.append(net.seen)
+        return result
+
+    assert_alike(PutsAside, STEPS - 2, call=call)  # the first step finds no such attribute
+    assert len({to_numpy(value).item() for value in kept}) == STEPS
+
+
+# ---- numpy -----------------------------------------------------------------------------------------------------------
+
+
+def in_numpy(net: Any, x: Tensor) -> Tensor:
+    x.data[...] = np.clip(x.data, -1, 1)
+    return x
+
+
+def read_back(net: Any, x: Tensor) -> Tensor:
+    return x * float(to_numpy(x).max())
+
+
+def from_host(net: Any, x: Tensor) -> Tensor:
+    return x * Tensor(data=np.full(1, 0.5 + net.python.runs, np.float32))
+
+
+def drawn_by_numpy(net: Any, x: Tensor) -> Tensor:
+    return x * Tensor(data=np.random.default_rng(net.python.runs).random(1).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (in_numpy, "Tensor.data"),
+        (read_back, "reads values"),
+        (from_host, "host values"),
+        (drawn_by_numpy, "host values"),
+    ],
+)
+def test_numpy_in_a_step_is_not_frozen(change: Any, reason: str) -> None:
+    class Changes(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            return super().train_one_batch(change(self, x), y)
+
+    assert_alike(Changes, 0, reason)
+
+
+# ---- collectives by hand ---------------------------------------------------------------------------------------------
+
+
+def summed(dist: Any, grads: list[Tensor]) -> None:
+    for grad in grads:
+        dist.all_reduce(grad)
+
+
+def fused(dist: Any, grads: list[Tensor]) -> None:
+    dist.fused_all_reduce(grads[:1], send=False)
+    dist.fused_all_reduce(grads[1:])
+
+
+def halved(dist: Any, grads: list[Tensor]) -> None:
+    dist.all_reduce_half(grads[0])
+    dist.fused_all_reduce_half(grads[1:])
+
+
+def sparse(dist: Any, grads: list[Tensor]) -> None:
+    for grad in grads:
+        dist.sparsification(grad, None, 0.5, True)
+
+
+def fused_sparse(dist: Any, grads: list[Tensor]) -> None:
+    dist.fused_sparsification(grads, None, 0.3, True)
+
+
+def thresholded(dist: Any, grads: list[Tensor]) -> None:
+    for grad in grads:
+        dist.sparsification(grad, None, 0.01, False)
+
+
+def raw(dist: Any, grads: list[Tensor]) -> None:
+    for grad in grads:
+        dist.communicator.all_reduce(grad.data, "sum").wait()
+
+
+def gathered(dist: Any, grads: list[Tensor]) -> None:
+    for grad in grads:
+        everyone = dist.communicator.all_gather(grad.data).wait()
+        grad.data[...] = everyone.sum(axis=0)
+
+
+def counted(dist: Any, grads: list[Tensor]) -> None:
+    count = np.array([len(grads)], np.int64)
+    dist.communicator.all_reduce(count, "sum").wait()
+    for grad in grads:
+        dist.all_reduce(grad)
+        grad *= float(count[0]) / (len(grads) * dist.world_size)
+
+
+def broadcast(dist: Any, grads: list[Tensor]) -> None:
+    dist.broadcast(grads)
+    for grad in grads:
+        grad *= float(dist.world_size)
+
+
+BY_HAND = {
+    summed: "", fused: "", halved: "", sparse: "", fused_sparse: "", broadcast: "",
+    thresholded: "reads values", raw: "Tensor.data", gathered: "Tensor.data", counted: "no kernel of the step",
+}  # fmt: skip
+
+
+def exchange_by_hand(communicator: Any, exchange: Any, use_graph: bool) -> Any:
+    CpuBackend.lower = lambda self, nodes: nodes  # type: ignore[method-assign]
+
+    class ByHand(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            pairs = list(autograd.backward(loss))
+            exchange(self.optimizer, [grad for _, grad in pairs])
+            for param, grad in pairs:
+                self.optimizer.update(param, grad)
+            self.optimizer.step()
+            return loss
+
+    def optimizer() -> Any:
+        return opt.DistOpt(opt.SGD(lr=schedule(), momentum=0.9), communicator=communicator)
+
+    before = communicator.traffic.bytes_sent
+    results, states, net = trained(ByHand, use_graph, optimizer, communicator)
+    reasons = [info.break_reason for info in net.graph_info()]
+    return results, states, communicator.traffic.bytes_sent - before, net.python.runs, reasons
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("exchange", BY_HAND, ids=lambda exchange: exchange.__name__)
+def test_a_collective_by_hand_is_sent_at_every_replay(exchange: Any, size: int) -> None:
+    eager, graph = (run_ranks(exchange_by_hand, size, exchange, use_graph) for use_graph in (False, True))
+    for mine, theirs in zip(eager, graph, strict=True):
+        assert mine[:3] == theirs[:3]
+        assert theirs[1] == graph[0][1]  # and the ranks stay where each other are
+        reason = BY_HAND[exchange]
+        assert theirs[3] == (STEPS if reason else 1)
+        assert all((reason in found) if reason else found is None for found in theirs[4])
+
+
+def left_in_flight(communicator: Any, use_graph: bool) -> Any:
+    """A sum that one step starts and the next one waits for."""
+
+    class Overlaps(Net):
+        work: Any = None
+        unrecorded_attributes = (*Net.unrecorded_attributes, "work")
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            if self.work is not None:
+                self.work.wait()
+            self.sum = loss.clone()
+            self.work = self.optimizer.communicator.all_reduce(self.sum.array, "sum")
+            return loss
+
+    results, states, net = trained(
+        Overlaps, use_graph, lambda: opt.DistOpt(opt.SGD(0.1), communicator=communicator), communicator
+    )
+    net.work.wait()
+    return results, states, [info.break_reason for info in net.graph_info()]
+
+
+def test_a_collective_left_in_flight_is_refused() -> None:
+    eager, graph = (run_ranks(left_in_flight, 2, use_graph) for use_graph in (False, True))
+    for mine, theirs in zip(eager, graph, strict=True):
+        assert mine[:2] == theirs[:2]
+        assert all("in flight" in reason for reason in theirs[2]) and theirs[2]
+
+
+# ---- variables outside of the model --------------------------------------------------------------------
+
+SCALE = 1.0
+SETTINGS = SimpleNamespace(scale=1.0)
+TABLE = {"scale": [1.0]}
+
+
+def scaled_by_global() -> float:
+    return SCALE
+
+
+def scaled_by_object() -> float:
+    return float(SETTINGS.scale)
+
+
+def scaled_by_table() -> float:
+    return TABLE["scale"][0]
+
+
+@pytest.mark.parametrize("scale", [scaled_by_global, scaled_by_object, scaled_by_table])
+def test_a_variable_that_the_caller_changes_is_seen(scale: Any) -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * scale()
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        global SCALE
+        SCALE = SETTINGS.scale = TABLE["scale"][0] = 1.0 if step < 3 else 0.5
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=change)
+
+
+def test_a_variable_of_a_closure_and_an_attributes_object_are_seen() -> None:
+    scale, settings = 1.0, SimpleNamespace(scale=1.0)
+
+    class Reads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.settings = settings
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * scale * self.settings.scale
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        nonlocal scale
+        scale = 1.0 if step < 2 else 0.5
+        settings.scale = 1.0 if step < 4 else 3.0
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 3, call=change)
+
+
+COUNT = 0
+CALLS: list[int] = []
+
+
+def counted_global(net: Any) -> None:
+    global COUNT
+    COUNT += 1
+
+
+def counted_list(net: Any) -> None:
+    CALLS.append(len(CALLS))
+
+
+def counted_object(net: Any) -> None:
+    net.counter.calls += 1
+
+
+def counted_class(net: Any) -> None:
+    Counter.calls += 1
+
+
+def counted_array(net: Any) -> None:
+    ARRAY[0] += 1
+
+
+class Counter:
+    calls = 0
+
+
+ARRAY = np.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("count", "label"),
+    [
+        (counted_global, "variable COUNT"),
+        (counted_list, "variable CALLS"),
+        (counted_object, "counter"),
+        (counted_class, "Counter.calls"),
+        (counted_array, "variable ARRAY"),
+    ],
+)
+def test_a_step_that_changes_a_variable_runs_eagerly_and_says_so(count: Any, label: str) -> None:
+    class Counts(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = SimpleNamespace(calls=0)
+
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            count(self)
+            return super().train_one_batch(x, y)
+
+    net = assert_alike(Counts, 0, label)
+    calls = {"variable COUNT": COUNT, "variable CALLS": len(CALLS), "counter": 2 * net.counter.calls}
+    calls |= {"Counter.calls": Counter.calls, "variable ARRAY": ARRAY[0]}
+    assert calls[label] == 2 * STEPS
+
+
+OWN = np.random.default_rng(3)
+
+
+@pytest.mark.parametrize(
+    ("draw", "label"),
+    [
+        (lambda: np.random.rand(), "random state of numpy.random"),
+        (lambda: random.random(), "random state of random"),
+        (lambda: OWN.random(), "variable OWN"),
+    ],
+    ids=["numpy", "random", "Generator"],
+)
+def test_numbers_drawn_from_other_generators_are_not_frozen(draw: Any, label: str) -> None:
+    class Draws(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * draw()
+
+    def begin(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        global OWN
+        if step == 0:
+            np.random.seed(3)
+            random.seed(3)
+            OWN = np.random.default_rng(3)
+        return net(x, y)
+
+    assert_alike(Draws, 0, f"it changes the {'global ' if 'OWN' in label else ''}{label}", call=begin)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+
+class WithClass:
+    scale = 1.0
+
+
+def set_class(c: Any, step: int) -> None:
+    type(c).scale = float(step)
+
+
+def scaled(c: Any, x: float = 1.0) -> float:
+    return x * float(c.scale)
+
+
+# what an attribute of the model holds, how the step reads a number from it, what the caller does to it between steps
+HELD: dict[str, tuple[Any, Any, Any]] = {
+    "ndarray": (lambda: np.ones(1), lambda c: float(c[0]), lambda c, step: c.__setitem__(0, step)),
+    "set": (lambda: {1}, lambda c: float(len(c)), lambda c, step: c.add(step)),
+    "deque": (lambda: deque([1.0]), lambda c: c[-1], lambda c, step: c.append(float(step))),
+    "nested object": (
+        lambda: SimpleNamespace(inner=SimpleNamespace(scale=1.0)),
+        lambda c: c.inner.scale,
+        lambda c, step: setattr(c.inner, "scale", float(step)),
+    ),
+    "list in an object": (
+        lambda: SimpleNamespace(scale=[1.0]),
+        lambda c: c.scale[0],
+        lambda c, step: c.scale.__setitem__(0, float(step)),
+    ),
+    "Tensor in an object": (
+        lambda: SimpleNamespace(scale=from_numpy(np.float32([1]))),
+        lambda c: c.scale,
+        lambda c, step: setattr(c, "scale", from_numpy(np.float32([step]))),
+    ),
+    "object with slots": (
+        Slotted,
+        lambda c: getattr(c, "scale", 1.0),
+        lambda c, step: setattr(c, "scale", step),
+    ),
+    "class attribute": (WithClass, lambda c: c.scale, set_class),
+    "object in a list": (
+        lambda: [SimpleNamespace(scale=1.0)],
+        lambda c: c[0].scale,
+        lambda c, step: setattr(c[0], "scale", float(step)),
+    ),
+    "partial": (
+        lambda: partial(scaled, SimpleNamespace(scale=1.0)),
+        lambda c: c(),
+        lambda c, step: setattr(c.args[0], "scale", float(step)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_an_attribute_holds_may_be_changed_by_the_caller(kind: str) -> None:
+    make, read, change = HELD[kind]
+
+    class Holds(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = make()
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * read(self.held)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step in (0, 3):
+            change(net.held, 1 if step == 0 else 2)
+        return net(x, y)
+
+    assert_alike(Holds, STEPS - 2, call=call)
+
+
+ADVANCED = {
+    "Generator": (lambda: np.random.default_rng(3), lambda c: c.random(), "it changes held"),
+    "RandomState": (lambda: np.random.RandomState(3), lambda c: c.rand(), "it changes held"),
+    "count": (itertools.count, next, "it changes held"),
+    "generator": (lambda: (n for n in range(1, 99)), next, "it reads held, an iterator"),
+}
+
+
+@pytest.mark.parametrize("kind", ADVANCED)
+def test_what_a_step_advances_is_not_frozen(kind: str) -> None:
+    make, read, reason = ADVANCED[kind]
+
+    class Advances(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = make()
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * float(read(self.held))
+
+    assert_alike(Advances, 0, reason)
+
+
+class Multiplied(autograd.Operator):
+    """x times a number of its own."""
+
+    factor = 1.0
+
+    def forward(self, context: Any, x: Any) -> Any:
+        return self.times(context, x)
+
+    def backward(self, context: Any, dy: Any) -> Any:
+        return self.times(context, dy)
+
+    def times(self, context: Any, x: Any) -> Any:
+        factor, y = context.empty((1,), x.dtype), context.empty(x.shape, x.dtype)
+        context.run("fill", out=factor, value=self.factor)
+        context.run("mul", x, factor, out=y)
+        return y
+
+
+def test_a_number_of_an_own_operator_is_seen() -> None:
+    class Operates(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled = Multiplied()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scaled(super().forward(x))
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        net.scaled.factor = 1.0 if step < 3 else 0.5
+        return net(x, y)
+
+    assert_alike(Operates, STEPS - 2, call=call)
+
+
+def test_a_variable_of_an_own_module_is_seen(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_settings.py").write_text("ALPHA = 1.0\n\n\ndef weighted(x):\n    return x * ALPHA\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own_settings = importlib.import_module("own_settings")
+    monkeypatch.setitem(globals(), "own_settings", own_settings)
+
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * globals_of_settings()
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        own_settings.ALPHA = 1.0 if step < 3 else 0.5  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+def globals_of_settings() -> Any:
+    return own_settings.weighted(own_settings.ALPHA)  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_number_that_the_user_gave_the_optimizer_is_seen() -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * self.optimizer.scale  # type: ignore[attr-defined]
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        net.optimizer.scale = 1.0 if step < 3 else 0.5
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+@pytest.mark.parametrize("name", ["__call__", "backward_and_update"])
+def test_an_optimizer_that_overrides_the_whole_update_is_not_frozen(name: str) -> None:
+    class Skips(opt.SGD):
+        calls = 0
+
+        def every_other(self, loss: Tensor) -> None:
+            self.calls += 1
+            for param, grad in list(autograd.backward(loss)):
+                if self.calls % 2:
+                    self.update(param, grad)
+            self.step()
+
+    kind = type("Own", (Skips,), {name: Skips.every_other})
+
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            getattr(self.optimizer, name)(loss)
+            return loss
+
+    assert_alike(Updates, 0, "overrides every_other", optimizer=lambda: kind(0.1))
