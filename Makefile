@@ -16,7 +16,7 @@ PYTHON_FILES = $(shell find singa_lite -name '*.py')
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: help train test test-all test-openmpi sanitize gpu-check lint format clean
+.PHONY: help train test test-all test-explore test-openmpi sanitize gpu-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,7 +32,10 @@ PYTEST = .venv-test/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile 
 test: .venv-test/installed ## run the tests but for the slow ones (or TESTS=tests/data), JOBS files at a time
 	$(PYTEST) -m "not slow" $(TESTS)
 
-test-all: .venv-test/installed ## run all tests, those of properties on other examples each time
+test-all: .venv-test/installed ## run all tests, with the same examples each time
+	$(PYTEST) $(TESTS)
+
+test-explore: .venv-test/installed ## run all tests, those of properties with other examples each time
 	$(PYTEST) --hypothesis-profile explore $(TESTS)
 
 test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH

@@ -38,7 +38,6 @@ try:
 except ModuleNotFoundError:  # then the files that need it cannot be collected, and the others run
     pass
 else:
-    # --hypothesis-profile explore takes other examples each time
     settings.register_profile("explore", deadline=None)
     settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
     settings.load_profile("same examples")
