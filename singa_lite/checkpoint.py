@@ -160,7 +160,7 @@ def _permissions(path: str | os.PathLike[str], target: Path) -> int | None:
 
 
 def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
-    """An open file beside ``target`` and its path, see Note [temporaries]."""
+    """Open a file beside ``target``; return it and its path, see Note [temporaries]."""
     while True:
         part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}{PART_SUFFIX}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
@@ -267,7 +267,7 @@ def _num_bytes(array: ArrayLike) -> int:
 
 
 def _members(archive: zipfile.ZipFile, file: Any, limit: int) -> dict[str, zipfile.ZipInfo]:
-    """The directory of a zip file by name, checked before anything is unpacked.
+    """Return the members of a zip file by name, checked before anything is unpacked.
 
     Members must fill the file from its first byte to its directory: a damaged directory that leaves one out, or
     names the same bytes many times, is found here.
@@ -295,7 +295,7 @@ def _members(archive: zipfile.ZipFile, file: Any, limit: int) -> dict[str, zipfi
 
 
 def _arrays(content: bytes, limit: int, expected: Mapping[str, ArrayLike] | None = None) -> Arrays:
-    """The arrays of an npz file; those ``expected`` and auxiliary ones, or all if None."""
+    """Read the arrays of an npz file: those ``expected`` and auxiliary ones, or all if None."""
     file = io.BytesIO(content)
     with zipfile.ZipFile(file) as archive:
         members = {name.removesuffix(".npy"): info for name, info in _members(archive, file, limit).items()}
@@ -311,7 +311,7 @@ def _arrays(content: bytes, limit: int, expected: Mapping[str, ArrayLike] | None
 
 
 def _array(name: str, content: bytes, like: ArrayLike | None) -> np.ndarray[Any, Any]:
-    """The array of an npy file, of the shape and dtype of ``like`` if one is given."""
+    """Read the array of an npy file, of the shape and dtype of ``like`` if one is given."""
     file = io.BytesIO(content)
     version = np.lib.format.read_magic(file)
     if version != (1, 0):
@@ -328,7 +328,7 @@ def _array(name: str, content: bytes, like: ArrayLike | None) -> np.ndarray[Any,
 
 
 def _attributes(content: bytes, arrays: Arrays) -> dict[str, Any]:
-    """The attributes, one entry for each array, with its shape."""
+    """Parse and check the attributes: an entry for each array, with its shape."""
     attributes = json.loads(content)
     if not isinstance(attributes, dict):
         raise CheckpointError(f"{ATTRIBUTES_FILE} is not an object")

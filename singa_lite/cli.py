@@ -117,7 +117,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _onednn() -> str:
-    """Which oneDNN the CPU kernels were built with, and how many threads they use."""
+    """Return which oneDNN the CPU kernels were built with, and how many threads they use."""
     kernels, reason = _native.load("_kernels")
     if kernels is None:
         return f"no: {reason}"
@@ -127,7 +127,7 @@ def _onednn() -> str:
 
 
 def _ask(code: str) -> str:
-    """The first line that Python code prints in a process of its own, so that nothing here can hang; or "no: why"."""
+    """Run Python code in a process of its own, so that nothing here can hang; return its first line, or "no: why"."""
     # -c puts the current folder first, where a package of this name may be that is not the one running
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
     try:

@@ -48,7 +48,7 @@ class Device:
         return "Device(cpu)" if self.kind == "cpu" else f"Device({self.kind}:{self._index})"
 
     def __reduce__(self) -> tuple[Callable[..., Device], tuple[int, ...]]:
-        """A copy or a pickle of a tensor is on the same device."""
+        """Keep copies and pickles of a tensor on the same device."""
         return (get_default_device, ()) if self.kind == "cpu" else (create_cuda_gpu_on, (self._index,))
 
     def Sync(self) -> None:
@@ -259,7 +259,7 @@ def _gpu(where: str, device_id: int) -> Any:
 
 
 def _cupy() -> Any:
-    """The module cupy; DeviceError where it is missing or finds no GPU."""
+    """Import cupy; DeviceError where it is missing or finds no GPU."""
     try:
         import cupy
     except ImportError as error:

@@ -62,7 +62,7 @@ def choose_formats(
 
 
 def _is_image(view: View) -> bool:
-    """Whether it is a whole, row-major array of four axes."""
+    """Return whether it is a whole, row-major array of four axes."""
     return len(view.shape) == 4 and view.memory.num_bytes > 0 and view.is_whole
 
 
@@ -174,7 +174,7 @@ class _Layout:
         return replace(view, memory=self._copies[key])
 
     def _other(self, node: Node) -> None:
-        """A node that is not a kernel: arrays that it reads and writes are row-major."""
+        """Give a node that is not a kernel row-major arrays to read and write."""
         if isinstance(node, Host) and node.sees_arrays:  # it may write what outlives the step
             self._copies = {key: copy for key, copy in self._copies.items() if key[0].owner is None}
         self._emit(node)

@@ -313,7 +313,7 @@ class MpiCommunicator(Communicator):
             yield flat[start : start + step]
 
     def _counts(self, num_elements: int) -> list[int]:
-        """How many of ``num_elements`` each rank adds up."""
+        """Return how many of ``num_elements`` each rank adds up."""
         return [(num_elements + rank) // self.size for rank in range(self.size)]
 
     def _reduced_block(self, chunk: Array, counts: list[int], op: ReduceOp | None) -> Array:

@@ -249,7 +249,7 @@ def _driver_names() -> list[str]:
 
 
 def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
-    """What the others must know of this rank, and what it has opened; a failure is returned, not raised."""
+    """Return what the others must know of this rank, and what it has opened; a failure is returned, not raised."""
     mine: dict[str, Any] = {"host": _host_identity(), "name": socket.gethostname(), "process": os.getpid()}
     native = library = driver = None
     try:

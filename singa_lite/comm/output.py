@@ -232,11 +232,11 @@ def _descriptor(stream: TextIO | None) -> int | None:
 
 
 def _is_same_file(one: int | None, other: int | None) -> bool:
-    """Whether two descriptors are one terminal, pipe or file."""
+    """Return whether two descriptors are one terminal, pipe or file."""
     return one is not None and other is not None and os.path.sameopenfile(one, other)
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal would show of a line that was redrawn with carriage returns."""
+    """Return what a terminal would show of a line that was redrawn with carriage returns."""
     states = [state for state in line.split(b"\r") if state]
     return states[-1] if states else b""

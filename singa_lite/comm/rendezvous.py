@@ -66,7 +66,7 @@ class NcclIdHolder:
             list_member(self.rendezvous_id)
 
     def _forked(self) -> None:
-        """In every process that multiprocessing forks: find out whether it is to be a rank."""
+        """Find out, in every process that multiprocessing forks, whether it is to be a rank."""
         process: Any = multiprocessing.current_process()  # Any: its arguments are private
         if any(argument is self for argument in (*process._args, *process._kwargs.values())):
             list_member(self.rendezvous_id)

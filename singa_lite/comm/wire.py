@@ -67,7 +67,7 @@ def _factor(scale: Array | None) -> float:
 
 
 def _compiled(values: Array) -> Any:  # Any: a compiled module
-    """What has the compiled loops, or None if it is not built, or if ``values`` are not for them."""
+    """Return the module of compiled loops, or None if it is not built, or if ``values`` are not for them."""
     is_plain = isinstance(values, np.ndarray) and values.flags.c_contiguous
     return _native.load("_comm")[0] if is_plain else None
 

@@ -170,7 +170,7 @@ def to_idx(array: Array) -> bytes:
 
 
 def _cached_files() -> dict[str, bytes]:
-    """The four files' bytes, fetched first where the cache lacks one; safe for several processes at once."""
+    """Return the four files' bytes, fetched first where the cache lacks one; safe for several processes at once."""
     folder = cache_folder()
     try:
         files = _verified_files(folder)
@@ -187,7 +187,7 @@ def _cached_files() -> dict[str, bytes]:
 
 
 def _verified_files(folder: Path) -> dict[str, bytes] | None:
-    """The cached files, or None when one is missing or not what it should be (it is then fetched again)."""
+    """Return the cached files, or None when one is missing or not what it should be (it is then fetched again)."""
     files = {}
     for name, sha256 in IDX_SHA256.items():
         path = folder / name

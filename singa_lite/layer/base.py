@@ -68,7 +68,7 @@ class Layer:
         raise NotImplementedError(f"{self!r} defines no forward")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:  # Any: as forward
-        """The same as ``forward``."""
+        """Call ``forward``."""
         return self.forward(*inputs, **options)
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Layer:
         return sum(tensor.size() for tensor in self.get_params().values())
 
     def _branches(self, seen: set[int]) -> Iterator[str]:
-        """A line for each parameter and, indented below it, each layer that this one holds; each layer once."""
+        """Return a line for each parameter and, indented below it, each layer that this one holds; each layer once."""
         for attribute, value in vars(self).items():
             for name, entry in items(attribute, value):
                 if isinstance(entry, Layer) and id(entry) not in seen:

@@ -70,7 +70,7 @@ class RNN_Base(Layer):
             getattr(self, name).gaussian(0.0, INITIAL_STD)
 
     def _check(self, xs: object, states: Sequence[object]) -> list[Tensor]:
-        """The steps as a list; a typed error unless they and the states fit."""
+        """Return the steps as a list; a typed error unless they and the states fit."""
         if not isinstance(xs, (list, tuple)):
             raise DTypeError(f"{self!r}: expected a list of Tensors, one a step, got {type(xs).__name__}")
         if not xs:
@@ -168,7 +168,7 @@ class RNN(RNN_Base):
         return self._run(self._check([x], [h]), self._weights(Wx, Wh, b), h)[1]
 
     def _weights(self, Wx: Tensor | None = None, Wh: Tensor | None = None, b: Tensor | None = None) -> Tensor:
-        """All weights, see Note [packed weights]; the second bias of cuDNN's is zero."""
+        """Return all weights, see Note [packed weights]; the second bias of cuDNN's is zero."""
         matrices = (self.Wx, self.Wh) if Wx is None or Wh is None else (Wx, Wh)
         parts = [flat([matrix]) for matrix in matrices]
         if self.bias:

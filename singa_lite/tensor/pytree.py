@@ -91,7 +91,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
 
 
 def _key(key: Hashable) -> Hashable:
-    """A key of a dict, for comparisons: Tensors compare element by element."""
+    """Return a key of a dict, for comparisons: Tensors compare element by element."""
     return (Tensor, id(key)) if isinstance(key, Tensor) else (type(key), key)
 
 
@@ -104,7 +104,7 @@ def _is_namedtuple(value: object) -> bool:
 
 
 def _is_dataclass(value: object) -> bool:
-    """Whether it is a dataclass object that ``dataclasses.replace`` can make again."""
+    """Return whether it is a dataclass object that ``dataclasses.replace`` can make again."""
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)

@@ -143,7 +143,7 @@ class Recurrent(Operator):
         return parts
 
     def _joined(self, context: Context, dws: list[Array], shape: tuple[int, ...]) -> Array:
-        """The gradient of all weights from that of every kernel call's."""
+        """Join the gradients that the kernel calls give into that of all weights."""
         if len(dws) == 1:
             return dws[0]
         pieces: list[list[Array]] = [[], []]

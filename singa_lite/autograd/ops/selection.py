@@ -166,7 +166,7 @@ class Gather(Operator):
 
 
 def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
-    """The elements of ``x`` at some places of an axis (names and order are SINGA's).
+    """Take the elements of ``x`` at some places of an axis (names and order are SINGA's).
 
     Args:
         x: any tensor.
@@ -193,7 +193,7 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
 
 
 def embedding(x: Tensor, w: Tensor) -> Tensor:
-    """The rows of a matrix that ids name (SINGA's order of arguments).
+    """Take the rows of a matrix that ids name (SINGA's order of arguments).
 
     Args:
         x: ids of any shape, int32 or int64, in 0 .. rows - 1.

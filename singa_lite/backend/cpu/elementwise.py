@@ -57,7 +57,7 @@ class ElementwiseKernels:
 
 
 def _kernel_of(formula: Formula) -> Callable[..., None]:
-    """The kernel that evaluates ``formula``, or numpy's function for it."""
+    """Return the kernel that evaluates ``formula``, or numpy's function for it."""
     ufunc = UFUNCS.get(formula.name)
     names = ("A", "Real", *formula.inputs, *formula.numbers)
     value = eval(f"lambda {', '.join(names)}: {formula.value}", dict(FUNCTIONS))

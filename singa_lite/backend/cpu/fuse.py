@@ -20,7 +20,7 @@ def is_float32(view: View) -> bool:
 
 
 def _is_compiled(call: Kernel) -> bool:
-    """Whether there is compiled code for arrays of these shapes: numpy's kernels know no fused calls."""
+    """Return whether there is compiled code for arrays of these shapes: numpy's kernels have no fused calls."""
     views = (*call.inputs, *call.outputs)
     if any(0 in view.shape for view in views):
         return False
