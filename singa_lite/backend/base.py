@@ -121,7 +121,7 @@ KERNELS = {
 
 @cache
 def is_kernel(backend: type, name: str) -> bool:
-    """Return whether a method of a backend is a kernel: not one of every Backend, with the keyword-only argument ``out``."""
+    """Return whether a method is a kernel: not one of every Backend, with the keyword-only argument ``out``."""
     method = None if hasattr(Backend, name) else getattr(backend, name, None)
     return inspect.isfunction(method) and "out" in inspect.getfullargspec(method).kwonlyargs
 

@@ -80,7 +80,7 @@ class _Shelf(Generic[Item]):
 
 
 def _fill(items: Iterable[Item], shelf: _Shelf[Item]) -> None:
-    """Run as the thread, which refers to the shelf only: a consumer that is dropped is collected and closes the shelf."""
+    """Run as the thread; it refers to the shelf only, so that a dropped consumer is collected and closes the shelf."""
     error: BaseException | None = None
     try:
         try:
