@@ -21,11 +21,12 @@ struct Numbers {
 // f(g, p, first, second) gives new values to p and as many states as there are.
 template <int num_states, class F> __device__ void update(const Items& items, const Numbers& numbers) {
   const Item item = entry_of_block(items.items, items.count);
-  const Int begin = (blockIdx.x - item.first_block) * kPieceElements;
+  const Int begin = (blockIdx.x - item.first_block) * kPieceElements, left = item.size - begin;
+  const Int end = begin + (left < kPieceElements ? left : kPieceElements);
   F f = {};
   A* members = reinterpret_cast<A*>(&f);
   for (unsigned i = 0; i < sizeof(F) / sizeof(A); ++i) members[i] = A(numbers.values[i].get());
-  for (Int i = begin + threadIdx.x; i < begin + kPieceElements && i < item.size; i += blockDim.x) {
+  for (Int i = begin + threadIdx.x; i < end; i += blockDim.x) {
     A p = widen(item.param[i]);
     A first = num_states > 0 ? widen(item.first[i]) : A(0), second = num_states > 1 ? widen(item.second[i]) : A(0);
     f(widen(item.grad[i]) + (f.weight_decay != 0 ? f.weight_decay * p : A(0)), p, first, second);
