@@ -164,7 +164,7 @@ class ArrayCollectives:
 
 
 def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
-    """The raw arrays of tensors that stay, for a collective that comes after what was computed there."""
+    """Return the raw arrays of tensors that stay, for a collective that comes after what was computed there."""
     known = list(tensors)
     for backend in {tensor.device.backend for tensor in known}:
         backend.activate()

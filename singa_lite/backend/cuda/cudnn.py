@@ -22,7 +22,7 @@ MOST_PLANS = 4096  # a few KB each; the oldest goes first
 
 
 def open_cudnn() -> tuple[Any, Any]:
-    """The compiled module and a handle of cuDNN 9; DeviceError with the cure where these cannot be had."""
+    """Return the compiled module and a handle of cuDNN 9; DeviceError with the cure where these cannot be had."""
     module, reason = _native.load("_cudnn")
     if module is None:
         raise DeviceError(f"cuDNN is called by the compiled module _cudnn: {reason}")

@@ -132,5 +132,5 @@ class LossKernels(Launcher):
 
 
 def _smallest(probabilities: Array) -> float:
-    """The least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
+    """Return the least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
     return float(np.finfo(probabilities.dtype).tiny)

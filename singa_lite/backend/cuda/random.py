@@ -14,30 +14,24 @@ class RandomKernels(Launcher):
     """Dropout and the fillers; a thread draws four numbers."""
 
     def dropout(self, x: Array, *, out: tuple[Array, Array], ratio: float, seed: int, counter: int) -> None:
-        y, mask = out
-        self._draw("random.dropout", 4, (x, y, mask), y, (ratio,), seed, counter)
+        self._draw("random.dropout", 4, (x, *out), (ratio,), seed, counter)
 
     def dropout_backward(self, dy: Array, mask: Array, *, out: Array, ratio: float) -> None:
         self.each("random.dropout_backward", dy.dtype.char, out.size, dy, mask, out, out.size, float(ratio))
 
     def random_uniform(self, *, out: Array, low: float, high: float, seed: int, counter: int) -> None:
-        self._draw("random.random_uniform", 2, (out,), out, (low, high), seed, counter)
+        self._draw("random.random_uniform", 2, (out,), (low, high), seed, counter)
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
-        self._draw("random.random_normal", 2, (out,), out, (mean, std), seed, counter)
+        self._draw("random.random_normal", 2, (out,), (mean, std), seed, counter)
 
     def random_bernoulli(self, *, out: Array, p: float, seed: int, counter: int) -> None:
-        self._draw("random.random_bernoulli", 4, (out,), out, (p,), seed, counter)
+        self._draw("random.random_bernoulli", 4, (out,), (p,), seed, counter)
 
     def _draw(
-        self,
-        name: str,
-        each: int,
-        arrays: tuple[Array, ...],
-        y: Array,
-        numbers: tuple[float, ...],
-        *stream: int,
+        self, name: str, each: int, arrays: tuple[Array, ...], numbers: tuple[float, ...], *stream: int
     ) -> None:
-        """Start a kernel whose threads make ``each`` elements of ``y``; ``stream``: seed and counter."""
-        given = (*arrays, y.size, *map(float, numbers), *(self.scalar(number, int) for number in stream))
-        self.each(name, y.dtype.char, -(-y.size // each), *given)
+        """Start a kernel whose threads make ``each`` elements of arrays of one size; ``stream``: seed and counter."""
+        types, count = arrays[0].dtype.char, arrays[0].size
+        given = (*arrays, count, *map(float, numbers), *(self.scalar(number, int) for number in stream))
+        self.each(name, types, -(-count // each), *given)
