@@ -107,8 +107,7 @@ class Optimizer:
         if "update_all" in vars(kind):
             self.update_all(pairs)
         else:
-            for param, grad in as_pairs(type(self).__name__, pairs):
-                self.apply(param.name or "", param, grad)
+            Optimizer.update_all(self, pairs)
 
     def update_without_momentum(self, pairs: Pairs) -> None:
         """Update by gradients that have the momentum in them already.

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistOpt: any optimizer, on N ranks. The one file that uses both compute and exchange.
 
-``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; the ``backward_and_*`` methods are SINGA's names for the
-same few lines. How gradients are sent is written in sync/, what sends them in comm/.
+``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; SINGA's names for the same are in singa.py. How gradients
+are sent is written in sync/, what sends them in comm/.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable
-from dataclasses import replace
 from functools import partial
 from threading import TIMEOUT_MAX
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,20 +18,21 @@ from .. import autograd
 from ..autograd.engine import check_recorded
 from ..comm.base import Communicator, Traffic
 from ..comm.rendezvous import process_communicator
-from ..errors import CheckpointError, OptionError, check_choice, check_int, check_number
+from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..graph.recorder import bookkeep, guard, host, steps_since_start, unrecorded
-from ..sync import find_schemes
-from ..sync.agree import are_equal, arrays_of, compare, compare_values, host_copy, manifest
+from ..sync import find_scheme, find_schemes
+from ..sync.agree import are_equal, compare_models, compare_progress
 from ..sync.base import Scheme, option_names
 from ..sync.collectives import ArrayCollectives
-from ..tensor import Tensor
+from ..tensor import Tensor, to_numpy
 from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .options import Option, check_options, options_at, with_defaults
 from .schedule import DecayScheduler
 from .sgd import SGD
+from .singa import SingaCalls
 
 THRESHOLD = 2097152  # elements; SINGA's default
 BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
-Option = Any  # a number, a bool, or a DecayScheduler of numbers
 
 
 class RendezvousId(Protocol):
@@ -42,13 +41,7 @@ class RendezvousId(Protocol):
     rendezvous_id: str
 
 
-class HasStates(Protocol):
-    """A layer or model."""
-
-    def get_states(self) -> dict[str, Tensor]: ...
-
-
-class DistOpt(ArrayCollectives, Optimizer):
+class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     """Wraps an optimizer so that N ranks take one common step.
 
     Every rank computes gradients of its own batch; their mean, or what ``dist_option`` makes of it, is applied
@@ -125,11 +118,11 @@ class DistOpt(ArrayCollectives, Optimizer):
         self.opt = opt if opt is not None else SGD()
         self.spars = spars
         self.dist_option, self._options = dist_option, options
-        self._resolve(_kind_of(dist_option), self._given(_kind_of(dist_option), None, {}), 0)
+        scheme = find_scheme(dist_option)
+        self._resolve(scheme, self._given(scheme, None, {}))
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
-        super().__init__(
-            communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
-        )
+        world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
+        super().__init__(world)
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
@@ -141,7 +134,6 @@ class DistOpt(ArrayCollectives, Optimizer):
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
         self._schemes: dict[str, Scheme] = {}
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
-        self._before, self._last = Traffic(), Traffic()  # until the last step began, and of the last step
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -193,13 +185,15 @@ class DistOpt(ArrayCollectives, Optimizer):
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         self._compare_if_loaded(scheme)
         self._guard_attributes()
-        offset = steps_since_start(
-            self.opt, self.opt._step_counter
-        )  # of this call, if a recorded step has several
-        guard((self, offset), lambda: self._structure(scheme, given, offset))
+        # of this call, if a recorded step has several
+        offset = steps_since_start(self.opt, self.opt._step_counter)
+        guard(
+            (self, offset),
+            lambda: with_defaults(self._resolve(type(scheme), given, offset), scheme.read_again),
+        )
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
         bookkeep(self._begin_measuring)
-        read = partial(self._resolve, type(scheme), given, 0)
+        read = partial(self._resolve, type(scheme), given)
         with unrecorded():
             options = read()
         scheme.begin(options, read)
@@ -212,63 +206,18 @@ class DistOpt(ArrayCollectives, Optimizer):
         self, scheme: type[Scheme], spars: float | DecayScheduler | None, options: dict[str, Option]
     ) -> dict[str, Option]:
         """Return a scheme's options by name, schedules as they are; ``spars`` is left out where it is the attribute."""
-        known = option_names(scheme)
-        of_constructor = self._options if scheme is _kind_of(self.dist_option) else {}
+        of_constructor = self._options if scheme is find_scheme(self.dist_option) else {}
         given = {**of_constructor, **options}
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            have = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise OptionError(f"DistOpt: {scheme.names[0]} has no option {', '.join(unknown)}; {have}")
-        _check_options(scheme, given)
-        return given if spars is None or "spars" not in known else {**given, "spars": spars}
+        check_options(scheme, given)
+        return given if spars is None or "spars" not in option_names(scheme) else {**given, "spars": spars}
 
-    def _resolve(self, scheme: type[Scheme], given: dict[str, Option], offset: int) -> Any:
+    def _resolve(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> Any:
         """Return ``scheme.Options`` of the step that is ``offset`` steps ahead."""
         values = {"spars": self.spars, **given} if "spars" in option_names(scheme) else given
-        step = self.opt._step_counter + offset
-        return scheme.Options(
-            **{name: v(step) if isinstance(v, DecayScheduler) else v for name, v in values.items()}
-        )
-
-    def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
-        """Return the options that decide which kernels and collectives a step has."""
-        options = self._resolve(type(scheme), given, offset)
-        defaults = {name: getattr(scheme.Options(), name) for name in scheme.read_again}
-        return replace(options, **defaults)
-
-    def _begin_measuring(self) -> None:
-        self._before = self.communicator.traffic.copy()
-
-    def _end_measuring(self) -> None:
-        self._last = self.communicator.traffic.since(self._before)
-
-    def backward_and_update(self, loss: Tensor, threshold: int | None = None) -> None:
-        """dist_option "fp32"."""
-        self(loss, "fp32", threshold=threshold)
-
-    def backward_and_update_half(
-        self, loss: Tensor, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
-    ) -> None:
-        """dist_option "fp16"; ``clipping`` limits local gradients to +-clip_Value first."""
-        self(loss, "fp16", threshold=threshold, clip_value=clip_Value if clipping else None)
-
-    def backward_and_partial_update(self, loss: Tensor, threshold: int | None = None) -> None:
-        """dist_option "partialUpdate"."""
-        self(loss, "partialUpdate", threshold=threshold)
-
-    def backward_and_sparse_update(
-        self,
-        loss: Tensor,
-        threshold: int | None = None,
-        spars: float | DecayScheduler | None = None,
-        topK: bool = False,
-        corr: bool = True,
-    ) -> None:
-        """dist_option "sparseTopK" or, without ``topK``, "sparseThreshold"."""
-        self(loss, "sparseTopK" if topK else "sparseThreshold", spars, threshold=threshold, corr=corr)
+        return options_at(scheme, values, self.opt._step_counter + offset)
 
     def _scheme(self, dist_option: str, threshold: int | None) -> Scheme:
-        kind = _kind_of(dist_option)
+        kind = find_scheme(dist_option)
         name = kind.names[0]
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
@@ -285,21 +234,6 @@ class DistOpt(ArrayCollectives, Optimizer):
             )
         return scheme
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes this rank put on a ring in the last step (comm/base.py, Note [bytes])."""
-        return self._last.bytes_sent
-
-    @property
-    def bytes_payload(self) -> int:
-        """Bytes of what travelled in the last step."""
-        return self._last.bytes_payload
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds the host waited for collectives in the last step."""
-        return self._last.wait_s
-
     # ---- what must be equal on all ranks ---------------------------------------------------------------
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -310,7 +244,7 @@ class DistOpt(ArrayCollectives, Optimizer):
         """
         self.opt.prepare(params, buffers)
         states = {**params, **buffers}
-        self._compare_manifests(states)
+        compare_models(self.communicator, states, self.opt.describe())
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
 
@@ -318,7 +252,8 @@ class DistOpt(ArrayCollectives, Optimizer):
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
         with unrecorded():
             self._names = unique_names([*self._names, *params])
-            self._compare_manifests({self._names[param]: param for param in params})
+            states = {self._names[param]: param for param in params}
+            compare_models(self.communicator, states, self.opt.describe())
             if not are_equal(self.communicator, "parameter values", params):
                 warnings.warn(
                     "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
@@ -326,12 +261,6 @@ class DistOpt(ArrayCollectives, Optimizer):
                     stacklevel=4,
                 )
                 self.broadcast(params)
-
-    def _compare_manifests(self, states: dict[str, Tensor]) -> None:
-        cure = "models must be equal on all ranks"
-        compare(self.communicator, "their parameters and buffers", manifest(states), cure)
-        cure = "make the same optimizer on every rank"
-        compare(self.communicator, "their optimizers", self.opt.describe(), cure)
 
     def _compare_states(self, scheme: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
@@ -342,23 +271,18 @@ class DistOpt(ArrayCollectives, Optimizer):
         self._must_compare = False
         used = {self.dist_option, *self._schemes, *self._loaded}
         keeps_equal = scheme.keeps_equal if scheme else all(find_schemes()[name].keeps_equal for name in used)
-        cure = "load the same checkpoint on all ranks, each its own file of one step"
-        mine = {"the number of steps made": self.opt._step_counter, **self.opt.describe()}
-        compare(self.communicator, "their optimizers", mine, cure)
+        values = None
         if keeps_equal:
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
-            arrays = [(name, host_copy(param)) for param, name in names.items()]
-            arrays += [(f"the state {name}", value) for name, value in self.opt.get_states().items()]
-            compare_values(self.communicator, "their parameters and optimizer states", arrays, cure)
+            values = {name: to_numpy(param) for param, name in names.items()}
+            values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
+        compare_progress(self.communicator, self.opt._step_counter, self.opt.describe(), values)
 
-    def _compare_if_loaded(self, scheme: Scheme | None) -> None:
+    def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
         if self._must_compare:
             with unrecorded():
                 self._compare_states(scheme)
         guard((self, "states were loaded"), lambda: self._must_compare)
-
-    def _before_sum(self) -> None:
-        self._compare_if_loaded(None)
 
     def _compare_if_due(self, scheme: Scheme | None) -> None:
         if self._check_every is not None and self.opt._step_counter % self._check_every == 0:
@@ -366,15 +290,6 @@ class DistOpt(ArrayCollectives, Optimizer):
 
     def states_loaded(self) -> None:
         self._must_compare = True
-
-    def broadcast(self, params: Iterable[Tensor]) -> None:
-        """Copy rank 0's values of ``params`` to every rank."""
-        self.communicator.broadcast(arrays_of(params), 0, name="parameters").wait()
-
-    def synchronize(self, model: HasStates) -> None:
-        """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
-        arrays = arrays_of(model.get_states().values())
-        self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
@@ -471,23 +386,3 @@ class DistOpt(ArrayCollectives, Optimizer):
             scheme.load_state_dict(own.pop(name, {}), self._names)
         self._last, self._loaded = Traffic(), own
         self.states_loaded()
-
-
-def _check_options(scheme: type[Scheme], given: dict[str, Option]) -> None:
-    """Raise OptionError for a value of another type than the option's; a DecayScheduler is a number."""
-    types = get_type_hints(scheme.Options) if given else {}
-    for name, value in given.items():
-        accepted = get_args(types[name]) or (types[name],)
-        if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
-            continue
-        if bool in accepted:
-            if not isinstance(value, (bool, np.bool_)):
-                raise OptionError(f"{scheme.names[0]}: {name} = {value!r} must be True or False")
-        elif float in accepted:
-            check_number(scheme.names[0], name, value)
-
-
-def _kind_of(dist_option: str) -> type[Scheme]:
-    known = find_schemes()
-    check_choice("DistOpt", "dist_option", dist_option, known)
-    return known[dist_option]

@@ -58,9 +58,7 @@ class SGD(Optimizer):
             vars(self)[name] = before
             raise OptionError("SGD: nesterov needs momentum > 0 and dampening 0")
         if name == "momentum" and value != 0:
-            self.slot_names = (
-                "momentum",
-            )  # for good: momentum that comes back goes on from what it has summed
+            self.slot_names = ("momentum",)  # for good: one that comes back goes on from what it has summed
 
     def update_all(self, pairs: Pairs) -> None:
         guard((self, "nesterov"), lambda: self.nesterov)

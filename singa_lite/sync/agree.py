@@ -7,15 +7,14 @@ Every function here is a collective: all ranks must call it. A difference is a C
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import CommError
-from ..graph.recorder import persist
-from ..tensor import Tensor
+from ..tensor import Tensor, to_numpy
 
 Json = Any
 
@@ -44,24 +43,32 @@ def _text(entries: Mapping[str, Json], name: str) -> str:
     return str(entries[name]) if name in entries else "not there"
 
 
-def manifest(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return dtype and shape of each tensor, by name."""
-    return {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-
-
-def digests(arrays: Iterable[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Return a hash of 8 bytes of each array, by name."""
-    return {name: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for name, a in arrays}
-
-
-def compare_values(
-    communicator: Communicator, what: str, arrays: Sequence[tuple[str, np.ndarray]], cure: str
+def compare_models(
+    communicator: Communicator, states: Mapping[str, Tensor], optimizer: Mapping[str, Json]
 ) -> None:
-    """Raise a CommError that names the first array whose bits differ; 8 bytes are sent where none does."""
-    mine = digests(arrays)
+    """Compare names, dtypes and shapes of parameters and buffers, and ``optimizer``, which ``describe`` gave."""
+    manifest = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in states.items()}
+    compare(communicator, "their parameters and buffers", manifest, "models must be equal on all ranks")
+    compare(communicator, "their optimizers", optimizer, "make the same optimizer on every rank")
+
+
+def compare_progress(
+    communicator: Communicator,
+    steps: int,
+    optimizer: Mapping[str, Json],
+    values: Mapping[str, np.ndarray] | None,
+) -> None:
+    """Compare the number of steps made, ``optimizer`` and, unless None, the bits of ``values``, as 8 bytes in all.
+
+    Where these differ, the first array that does is named.
+    """
+    cure = "load the same checkpoint on all ranks, each its own file of one step"
+    compare(communicator, "their optimizers", {"the number of steps made": steps, **optimizer}, cure)
+    if values is None:
+        return
+    what, mine = "their parameters and optimizer states", _digests(values)
     joined = hashlib.blake2b("".join(mine.values()).encode(), digest_size=8).digest()
-    own = np.frombuffer(joined, np.int64).copy()
-    everyone = communicator.all_gather(own, name=what).wait()
+    everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=what).wait()
     assert everyone is not None
     if len(set(everyone.ravel().tolist())) > 1:
         compare(communicator, what, mine, cure)
@@ -69,21 +76,10 @@ def compare_values(
 
 def are_equal(communicator: Communicator, what: str, tensors: Iterable[Tensor]) -> bool:
     """Return whether the bits of ``tensors`` are equal on all ranks."""
-    joined = "".join(digests((str(n), host_copy(tensor)) for n, tensor in enumerate(tensors)).values())
-    return len(set(communicator.all_gather_object(joined, name=what))) == 1
+    values = {str(number): to_numpy(tensor) for number, tensor in enumerate(tensors)}
+    return len(set(communicator.all_gather_object("".join(_digests(values).values()), name=what))) == 1
 
 
-def host_copy(tensor: Tensor) -> np.ndarray:
-    """Return a numpy copy of a tensor's values."""
-    array: np.ndarray = tensor.device.backend.to_numpy(tensor.array)
-    return array
-
-
-def arrays_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the raw arrays of tensors that stay, for a collective that comes after what was computed there."""
-    known = list(tensors)
-    for backend in {tensor.device.backend for tensor in known}:
-        backend.activate()
-    for tensor in known:
-        persist(tensor.array)
-    return [tensor.array for tensor in known]
+def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Return a hash of 8 bytes of each array, by name."""
+    return {name: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for name, a in values.items()}

@@ -25,7 +25,7 @@ from ..comm.base import Communicator, Work
 from ..errors import CheckpointError
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
-from .grouping import Grouping
+from .grouping import Grouping, layout
 from .state import ParamState, Slot
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
@@ -201,13 +201,9 @@ class Bucket:
         self.backend = params[0].device.backend
         self.dtype = params[0].dtype
         self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
-        self._spans: list[slice] = []
-        end = 0
-        for param in params:
-            self._spans.append(slice(end, end + param.size()))
-            end += -(-param.size() // self.alignment) * self.alignment
+        self._spans, size = layout((param.shape for param in params), self.alignment)
         with unrecorded():
-            self.flat = self.backend.zeros((end,), self.dtype)
+            self.flat = self.backend.zeros((size,), self.dtype)
         self.grads = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
 
     def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:
@@ -224,7 +220,7 @@ class Soon:
     """
 
     def __init__(self, work: Work) -> None:
-        self.work = work
+        self.wait = work.wait
 
 
 class OnHost:
@@ -237,6 +233,9 @@ class OnHost:
     def __init__(self, function: Callable[..., None], *arrays: Array) -> None:
         self.function, self.arrays = function, arrays
 
+    def wait(self) -> None:
+        """Nothing is left to wait for: ``BucketedSync.finish`` has called the function."""
+
 
 Exchange = Generator[Work | Soon | OnHost, Any, None]
 
@@ -248,15 +247,13 @@ class BucketInFlight:
         steps: what ``BucketedSync.exchange`` returns for the bucket.
 
     Attributes:
-        pending: what ``steps`` yielded last.
-        has_ended: whether ``steps`` have.
+        pending: what ``steps`` yielded last; None once they have ended.
         packed: what the backend's ``packing`` gave, for its ``unpacking``.
     """
 
     def __init__(self, bucket: Bucket, steps: Exchange) -> None:
         self.bucket, self._steps = bucket, steps
         self.pending: Work | Soon | OnHost | None = None
-        self.has_ended = False
         self.packed: Any = None
 
     def start(self, grads: list[Tensor]) -> None:
@@ -271,22 +268,18 @@ class BucketInFlight:
         """Run the exchange to its next yield while gradients are still computed, if its yield asks for it."""
         while isinstance(self.pending, Soon):
             with self.bucket.backend.packing(self.bucket.flat) as self.packed:
-                self._advance(self.pending.work.wait())
+                self._advance(self.pending.wait())
 
     def advance(self) -> None:
         """Run the exchange to its next yield, after the last gradient."""
+        assert self.pending is not None
         with self.bucket.backend.unpacking(self.packed):
-            if isinstance(self.pending, OnHost):
-                self._advance(None)
-            else:
-                assert self.pending is not None
-                self._advance((self.pending.work if isinstance(self.pending, Soon) else self.pending).wait())
+            self._advance(self.pending.wait())
 
     def _advance(self, result: Any) -> None:
         try:
             self.pending = self._steps.send(result)
         except StopIteration:
-            self.has_ended = True
             self.pending = None
 
 
@@ -347,17 +340,16 @@ class BucketedSync(Scheme, ABC):
         for in_flight in self._in_flight:
             in_flight.advance_soon()
         while self._in_flight:
-            calls = [
-                in_flight.pending for in_flight in self._in_flight if isinstance(in_flight.pending, OnHost)
-            ]
+            yielded = [in_flight.pending for in_flight in self._in_flight]
+            calls = [call for call in yielded if isinstance(call, OnHost)]
             if calls:
                 device = self._in_flight[0].bucket.params[0].device
                 host(_call, calls, [[Tensor.wrap(a, device) for a in call.arrays] for call in calls])
             for in_flight in self._in_flight:
                 in_flight.advance()
-                if in_flight.has_ended:
+                if in_flight.pending is None:  # it has ended
                     yield from in_flight.bucket.grads
-            self._in_flight = [in_flight for in_flight in self._in_flight if not in_flight.has_ended]
+            self._in_flight = [in_flight for in_flight in self._in_flight if in_flight.pending is not None]
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
         params = tuple(param for param, _ in group)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SINGA's collectives on Tensors and raw arrays, which DistOpt offers to scripts that send by hand.
+"""The collectives on Tensors and raw arrays that DistOpt offers to scripts, by SINGA's names, and what a step sent.
 
-All leave the SUM over the ranks in place and have ended when they return; on CUDA the current stream comes after them.
+A collective has ended when its call returns, and on CUDA the current stream comes after it. Those of gradients leave
+the SUM over the ranks in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..backend.base import Backend
-from ..comm.base import Communicator, is_cuda_array
+from ..comm.base import Communicator, Traffic, is_cuda_array
 from ..device import create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..graph.recorder import persist
@@ -25,48 +27,82 @@ from .sparse_top_k import check_share, send_top_k
 RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 
 
+class HasStates(Protocol):
+    """A layer or model."""
+
+    def get_states(self) -> dict[str, Tensor]: ...
+
+
 class ArrayCollectives:
-    """The calls, over ``communicator``. ``_before_sum`` is called before each."""
+    """The calls, over ``communicator``. ``_compare_if_loaded`` is called before each sum."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self._before, self._last = Traffic(), Traffic()  # until the last step began, and of the last step
         self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
-    def _before_sum(self) -> None:
-        """Do what every rank must do before it sends values by hand."""
+    def _compare_if_loaded(self) -> None:
+        """Compare the ranks where they have loaded states."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank put on a ring in the last step (comm/base.py, Note [bytes])."""
+        return self._last.bytes_sent
+
+    @property
+    def bytes_payload(self) -> int:
+        """Bytes of what travelled in the last step."""
+        return self._last.bytes_payload
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds the host waited for collectives in the last step."""
+        return self._last.wait_s
+
+    def _begin_measuring(self) -> None:
+        self._before = self.communicator.traffic.copy()
+
+    def _end_measuring(self) -> None:
+        self._last = self.communicator.traffic.since(self._before)
+
+    def broadcast(self, params: Iterable[Tensor]) -> None:
+        """Copy rank 0's values of ``params`` to every rank."""
+        self.communicator.broadcast(_lasting(params), 0, name="parameters").wait()
+
+    def synchronize(self, model: HasStates) -> None:
+        """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
+        arrays = _lasting(model.get_states().values())
+        self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
         array = _raw(tensor)
-        self._before_sum()
+        self._compare_if_loaded()
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
             tensor.device.backend.activate()
         self.communicator.all_reduce(array, "sum").wait()
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
-        flat, arrays, backend = self._fuse("sum", tensor, send)
-        if flat is not None:
-            self._before_sum()
-            self.communicator.all_reduce(flat, "sum").wait()
-            backend.run("unpack", flat, out=tuple(arrays))
+        self._fuse("sum", tensor, send, self._sum)
+
+    def _sum(self, array: Any, backend: Backend) -> None:
+        self._compare_if_loaded()
+        self.communicator.all_reduce(array, "sum").wait()
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Do ``all_reduce`` through float16 (sync/fp16.py, Note [half scale])."""
-        self._all_reduce_half(_raw(tensor), _backend(tensor))
+        self._sum_half(_raw(tensor), _backend(tensor))
 
-    def _all_reduce_half(self, array: Any, backend: Backend) -> None:
-        self._before_sum()
+    def _sum_half(self, array: Any, backend: Backend) -> None:
+        self._compare_if_loaded()
         message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
         message.measure().wait()
         message.send("sum").wait()
 
     def fused_all_reduce_half(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Do ``fused_all_reduce`` through float16."""
-        flat, arrays, backend = self._fuse("half", tensor, send)
-        if flat is not None:
-            self._all_reduce_half(flat, backend)
-            backend.run("unpack", flat, out=tuple(arrays))
+        self._fuse("half", tensor, send, self._sum_half)
 
     def sparsification(
         self, tensor: RawOrTensor, accumulation: RawOrTensor | None, spars: float, topK: bool
@@ -79,29 +115,27 @@ class ArrayCollectives:
             spars: share of elements with ``topK``, else least magnitude.
             topK: select by share.
         """
-        residual = None if accumulation is None else _raw(accumulation)
-        self._sparsify(_raw(tensor), residual, _backend(tensor), spars, topK)
+        self._sparsify(accumulation, spars, topK, _raw(tensor), _backend(tensor))
 
     def fused_sparsification(
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Do ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        flat, arrays, backend = _pack([(_raw(part), _backend(part)) for part in tensor])
-        if flat is not None:
-            residual = None if accumulation is None else _raw(accumulation)
-            self._sparsify(flat, residual, backend, spars, topK)
-            backend.run("unpack", flat, out=tuple(arrays))
+        kept = [(_raw(part), _backend(part)) for part in tensor]
+        _as_one_array(kept, partial(self._sparsify, accumulation, spars, topK))
 
-    def _sparsify(self, array: Any, residual: Any, backend: Backend, spars: float, topK: bool) -> None:
+    def _sparsify(
+        self, accumulation: RawOrTensor | None, spars: float, topK: bool, array: Any, backend: Backend
+    ) -> None:
+        residual = None if accumulation is None else _raw(accumulation).reshape(-1)
         (check_share if topK else check_magnitude)(spars)
         flat = array.reshape(-1)
-        residual = None if residual is None else residual.reshape(-1)
         if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
             raise ShapeError(
                 f"sparsification: accumulation is {residual.dtype}[{residual.size}], "
                 f"the values {flat.dtype}[{flat.size}]"
             )
-        self._before_sum()
+        self._compare_if_loaded()
         if residual is not None:
             backend.run("add", flat, residual, out=flat)
         message = SparseMessage(self.communicator, backend, flat, residual, "sparsification")
@@ -115,17 +149,28 @@ class ArrayCollectives:
     def wait(self) -> None:
         """Kept for SINGA scripts: the calls above have ended when they return."""
 
-    def _fuse(self, kind: str, tensors: Sequence[RawOrTensor], send: bool) -> tuple[Any, list[Any], Any]:
-        """The arrays put aside and given, each once, as ``_pack`` gives them; (None, [], None) while not sending."""
+    def _fuse(
+        self, kind: str, tensors: Sequence[RawOrTensor], send: bool, function: Callable[[Any, Backend], None]
+    ) -> None:
+        """Put each array aside once; with ``send``, do ``function`` to all that were put aside, as one array."""
         kept = self._fused[kind]
         for tensor in tensors:
             array = _raw(tensor)
             if not any(array is known for known, _ in kept):
                 kept.append((array, _backend(tensor)))
-        if not send:
-            return None, [], None
-        self._fused[kind] = []
-        return _pack(kept)
+        if send:
+            self._fused[kind] = []
+            _as_one_array(kept, function)
+
+
+def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the raw arrays of tensors that stay, for a collective that comes after what was computed there."""
+    known = list(tensors)
+    for backend in {tensor.device.backend for tensor in known}:
+        backend.activate()
+    for tensor in known:
+        persist(tensor.array)
+    return [tensor.array for tensor in known]
 
 
 def _raw(tensor: RawOrTensor) -> Any:
@@ -149,10 +194,10 @@ def _backend(tensor: RawOrTensor) -> Backend:
     return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend
 
 
-def _pack(kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
-    """Arrays of one dtype end to end as one flat array, they, and their backend; (None, [], None) of none."""
+def _as_one_array(kept: list[tuple[Any, Backend]], function: Callable[[Any, Backend], None]) -> None:
+    """Do ``function`` to arrays of one dtype and backend, end to end as one flat array; nothing if there are none."""
     if not kept:
-        return None, [], None
+        return
     arrays, backend = [array for array, _ in kept], kept[0][1]
     if len({array.dtype for array in arrays}) > 1:
         raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
@@ -160,4 +205,5 @@ def _pack(kept: list[tuple[Any, Backend]]) -> tuple[Any, list[Any], Any]:
         raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
     flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
     backend.run("pack", *arrays, out=flat)
-    return flat, arrays, backend
+    function(flat, backend)
+    backend.run("unpack", flat, out=tuple(arrays))

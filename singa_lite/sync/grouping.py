@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -42,3 +44,12 @@ def group_all(items: list[Item], sizes: list[int], limit: int) -> list[list[Item
     grouping: Grouping[Item] = Grouping(limit)
     groups = [grouping.add(item, size) for item, size in zip(items, sizes, strict=True)]
     return [group for group in [*groups, grouping.flush()] if group]
+
+
+def layout(shapes: Iterable[tuple[int, ...]], alignment: int = 1) -> tuple[list[slice], int]:
+    """Return where arrays lie in a flat one, each from a multiple of ``alignment`` elements on, and where that ends."""
+    spans, end = [], 0
+    for size in map(prod, shapes):
+        spans.append(slice(end, end + size))
+        end += -(-size // alignment) * alignment
+    return spans, end

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
+from .grouping import layout
 
 Array = Any  # a raw array of the device's backend
 
@@ -23,15 +22,13 @@ class Group(Protocol):
     params: list[Tensor]
     backend: Any
     dtype: Any
-    flat: Array
-
-    def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]: ...
+    alignment: int
 
 
 class Slot:
     """One of the arrays that are kept for each parameter; a scheme may override both methods.
 
-    The arrays have the dtype of their parameters. Those of a parameter's own shape are laid out as in ``Group.flat``.
+    The arrays have the dtype of their parameters. Those of a parameter's own shape lie as the gradients do in ``flat``.
     """
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
@@ -123,20 +120,12 @@ class ParamState:
         """Make the arrays of a group that is new."""
         self._flats[group], self._views[group] = [], {}
         for name, slot in self._slots.items():
-            if type(slot).shape is Slot.shape:
-                flat = group.backend.zeros(group.flat.shape, group.dtype)
-                views = list(group.views(flat))
-            else:
-                shapes = [slot.shape(param) for param in group.params]
-                ends = list(accumulate(map(math.prod, shapes), initial=0))
-                flat = group.backend.zeros((ends[-1],), group.dtype)
-                parts = [
-                    flat[start:end].reshape(shape)
-                    for (start, end), shape in zip(pairwise(ends), shapes, strict=True)
-                ]
-                views = list(zip(group.params, parts, strict=True))
+            shapes = [slot.shape(param) for param in group.params]
+            spans, size = layout(shapes, group.alignment if type(slot).shape is Slot.shape else 1)
+            flat = group.backend.zeros((size,), group.dtype)
             self._flats[group].append(flat)
-            self._views[group] |= {(param, name): view for param, view in views}
+            for param, span, shape in zip(group.params, spans, shapes, strict=True):
+                self._views[group][param, name] = flat[span].reshape(shape)
         for param in group.params:
             if param not in self._owners:
                 self._fill(group, param)

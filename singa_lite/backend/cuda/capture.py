@@ -90,10 +90,11 @@ class CapturedPart:
         self._graph, self._has_run = None, False
 
     def _capture(self) -> None:
-        backend, numbers = self._backend, Numbers(self._backend)
         self._before_launch, self._after_launch = [], []
-        traffic = {id(c): (c, c.traffic.copy()) for c in self._communicators()}
-        last: dict[int, Any] = {}  # by the id of a communicator: its last work
+        backend, numbers = self._backend, Numbers(self._backend, self._before_launch)
+        communicators = (node.communicator for node in self._nodes if isinstance(node, Collective))
+        traffic = {communicator: communicator.traffic.copy() for communicator in communicators}
+        last: dict[Any, Any] = {}  # the last work of each communicator
         with backend.lock:
             backend.activate()
             backend.join()  # what was given before is no part of it
@@ -103,25 +104,25 @@ class CapturedPart:
                     for node in self._nodes:
                         self._capture_node(node, numbers)
                         if isinstance(node, Collective):
-                            last[id(node.communicator)] = node.flight.work
+                            last[node.communicator] = node.flight.work
                     backend.join()
             except BaseException:
                 discard_capture(backend.stream)
                 raise
             finally:
-                for communicator, before in traffic.values():
+                for communicator, before in traffic.items():
                     sent, communicator.traffic = communicator.traffic.since(before), before
                     self._after_launch.append(_counting(communicator, sent))
             self._graph, self._numbers = ExecutableGraph(backend.stream), numbers
-        for key, work in last.items():
-            self._after_launch.append(traffic[key][0].follow_graph(self, work))
+        for communicator, work in last.items():
+            self._after_launch.append(communicator.follow_graph(self, work))
 
     def _capture_node(self, node: Node, numbers: Numbers) -> None:
         if isinstance(node, Host):
             self._before_launch.append(node)
         elif isinstance(node, Kernel):
+            numbers.begin_kernel()
             self._backend.execute(node.name, node.inputs, node.out, node.attributes)
-            self._before_launch += numbers.take_reads()
         else:
             node()
 
@@ -138,24 +139,20 @@ class CapturedPart:
         for run in self._after_launch:
             run()
 
-    def _communicators(self) -> list[Any]:
-        found = (node.communicator for node in self._nodes if isinstance(node, Collective))
-        return list({id(communicator): communicator for communicator in found}.values())
-
 
 class Numbers:
     """Numbers of a graph that the host stores before a launch, and where its kernels find them.
 
     Args:
         backend: whose kernels take them.
+        before_launch: receives, in the order of the kernels, what reads each number again.
     """
 
-    def __init__(self, backend: Launcher) -> None:
-        self.backend = backend
+    def __init__(self, backend: Launcher, before_launch: list[Callable[[], None]]) -> None:
+        self.backend, self._before_launch = backend, before_launch
         self._on_device = backend.allocate_zeros((MAX_NUMBERS,), np.int64)
         self._values: list[bytes] = []
         self._stored: list[bytes] = []
-        self._reads: list[Callable[[], None]] = []
         self._of_kernel: dict[int, int] = {}  # of the kernel that is captured: id of a Scalar -> number
 
     @contextmanager
@@ -174,17 +171,15 @@ class Numbers:
             if number == MAX_NUMBERS:
                 raise GraphError(f"a captured step has more than {MAX_NUMBERS} numbers that change")
             self._values.append(bytes(8))
-            self._reads.append(lambda: self._set(number, pack(scalar.read())))
+            self._before_launch.append(lambda: self._set(number, pack(scalar.read())))
         return np.frombuffer(struct.pack("<qq", self._on_device.data.ptr + 8 * number, 0), "V16")
 
     def _set(self, number: int, value: bytes) -> None:
         self._values[number] = value
 
-    def take_reads(self) -> list[Callable[[], None]]:
-        """Return a function that reads the numbers of the kernel just captured again."""
-        reads, self._reads = self._reads, []
+    def begin_kernel(self) -> None:
+        """Have the next kernel read its Scalars at its own place in the order, whoever else has them too."""
         self._of_kernel.clear()
-        return reads
 
     def store(self) -> None:
         """Bring the values to the device, unless they are there."""

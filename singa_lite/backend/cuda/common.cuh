@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What all kernel files share. launch.py puts it before each of them, with the element types T and U of a call
-// between the two; A is the type in which T is computed, see Note [kernel form] in ../base.py, and Real a type with
-// functions like exp. Needs no header, so it compiles wherever NVRTC runs. Arrays are row-major. cupy compiles with
+// between the two; A is the type in which T is computed, see Note [kernel form] in ../base.py, Total that in which many
+// of A are added up, and Real a type with functions like exp. Needs no header, so it compiles wherever NVRTC runs. Arrays are row-major. cupy compiles with
 // -ftz=true: arithmetic takes float32 numbers below 2^-126 for 0; moving and selecting does not.
 
 typedef long long Int;
@@ -37,6 +37,8 @@ template <> struct WideOf<Half> { typedef float type; };
 template <class V> struct RealOf { typedef double type; };  // for functions of integers
 template <> struct RealOf<Half> { typedef float type; };
 template <> struct RealOf<float> { typedef float type; };
+template <class V> struct TotalOf { typedef V type; };
+template <> struct TotalOf<float> { typedef double type; };
 template <class V> struct MagnitudeOf { typedef Bits type; };
 template <> struct MagnitudeOf<Half> { typedef unsigned type; };
 template <> struct MagnitudeOf<float> { typedef unsigned type; };
@@ -104,6 +106,20 @@ template <class Index> __device__ void find_offsets(const Broadcast& axes, Index
 #define IN_BATCH(i, n)                                      \
   _Pragma("unroll") for (int u = 0; u < 4; ++u)             \
     if (const Int i = first + u * GRID; i < (n))
+
+// The entry of a list that this block works for: each has the number of its first block, ascending.
+template <class E> __device__ const E& entry_of_block(const E* entries, Int count) {
+  Int low = 0, high = count - 1;
+  while (low < high) {
+    const Int middle = (low + high + 1) / 2;
+    if (entries[middle].first_block <= blockIdx.x) low = middle;
+    else high = middle - 1;
+  }
+  return entries[low];
+}
+
+// The elements of a row of n that are this thread's, where a block has a row.
+#define EACH_OF_ROW(i, n) for (Int i = threadIdx.x; i < (n); i += blockDim.x)
 
 struct Add {
   template <class V> static __device__ V of(V a, V b) { return a + b; }

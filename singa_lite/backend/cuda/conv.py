@@ -21,11 +21,12 @@ from ...config import state
 from ...errors import DeviceError
 from ...graph.memory import View
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, is_aligned
+from .cudnn import DTYPES, CudnnCaller, addresses, is_aligned
 
 Pair = tuple[int, int]
 
 FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT = range(3)
+ORDERS = ((0, 1, 2), (1, 2, 0), (0, 2, 1))  # of x, w and y as cuDNN takes them: two inputs, then the result
 PLAIN = (1, 1)
 TENSOR_CORE = 8  # channels
 
@@ -38,57 +39,20 @@ class ConvKernels(CudnnCaller):
 
     measure_convolutions = True  # see Note [plans]
 
-    def conv2d(
-        self,
-        x: Array,
-        w: Array,
-        b: Array | None = None,
-        *,
-        out: Array,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
-        memory_formats: Pair = PLAIN,
-    ) -> None:
-        options = (x.shape, w.shape, out.shape, stride, padding, dilation, groups)
+    def conv2d(self, x: Array, w: Array, b: Array | None = None, *, out: Array, **options: Any) -> None:
         if out.size:
-            self._convolve(FORWARD, x, w, out, b, options, (memory_formats[0], 1, memory_formats[1]))
+            self._convolve(FORWARD, x, w, out, b, **options)
 
-    def conv2d_backward_data(
-        self,
-        dy: Array,
-        w: Array,
-        *,
-        out: Array,
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
-        memory_formats: Pair = PLAIN,
-    ) -> None:
-        options = (out.shape, w.shape, dy.shape, stride, padding, dilation, groups)
+    def conv2d_backward_data(self, dy: Array, w: Array, *, out: Array, **options: Any) -> None:
         if out.size:
-            self._convolve(
-                BACKWARD_DATA, w, dy, out, None, options, (1, memory_formats[1], memory_formats[0])
-            )
+            self._convolve(BACKWARD_DATA, out, w, dy, None, **options)
 
     def conv2d_backward_weight(
-        self,
-        dy: Array,
-        x: Array,
-        *,
-        out: Array | tuple[Array, Array],
-        stride: Pair,
-        padding: Pair,
-        dilation: Pair,
-        groups: int,
-        memory_formats: Pair = PLAIN,
+        self, dy: Array, x: Array, *, out: Array | tuple[Array, Array], **options: Any
     ) -> None:
         dw, db = out if isinstance(out, tuple) else (out, None)
         if dy.size:
-            options = (x.shape, dw.shape, dy.shape, stride, padding, dilation, groups)
-            self._convolve(BACKWARD_WEIGHT, x, dy, dw, db, options, (*memory_formats, 1))
+            self._convolve(BACKWARD_WEIGHT, x, dw, dy, db, **options)
         else:  # of an empty batch
             for gradient in (dw, db):
                 if gradient is not None:
@@ -102,30 +66,33 @@ class ConvKernels(CudnnCaller):
     def _convolve(
         self,
         direction: int,
-        a: Array,
-        b: Array,
-        out: Array,
+        x: Array,
+        w: Array,
+        y: Array,
         bias: Array | None,
-        options: tuple[Any, ...],
-        memory_formats: tuple[int, int, int],
+        *,
+        stride: Pair,
+        padding: Pair,
+        dilation: Pair,
+        groups: int,
+        memory_formats: Pair = PLAIN,
     ) -> None:
-        """Inputs in cuDNN's order: (x, w) forward, (w, dy) backward data, (x, dy) backward weight.
-
-        ``memory_formats``: of a, b and out.
-        """
+        """Compute one of x, w and y, or of their gradients, of the other two; ``memory_formats``: of x and y."""
+        order = ORDERS[direction]
+        a, b, out = arrays = [(x, w, y)[place] for place in order]
+        options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
         key = (direction, DTYPES[out.dtype.char], max(memory_formats) > 1, *options, state.allow_tf32)
         plan, is_channels_last = self._plan(("convolution", *key), lambda: self._make_plan(key, a, b, out))
-        arrays = a, b, out
+        own_formats = [(memory_formats[0], 1, memory_formats[1])[place] for place in order]
         formats = [
-            (own, x.shape[1] if is_channels_last else 1)
-            for x, own in zip(arrays, memory_formats, strict=True)
+            (own, array.shape[1] if is_channels_last else 1)
+            for array, own in zip(arrays, own_formats, strict=True)
         ]
-        operands = [self._operand(x, pair) for x, pair in zip(arrays, formats, strict=True)]
-        for x, operand, pair in zip((a, b), operands, formats, strict=False):
-            self._reorder(x, operand, pair)
+        operands = [self._operand(array, pair) for array, pair in zip(arrays, formats, strict=True)]
+        for array, operand, pair in zip((a, b), operands, formats, strict=False):
+            self._reorder(array, operand, pair)
         workspace = self._workspace(plan.workspace_bytes)
-        pointers = (x.data.ptr if x is not None else 0 for x in (*operands, bias, workspace))
-        plan.run(self.stream.ptr, *pointers, plan.workspace_bytes)
+        plan.run(self.stream.ptr, *addresses((*operands, bias, workspace)), plan.workspace_bytes)
         self._reorder(operands[2], out, formats[2][::-1])
 
     def _operand(self, x: Array, pair: Pair) -> Array:
@@ -165,8 +132,7 @@ class ConvKernels(CudnnCaller):
                     scratch = self.empty((workspace_bytes,), "uint8")
             except MemoryError:
                 continue
-            pointers = (array.data.ptr for array in (a, b, target, scratch))
-            plan.measure(self.stream.ptr, *pointers, workspace_bytes)
+            plan.measure(self.stream.ptr, *addresses((a, b, target, scratch)), workspace_bytes)
             return plan
         plan.estimate(0)
         return plan

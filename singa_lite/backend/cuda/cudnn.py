@@ -7,7 +7,7 @@ What lives here: the library, a device's handle, plans that are cached, alignmen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -21,23 +21,31 @@ ALIGNMENT = 16  # bytes; the kernels for float16 load that much at once
 MOST_PLANS = 4096  # a few KB each; the oldest goes first
 
 
-def open_cudnn() -> Any:  # Any: a class of the compiled module
-    """cuDNN 9; DeviceError with the cure where it cannot be had."""
+def open_cudnn() -> tuple[Any, Any]:
+    """Return the compiled module and a handle of cuDNN 9; DeviceError with the cure where these cannot be had."""
     module, reason = _native.load("_cudnn")
     if module is None:
         raise DeviceError(f"cuDNN is called by the compiled module _cudnn: {reason}")
+    names = _native.library_names("SINGA_LITE_CUDNN_LIB", "nvidia.cudnn", "libcudnn.so.9")
     try:
-        return module.Cudnn(_native.library_names("SINGA_LITE_CUDNN_LIB", "nvidia.cudnn", "libcudnn.so.9"))
+        library = module.Cudnn(names)
     except DeviceError as error:
         raise DeviceError(
             f"{error}; install nvidia-cudnn-cu12 or nvidia-cudnn-cu13 to match the CUDA of cupy, or name the "
             "library in SINGA_LITE_CUDNN_LIB"
         ) from None
+    return module, module.Handle(library)
 
 
 def is_aligned(x: Array) -> bool:
     """Return whether ``x`` has the alignment of cuDNN's fastest kernels."""
     return bool(x.data.ptr % ALIGNMENT == 0)
+
+
+def addresses(arrays: Iterable[Array | None], count: int = 0) -> list[int]:
+    """Return where arrays are as the compiled module takes it, ``count`` of them at least: 0 for what is missing."""
+    found = [0 if array is None else int(array.data.ptr) for array in arrays]
+    return found + [0] * (count - len(found))
 
 
 class CudnnCaller(Launcher):
@@ -46,9 +54,7 @@ class CudnnCaller(Launcher):
     @cached_property
     def _cudnn(self) -> tuple[Any, Any]:
         """The compiled module and this device's handle."""
-        library = open_cudnn()
-        module, _ = _native.load("_cudnn")
-        return module, module.Handle(library)  # type: ignore[union-attr]
+        return open_cudnn()
 
     @cached_property
     def _plans(self) -> dict[Hashable, Any]:

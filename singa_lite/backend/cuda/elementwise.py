@@ -14,13 +14,8 @@ from ..formulas import FORMULAS, Formula
 from .axes import broadcast
 from .launch import Launcher
 
-RELATIONS = {
-    "less": 1,
-    "equal": 2,
-    "less_equal": 3,
-    "greater": 4,
-    "greater_equal": 6,
-}  # see compare in move.cu
+# see compare in move.cu
+RELATIONS = {"less": 1, "equal": 2, "less_equal": 3, "greater": 4, "greater_equal": 6}
 NO_NUMBERS = np.frombuffer(bytes(32), "V32")  # Numbers in functions.cuh
 
 

@@ -71,29 +71,26 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
   }
 }
 
-#define UNARY(name, type, x, value, ...)                                                   \
+#define FORMULA(name, type, inputs, value, ...)                                            \
   struct name##_value {                                                                    \
     type unused_, ##__VA_ARGS__;                                                           \
-    __device__ type operator()(type x) const { return static_cast<type>(value); }          \
-  };                                                                                       \
+    __device__ type operator() inputs const { return static_cast<type>(value); }           \
+  };
+
+#define UNARY(name, type, x, value, ...)                                                   \
+  FORMULA(name, type, (type x), value, ##__VA_ARGS__)                                      \
   KERNEL name##_formula(const T* from, T* to, Int n, Numbers numbers) {                    \
     map_one<type>(with_numbers<name##_value, type>(numbers), from, to, n);                 \
   }
 
 #define BINARY(name, type, a, b, value, ...)                                               \
-  struct name##_value {                                                                    \
-    type unused_, ##__VA_ARGS__;                                                           \
-    __device__ type operator()(type a, type b) const { return static_cast<type>(value); }  \
-  };                                                                                       \
+  FORMULA(name, type, (type a, type b), value, ##__VA_ARGS__)                              \
   KERNEL name##_formula(const T* first, const T* second, T* to, Int n, Broadcast axes, Numbers numbers) { \
     map_two<type>(with_numbers<name##_value, type>(numbers), first, second, to, n, axes);  \
   }
 
 #define TERNARY(name, type, c, a, b, value, ...)                                           \
-  struct name##_value {                                                                    \
-    type unused_, ##__VA_ARGS__;                                                           \
-    __device__ type operator()(type c, type a, type b) const { return static_cast<type>(value); } \
-  };                                                                                       \
+  FORMULA(name, type, (type c, type a, type b), value, ##__VA_ARGS__)                      \
   KERNEL name##_formula(const T* first, const T* second, const T* third, T* to, Int n, Broadcast axes, Numbers numbers) { \
     map_three<type>(with_numbers<name##_value, type>(numbers), first, second, third, to, n, axes); \
   }

@@ -18,12 +18,8 @@ KERNEL gather(const T* x, const U* indices, T* y, Int n, Int size, Int count, In
   }
 }
 
-template <class V> struct TotalOf { typedef V type; };
-template <> struct TotalOf<float> { typedef double type; };
-
 // A block for each position and group of columns looks through all indices, so every sum has one order.
 KERNEL gather_backward(const T* dy, const U* indices, T* dx, Int size, Int count, Int after, Int* faults) {
-  typedef TotalOf<A>::type Total;
   __shared__ Int seen[256];
   const Int groups = (after + blockDim.x - 1) / blockDim.x, row = blockIdx.x / groups, position = row % size;
   const Int column = blockIdx.x % groups * blockDim.x + threadIdx.x;

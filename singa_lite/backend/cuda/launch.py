@@ -35,9 +35,8 @@ from ..formulas import FOLDER as FORMULAS_FOLDER
 from .streams import PACK, UNPACK, StreamSet
 
 FOLDER = Path(__file__).parent
-THREADS = (
-    256  # of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
-)
+# of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
+THREADS = 256
 COMPILER_OPTIONS = ("--std=c++17",)
 C_TYPES = {
     "?": "bool",
@@ -49,8 +48,6 @@ C_TYPES = {
     "l": "Int",
     "q": "Int",
 }
-
-
 # a line that makes one kernel by a macro: UNARY(relu, A, ...) makes relu_formula, REDUCTION(max_rows, ...) max_rows
 MADE_BY_MACRO = re.compile(r"^[A-Z_]+\d?\((\w+),.*$", re.MULTILINE)
 
@@ -168,10 +165,8 @@ class Launcher(Backend):
             switch_stream(self._end_unpacking)
 
     def _start_unpacking(self, packed: Packed) -> None:
-        if packed.capture is self.capture:
-            self.streams.enter(UNPACK, lambda: packed.event)
-        else:  # packed by a graph that ended before this one began
-            self.streams.enter(UNPACK, self.streams.current.record_event)
+        is_same = packed.capture is self.capture  # else a graph packed it that ended before this one began
+        self.streams.enter(UNPACK, lambda: packed.event if is_same else self.streams.current.record_event())
 
     def _end_unpacking(self) -> None:
         self.streams.leave()
@@ -190,6 +185,24 @@ class Launcher(Backend):
         if count:
             blocks = min(-(-count // THREADS), 16 * self.num_processors)  # two waves of full multiprocessors
             self.launch(name, types, blocks, THREADS, *arguments)
+
+    def each_row(self, name: str, types: str, rows: int, length: int, *arguments: Any) -> None:
+        """Start a kernel with a block, of whole warps, for each row of ``length`` elements; none for no elements."""
+        if rows and length:
+            self.launch(name, types, rows, 32 if length <= 128 else THREADS, *arguments)
+
+    def over_grid(self, name: str, types: str, count: int, *arguments: Any) -> None:
+        """Start a kernel that makes one value of ``count`` elements by over_grid in common.cuh."""
+        blocks = self.count_blocks(count)
+        self.launch(name, types, blocks, THREADS, *arguments, count, *self.memory_of_grid(blocks))
+
+    def count_blocks(self, count: int, blocks_each: int = 4) -> int:
+        """Return how many blocks share ``count`` elements: of 2048 at least, at most so many a multiprocessor."""
+        return max(1, min(-(-count // 2048), blocks_each * self.num_processors))
+
+    def memory_of_grid(self, blocks: int) -> tuple[Array, Array]:
+        """Return what blocks need to join a value of each: memory for these, and the block counter."""
+        return self.scratch(8 * blocks), self.block_counter
 
     def scalar(self, value: Any, kind: type = float) -> np.ndarray[Any, Any]:
         """Return a number that may change from step to step as kernels take it, see Note [scalars].
@@ -240,6 +253,7 @@ def source_of(file: str, types: str, kernel: str) -> str:
     first, second = C_TYPES[types[0]], C_TYPES[types[-1]]
     chosen = (
         f"typedef {first} T; typedef {second} U; typedef WideOf<T>::type A; typedef RealOf<T>::type Real;\n"
+        "typedef TotalOf<A>::type Total;\n"
     )
     wanted = {kernel, kernel.removesuffix("_formula")}
     text = MADE_BY_MACRO.sub(lambda line: line[0] if line[1] in wanted else "", text_of(file))

@@ -5,14 +5,14 @@ KERNEL layer_norm(const T* x, const T* scale, const T* bias, T* y, A* mean, A* i
   x += blockIdx.x * n;
   y += blockIdx.x * n;
   A sum = 0, squares = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) sum += widen(x[i]);
+  EACH_OF_ROW(i, n) sum += widen(x[i]);
   const A centre = over_block<Add>(sum) / A(n);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const A distance = widen(x[i]) - centre;
     squares += distance * distance;
   }
   const A factor = A(1) / sqrt(over_block<Add>(squares) / A(n) + A(eps));
-  for (Int i = threadIdx.x; i < n; i += blockDim.x)
+  EACH_OF_ROW(i, n)
     y[i] = narrow<T>(A((widen(x[i]) - centre) * factor * widen(scale[i]) + widen(bias[i])));
   if (threadIdx.x == 0) {
     mean[blockIdx.x] = centre;
@@ -26,14 +26,14 @@ KERNEL layer_norm_backward(const T* dy, const T* x, const T* scale, const A* mea
   const Int row = blockIdx.x * n;
   const A centre = mean[blockIdx.x], factor = inverse_std[blockIdx.x];
   A sum = 0, product = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const A grad = widen(dy[row + i]), normal = (widen(x[row + i]) - centre) * factor;
     sum += grad * widen(scale[i]);
     product += grad * widen(scale[i]) * normal;
     products[row + i] = grad * normal;
   }
   const A of_sum = over_block<Add>(sum) / A(n), of_product = over_block<Add>(product) / A(n);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const A normal = (widen(x[row + i]) - centre) * factor;
     dx[row + i] = narrow<T>(A(factor * (widen(dy[row + i]) * widen(scale[i]) - of_sum - normal * of_product)));
   }

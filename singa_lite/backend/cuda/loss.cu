@@ -1,54 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // Softmax and the losses of loss.py; U is the type of labels. One block a row.
 
-// ---- softmax along one axis: rows of n elements, `step` apart ---------------------------------------------------
+// ---- softmax of rows of n elements times scale, `step` apart ----------------------------------------------------
 
 __device__ inline Int first_of_row(Int n, Int step) { return blockIdx.x / step * n * step + blockIdx.x % step; }
 
-KERNEL softmax(const T* x, T* y, Int n, Int step) {
+// queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
+KERNEL softmax(const T* x, T* y, Int n, Int step, double scale, Int queries) {
   x += first_of_row(n, step);
   y += first_of_row(n, step);
+  const Int seen = queries && blockIdx.x % queries + 1 < n ? blockIdx.x % queries + 1 : n;
   A largest = widen(x[0]), total = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) largest = larger(largest, A(widen(x[i * step])));
+  EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(x[i * step])));
   largest = over_block<Larger>(largest);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += exp(widen(x[i * step]) - largest);
+  EACH_OF_ROW(i, seen) total += exp((widen(x[i * step]) - largest) * A(scale));
   total = over_block<Add>(total);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) y[i * step] = narrow<T>(A(exp(widen(x[i * step]) - largest) / total));
+  EACH_OF_ROW(i, n)
+    y[i * step] = narrow<T>(A(i < seen ? exp((widen(x[i * step]) - largest) * A(scale)) / total : A(0)));
 }
 
-KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
+KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step, double scale) {
   const Int first = first_of_row(n, step);
   A total = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += widen(dy[first + i * step]) * widen(y[first + i * step]);
+  EACH_OF_ROW(i, n) total += widen(dy[first + i * step]) * widen(y[first + i * step]);
   total = over_block<Add>(total);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const Int at = first + i * step;
-    dx[at] = narrow<T>(A(widen(y[at]) * (widen(dy[at]) - total)));
+    dx[at] = narrow<T>(A(A(scale) * widen(y[at]) * (widen(dy[at]) - total)));
   }
-}
-
-// ---- softmax of attention: rows of n scores, of which a causal row sees those up to its own number --------------
-
-KERNEL attention_softmax(const T* x, T* y, Int n, Int queries, double scale, Int causal) {
-  x += blockIdx.x * n;
-  y += blockIdx.x * n;
-  const Int row = blockIdx.x % queries, seen = causal && row + 1 < n ? row + 1 : n;
-  A largest = widen(x[0]), total = 0;
-  for (Int i = threadIdx.x; i < seen; i += blockDim.x) largest = larger(largest, A(widen(x[i])));
-  largest = over_block<Larger>(largest);
-  for (Int i = threadIdx.x; i < seen; i += blockDim.x) total += exp((widen(x[i]) - largest) * A(scale));
-  total = over_block<Add>(total);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x)
-    y[i] = narrow<T>(A(i < seen ? exp((widen(x[i]) - largest) * A(scale)) / total : A(0)));
-}
-
-KERNEL attention_softmax_backward(const T* dy, const T* y, T* dx, Int n, double scale) {
-  const Int first = blockIdx.x * n;
-  A total = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += widen(dy[first + i]) * widen(y[first + i]);
-  total = over_block<Add>(total);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x)
-    dx[first + i] = narrow<T>(A(A(scale) * widen(y[first + i]) * (widen(dy[first + i]) - total)));
 }
 
 // ---- labels -----------------------------------------------------------------------------------------------------
@@ -63,7 +42,7 @@ struct Labels {
     if (are_rows) {
       labels += blockIdx.x * classes;
       A mine = 0;
-      for (Int i = threadIdx.x; i < classes; i += blockDim.x) mine += static_cast<A>(widen(labels[i]));
+      EACH_OF_ROW(i, classes) mine += static_cast<A>(widen(labels[i]));
       total = over_block<Add>(mine);
       return;
     }
@@ -82,17 +61,17 @@ struct Labels {
   }
 };
 
-KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, T* y, A* parts,
-                             unsigned* block_counter, Int* faults) {
+KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int rows, Int n, Int* faults, T* loss, T* y,
+                             A* parts, unsigned* block_counter) {
   const Labels labels(all_labels, is_rows, n, faults);
   x += blockIdx.x * n;
   y += blockIdx.x * n;
   A largest = widen(x[0]), total = 0, cost = 0;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) largest = larger(largest, A(widen(x[i])));
+  EACH_OF_ROW(i, n) largest = larger(largest, A(widen(x[i])));
   largest = over_block<Larger>(largest);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) total += exp(widen(x[i]) - largest);
+  EACH_OF_ROW(i, n) total += exp(widen(x[i]) - largest);
   total = over_block<Add>(total);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const A shifted = widen(x[i]) - largest, label = labels[i];
     y[i] = narrow<T>(A(exp(shifted) / total));
     if (label != 0) cost -= label * (shifted - log(total));  // a logit of -inf must not make 0 * inf
@@ -100,29 +79,29 @@ KERNEL softmax_cross_entropy(const T* x, const U* all_labels, Int is_rows, Int r
   if (over_grid<Add>(cost, parts, block_counter, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
 }
 
-KERNEL softmax_cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
-                                      Int* faults) {
+KERNEL softmax_cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n,
+                                      Int* faults, T* dx) {
   const Labels labels(all_labels, is_rows, n, faults);
   const A scale = widen(*dy) / A(rows), share = labels.total == 0 ? A(0) : A(1);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const Int at = blockIdx.x * n + i;
     dx[at] = narrow<T>(A((widen(p[at]) * share - labels[i]) * scale));
   }
 }
 
-KERNEL cross_entropy(const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* loss, double smallest, A* parts,
-                     unsigned* block_counter, Int* faults) {
+KERNEL cross_entropy(const T* p, const U* all_labels, Int is_rows, Int rows, Int n, Int* faults, double smallest, T* loss,
+                     A* parts, unsigned* block_counter) {
   const Labels labels(all_labels, is_rows, n, faults);
   A cost = 0, total;
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) cost -= labels[i] * log(larger(A(widen(p[blockIdx.x * n + i])), A(smallest)));
+  EACH_OF_ROW(i, n) cost -= labels[i] * log(larger(A(widen(p[blockIdx.x * n + i])), A(smallest)));
   if (over_grid<Add>(cost, parts, block_counter, &total) && threadIdx.x == 0) *loss = narrow<T>(A(total / A(rows)));
 }
 
-KERNEL cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, T* dx,
-                              double smallest, Int* faults) {
+KERNEL cross_entropy_backward(const T* dy, const T* p, const U* all_labels, Int is_rows, Int rows, Int n, Int* faults,
+                              double smallest, T* dx) {
   const Labels labels(all_labels, is_rows, n, faults);
   const A scale = -widen(*dy) / A(rows);
-  for (Int i = threadIdx.x; i < n; i += blockDim.x) {
+  EACH_OF_ROW(i, n) {
     const Int at = blockIdx.x * n + i;
     dx[at] = narrow<T>(A(labels[i] / larger(A(widen(p[at])), A(smallest)) * scale));
   }

@@ -13,33 +13,32 @@ import numpy as np
 
 from ...errors import ShapeError
 from ..base import Array
-from .launch import THREADS, Launcher
+from .launch import Launcher
 
 
 class LossKernels(Launcher):
     """softmax, attention, cross entropies and the mean squared error."""
 
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
-        self._rows("loss.softmax", x, axis, x, out)
+        self._softmax("softmax", axis, (x, out), 1.0, 0)
 
     def softmax_backward(self, dy: Array, y: Array, *, out: Array, axis: int) -> None:
-        self._rows("loss.softmax_backward", y, axis, dy, y, out)
+        self._softmax("softmax_backward", axis, (dy, y, out), 1.0)
 
-    def _rows(self, name: str, x: Array, axis: int, *arrays: Array) -> None:
+    def _softmax(self, name: str, axis: int, arrays: tuple[Array, ...], *numbers: float) -> None:
+        x = arrays[0]
         if x.size:
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
-            self.launch(name, x.dtype.char, x.size // length, _threads(length), *arrays, length, step)
+            given = (*arrays, length, step, *numbers)
+            self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *given)
 
     def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
         """Made of transposes, cuBLAS's products and a softmax that scales and masks."""
         y, probabilities = out
         queries, keys, values = self._heads(inputs, num_heads)
         scores = self._product(queries, keys, transpose_b=True)
-        (*_, rows, columns), scale = scores.shape, queries.shape[3] ** -0.5
-        given = (scores, probabilities, columns, rows, scale, int(causal))
-        if scores.size:
-            blocks = scores.size // columns
-            self.launch("loss.attention_softmax", scores.dtype.char, blocks, _threads(columns), *given)
+        scale, rows = queries.shape[3] ** -0.5, scores.shape[2]
+        self._softmax("softmax", 3, (scores, probabilities), scale, rows if causal else 0)
         self._join_heads(y, self._product(probabilities, values)[None])
 
     def attention_backward(
@@ -54,11 +53,8 @@ class LossKernels(Launcher):
         queries, keys, values = self._heads(inputs, num_heads)
         (dys,) = self._split_heads(dy, 1, num_heads)
         dweights = self._product(dys, values, transpose_b=True)
-        dscores, columns = self.empty(dweights.shape, dweights.dtype), dweights.shape[3]
-        given = (dweights, probabilities, dscores, columns, queries.shape[3] ** -0.5)
-        if dweights.size:
-            name, blocks = "loss.attention_softmax_backward", dweights.size // columns
-            self.launch(name, dweights.dtype.char, blocks, _threads(columns), *given)
+        dscores = self.empty(dweights.shape, dweights.dtype)
+        self._softmax("softmax_backward", 3, (dweights, probabilities, dscores), queries.shape[3] ** -0.5)
         is_split = isinstance(out, tuple)
         dqueries = self.empty((1 if is_split else 3, *queries.shape), dy.dtype)
         dmemory = self.empty((2, *keys.shape), dy.dtype) if is_split else dqueries[1:]
@@ -96,53 +92,29 @@ class LossKernels(Launcher):
         return out
 
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:
-        loss, probabilities = out
-        arguments = (
-            loss,
-            probabilities,
-            self.scratch(8 * x.shape[0]),
-            self.block_counter,
-            self.faults_address,
-        )
-        self._labelled("softmax_cross_entropy", x, labels, (x,), *arguments)
+        self._labelled("softmax_cross_entropy", labels, (x,), *out, *self.memory_of_grid(x.shape[0]))
 
     def softmax_cross_entropy_backward(
         self, dy: Array, probabilities: Array, labels: Array, *, out: Array
     ) -> None:
-        arrays = (dy, probabilities)
-        self._labelled(
-            "softmax_cross_entropy_backward", probabilities, labels, arrays, out, self.faults_address
-        )
+        self._labelled("softmax_cross_entropy_backward", labels, (dy, probabilities), out)
 
     def cross_entropy(self, probabilities: Array, labels: Array, *, out: Array) -> None:
-        smallest = float(
-            np.finfo(probabilities.dtype).tiny
-        )  # a probability of 0 costs log(tiny), not infinity
-        scratch = self.scratch(8 * probabilities.shape[0])
-        arguments = (out, smallest, scratch, self.block_counter, self.faults_address)
-        self._labelled("cross_entropy", probabilities, labels, (probabilities,), *arguments)
+        given = (_smallest(probabilities), out, *self.memory_of_grid(probabilities.shape[0]))
+        self._labelled("cross_entropy", labels, (probabilities,), *given)
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
-        smallest = float(np.finfo(probabilities.dtype).tiny)
-        arrays, arguments = (dy, probabilities), (out, smallest, self.faults_address)
-        self._labelled("cross_entropy_backward", probabilities, labels, arrays, *arguments)
+        self._labelled("cross_entropy_backward", labels, (dy, probabilities), _smallest(probabilities), out)
 
-    def _labelled(
-        self, name: str, like: Array, labels: Array, arrays: tuple[Array, ...], *arguments: object
-    ) -> None:
-        """Start a kernel with a block for each row of ``like`` (N, C)."""
-        rows, classes = like.shape
-        if rows and classes:
-            types, are_rows = like.dtype.char + labels.dtype.char, int(labels.ndim == 2)
-            given = (*arrays, labels, are_rows, rows, classes, *arguments)
-            self.launch("loss." + name, types, rows, _threads(classes), *given)
+    def _labelled(self, name: str, labels: Array, arrays: tuple[Array, ...], *arguments: object) -> None:
+        """Start a kernel with a block for each row of the last of ``arrays`` (N, C)."""
+        rows, classes = arrays[-1].shape
+        types, are_rows = arrays[-1].dtype.char + labels.dtype.char, int(labels.ndim == 2)
+        given = (*arrays, labels, are_rows, rows, classes, self.faults_address, *arguments)
+        self.each_row(f"loss.{name}", types, rows, classes, *given)
 
     def mse_loss(self, x: Array, t: Array, *, out: Array) -> None:
-        blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
-        scratch = self.scratch(8 * blocks)
-        self.launch(
-            "loss.mse_loss", x.dtype.char, blocks, THREADS, x, t, out, x.size, scratch, self.block_counter
-        )
+        self.over_grid("loss.mse_loss", x.dtype.char, x.size, x, t, out)
 
     def mse_loss_backward(self, dy: Array, x: Array, t: Array, *, out: Array) -> None:
         self.each("loss.mse_loss_backward", x.dtype.char, x.size, dy, x, t, out, x.size)
@@ -159,6 +131,6 @@ class LossKernels(Launcher):
             raise ShapeError(f"{what}; the device found it since the host last waited for it")
 
 
-def _threads(length: int) -> int:
-    """Threads of a block that walks a row: whole warps."""
-    return 32 if length <= 128 else THREADS
+def _smallest(probabilities: Array) -> float:
+    """Return the least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
+    return float(np.finfo(probabilities.dtype).tiny)

@@ -64,27 +64,14 @@ struct Parts {
   Part parts[120];  // arguments of a kernel end at 4 KB
 };
 
-// The part of this block, and which of its elements come first.
-__device__ inline int find_part(const Parts& parts, Int* begin) {
-  int low = 0, high = static_cast<int>(parts.count) - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (parts.parts[middle].first_block <= blockIdx.x) low = middle;
-    else high = middle - 1;
-  }
-  *begin = (blockIdx.x - parts.parts[low].first_block) * kPartElements;
-  return low;
-}
-
 template <bool kIsJoin> __device__ void move_parts(const T* joined_from, U* joined_to, const Parts& parts) {
-  Int begin;
-  const int which = find_part(parts, &begin);
-  const Int length = parts.parts[which].length, start = parts.parts[which].start, n = parts.rows * length;
-  const Bits address = parts.parts[which].address;
+  const Part part = entry_of_block(parts.parts, parts.count);
+  const Int begin = (blockIdx.x - part.first_block) * kPartElements, n = parts.rows * part.length;
   for (Int i = begin + threadIdx.x; i < begin + kPartElements && i < n; i += blockDim.x) {
-    const Int row = parts.rows == 1 ? 0 : i / length, offset = row * parts.width + start + i - row * length;
-    if (kIsJoin) joined_to[offset] = Convert<U, T>::of(reinterpret_cast<const T*>(address)[i]);
-    else reinterpret_cast<U*>(address)[i] = Convert<U, T>::of(joined_from[offset]);
+    const Int row = parts.rows == 1 ? 0 : i / part.length, column = i - row * part.length;
+    const Int offset = row * parts.width + part.start + column;
+    if (kIsJoin) joined_to[offset] = Convert<U, T>::of(reinterpret_cast<const T*>(part.address)[i]);
+    else reinterpret_cast<U*>(part.address)[i] = Convert<U, T>::of(joined_from[offset]);
   }
 }
 

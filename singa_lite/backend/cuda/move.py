@@ -68,11 +68,8 @@ class MoveKernels(Launcher):
     def gather(self, x: Array, indices: Array, *, out: Array, axis: int, where: str = "gather") -> None:
         """Indices are checked on the device, as class ids are (loss.py)."""
         sizes = (x.shape[axis], indices.size, prod(x.shape[axis + 1 :]))
-        types, given = (
-            x.dtype.char + indices.dtype.char,
-            (x, indices, out, out.size, *sizes, self.faults_address),
-        )
-        self.each("gather.gather", types, out.size, *given)
+        given = (x, indices, out, out.size, *sizes, self.faults_address)
+        self.each("gather.gather", x.dtype.char + indices.dtype.char, out.size, *given)
 
     def gather_backward(self, dy: Array, indices: Array, *, out: Array, axis: int) -> None:
         """Every place looks through all indices: time grows with both, but nothing is added in the order of threads."""
@@ -86,53 +83,40 @@ class MoveKernels(Launcher):
     # ---- arrays side by side in another ------------------------------------------------------------------
 
     def concat(self, *xs: Array, out: Array, axis: int) -> None:
-        inner = prod(out.shape[axis + 1 :])
-        lengths = [x.shape[axis] * inner for x in xs]
-        self._move_parts("move.join", out, xs, lengths, 0, prod(out.shape[:axis]), out.shape[axis] * inner)
+        self._move_parts("join", out, xs, prod(out.shape[:axis]))
 
     def slice(self, x: Array, *, out: Array, axis: int, start: int) -> None:
-        inner = prod(x.shape[axis + 1 :])
-        rows, width = prod(x.shape[:axis]), x.shape[axis] * inner
-        self._move_parts("move.split", x, (out,), [out.shape[axis] * inner], start * inner, rows, width)
+        self._move_parts("split", x, (out,), prod(x.shape[:axis]), start * prod(x.shape[axis + 1 :]))
 
     def pack(self, *xs: Array, out: Array, alignment: int = 1) -> None:
-        self._move_parts("move.join", out, xs, [x.size for x in xs], 0, 1, out.size, alignment)
+        self._move_parts("join", out, xs, 1, alignment=alignment)
 
     def unpack(self, flat: Array, *, out: tuple[Array, ...]) -> None:
-        self._move_parts("move.split", flat, out, [x.size for x in out], 0, 1, flat.size)
+        self._move_parts("split", flat, out, 1)
 
     def _move_parts(
-        self,
-        name: str,
-        whole: Array,
-        parts: tuple[Array, ...],
-        lengths: list[int],
-        start: int,
-        rows: int,
-        width: int,
-        alignment: int = 1,
+        self, name: str, whole: Array, parts: tuple[Array, ...], rows: int, start: int = 0, alignment: int = 1
     ) -> None:
         """Move between ``whole`` (rows, width) and ``parts`` (rows, length), which are in it from column ``start`` on.
 
         Each begins at a multiple of ``alignment``.
         """
-        types = (
-            whole.dtype.char + parts[0].dtype.char
-            if name == "move.split"
-            else parts[0].dtype.char + whole.dtype.char
-        )
+        if not whole.size:
+            return
+        source, target = (whole, parts[0]) if name == "split" else (parts[0], whole)
+        types = source.dtype.char + target.dtype.char
         for first in range(0, len(parts), MAX_PARTS):
-            numbers, blocks = [0, rows, width], 0
-            for part, length in zip(
-                parts[first : first + MAX_PARTS], lengths[first : first + MAX_PARTS], strict=True
-            ):
-                if part.size:
+            numbers, blocks = [0, rows, whole.size // rows], 0
+            for part in parts[first : first + MAX_PARTS]:
+                length = part.size // rows
+                if length:
                     numbers += part.data.ptr, length, start, blocks
                     blocks -= -part.size // PART_ELEMENTS
                 start += -(-length // alignment) * alignment
             if blocks:
                 numbers[0] = len(numbers) // 4
-                self.launch(name, types, blocks, THREADS, whole, by_value(numbers, 8 * (3 + 4 * MAX_PARTS)))
+                packed = by_value(numbers, 8 * (3 + 4 * MAX_PARTS))
+                self.launch(f"move.{name}", types, blocks, THREADS, whole, packed)
 
     # ---- reductions --------------------------------------------------------------------------------------
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ...errors import DeviceError
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller
-from .launch import THREADS
+from .cudnn import DTYPES, CudnnCaller, addresses
 
 MOST_TRAINED = 880801  # samples; more are unsupported by cuDNN
 MOST_INFERRED = 65528  # of 65535 that cuDNN takes; parts of a multiple of 8 samples begin aligned
@@ -39,11 +38,10 @@ class NormKernels(CudnnCaller):
             return
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         x, target = self._aligned(x), self._target(y)
-
         has_variance = x.size > x.shape[1]
         updated = (running_mean, running_var) if has_variance else (None, None)
         arrays = (x, scale, bias, target, mean, inverse_std, *updated)
-        plan.train(self.stream.ptr, *map(_address, arrays), momentum, eps)
+        plan.train(self.stream.ptr, *addresses(arrays), momentum, eps)
         if not has_variance:
             self._update_without_variance(mean, running_mean, running_var, momentum)
         self._deliver(target, y)
@@ -57,7 +55,7 @@ class NormKernels(CudnnCaller):
         for first in range(0, x.shape[0], MOST_INFERRED):
             samples = slice(first, first + MOST_INFERRED)
             arrays = (x[samples], scale, bias, mean, var, target[samples])
-            self._norm(arrays[0], MOST_INFERRED).infer(self.stream.ptr, *map(_address, arrays), eps)
+            self._norm(arrays[0], MOST_INFERRED).infer(self.stream.ptr, *addresses(arrays), eps)
         self._deliver(target, out)
 
     def batchnorm_2d_backward(
@@ -79,7 +77,7 @@ class NormKernels(CudnnCaller):
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
         arrays = (dy, x, scale, mean, inverse_std, target, dscale, dbias)
-        plan.backward(self.stream.ptr, *map(_address, arrays))
+        plan.backward(self.stream.ptr, *addresses(arrays))
         self._deliver(target, dx)
 
     def layer_norm(
@@ -87,9 +85,8 @@ class NormKernels(CudnnCaller):
     ) -> None:
         """In layer_norm.cu, as its gradient: cuDNN has it in its graphs alone."""
         y, mean, inverse_std = out
-        if x.size:
-            given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
-            self.launch("layer_norm.layer_norm", x.dtype.char, mean.size, _threads(scale.size), *given)
+        given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
+        self.each_row("layer_norm.layer_norm", x.dtype.char, mean.size, scale.size, *given)
 
     def layer_norm_backward(
         self,
@@ -103,11 +100,8 @@ class NormKernels(CudnnCaller):
     ) -> None:
         dx, dscale, dbias = out
         products = self.empty((mean.size, scale.size), mean.dtype)
-        if x.size:
-            given = (dy, x, scale, mean, inverse_std, dx, products, scale.size)
-            self.launch(
-                "layer_norm.layer_norm_backward", x.dtype.char, mean.size, _threads(scale.size), *given
-            )
+        given = (dy, x, scale, mean, inverse_std, dx, products, scale.size)
+        self.each_row("layer_norm.layer_norm_backward", x.dtype.char, mean.size, scale.size, *given)
         sums = self.empty((scale.size,), mean.dtype)
         self.find("sum_to")(products, out=sums)
         self.find("cast")(sums, out=dscale.reshape(-1))
@@ -135,12 +129,3 @@ class NormKernels(CudnnCaller):
             self.find("fill")(out=share, value=momentum)
             self.find("mul")(batch, share, out=part)
             self.find("add")(running, part, out=running)
-
-
-def _address(array: Array | None) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
-def _threads(columns: int) -> int:
-    """Threads of a block that walks a row: whole warps."""
-    return 32 if columns <= 128 else THREADS

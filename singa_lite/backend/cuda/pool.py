@@ -7,77 +7,37 @@ y, and which of equal elements gets it is undefined there: here it is the first,
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..base import Array
 from .launch import Launcher
 
 Pair = tuple[int, int]
 
 
-def window(x: Array, y: Array, *options: Pair) -> tuple[int, ...]:
-    """Return the arguments WINDOW of pool.cu, all but ``block``, of a pooling from x (N, C, H, W) to y (N, C, oh, ow).
-
-    options: kernel_size, stride, padding.
-    """
-    return (*x.shape[2:], *y.shape[2:], *(size for option in options for size in option))
+def window(
+    x: Array, y: Array, *, kernel_size: Pair, stride: Pair, padding: Pair, memory_format: int = 1
+) -> tuple[int, ...]:
+    """Return the arguments WINDOW of pool.cu of a pooling from x (N, C, H, W) to y (N, C, oh, ow)."""
+    return (*x.shape[2:], *y.shape[2:], *kernel_size, *stride, *padding, memory_format)
 
 
 class PoolKernels(Launcher):
-    """Max and average pooling and their gradients; for ``memory_format`` see ../layout.py."""
+    """Max and average pooling and their gradients; ``options`` are those of ``window``."""
 
-    def max_pool_2d(
-        self,
-        x: Array,
-        *,
-        out: tuple[Array, Array],
-        kernel_size: Pair,
-        stride: Pair,
-        padding: Pair,
-        memory_format: int = 1,
-    ) -> None:
+    def max_pool_2d(self, x: Array, *, out: tuple[Array, Array], **options: Any) -> None:
         y, indices = out
-        types, geometry = y.dtype.char + indices.dtype.char, window(x, y, kernel_size, stride, padding)
-        self.each("pool.max_pool_2d", types, y.size, x, y, indices, y.size, *geometry, memory_format)
+        types, given = y.dtype.char + indices.dtype.char, (x, y, indices, y.size)
+        self.each("pool.max_pool_2d", types, y.size, *given, *window(x, y, **options))
 
-    def max_pool_2d_backward(
-        self,
-        dy: Array,
-        indices: Array,
-        *,
-        out: Array,
-        kernel_size: Pair,
-        stride: Pair,
-        padding: Pair,
-        memory_format: int = 1,
-    ) -> None:
-        types, geometry = dy.dtype.char + indices.dtype.char, window(out, dy, kernel_size, stride, padding)
-        self.each(
-            "pool.max_pool_2d_backward", types, out.size, dy, indices, out, out.size, *geometry, memory_format
-        )
+    def max_pool_2d_backward(self, dy: Array, indices: Array, *, out: Array, **options: Any) -> None:
+        types, given = dy.dtype.char + indices.dtype.char, (dy, indices, out, out.size)
+        self.each("pool.max_pool_2d_backward", types, out.size, *given, *window(out, dy, **options))
 
-    def avg_pool_2d(
-        self,
-        x: Array,
-        *,
-        out: Array,
-        kernel_size: Pair,
-        stride: Pair,
-        padding: Pair,
-        count_include_pad: bool,
-        memory_format: int = 1,
-    ) -> None:
-        geometry = (*window(x, out, kernel_size, stride, padding), memory_format, int(count_include_pad))
+    def avg_pool_2d(self, x: Array, *, out: Array, count_include_pad: bool, **options: Any) -> None:
+        geometry = (*window(x, out, **options), int(count_include_pad))
         self.each("pool.avg_pool_2d", x.dtype.char + "B", out.size, x, out, out.size, *geometry)
 
-    def avg_pool_2d_backward(
-        self,
-        dy: Array,
-        *,
-        out: Array,
-        kernel_size: Pair,
-        stride: Pair,
-        padding: Pair,
-        count_include_pad: bool,
-        memory_format: int = 1,
-    ) -> None:
-        geometry = (*window(out, dy, kernel_size, stride, padding), memory_format, int(count_include_pad))
+    def avg_pool_2d_backward(self, dy: Array, *, out: Array, count_include_pad: bool, **options: Any) -> None:
+        geometry = (*window(out, dy, **options), int(count_include_pad))
         self.each("pool.avg_pool_2d_backward", dy.dtype.char + "B", out.size, dy, out, out.size, *geometry)

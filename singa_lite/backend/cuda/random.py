@@ -14,31 +14,24 @@ class RandomKernels(Launcher):
     """Dropout and the fillers; a thread draws four numbers."""
 
     def dropout(self, x: Array, *, out: tuple[Array, Array], ratio: float, seed: int, counter: int) -> None:
-        y, mask = out
-        self._draw("random.dropout", y, 4, x, y, mask, seed=seed, counter=counter, numbers=(ratio,))
+        self._draw("random.dropout", 4, (x, *out), (ratio,), seed, counter)
 
     def dropout_backward(self, dy: Array, mask: Array, *, out: Array, ratio: float) -> None:
         self.each("random.dropout_backward", dy.dtype.char, out.size, dy, mask, out, out.size, float(ratio))
 
     def random_uniform(self, *, out: Array, low: float, high: float, seed: int, counter: int) -> None:
-        self._draw("random.random_uniform", out, 2, out, seed=seed, counter=counter, numbers=(low, high))
+        self._draw("random.random_uniform", 2, (out,), (low, high), seed, counter)
 
     def random_normal(self, *, out: Array, mean: float, std: float, seed: int, counter: int) -> None:
-        self._draw("random.random_normal", out, 2, out, seed=seed, counter=counter, numbers=(mean, std))
+        self._draw("random.random_normal", 2, (out,), (mean, std), seed, counter)
 
     def random_bernoulli(self, *, out: Array, p: float, seed: int, counter: int) -> None:
-        self._draw("random.random_bernoulli", out, 4, out, seed=seed, counter=counter, numbers=(p,))
+        self._draw("random.random_bernoulli", 4, (out,), (p,), seed, counter)
 
     def _draw(
-        self,
-        name: str,
-        y: Array,
-        each: int,
-        *arrays: Array,
-        seed: int,
-        counter: int,
-        numbers: tuple[float, ...],
+        self, name: str, each: int, arrays: tuple[Array, ...], numbers: tuple[float, ...], *stream: int
     ) -> None:
-        """Start a kernel whose threads make ``each`` elements of ``y``."""
-        stream = self.scalar(seed, int), self.scalar(counter, int)
-        self.each(name, y.dtype.char, -(-y.size // each), *arrays, y.size, *map(float, numbers), *stream)
+        """Start a kernel whose threads make ``each`` elements of arrays of one size; ``stream``: seed and counter."""
+        types, count = arrays[0].dtype.char, arrays[0].size
+        given = (*arrays, count, *map(float, numbers), *(self.scalar(number, int) for number in stream))
+        self.each(name, types, -(-count // each), *given)

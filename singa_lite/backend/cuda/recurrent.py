@@ -19,7 +19,7 @@ import numpy as np
 
 from ...config import state
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller
+from .cudnn import DTYPES, CudnnCaller, addresses
 
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
 Lengths = tuple[int, ...] | None
@@ -55,7 +55,7 @@ class RecurrentKernels(CudnnCaller):
         if lengths is not None:
             self.find("fill")(out=outputs[0], value=0.0)
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
-        pointers = (*addresses(given, 2), *addresses(outputs, 1))
+        pointers = (*addresses(given, 4), *addresses(outputs, 3))  # the last of each is c, which may be none
         workspace = self.scratch(plan.workspace_bytes)
         plan.forward(self.stream.ptr, *pointers, workspace.data.ptr, reserve[0].data.ptr if reserve else 0)
         for target, result in zip(outputs, (y, *last), strict=True):
@@ -88,7 +88,7 @@ class RecurrentKernels(CudnnCaller):
         grads = [*map(self._aligned, (dy, *dlast))]
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
         y = self._aligned(inputs[-1])
-        pointers = (*addresses(grads, 1), *addresses(given, 2), y.data.ptr, *addresses(outputs, 2))
+        pointers = (*addresses(grads, 3), *addresses(given, 4), y.data.ptr, *addresses(outputs, 4))
         workspace = self.scratch(plan.workspace_bytes)
         plan.backward(self.stream.ptr, *pointers, workspace.data.ptr, reserve.data.ptr)
         for target, result in zip(outputs, (dx, dweights, *dstart), strict=True):
@@ -117,9 +117,3 @@ class RecurrentKernels(CudnnCaller):
         for ours, theirs, count in plan.pieces:
             self.find("copy")(w[ours : ours + count], out=weights[theirs : theirs + count])
         return weights
-
-
-def addresses(arrays: list[Array], before: int) -> list[int]:
-    """Addresses of so many arrays and of h and c behind them; 0 for a c that is none."""
-    found = [int(array.data.ptr) for array in arrays]
-    return found + [0] * (before + 2 - len(found))

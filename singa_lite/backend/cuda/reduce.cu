@@ -16,11 +16,6 @@ __device__ inline Int offset_of(const Axes& axes, Int i) {
   return offset + i * axes.stride[axes.ndim - 1];
 }
 
-// float32 is added up in runs of at most 64 values, and the runs in float64: the error does not grow with the length
-template <class V> struct TotalOf { typedef V type; };
-template <> struct TotalOf<float> { typedef double type; };
-typedef TotalOf<A>::type Total;
-
 // the first of the values to reduce is neutral to a maximum, 0 to a sum
 template <class Op> struct Start {
   template <class V, class W> static __device__ V of(W) { return 0; }
@@ -29,7 +24,8 @@ template <> struct Start<Larger> {
   template <class V, class W> static __device__ V of(W first) { return first; }
 };
 
-// Join elements begin, begin + step, ... before end of a row by Op.
+// Join elements begin, begin + step, ... before end of a row by Op. float32 is added up in runs of at most 64 values, and
+// the runs in float64: the error does not grow with the length.
 template <class Op, class From>
 __device__ Total reduce_strided(const From* row, const Axes& reduced, Int begin, Int end, Int step) {
   typedef typename WideOf<From>::type Wide;

@@ -31,15 +31,15 @@ class SelectKernels(Launcher):
         if k == 0:
             return
         (indices, selected), n, kind = out, values.size, values.dtype.char
-        types, blocks = kind + indices.dtype.char, min(-(-n // 2048), 4 * self.num_processors)
+        types, blocks = kind + indices.dtype.char, self.count_blocks(n)
         digits, search = self._counters[self.streams.number]
         for number, shift in enumerate(SHIFTS[kind]):
             arguments = (values, n, k, int(number == 0), shift, digits, search, self.block_counter)
             self.launch("select.find_digit", types, blocks, THREADS, *arguments)
         blocks, span = self._spans(n)
-        before = self.scratch(8 * blocks)
+        before, block_counter = self.memory_of_grid(blocks)
         given = (values, n, span, search, before)
-        self.launch("select.count_largest", types, blocks, THREADS, *given, self.block_counter)
+        self.launch("select.count_largest", types, blocks, THREADS, *given, block_counter)
         self.launch("select.write_largest", types, blocks, THREADS, *given, indices, selected, k)
 
     def threshold_count(self, values: Array, *, out: Array, threshold: float) -> None:
@@ -51,17 +51,8 @@ class SelectKernels(Launcher):
         self._count_at_least(values, limit, 0, indices.dtype.char)
         if values.size:
             blocks, span = self._spans(values.size)
-            types = values.dtype.char + indices.dtype.char
-            given = (
-                values,
-                values.size,
-                span,
-                limit,
-                self.scratch(8 * blocks),
-                indices,
-                selected,
-                indices.size,
-            )
+            types, before = values.dtype.char + indices.dtype.char, self.scratch(8 * blocks)
+            given = (values, values.size, span, limit, before, indices, selected, indices.size)
             self.launch("select.write_at_least", types, blocks, THREADS, *given)
 
     def _count_at_least(self, values: Array, limit: Any, total: Array | int, count_type: str) -> None:
@@ -73,7 +64,7 @@ class SelectKernels(Launcher):
         """How many blocks look for what to keep, and at how many elements each."""
         if n >= 2**32:
             raise ShapeError(f"select: {n} elements are too many; below 2**32 can be counted")
-        blocks = max(1, min(-(-n // 2048), 8 * self.num_processors))
+        blocks = self.count_blocks(n, 8)
         return blocks, -(-n // blocks)
 
     def scatter_add(self, indices: Array, values: Array, *, out: Array) -> None:
@@ -87,9 +78,7 @@ class SelectKernels(Launcher):
         )
 
     def max_abs(self, x: Array, *, out: Array) -> None:
-        blocks = max(1, min(-(-x.size // 2048), 4 * self.num_processors))
-        arguments = (x, out, x.size, self.scratch(8 * blocks), self.block_counter)
-        self.launch("select.max_abs", x.dtype.char + "l", blocks, THREADS, *arguments)
+        self.over_grid("select.max_abs", x.dtype.char + "l", x.size, x, out)
 
     def power_of_two_scale(self, largest: Array, *, out: Array, limit: float) -> None:
         self.launch("select.power_of_two_scale", largest.dtype.char + "l", 1, 1, largest, out, float(limit))

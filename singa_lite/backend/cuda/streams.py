@@ -78,9 +78,8 @@ class StreamSet:
     def __init__(self, device: Any, lock: AbstractContextManager[None]) -> None:
         self._device, self._lock = device, lock
         self.all = [DeviceStream(priority) for priority in (0, -1, -1)]  # small kernels that others wait for
-        self._kept: dict[
-            int, list[Any]
-        ] = {}  # by stream that COMPUTE has not waited for: what its kernels use
+        # by stream that COMPUTE has not waited for: what its kernels use
+        self._kept: dict[int, list[Any]] = {}
         self._of_thread = threading.local()
         self.activate()
 

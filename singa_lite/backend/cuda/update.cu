@@ -13,20 +13,6 @@ struct Items {
   Item items[80];  // arguments of a kernel end at 4 KB
 };
 
-__device__ inline Item find_item(const Items& items, Int* begin, Int* end) {
-  int low = 0, high = static_cast<int>(items.count) - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (items.items[middle].first_block <= blockIdx.x) low = middle;
-    else high = middle - 1;
-  }
-  const Item item = items.items[low];
-  *begin = (blockIdx.x - item.first_block) * kPieceElements + threadIdx.x;
-  *end = *begin - threadIdx.x + kPieceElements;
-  if (*end > item.size) *end = item.size;
-  return item;
-}
-
 // The numbers of an update: the members of its struct.
 struct Numbers {
   Number<double> values[8];
@@ -34,12 +20,13 @@ struct Numbers {
 
 // f(g, p, first, second) gives new values to p and as many states as there are.
 template <int num_states, class F> __device__ void update(const Items& items, const Numbers& numbers) {
-  Int begin, end;
-  const Item item = find_item(items, &begin, &end);
+  const Item item = entry_of_block(items.items, items.count);
+  const Int begin = (blockIdx.x - item.first_block) * kPieceElements, left = item.size - begin;
+  const Int end = begin + (left < kPieceElements ? left : kPieceElements);
   F f = {};
   A* members = reinterpret_cast<A*>(&f);
   for (unsigned i = 0; i < sizeof(F) / sizeof(A); ++i) members[i] = A(numbers.values[i].get());
-  for (Int i = begin; i < end; i += blockDim.x) {
+  for (Int i = begin + threadIdx.x; i < end; i += blockDim.x) {
     A p = widen(item.param[i]);
     A first = num_states > 0 ? widen(item.first[i]) : A(0), second = num_states > 1 ? widen(item.second[i]) : A(0);
     f(widen(item.grad[i]) + (f.weight_decay != 0 ? f.weight_decay * p : A(0)), p, first, second);

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a scheme as callers give them: plain values, or schedules of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+
+from ..errors import OptionError, check_number
+from .schedule import DecayScheduler
+
+Option = Any  # a number, a bool, or a DecayScheduler of numbers
+
+
+def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
+    """Raise OptionError for a name or type that ``scheme.Options`` does not have; a DecayScheduler is a number."""
+    types = get_type_hints(scheme.Options) if given else {}
+    unknown = sorted(set(given) - set(types))
+    if unknown:
+        have = f"its options are {', '.join(types)}" if types else "it has no options"
+        raise OptionError(f"DistOpt: {scheme.names[0]} has no option {', '.join(unknown)}; {have}")
+    for name, value in given.items():
+        accepted = get_args(types[name]) or (types[name],)
+        if isinstance(value, DecayScheduler) or (value is None and type(None) in accepted):
+            continue
+        if bool in accepted:
+            if not isinstance(value, (bool, np.bool_)):
+                raise OptionError(f"{scheme.names[0]}: {name} = {value!r} must be True or False")
+        elif float in accepted:
+            check_number(scheme.names[0], name, value)
+
+
+def options_at(scheme: Any, given: Mapping[str, Option], step: int) -> Any:
+    """Return ``scheme.Options`` with the values of ``given`` at ``step``."""
+    return scheme.Options(
+        **{name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
+    )
+
+
+def with_defaults(options: Any, names: Iterable[str]) -> Any:
+    """Return ``options`` with those called ``names`` at their defaults."""
+    defaults = type(options)()
+    return replace(options, **{name: getattr(defaults, name) for name in names})
