@@ -14,7 +14,6 @@ from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from .config import this_thread
 from .errors import CheckpointError, GraphError, OptionError
 from .layer.base import Layer
-from .layer.tree import LayerTree
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
@@ -138,7 +137,7 @@ class Model(Layer):
         self._prepare()
         if not self._use_graph:
             return self.train_one_batch(*inputs, **options)
-        return self._records.call(self.train_one_batch, inputs, options, LayerTree(self))
+        return self._records.call(self, inputs, options)
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

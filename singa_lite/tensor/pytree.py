@@ -21,11 +21,17 @@ class OpaqueLeafError(Exception):
     """A pytree holds an object of a type whose changes cannot be detected."""
 
 
-def leaves(value: object) -> list[Tensor]:
-    """Return all Tensors of a pytree, in order; other objects are passed over."""
-    found: list[Tensor] = []
-    _walk(value, found, lambda other: None)
-    return found
+def leaves(value: Any, kind: Any = Tensor) -> list[Any]:  # Any: a class or several, and their objects
+    """Return all leaves of a pytree that are of a ``kind``, in order; others are passed over."""
+    if isinstance(value, kind):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif _is_dataclass(value):
+        value = [getattr(value, field.name) for field in _fields(value)]
+    elif type(value) not in (list, tuple) and not _is_namedtuple(value):
+        return []
+    return [leaf for item in value for leaf in leaves(item, kind)]
 
 
 def flatten(
