@@ -191,7 +191,12 @@ class Model(Layer):
         known = None if self.optimizer is None else self.optimizer.get_states()
         loaded = read_checkpoint(fpath, targets, known)
         if loaded.optimizer is not None:
-            self._set_optimizer_states(fpath, loaded.optimizer)  # all or nothing, and the last that can fail
+            try:
+                self.optimizer.set_states(loaded.optimizer)  # all or nothing, and the last that can fail
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"load_states: the optimizer cannot load its part of {fpath}: {error}"
+                ) from error
         self.set_states(loaded.states)
         for device, random_state in zip(self._devices(), loaded.random_states, strict=False):
             device.set_random_state(random_state)
@@ -199,14 +204,6 @@ class Model(Layer):
             self.optimizer.states_loaded()
         self._records.clear()
         return loaded.aux
-
-    def _set_optimizer_states(self, fpath: str | os.PathLike[str], states: dict[str, np.ndarray]) -> None:
-        try:
-            self.optimizer.set_states(states)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"load_states: the optimizer cannot load its part of {fpath}: {error}"
-            ) from error
 
     def _compiled_states(self, where: str) -> dict[str, Tensor]:
         if not self._is_compiled:

@@ -142,12 +142,9 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
             copies[number] = left
 
     def there(view: View) -> View:
-        target = moved.get(view.memory)
-        return (
-            view
-            if target is None
-            else replace(view, memory=target.memory, offset=target.offset + view.offset)
-        )
+        if (target := moved.get(view.memory)) is None:
+            return view
+        return replace(view, memory=target.memory, offset=target.offset + view.offset)
 
     groups = (copies.get(number, [node]) for number, node in enumerate(nodes))
     return [node.mapped(there) for group in groups for node in group]

@@ -117,11 +117,11 @@ class Attributes:
     def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
         """Find what the step has changed and set it as replays will; return the Tensors that the step had set."""
         before, self.before = self.before, {}
-        after, states = _attributes_of(self._model), self._states_of_model()
+        after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
         set_by_step = _new_tensors(before, after)
-        gone = {key: old.now() for key, old in before.items() if key not in after}
+        states = self._states_of_model()
         changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
-        for key, new in {**after, **gone}.items():
+        for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
             if old.is_like(new):
                 if not all(id(tensor) in states for tensor in new.tensors):
@@ -174,10 +174,9 @@ class Attributes:
             for tensor in new.tensors:
                 source = numbers.get(id(tensor))
                 if source is None:
-                    recorder.keep(tensor.array)
                     source = numbers.setdefault(id(tensor.array), len(tensors))
                     if source == len(tensors):
-                        tensors.append(Tensor.wrap(tensor.array, tensor.device))
+                        tensors.append(pinned(tensor, recorder))
                 sources.append(source)
             value = rebuild(new.value, iter([tensors[source] for source in sources]))
             is_in_place = new.value is old.value and isinstance(new.value, (list, dict))
@@ -273,3 +272,11 @@ def _aliases(tensors: list[Tensor]) -> list[int]:
     """Return for each of ``tensors`` the number of the first that is the same object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
+
+
+def pinned(tensor: Tensor, recorder: Recorder) -> Tensor:
+    """Return a leaf on the array of ``tensor`` with its flags, and have replays write that array where it is."""
+    recorder.keep(tensor.array)
+    leaf = Tensor.wrap(tensor.array, tensor.device)
+    leaf.requires_grad, leaf.stores_grad, leaf.name = tensor.requires_grad, tensor.stores_grad, tensor.name
+    return leaf

@@ -27,7 +27,7 @@ from ..layer.base import layers_of
 from ..profile import TimeProfile
 from ..tensor import Tensor
 from ..tensor.pytree import OpaqueLeafError, flatten, leaves, rebuild
-from .attributes import Attributes
+from .attributes import Attributes, pinned
 from .variables import Variables
 
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
@@ -87,7 +87,6 @@ class Record:
         inputs = [tensor.clone() for tensor in given]
         recorder.take_inputs([tensor.array for tensor in inputs])
         self._device = inputs[0].device if inputs else get_default_device()
-        self._label = _label(arguments, options)
         self._attributes = Attributes(model)
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
@@ -175,11 +174,11 @@ class Record:
         names = [(node.phase, node.name) for node in self._nodes]
         profile.add(self._number, names, [end - start for start, end in pairwise(times)])
 
-    def info(self) -> RecordInfo:
-        """Return facts to read."""
+    def info(self, label: str) -> RecordInfo:
+        """Return facts to read; ``label`` is the kind's."""
         counts = Counter(map(type, self._nodes))
         return RecordInfo(
-            self._label,
+            label,
             counts[Kernel],
             counts[Collective],
             counts[Host],
@@ -271,7 +270,7 @@ class Records:
         """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
         found = []
         for kind in self._kinds.values():
-            found += [record.info() for record in reversed(kind.records)]
+            found += [record.info(kind.label) for record in reversed(kind.records)]
             if kind.break_reason is not None:
                 found.append(RecordInfo(kind.label, 0, 0, 0, 0, kind.break_reason))
         return found
@@ -344,15 +343,7 @@ def _numbers(value: Any) -> list[float]:
 
 def _pinned(value: Any, recorder: Recorder) -> Any:
     """``value`` as leaves on arrays that every replay writes where they are."""
-    for tensor in leaves(value):
-        recorder.keep(tensor.array)
-    return rebuild(value, (_leaf(tensor) for tensor in leaves(value)))
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    leaf = Tensor.wrap(tensor.array, tensor.device)
-    leaf.requires_grad, leaf.stores_grad, leaf.name = tensor.requires_grad, tensor.stores_grad, tensor.name
-    return leaf
+    return rebuild(value, (pinned(tensor, recorder) for tensor in leaves(value)))
 
 
 def _cloned(value: Any) -> Any:
