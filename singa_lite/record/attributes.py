@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
+from operator import is_
 from typing import Any, NamedTuple
 
 from ..config import state
@@ -60,8 +61,7 @@ class Attribute:
     def is_like(self, other: Attribute) -> bool:
         """Return whether both hold the same Tensors, with the same arrays, in equal structures."""
         return self.structure == other.structure and all(
-            mine is theirs
-            for mine, theirs in zip(self.tensors + self.arrays, other.tensors + other.arrays, strict=True)
+            map(is_, self.tensors + self.arrays, other.tensors + other.arrays)
         )
 
 
@@ -195,16 +195,16 @@ class Attributes:
                 return False
         if state.generation != self._generation and not self._are_others_like():
             return False
-        changes = self._changes.values()
-        current = [change.before.now() for change in changes]
+        current = []
+        for change in self._changes.values():
+            current.append(now := change.before.now())
+            if now.structure != change.before.structure:
+                return False
+        for constant in self._constants:
+            if not constant.is_like(constant.now()):
+                return False
         self._held = _tensors_of([*current, *self._constants])
-        return (
-            all(
-                now.structure == change.before.structure for now, change in zip(current, changes, strict=True)
-            )
-            and all(constant.is_like(constant.now()) for constant in self._constants)
-            and _aliases(self._held) == self._aliases
-        )
+        return _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
         """Whether the attributes that do not change are as they were; at once from now on, until one is set."""

@@ -28,7 +28,7 @@ def leaves(value: Any, kind: Any = Tensor) -> list[Any]:  # Any: a class or seve
     if isinstance(value, dict):
         value = value.values()
     elif _is_dataclass(value):
-        value = [getattr(value, field.name) for field in _fields(value)]
+        value = [item for _, item in _fields(value)]
     elif type(value) not in (list, tuple) and not _is_namedtuple(value):
         return []
     return [leaf for item in value for leaf in leaves(item, kind)]
@@ -69,8 +69,7 @@ def rebuild(value: Any, tensors: Iterator[Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(rebuild(item, tensors) for item in value)
     if _is_dataclass(value):
-        fields = {field.name: rebuild(getattr(value, field.name), tensors) for field in _fields(value)}
-        return dataclasses.replace(value, **fields)
+        return dataclasses.replace(value, **{name: rebuild(item, tensors) for name, item in _fields(value)})
     return value
 
 
@@ -79,19 +78,16 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         found.append(value)
         array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
-    if isinstance(value, dict):
-        return type(value), tuple((_key(key), _walk(item, found, describe)) for key, item in value.items())
-    if type(value) in (list, tuple) or _is_namedtuple(value):
-        return type(value), tuple(_walk(item, found, describe) for item in value)
-    if _is_dataclass(value):
-        fields = ((field.name, getattr(value, field.name)) for field in _fields(value))
-        return type(value), tuple((name, _walk(item, found, describe)) for name, item in fields)
-    is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
-    if (is_function and not getattr(value, "__closure__", None)) or getattr(
-        value, "is_static", False
-    ) is True:
-        return type(value), value
     if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, dict):
+        return type(value), tuple([(_key(key), _walk(item, found, describe)) for key, item in value.items()])
+    if type(value) in (list, tuple) or _is_namedtuple(value):
+        return type(value), tuple([_walk(item, found, describe) for item in value])
+    if _is_dataclass(value):
+        return type(value), tuple((name, _walk(item, found, describe)) for name, item in _fields(value))
+    is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+    if (is_function and not getattr(value, "__closure__", None)) or getattr(type(value), "is_static", False):
         return type(value), value
     return describe(value)
 
@@ -115,9 +111,9 @@ def _is_dataclass(value: object) -> bool:
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
         and all(field.init for field in dataclasses.fields(value))
-        and getattr(value, "is_static", False) is not True
+        and not getattr(type(value), "is_static", False)
     )
 
 
-def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(value)
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
