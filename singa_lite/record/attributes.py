@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
+from dataclasses import is_dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ class Attributes:
         self.before = _attributes_of(model)
         self.inputs: list[Tensor] = []
         self._changes: dict[Hashable, Change] = {}
-        self._constants: list[Attribute] = []  # unchanged ones that hold Tensors which are no states
+        self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
         self._made: list[Tensor] = []  # by the step, for attributes
         self._read: list[int] = []  # of the inputs: numbers among those held
@@ -124,7 +125,7 @@ class Attributes:
         for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
             if old.is_like(new):
-                if not all(id(tensor) in states for tensor in new.tensors):
+                if _may_change_unset(new.value) or not all(id(tensor) in states for tensor in new.tensors):
                     self._constants.append(new)
             elif (reason := _why_not_repeated(old, new, states)) is not None:
                 recorder.break_graph(reason, is_lasting=False)
@@ -251,6 +252,13 @@ def _new_tensors(
     """The Tensors that attributes hold after a step and did not before, without keeping them alive."""
     known = {id(tensor) for tensor in _tensors_of(before.values())}
     return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
+
+
+def _may_change_unset(value: object) -> bool:
+    """Whether what an attribute holds, apart from Tensors, may change without the attribute being set."""
+    if isinstance(value, tuple):
+        return any(map(_may_change_unset, value))
+    return isinstance(value, (list, dict)) or is_dataclass(value)
 
 
 def _why_not_repeated(old: Attribute, new: Attribute, states: Container[int]) -> str | None:
