@@ -102,8 +102,9 @@ class Record:
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self._attributes.finish(recorder)
         if recorder.break_reason is None:
-            self._result, self.result = _pinned(self.result, recorder), _cloned(self.result)
-            self._results = leaves(self._result)
+            self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
+            self._result = rebuild(self.result, iter(self._results))
+            self.result = self._new_result()
             inputs = [Tensor.wrap(tensor.array, tensor.device) for tensor in inputs]
             known = [tensor.array for tensor in (*inputs, *self._attributes.inputs)]
             if recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
@@ -162,6 +163,9 @@ class Record:
             for node in self._replay_nodes:
                 node()
         self._attributes.repeat()
+        return self._new_result()
+
+    def _new_result(self) -> Any:
         return rebuild(self._result, iter([tensor.clone() for tensor in self._results]))
 
     def _replay_timed(self, profile: TimeProfile) -> None:
@@ -339,13 +343,3 @@ def _check_result(result: Any, arguments: Any, recorder: Recorder) -> None:
 def _numbers(value: Any) -> list[float]:
     found = leaves(value, (int, float, np.number))
     return [float(number) for number in found if not isinstance(number, bool)]
-
-
-def _pinned(value: Any, recorder: Recorder) -> Any:
-    """``value`` as leaves on arrays that every replay writes where they are."""
-    return rebuild(value, (pinned(tensor, recorder) for tensor in leaves(value)))
-
-
-def _cloned(value: Any) -> Any:
-    """``value`` with a new leaf for every Tensor in it."""
-    return rebuild(value, (tensor.clone() for tensor in leaves(value)))
