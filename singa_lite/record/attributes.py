@@ -150,8 +150,8 @@ class Attributes:
     def _find_inputs(self, olds: list[Attribute], known: list[Tensor], recorder: Recorder) -> None:
         """Find the Tensors of ``olds`` that the tape reads; each must have memory that no other ``known`` one has."""
         uses = Counter(id(root_of(tensor.array)) for tensor in known)
-        places = [(old.label, tensor) for old in olds for tensor in old.tensors]
-        for number, (label, tensor) in enumerate(places):
+        labelled = [(old.label, tensor) for old in olds for tensor in old.tensors]
+        for number, (label, tensor) in enumerate(labelled):
             view = recorder.view(tensor.array)
             if view is None:
                 continue

@@ -38,7 +38,9 @@ CONTAINERS = (
 UNCHANGING = (*PLAIN, FunctionType, BuiltinFunctionType, ModuleType)
 
 
-Place = tuple[str, Callable[[], object]]  # label of a variable, for people; what reads it, or returns Absent
+Location = tuple[
+    str, Callable[[], object]
+]  # label of a variable, for people; what reads it, or returns Absent
 
 
 class Variable(NamedTuple):
@@ -69,23 +71,23 @@ class Variables:
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
         self._seen: set[int] = set()
-        self._places: list[Place] = []
+        self._locations: list[Location] = []
         held = [(found, value) for found in attributes for value in _objects_in(found)]
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
-        self._places += [
+        self._locations += [
             (found.label, lambda value=value: value)  # type: ignore[misc]
             for found, value in held
             if found.name.lstrip("_") in self._names
         ]
         expanded = set(self._layers)
-        for label, read in self._places:  # which grows
+        for label, read in self._locations:  # which grows
             value = read()
             if not isinstance(value, (*UNCHANGING, *CONTAINERS)) and id(value) not in expanded:
                 expanded.add(id(value))
-                self._places += self._attributes(label, value)
+                self._locations += self._attributes(label, value)
         self._variables = [
-            Variable(label, read, value := read(), self._content(value)) for label, read in self._places
+            Variable(label, read, value := read(), self._content(value)) for label, read in self._locations
         ]
 
     def finish(self, recorder: Recorder) -> None:
@@ -156,11 +158,11 @@ class Variables:
                     self._follow(vars(value)[attribute])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             read = partial(_value_of_cell, cell)
-            self._places.append((f"the variable {name} outside of {function.__name__}", read))
+            self._locations.append((f"the variable {name} outside of {function.__name__}", read))
             self._follow(read())
 
     def _add(self, label: str, namespace: Mapping[str, Any], name: str) -> None:
-        self._places.append((label, partial(namespace.get, name, Absent)))
+        self._locations.append((label, partial(namespace.get, name, Absent)))
 
     # ---- what they hold ------------------------------------------------------------------------------
 
@@ -200,7 +202,7 @@ class Variables:
             for label, read in self._attributes("", value)
         )
 
-    def _attributes(self, label: str, value: Any) -> list[Place]:
+    def _attributes(self, label: str, value: Any) -> list[Location]:
         """Return where the attributes of an object are that functions name; of another model's layer all of them."""
         held = vars(value) if hasattr(value, "__dict__") else {}
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
