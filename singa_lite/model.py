@@ -14,7 +14,6 @@ from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from .config import this_thread
 from .errors import CheckpointError, GraphError, OptionError
 from .layer.base import Layer
-from .layer.tree import LayerTree
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
@@ -138,7 +137,7 @@ class Model(Layer):
         self._prepare()
         if not self._use_graph:
             return self.train_one_batch(*inputs, **options)
-        return self._records.call(self.train_one_batch, inputs, options, LayerTree(self))
+        return self._records.call(self, inputs, options)
 
     # ---- checkpoints -------------------------------------------------------------------------------
 
@@ -192,7 +191,12 @@ class Model(Layer):
         known = None if self.optimizer is None else self.optimizer.get_states()
         loaded = read_checkpoint(fpath, targets, known)
         if loaded.optimizer is not None:
-            self._set_optimizer_states(fpath, loaded.optimizer)  # all or nothing, and the last that can fail
+            try:
+                self.optimizer.set_states(loaded.optimizer)  # all or nothing, and the last that can fail
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"load_states: the optimizer cannot load its part of {fpath}: {error}"
+                ) from error
         self.set_states(loaded.states)
         for device, random_state in zip(self._devices(), loaded.random_states, strict=False):
             device.set_random_state(random_state)
@@ -200,14 +204,6 @@ class Model(Layer):
             self.optimizer.states_loaded()
         self._records.clear()
         return loaded.aux
-
-    def _set_optimizer_states(self, fpath: str | os.PathLike[str], states: dict[str, np.ndarray]) -> None:
-        try:
-            self.optimizer.set_states(states)
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"load_states: the optimizer cannot load its part of {fpath}: {error}"
-            ) from error
 
     def _compiled_states(self, where: str) -> dict[str, Tensor]:
         if not self._is_compiled:

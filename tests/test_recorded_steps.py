@@ -1005,6 +1005,11 @@ class WithClass:
     scale = 1.0
 
 
+@dataclass
+class Weight:
+    scale: float = 1.0
+
+
 def set_class(c: Any, step: int) -> None:
     type(c).scale = float(step)
 
@@ -1015,6 +1020,19 @@ def scaled(c: Any, x: float = 1.0) -> float:
 
 # what an attribute of the model holds, how the step reads a number from it, what the caller does to it between steps
 HELD: dict[str, tuple[Any, Any, Any]] = {
+    "list": (lambda: [1.0], lambda c: c[0], lambda c, step: c.__setitem__(0, float(step))),
+    "dict": (lambda: {"a": 1.0}, lambda c: c["a"], lambda c, step: c.__setitem__("a", float(step))),
+    "dataclass": (Weight, lambda c: c.scale, lambda c, step: setattr(c, "scale", float(step))),
+    "dict in a tuple": (
+        lambda: ("a", {"a": 1.0}),
+        lambda c: c[1]["a"],
+        lambda c, step: c[1].__setitem__("a", float(step)),
+    ),
+    "layers in a list": (
+        lambda: [layer.ReLU()],
+        lambda c: 1.0 + isinstance(c[0], layer.Tanh),
+        lambda c, step: c.__setitem__(0, layer.ReLU() if step == 1 else layer.Tanh()),
+    ),
     "ndarray": (lambda: np.ones(1), lambda c: float(c[0]), lambda c, step: c.__setitem__(0, step)),
     "set": (lambda: {1}, lambda c: float(len(c)), lambda c, step: c.add(step)),
     "deque": (lambda: deque([1.0]), lambda c: c[-1], lambda c, step: c.append(float(step))),

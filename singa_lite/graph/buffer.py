@@ -40,9 +40,8 @@ class GraphBuffer:
 
     def reset(self) -> None:
         """Forget what was recorded."""
-        self._steps: list[Callable[[], None]] | None = None
         self._tape: Recorder | None = None
-        self._communicators: list[Any] = []
+        self._steps: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Record what this thread computes from now on, instead of what was recorded before."""
@@ -69,8 +68,8 @@ class GraphBuffer:
             nodes = self._backend.lower(tape.nodes)
             array_of, _ = share_memory(nodes, [], lambda size: self._backend.empty((size,), "uint8"))
             nodes = [node.mapped(array_of) for node in nodes]
-            self._communicators = [node.communicator for node in nodes if isinstance(node, Collective)]
-            self._steps = self._backend.compile(nodes)
+            waits = [node.communicator.wait_all for node in nodes if isinstance(node, Collective)]
+            self._steps = [*waits, *self._backend.compile(nodes)]
 
     def run(self) -> None:
         """Run what was recorded once more.
@@ -84,12 +83,10 @@ class GraphBuffer:
             raise GraphError(
                 "RunGraph: nothing was recorded; compute between EnableGraph(True) and EnableGraph(False)"
             )
-        if self._steps is None:
+        if self._tape.break_reason is not None:
             raise GraphError(f"RunGraph: it cannot be replayed: {self._tape.break_reason}{CURE}")
         if any(function() != value for function, value in self._tape.guards.values()):
             raise GraphError(f"RunGraph: the script would compute something else now; record it again{CURE}")
-        for communicator in self._communicators:
-            communicator.wait_all()
         for step in self._steps:
             step()
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-Change = Callable[[Any], Any]
+OnArrays = TypeVar("OnArrays", bound="ArrayNode")
+Call = TypeVar("Call", bound="PythonCall")
 
 
 class Scalar:
@@ -32,8 +33,24 @@ class Scalar:
         self.value = read()
 
 
+class ArrayNode:
+    """A node that reads the arrays ``inputs`` and writes ``out``, an array or a tuple of arrays."""
+
+    inputs: tuple[Any, ...]
+    out: Any
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        return self.out if isinstance(self.out, tuple) else (self.out,)
+
+    def mapped(self: OnArrays, change: Callable[[Any], Any]) -> OnArrays:
+        """Return the same node with ``change(array)`` for each of its arrays."""
+        out = tuple(map(change, self.out)) if isinstance(self.out, tuple) else change(self.out)
+        return replace(self, inputs=tuple(map(change, self.inputs)), out=out)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(ArrayNode):
     """A kernel of a backend.
 
     Attributes:
@@ -50,17 +67,9 @@ class Kernel:
     phase: str
 
     @property
-    def outputs(self) -> tuple[Any, ...]:
-        return self.out if isinstance(self.out, tuple) else (self.out,)
-
-    @property
     def has_scalars(self) -> bool:
         """Whether an attribute is read again at every replay."""
         return any(isinstance(value, Scalar) for value in self.attributes.values())
-
-    def mapped(self, change: Change) -> Kernel:
-        out = tuple(map(change, self.out)) if isinstance(self.out, tuple) else change(self.out)
-        return replace(self, inputs=tuple(map(change, self.inputs)), out=out)
 
     def __call__(self) -> None:
         attributes = dict(self.attributes)
@@ -84,7 +93,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(ArrayNode):
     """The start of a collective.
 
     Attributes:
@@ -106,19 +115,12 @@ class Collective:
     def name(self) -> str:
         return f"Dist.{self.operation.kind}"
 
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        return (self.out,)
-
-    def mapped(self, change: Change) -> Collective:
-        return replace(self, inputs=tuple(map(change, self.inputs)), out=change(self.out))
-
     def __call__(self) -> None:
         self.flight.work = self.communicator.launch(self.operation, self.out, *self.inputs)
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(ArrayNode):
     """Waiting for a collective.
 
     Attributes:
@@ -134,40 +136,22 @@ class Wait:
     name: ClassVar[str] = "Dist.wait"
     phase: ClassVar[str] = "Dist"
 
-    @property
-    def outputs(self) -> tuple[Any, ...]:
-        return (self.out,)
-
-    def mapped(self, change: Change) -> Wait:
-        return replace(self, inputs=tuple(map(change, self.inputs)), out=change(self.out))
-
     def __call__(self) -> None:
         work, self.flight.work = self.flight.work, None
         work.wait(self.timeout_s)
 
 
 @dataclass(frozen=True)
-class Host:
-    """Python that runs at every replay.
-
-    Attributes:
-        function, arguments: called as function(*arguments).
-        sees_arrays: whether it reads or writes arrays, so that it must run at its position: a CUDA graph ends before it
-            and another begins after it. False for what only counts.
-    """
+class PythonCall:
+    """A node that calls ``function(*arguments)``; which arrays it uses is not on the tape."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
-    sees_arrays: bool
     inputs: ClassVar[tuple[Any, ...]] = ()
     outputs: ClassVar[tuple[Any, ...]] = ()
     phase: ClassVar[str] = "Dist"
 
-    @property
-    def name(self) -> str:
-        return f"Host.{getattr(self.function, '__name__', 'call').strip('_')}"
-
-    def mapped(self, change: Change) -> Host:
+    def mapped(self: Call, change: Callable[[Any], Any]) -> Call:
         return self
 
     def __call__(self) -> None:
@@ -175,25 +159,28 @@ class Host:
 
 
 @dataclass(frozen=True)
-class StreamSwitch:
-    """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
+class Host(PythonCall):
+    """Python that runs at every replay.
 
     Attributes:
-        function, arguments: called as function(*arguments) where the nodes run or are captured one by one.
+        sees_arrays: whether it reads or writes arrays, so that it must run at its position: a CUDA graph ends before it
+            and another begins after it. False for what only counts.
     """
 
-    function: Callable[..., object]
-    arguments: tuple[Any, ...]
-    inputs: ClassVar[tuple[Any, ...]] = ()
-    outputs: ClassVar[tuple[Any, ...]] = ()
+    sees_arrays: bool
+
+    @property
+    def name(self) -> str:
+        return f"Host.{getattr(self.function, '__name__', 'call').strip('_')}"
+
+
+class StreamSwitch(PythonCall):
+    """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
+
+    It is called where the nodes run or are captured one by one.
+    """
+
     name: ClassVar[str] = "Dist.stream"
-    phase: ClassVar[str] = "Dist"
-
-    def mapped(self, change: Change) -> StreamSwitch:
-        return self
-
-    def __call__(self) -> None:
-        self.function(*self.arguments)
 
 
 Node = Kernel | Collective | Wait | Host | StreamSwitch

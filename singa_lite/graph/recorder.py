@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from ..config import this_thread
@@ -57,14 +57,9 @@ class Recorder:
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Record what this thread does inside the ``with`` block."""
-        before, this_thread.recorder = this_thread.recorder, self
-        try:
-            yield
-        finally:
-            this_thread.recorder = before
+        return _recorder_of_thread(self)
 
     def break_graph(self, reason: str, is_lasting: bool = True) -> None:
         """Say why this step cannot be replayed; the first reason counts."""
@@ -80,15 +75,11 @@ class Recorder:
         if "counter" in attributes and not isinstance(attributes["counter"], Scalar):
             self.break_graph(f"{name} draws random numbers that come from no device")
         for array in inputs:
-            memory = self._known(array) or self.keep(array)  # a constant, or what the step before left
-            if not memory.is_written:
+            if not self._known_or_kept(array).is_written:
                 self.break_graph(f"{name} reads an array that no kernel of the step has written")
         for array in out if isinstance(out, tuple) else (out,):
-            memory = self._known(array) or self.keep(array)  # what the step has not made stays
-            memory.is_written = True
-        read = tuple(map(self._view, inputs))
-        written = tuple(map(self._view, out)) if isinstance(out, tuple) else self._view(out)
-        self.nodes.append(Kernel(backend, name, read, written, attributes, self.phase))
+            self._known_or_kept(array).is_written = True
+        self.nodes.append(Kernel(backend, name, inputs, out, attributes, self.phase).mapped(self._view))
         return {key: value.value if isinstance(value, Scalar) else value for key, value in attributes.items()}
 
     def collective(
@@ -99,9 +90,8 @@ class Recorder:
             self.break_graph(
                 f"{operation.kind} {operation.name} of an array that no kernel of the step has made"
             )
-        read, written = tuple(map(self._view, inputs)), self._view(out)
-        written.memory.is_written = True
-        node = Collective(communicator, operation, read, written, Flight())
+        node = Collective(communicator, operation, inputs, out, Flight()).mapped(self._view)
+        node.out.memory.is_written = True
         node.flight.work = work  # until finish, so that its id is not used again
         self.nodes.append(node)
         self._in_flight[id(work)] = node
@@ -118,7 +108,7 @@ class Recorder:
         """Run a host node without recording what it does, and keep it; return what its function returns."""
         self.nodes.append(node)
         for tensor in self._tensors_in(node.arguments):
-            memory = self._known(tensor.array) or self.keep(tensor.array)
+            memory = self._known_or_kept(tensor.array)
             memory.is_written = True
             self._passed.append((tensor, memory))
         with unrecorded():
@@ -140,10 +130,8 @@ class Recorder:
 
     def keep_alive_arrays(self) -> None:
         """Have replays read and write where they are all arrays of the step that somebody still holds."""
-        for watch in self._watches:
-            root = watch()
-            if root is not None:
-                self.keep(root)
+        for root in self._alive():
+            self.keep(root)
 
     def take_inputs(self, arrays: list[Array]) -> None:
         """Have every replay bring new values for ``arrays``, into memory of the step alone."""
@@ -186,19 +174,26 @@ class Recorder:
     def has_escaped(self, known: list[Array]) -> bool:
         """Return whether somebody still holds an array that the step made, ``known`` ones excepted."""
         roots = {id(root_of(array)) for array in known}
-        if self._escaped(roots):
-            gc.collect()  # what only unreachable cycles hold is gone afterwards
-        return self._escaped(roots)
 
-    def _escaped(self, known: set[int]) -> bool:
-        roots = (watch() for watch in self._watches)
-        return any(
-            root is not None and id(root) not in known and self._memories[id(root)].owner is None
-            for root in roots
-        )
+        def is_held() -> bool:
+            return any(
+                id(root) not in roots and self._memories[id(root)].owner is None for root in self._alive()
+            )
+
+        if is_held():
+            gc.collect()  # what only unreachable cycles hold is gone afterwards
+        return is_held()
+
+    def _alive(self) -> Iterator[Array]:
+        """The arrays with memory of their own that the step has used and somebody still holds."""
+        return (root for watch in self._watches if (root := watch()) is not None)
 
     def _known(self, array: Array) -> Memory | None:
         return self._memories.get(id(root_of(array)))
+
+    def _known_or_kept(self, array: Array) -> Memory:
+        """The Memory of ``array``; what the step has not made, a constant or what a step before left, stays."""
+        return self._known(array) or self.keep(array)
 
     def _view(self, array: Array) -> View:
         root = root_of(array)
@@ -286,13 +281,17 @@ def break_graph(reason: str) -> None:
         this_thread.recorder.break_graph(reason)
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
+def unrecorded() -> AbstractContextManager[None]:
     """Leave what this thread does inside the ``with`` block out of the step being recorded, if any.
 
     For what happens once, not in every step: making memory that stays, comparing the ranks.
     """
-    before, this_thread.recorder = this_thread.recorder, None
+    return _recorder_of_thread(None)
+
+
+@contextmanager
+def _recorder_of_thread(recorder: Recorder | None) -> Iterator[None]:
+    before, this_thread.recorder = this_thread.recorder, recorder
     try:
         yield
     finally:

@@ -28,17 +28,11 @@ class GraphRewriter:
 
     def __init__(self, nodes: list[Node], accepts: Callable[[View], bool]) -> None:
         self._accepts = accepts
-        self.nodes: list[Node | None] = list(nodes)
+        self.nodes: list[Node | None] = [None] * len(nodes)
         self._readers: dict[Memory, list[int]] = defaultdict(list)
         self._writers: dict[Memory, list[int]] = defaultdict(list)
         for number, node in enumerate(nodes):
-            self._note(number, node)
-
-    def _note(self, number: int, node: Node) -> None:
-        for view in node.inputs:
-            self._readers[view.memory].append(number)
-        for view in node.outputs:
-            self._writers[view.memory].append(number)
+            self.put(number, node)
 
     def kernel(self, number: int, *names: str) -> Kernel | None:
         """Return the node of that number if it is still there and a kernel of ``names``."""
@@ -97,22 +91,20 @@ class GraphRewriter:
 
     def merge(self, first: int, last: int, node: Kernel) -> None:
         """Remove both nodes and put ``node`` in place of ``last``."""
-        self._forget(first)
-        self.nodes[first] = None
+        self.put(first, None)
         self.put(last, node)
 
-    def put(self, number: int, node: Kernel) -> None:
-        """Put ``node`` in place of another."""
-        self._forget(number)
-        self.nodes[number] = node
-        self._note(number, node)
-
-    def _forget(self, number: int) -> None:
-        node = self.nodes[number]
+    def put(self, number: int, node: Node | None) -> None:
+        """Put ``node``, or nothing, in place of another."""
+        old, self.nodes[number] = self.nodes[number], node
+        for view in old.inputs if old is not None else ():
+            self._readers[view.memory].remove(number)
+        for view in old.outputs if old is not None else ():
+            self._writers[view.memory].remove(number)
         for view in node.inputs if node is not None else ():
-            self._readers[view.memory] = [n for n in self._readers[view.memory] if n != number]
+            self._readers[view.memory].append(number)
         for view in node.outputs if node is not None else ():
-            self._writers[view.memory] = [n for n in self._writers[view.memory] if n != number]
+            self._writers[view.memory].append(number)
 
     def rest(self) -> list[Node]:
         """Return the nodes that are left."""
@@ -150,12 +142,9 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
             copies[number] = left
 
     def there(view: View) -> View:
-        target = moved.get(view.memory)
-        return (
-            view
-            if target is None
-            else replace(view, memory=target.memory, offset=target.offset + view.offset)
-        )
+        if (target := moved.get(view.memory)) is None:
+            return view
+        return replace(view, memory=target.memory, offset=target.offset + view.offset)
 
     groups = (copies.get(number, [node]) for number, node in enumerate(nodes))
     return [node.mapped(there) for group in groups for node in group]

@@ -232,6 +232,21 @@ def _layers_in(path: str, value: object) -> Iterator[tuple[str, Layer]]:
             yield name, entry
 
 
+def layers_of(root: Layer) -> Iterator[tuple[str, Layer]]:
+    """Give ``root`` and all layers below it with their paths from it, each once."""
+    seen: set[int] = set()
+
+    def walk(layer: Layer, path: str) -> Iterator[tuple[str, Layer]]:
+        seen.add(id(layer))
+        yield path, layer
+        for name, value in vars(layer).items():
+            for label, below in _layers_in(f"{path}.{name}" if path else name, value):
+                if id(below) not in seen:
+                    yield from walk(below, label)
+
+    return walk(root, "")
+
+
 def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor, bool]]:
     """See Layer._walk; ``seen`` holds the id() of objects that are alive because ``layer`` holds them."""
     seen.add(id(layer))

@@ -2,16 +2,16 @@
 """Records of a model's training step: which one belongs to a call, and replaying it on new inputs.
 
 What lives here: keys, guards, inputs and results of a record. What does not: how a step is recorded (graph/), the
-attributes that it rebinds (slots.py).
+attributes that it sets (attributes.py), what else it reads in Python (variables.py).
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,17 +23,21 @@ from ..graph.arena import share_memory
 from ..graph.nodes import Collective, Host, Kernel, Node
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
+from ..layer.base import layers_of
 from ..profile import TimeProfile
 from ..tensor import Tensor
 from ..tensor.pytree import OpaqueLeafError, flatten, leaves, rebuild
-from .slots import Slots, Tree
+from .attributes import Attributes, pinned
 from .variables import Variables
 
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
+TOO_MANY_MISSES = (
+    "{} steps in a row were recorded and none could be replayed: what decides which nodes it has changes at every step "
+    "(an attribute of the model, a variable, a schedule)"
+)
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
-Step = Callable[..., Any]
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
 
 
@@ -67,8 +71,7 @@ class Record:
     Inputs and results of a replay belong to the caller: the record works on copies of its own.
 
     Args:
-        step: what to run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
-        tree: the layers that the step works on.
+        model: whose step is run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
         arenas: memory that the records of a model share; another piece is appended where none is large enough.
 
     Attributes:
@@ -77,48 +80,44 @@ class Record:
     """
 
     def __init__(
-        self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree, arenas: list[Any]
-    ) -> None:
+        self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], arenas: list[Any]
+    ) -> None:  # model: model.Model, of a module above
         recorder = Recorder(leaves)
         given = leaves((arguments, options))
         inputs = [tensor.clone() for tensor in given]
         recorder.take_inputs([tensor.array for tensor in inputs])
         self._device = inputs[0].device if inputs else get_default_device()
-        self._label = _label(arguments, options)
-        self._slots = Slots(tree)
-        self._variables = Variables([layer for _, layer in tree.layers()], self._slots.objects())
+        self._attributes = Attributes(model)
+        self._variables = Variables(
+            [layer for _, layer in layers_of(model)], self._attributes.before.values()
+        )
         copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
         with recorder.recording():
-            self.result = step(*copied_arguments, **copied_options)
+            self.result = model.train_one_batch(*copied_arguments, **copied_options)
         del copied_arguments, copied_options
         recorder.finish()
-        if (changed := self._variables.changed_by_step()) is not None:
-            recorder.break_graph(f"it changes {changed}", is_lasting=False)
-        elif (iterator := self._variables.iterator()) is not None:
-            recorder.break_graph(f"it reads {iterator}, an iterator, which it may advance")
+        self._variables.finish(recorder)
         _restore_inputs(recorder, inputs, given)
         _check_result(self.result, (arguments, options), recorder)
-        new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result), *self._slots.new_tensors())]
-        self._slots.finish(recorder)
+        new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
+        new += self._attributes.finish(recorder)
         if recorder.break_reason is None:
-            self._result, self.result = _pinned(self.result, recorder), _cloned(self.result)
-            self._results = leaves(self._result)
+            self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
+            self._result = rebuild(self.result, iter(self._results))
+            self.result = self._new_result()
             inputs = [Tensor.wrap(tensor.array, tensor.device) for tensor in inputs]
-            known = [tensor.array for tensor in (*inputs, *self._slots.inputs)]
+            known = [tensor.array for tensor in (*inputs, *self._attributes.inputs)]
             if recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
                 recorder.break_graph(KEPT)
         self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
         self._guards = recorder.guards
-        self._number = next(state.numbers)  # in the tables of profiles
-        self._num_bytes = 0
-        self._nodes: list[Node] = []
         if self.break_reason is None:
-            self._compile(recorder, inputs, arenas)
+            self._compile(recorder, [*inputs, *self._attributes.inputs], arenas)
 
     def _compile(self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any]) -> None:
         """Turn the tape into what a replay runs."""
         backend = self._device.backend
-        views = [recorder.view(tensor.array) for tensor in (*inputs, *self._slots.inputs)]
+        views = [recorder.view(tensor.array) for tensor in inputs]
         nodes = backend.lower(pack_in_place(recorder.nodes))
 
         def make(num_bytes: int) -> Any:
@@ -130,18 +129,17 @@ class Record:
             return found
 
         array_of, self._num_bytes = share_memory(nodes, [view.memory for view in views if view], make)
+        self._number = next(state.numbers)  # in the tables of profiles
         self._nodes = [node.mapped(array_of) for node in nodes]
         self._inputs = [None if view is None else array_of(view) for view in views]
         self._communicators = list(
-            {
-                id(node.communicator): node.communicator for node in nodes if isinstance(node, Collective)
-            }.values()
+            dict.fromkeys(node.communicator for node in nodes if isinstance(node, Collective))
         )
         self._replay_nodes = backend.compile(self._nodes)
 
     def fits(self, known: Known) -> bool:
         """Return whether a replay would do what the step does now; ``known`` collects what was compared."""
-        if not self._slots.fit() or self._variables.changed() is not None:
+        if not self._attributes.fit() or self._variables.changed() is not None:
             return False
         for key, (function, value) in self._guards.items():
             if key not in known:
@@ -155,7 +153,7 @@ class Record:
         for communicator in self._communicators:
             communicator.wait_all()
         execute = self._device.backend.execute
-        for array, tensor in zip(self._inputs, (*given, *self._slots.now()), strict=True):
+        for array, tensor in zip(self._inputs, (*given, *self._attributes.now()), strict=True):
             if array is not None:
                 execute("copy", (tensor.array,), array, {})
         profile = self._device.profile
@@ -164,7 +162,10 @@ class Record:
         else:
             for node in self._replay_nodes:
                 node()
-        self._slots.bind()
+        self._attributes.repeat()
+        return self._new_result()
+
+    def _new_result(self) -> Any:
         return rebuild(self._result, iter([tensor.clone() for tensor in self._results]))
 
     def _replay_timed(self, profile: TimeProfile) -> None:
@@ -177,19 +178,16 @@ class Record:
         names = [(node.phase, node.name) for node in self._nodes]
         profile.add(self._number, names, [end - start for start, end in pairwise(times)])
 
-    def info(self) -> RecordInfo:
-        """Return facts to read."""
-
-        def count(kind: type) -> int:
-            return sum(isinstance(node, kind) for node in self._nodes)
-
+    def info(self, label: str) -> RecordInfo:
+        """Return facts to read; ``label`` is the kind's."""
+        counts = Counter(map(type, self._nodes))
         return RecordInfo(
-            self._label,
-            count(Kernel),
-            count(Collective),
-            count(Host),
+            label,
+            counts[Kernel],
+            counts[Collective],
+            counts[Host],
             self._num_bytes,
-            self.break_reason,
+            None,
             tuple(map(_described, self._nodes)),
         )
 
@@ -220,34 +218,24 @@ class Records:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
 
-    def call(self, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree) -> Any:
-        """Replay the record of such a call, or run the step and make one."""
+    def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Replay the record of such a step of ``model``, or run the step and make a record."""
         if this_thread.recorder is not None:  # a model within another one's step
-            return step(*arguments, **options)
+            return model.train_one_batch(*arguments, **options)
         kind, tensors = self._kind_of(arguments, options)
+        if kind.break_reason is None:
+            known: Known = {}
+            for number, record in enumerate(kind.records):
+                if record.fits(known):
+                    kind.records.insert(0, kind.records.pop(number))
+                    kind.misses = 0
+                    return record.replay(tensors)
+            if kind.misses == MAX_MISSES:
+                kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
+                kind.records.clear()
         if kind.break_reason is not None:
-            return step(*arguments, **options)
-        known: Known = {}
-        for number, record in enumerate(kind.records):
-            if record.fits(known):
-                kind.records.insert(0, kind.records.pop(number))
-                kind.misses = 0
-                return record.replay(tensors)
-        if kind.misses == MAX_MISSES:
-            kind.break_reason = (
-                f"{MAX_MISSES} steps in a row were recorded and none could be replayed: what decides "
-            )
-            kind.break_reason += (
-                "which nodes it has changes at every step (an attribute of the model, a variable, a schedule)"
-            )
-            kind.records.clear()
-            return step(*arguments, **options)
-        return self._record(kind, step, arguments, options, tree)
-
-    def _record(
-        self, kind: Kind, step: Step, arguments: tuple[Any, ...], options: dict[str, Any], tree: Tree
-    ) -> Any:
-        record = Record(step, arguments, options, tree, self._arenas)
+            return model.train_one_batch(*arguments, **options)
+        record = Record(model, arguments, options, self._arenas)
         if record.break_reason is None:
             kind.misses += 1
             kind.records.insert(0, record)
@@ -286,7 +274,7 @@ class Records:
         """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
         found = []
         for kind in self._kinds.values():
-            found += [record.info() for record in reversed(kind.records)]
+            found += [record.info(kind.label) for record in reversed(kind.records)]
             if kind.break_reason is not None:
                 found.append(RecordInfo(kind.label, 0, 0, 0, 0, kind.break_reason))
         return found
@@ -352,32 +340,6 @@ def _check_result(result: Any, arguments: Any, recorder: Recorder) -> None:
             )
 
 
-def _numbers(value: Any) -> Iterator[float]:
-    """Yield the plain numbers of a pytree; what is not a pytree is skipped."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in fields(value)]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
-        yield float(value)
-
-
-def _pinned(value: Any, recorder: Recorder) -> Any:
-    """``value`` as leaves on arrays that every replay writes where they are."""
-    for tensor in leaves(value):
-        recorder.keep(tensor.array)
-    return rebuild(value, (_leaf(tensor) for tensor in leaves(value)))
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    leaf = Tensor.wrap(tensor.array, tensor.device)
-    leaf.requires_grad, leaf.stores_grad, leaf.name = tensor.requires_grad, tensor.stores_grad, tensor.name
-    return leaf
-
-
-def _cloned(value: Any) -> Any:
-    """``value`` with a new leaf for every Tensor in it."""
-    return rebuild(value, (tensor.clone() for tensor in leaves(value)))
+def _numbers(value: Any) -> list[float]:
+    found = leaves(value, (int, float, np.number))
+    return [float(number) for number in found if not isinstance(number, bool)]

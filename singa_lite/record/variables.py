@@ -15,19 +15,22 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..graph.recorder import Recorder
+from ..layer.base import Layer
+from ..opt.base import Optimizer
 from ..tensor.pytree import PLAIN, flatten
+from .attributes import Absent, Attribute
 
 LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
 INSTALLED = ("site-packages", "dist-packages")
 MAX_ITEMS = 1000  # of a container; larger ones are compared by identity and length
-EMPTY = object()  # what an unset variable holds
 CONTAINERS = (
     list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState, random.Random,
     itertools.count, partial, MethodType,
@@ -36,23 +39,21 @@ UNCHANGING = (*PLAIN, FunctionType, BuiltinFunctionType, ModuleType)
 
 
 Location = tuple[
-    str, "Mapping[str, Any] | SlotsOf | CellType", str
-]  # label for people, what holds a variable, its name
+    str, Callable[[], object]
+]  # label of a variable, for people; what reads it, or returns Absent
 
 
 class Variable(NamedTuple):
     """A variable at one moment.
 
     Attributes:
-        label: for people.
-        namespace: what holds it by name, or a closure's cell.
+        label, read: where it is.
         value: what it held.
         content: what a container or an object held; None for what cannot change.
     """
 
     label: str
-    namespace: Mapping[str, Any] | SlotsOf | CellType
-    name: str
+    read: Callable[[], object]
     value: object
     content: Hashable
 
@@ -62,51 +63,53 @@ class Variables:
 
     Args:
         layers: of the model.
-        attributes: those that are neither Tensors nor plain values: label for people, name, value.
+        attributes: of the layers.
     """
 
-    def __init__(self, layers: Iterable[object], attributes: Iterable[tuple[str, str, object]]) -> None:
+    def __init__(self, layers: Iterable[Layer], attributes: Iterable[Attribute]) -> None:
         self._layers = {id(layer) for layer in layers}
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
         self._seen: set[int] = set()
-        self._found: list[Location] = []
-        held = list(attributes)
-        for value in (*(type(layer) for layer in layers), *(value for _, _, value in held)):
+        self._locations: list[Location] = []
+        held = [(found, value) for found in attributes for value in _objects_in(found)]
+        for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
-        self._found += [
-            (label, {name: value}, name) for label, name, value in held if name.lstrip("_") in self._names
+        self._locations += [
+            (found.label, lambda value=value: value)  # type: ignore[misc]
+            for found, value in held
+            if found.name.lstrip("_") in self._names
         ]
         expanded = set(self._layers)
-        for label, namespace, name in self._found:  # which grows
-            value = _held(namespace, name)
-            if _is_object(value) and id(value) not in expanded:
+        for label, read in self._locations:  # which grows
+            value = read()
+            if not isinstance(value, (*UNCHANGING, *CONTAINERS)) and id(value) not in expanded:
                 expanded.add(id(value))
-                self._found += self._attributes(label, value)
+                self._locations += self._attributes(label, value)
         self._variables = [
-            Variable(*found, value := _held(*found[1:]), self._content(value)) for found in self._found
+            Variable(label, read, value := read(), self._content(value)) for label, read in self._locations
         ]
 
-    def changed_by_step(self) -> str | None:
-        """Return the label of what is not as it was before the step, random states of the process included."""
-        for (name, before), now in zip(self._random.items(), _random_states().values(), strict=True):
-            if before != now:
-                return f"the random state of {name}"
-        return self.changed()
+    def finish(self, recorder: Recorder) -> None:
+        """Break the graph of a step that has changed a variable, or may have advanced an iterator."""
+        now = _random_states()
+        drawn = (f"the random state of {name}" for name in now if now[name] != self._random[name])
+        changed = next(drawn, None) or self.changed()
+        if changed is not None:
+            recorder.break_graph(f"it changes {changed}", is_lasting=False)
+        for label, _, value, _ in self._variables:  # the position of an iterator cannot be compared
+            if isinstance(value, Iterator) and not isinstance(value, itertools.count):
+                recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
     def changed(self) -> str | None:
         """Return the label of a variable that is not as it was, or None."""
-        for label, namespace, name, value, content in self._variables:
-            now = _held(namespace, name)
+        for label, read, value, content in self._variables:
+            now = read()
             if (now is not value and not _are_equal_plain(now, value)) or (
                 content is not None and self._content(now) != content
             ):
                 return label
         return None
-
-    def iterator(self) -> str | None:
-        """Return the label of a variable that holds an iterator, whose position cannot be compared, or None."""
-        return next((v.label for v in self._variables if _is_opaque_iterator(v.value)), None)
 
     # ---- which variables there are -------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class Variables:
                 self._follow_function(value)
             self._follow(getattr(value, "__wrapped__", None))
         elif isinstance(value, type):
-            if not hasattr(value, "is_recordable"):  # an optimizer, which the recorder itself looks after
+            if not issubclass(value, Optimizer):  # which the recorder itself looks after
                 for kind in filter(_is_users, value.__mro__):
                     self._follow_class(kind)
         elif isinstance(value, (list, tuple, set, frozenset, dict)):
@@ -140,22 +143,26 @@ class Variables:
             if name != "__init__":
                 self._follow(value)
             if not name.startswith("__"):
-                self._found.append((f"{kind.__name__}.{name}", vars(kind), name))
+                self._add(f"{kind.__name__}.{name}", vars(kind), name)
 
     def _follow_function(self, function: FunctionType) -> None:
         names, attributes = _names_of(function.__code__)
         self._names |= attributes
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
-            self._found.append((f"the global variable {name}", function.__globals__, name))
+            self._add(f"the global variable {name}", function.__globals__, name)
             self._follow(value)
             if isinstance(value, ModuleType) and _is_users(value):
                 for attribute in sorted(attributes & vars(value).keys()):
-                    self._found.append((f"the variable {name}.{attribute}", vars(value), attribute))
+                    self._add(f"the variable {name}.{attribute}", vars(value), attribute)
                     self._follow(vars(value)[attribute])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._found.append((f"the variable {name} outside of {function.__name__}", cell, name))
-            self._follow(_held(cell, name))
+            read = partial(_value_of_cell, cell)
+            self._locations.append((f"the variable {name} outside of {function.__name__}", read))
+            self._follow(read())
+
+    def _add(self, label: str, namespace: Mapping[str, Any], name: str) -> None:
+        self._locations.append((label, partial(namespace.get, name, Absent)))
 
     # ---- what they hold ------------------------------------------------------------------------------
 
@@ -190,32 +197,32 @@ class Variables:
             return id(value.__func__), self._describe_object(value.__self__, within)
         if id(value) in self._layers or id(value) in within:
             return id(value)
-        entries = self._attributes("", value)
         return id(value), tuple(
-            (name, self._describe(_held(namespace, name), (*within, id(value))))
-            for _, namespace, name in entries
+            (label, self._describe(read(), (*within, id(value))))
+            for label, read in self._attributes("", value)
         )
 
     def _attributes(self, label: str, value: Any) -> list[Location]:
         """Return where the attributes of an object are that functions name; of another model's layer all of them."""
         held = vars(value) if hasattr(value, "__dict__") else {}
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
-        if hasattr(value, "unrecorded_attributes"):
+        if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
-        slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+        in_slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
         return [
-            (f"{label}.{name}", SlotsOf(value) if name in slots else held, name) for name in sorted(names)
+            (
+                f"{label}.{name}",
+                partial(getattr, value, name, Absent)
+                if name in in_slots
+                else partial(held.get, name, Absent),
+            )
+            for name in sorted(names)
         ]
 
 
-class SlotsOf:
-    """The attributes in ``__slots__`` of an object, which has no dict of them."""
-
-    def __init__(self, value: object) -> None:
-        self._object = value
-
-    def get(self, name: str, default: object) -> object:
-        return getattr(self._object, name, default)
+def _objects_in(attribute: Attribute) -> list[object]:
+    """What an attribute holds beside Tensors and plain values; a function among them."""
+    return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
 
 
 def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
@@ -247,22 +254,11 @@ def _is_users(value: Any) -> bool:
     return name.partition(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
 
 
-def _is_opaque_iterator(value: object) -> bool:
-    return isinstance(value, Iterator) and not isinstance(value, itertools.count)
-
-
-def _is_object(value: object) -> bool:
-    """Return whether ``value`` is an object that its attributes alone describe."""
-    return not isinstance(value, (*UNCHANGING, *CONTAINERS)) and value is not EMPTY
-
-
-def _held(namespace: Mapping[str, Any] | SlotsOf | CellType, name: str) -> object:
-    if not isinstance(namespace, CellType):
-        return namespace.get(name, EMPTY)
+def _value_of_cell(cell: CellType) -> object:
     try:
-        return namespace.cell_contents
+        return cell.cell_contents
     except ValueError:
-        return EMPTY
+        return Absent
 
 
 def _are_equal_plain(a: object, b: object) -> bool:

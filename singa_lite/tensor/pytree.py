@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import types
 from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,18 @@ class OpaqueLeafError(Exception):
     """A pytree holds an object of a type whose changes cannot be detected."""
 
 
-def leaves(value: object) -> list[Tensor]:
-    """Return all Tensors of a pytree, in order; other objects are passed over."""
-    found: list[Tensor] = []
-    _walk(value, found, lambda other: None)
-    return found
+def leaves(value: Any, kind: Any = Tensor) -> list[Any]:  # Any: a class or several, and their objects
+    """Return all leaves of a pytree that are of a ``kind``, in order; others are passed over."""
+    if isinstance(value, kind):
+        return [value]
+    form = _form_of(value.__class__)
+    if form == "dict":
+        value = value.values()
+    elif form == "dataclass":
+        value = [item for _, item in _fields(value)]
+    elif form not in ("sequence", "namedtuple"):
+        return []
+    return [leaf for item in value for leaf in leaves(item, kind)]
 
 
 def flatten(
@@ -51,43 +59,56 @@ def flatten(
 
 def rebuild(value: Any, tensors: Iterator[Any]) -> Any:
     """Return the pytree ``value`` with the next of ``tensors`` for each of its Tensors; nothing else is copied."""
-    if isinstance(value, Tensor):
+    form = _form_of(value.__class__)
+    if form == "tensor":
         return next(tensors)
-    if isinstance(value, dict):
+    if form == "dict":
         new = copy.copy(value)  # of the same class
         for key, item in value.items():
             new[key] = rebuild(item, tensors)
         return new
-    if _is_namedtuple(value):
-        return type(value)(*(rebuild(item, tensors) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(rebuild(item, tensors) for item in value)
-    if _is_dataclass(value):
-        fields = {field.name: rebuild(getattr(value, field.name), tensors) for field in _fields(value)}
-        return dataclasses.replace(value, **fields)
+    if form == "sequence":
+        return type(value)([rebuild(item, tensors) for item in value])
+    if form == "namedtuple":
+        return type(value)(*[rebuild(item, tensors) for item in value])
+    if form == "dataclass":
+        return dataclasses.replace(value, **{name: rebuild(item, tensors) for name, item in _fields(value)})
     return value
 
 
 def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable]) -> Hashable:
-    if isinstance(value, Tensor):
+    form = _form_of(value.__class__)
+    if form == "tensor":
         found.append(value)
         array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
-    if isinstance(value, dict):
-        return type(value), tuple((_key(key), _walk(item, found, describe)) for key, item in value.items())
-    if type(value) in (list, tuple) or _is_namedtuple(value):
-        return type(value), tuple(_walk(item, found, describe) for item in value)
-    if _is_dataclass(value):
-        fields = ((field.name, getattr(value, field.name)) for field in _fields(value))
-        return type(value), tuple((name, _walk(item, found, describe)) for name, item in fields)
-    is_function = isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
-    if (is_function and not getattr(value, "__closure__", None)) or getattr(
-        value, "is_static", False
-    ) is True:
+    if form == "plain" or (form == "function" and not getattr(value, "__closure__", None)):
         return type(value), value
-    if isinstance(value, PLAIN):
-        return type(value), value
+    if form == "dict":
+        return type(value), tuple([(_key(key), _walk(item, found, describe)) for key, item in value.items()])
+    if form in ("sequence", "namedtuple"):
+        return type(value), tuple([_walk(item, found, describe) for item in value])
+    if form == "dataclass":
+        return type(value), tuple([(name, _walk(item, found, describe)) for name, item in _fields(value)])
     return describe(value)
+
+
+@lru_cache(maxsize=1000)  # a bound for classes that are made again and again
+def _form_of(kind: type) -> str:
+    """Say how objects of a class are taken apart; those of a dataclass where ``dataclasses.replace`` can make them."""
+    if issubclass(kind, Tensor):
+        return "tensor"
+    if issubclass(kind, PLAIN) or getattr(kind, "is_static", False) is True:
+        return "plain"
+    if issubclass(kind, dict):
+        return "dict"
+    if kind in (list, tuple):
+        return "sequence"
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return "namedtuple"
+    if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
+        return "dataclass"
+    return "function" if issubclass(kind, (types.FunctionType, types.BuiltinFunctionType)) else "object"
 
 
 def _key(key: Hashable) -> Hashable:
@@ -99,19 +120,5 @@ def _raise(value: object) -> Hashable:
     raise OpaqueLeafError(type(value).__name__)
 
 
-def _is_namedtuple(value: object) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-def _is_dataclass(value: object) -> bool:
-    """Return whether it is a dataclass object that ``dataclasses.replace`` can make again."""
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and all(field.init for field in dataclasses.fields(value))
-        and getattr(value, "is_static", False) is not True
-    )
-
-
-def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(value)
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]

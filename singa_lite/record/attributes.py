@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attributes of a model as a recorded step finds and leaves them.
+
+What lives here: which attributes a step changes, and doing the same in a replay. What does not: the tape (records.py),
+the walk over the layers (layer/base.py).
+
+Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total +
+loss``). A replay runs only where an attribute that the step changes holds what it held before the recorded step, up to
+the values of its Tensors; it reads these, and sets the attribute as the step did, to new Tensors that are leaves. All
+other attributes must be what they were when the step was recorded, and two that held one Tensor must hold one again, as
+a step that sets one to the other's Tensor may then have changed nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable
+from dataclasses import is_dataclass
+from operator import is_
+from typing import Any, NamedTuple
+
+from ..config import state
+from ..graph.memory import root_of
+from ..graph.recorder import Recorder
+from ..layer.base import Layer, layers_of
+from ..tensor import Tensor
+from ..tensor.pytree import flatten, rebuild
+
+
+class Absent:
+    """Stands, as a class, for what a name holds that is not there."""
+
+
+class Attribute:
+    """An attribute of a layer at one moment.
+
+    Args:
+        value: what it held, or Absent.
+
+    Attributes:
+        layer, name, label: where it is, and its path for people.
+        structure, tensors: what pytree.flatten gives of the value.
+        arrays: the raw arrays of ``tensors`` at that moment.
+        objects: what is neither a Tensor nor a plain value in it.
+    """
+
+    def __init__(self, layer: object, name: str, label: str, value: Any) -> None:
+        self.layer, self.name, self.label, self.value = layer, name, label, value
+        self.objects: list[object] = []
+        self.structure, self.tensors = flatten(value, self._describe)
+        self.arrays = [tensor.array for tensor in self.tensors]
+
+    def _describe(self, value: object) -> Hashable:
+        self.objects.append(value)
+        return id(value)
+
+    def now(self) -> Attribute:
+        """Return the same attribute as it is now."""
+        return Attribute(self.layer, self.name, self.label, vars(self.layer).get(self.name, Absent))
+
+    def is_like(self, other: Attribute) -> bool:
+        """Return whether both hold the same Tensors, with the same arrays, in equal structures."""
+        return self.structure == other.structure and all(
+            map(is_, self.tensors + self.arrays, other.tensors + other.arrays)
+        )
+
+
+class Change(NamedTuple):
+    """What a step does to an attribute.
+
+    Attributes:
+        before: the attribute before the recorded step, whose structure a replay must find.
+        value: what the step set it to, with any Tensors, or Absent.
+        sources: of each Tensor in ``value``: its number among those held before a step and, after them, those made.
+        is_in_place: whether the step changed the list or dict that it found.
+    """
+
+    before: Attribute
+    value: Any
+    sources: list[int]
+    is_in_place: bool
+
+    def repeat(self, tensors: list[Tensor]) -> None:
+        """Do the same with the ``tensors`` of a replay, held and made."""
+        attributes = vars(self.before.layer)
+        if self.value is Absent:
+            attributes.pop(self.before.name, None)
+            return
+        value = rebuild(self.value, iter([tensors[number] for number in self.sources]))
+        if not self.is_in_place:
+            attributes[self.before.name] = value
+        elif isinstance(value, dict):
+            attributes[self.before.name].clear()
+            attributes[self.before.name].update(value)
+        else:
+            attributes[self.before.name][:] = value
+
+
+class Attributes:
+    """The attributes of a model and its layers, from before a recorded step on.
+
+    Attributes:
+        before: all of them before the step; empty once it is finished.
+        inputs: Tensors of attributes that change, which the tape reads.
+    """
+
+    def __init__(self, model: Layer) -> None:
+        self._model = model
+        self.before = _attributes_of(model)
+        self.inputs: list[Tensor] = []
+        self._changes: dict[Hashable, Change] = {}
+        self._constants: list[Attribute] = []  # unchanged ones that may change without being set
+        self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
+        self._made: list[Tensor] = []  # by the step, for attributes
+        self._read: list[int] = []  # of the inputs: numbers among those held
+
+    def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
+        """Find what the step has changed and set it as replays will; return the Tensors that the step had set."""
+        before, self.before = self.before, {}
+        after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
+        set_by_step = _new_tensors(before, after)
+        states = self._states_of_model()
+        changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
+        for key, new in after.items():
+            old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
+            if old.is_like(new):
+                if _may_change_unset(new.value) or not all(id(tensor) in states for tensor in new.tensors):
+                    self._constants.append(new)
+            elif (reason := _why_not_repeated(old, new, states)) is not None:
+                recorder.break_graph(reason, is_lasting=False)
+            else:
+                changed[key] = old, new
+        olds = [old for old, _ in changed.values()]
+        self._held = _tensors_of([*olds, *self._constants])
+        self._find_inputs(olds, [*self._held, *states.values()], recorder)
+        if recorder.break_reason is None or not recorder.is_lasting:
+            self._pin(changed, recorder)
+            self.repeat()
+        self._states = [
+            (t, t.array, t.stores_grad, t.requires_grad) for t in self._states_of_model().values()
+        ]
+        self._generation, self._others = state.generation, self._find_others()
+        return set_by_step
+
+    def _states_of_model(self) -> dict[int, Tensor]:
+        """Parameters and buffers by their ids."""
+        return {id(tensor): tensor for tensor in self._model.get_states().values()}
+
+    def _find_inputs(self, olds: list[Attribute], known: list[Tensor], recorder: Recorder) -> None:
+        """Find the Tensors of ``olds`` that the tape reads; each must have memory that no other ``known`` one has."""
+        uses = Counter(id(root_of(tensor.array)) for tensor in known)
+        labelled = [(old.label, tensor) for old in olds for tensor in old.tensors]
+        for number, (label, tensor) in enumerate(labelled):
+            view = recorder.view(tensor.array)
+            if view is None:
+                continue
+            if tensor.creator is not None:
+                reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
+                recorder.break_graph(reason, is_lasting=False)
+            elif not view.is_whole or uses[id(root_of(tensor.array))] > 1:
+                reason = f"{label} shares its memory with another tensor; use clone()"
+                recorder.break_graph(reason, is_lasting=False)
+            else:
+                recorder.take_inputs([tensor.array])
+                self.inputs.append(tensor)
+                self._read.append(number)
+
+    def _pin(self, changed: dict[Hashable, tuple[Attribute, Attribute]], recorder: Recorder) -> None:
+        """Have replays leave what the step made where it is, and keep that apart from what the caller gets."""
+        numbers = {id(tensor): number for number, tensor in enumerate(self._held)}  # and by made arrays
+        tensors = list(self._held)
+        for key, (old, new) in changed.items():
+            sources = []
+            for tensor in new.tensors:
+                source = numbers.get(id(tensor))
+                if source is None:
+                    source = numbers.setdefault(id(tensor.array), len(tensors))
+                    if source == len(tensors):
+                        tensors.append(pinned(tensor, recorder))
+                sources.append(source)
+            value = rebuild(new.value, iter([tensors[source] for source in sources]))
+            is_in_place = new.value is old.value and isinstance(new.value, (list, dict))
+            self._changes[key] = Change(old, value, sources, is_in_place)
+        self._made = tensors[len(self._held) :]
+        self._aliases = _aliases(self._held)
+
+    def fit(self) -> bool:
+        """Return whether all attributes are as the recorded step found them."""
+        for tensor, array, stores_grad, requires_grad in self._states:
+            if (
+                tensor.array is not array
+                or tensor.stores_grad != stores_grad
+                or tensor.requires_grad != requires_grad
+            ):
+                return False
+        if state.generation != self._generation and not self._are_others_like():
+            return False
+        current = []
+        for change in self._changes.values():
+            current.append(now := change.before.now())
+            if now.structure != change.before.structure:
+                return False
+        for constant in self._constants:
+            if not constant.is_like(constant.now()):
+                return False
+        self._held = _tensors_of([*current, *self._constants])
+        return _aliases(self._held) == self._aliases
+
+    def _are_others_like(self) -> bool:
+        """Whether the attributes that do not change are as they were; at once from now on, until one is set."""
+        generation, others = state.generation, self._find_others()
+        is_same = others.keys() == self._others.keys() and all(
+            found.is_like(self._others[key]) for key, found in others.items()
+        )
+        if is_same:
+            self._generation = generation
+        return is_same
+
+    def _find_others(self) -> dict[Hashable, Attribute]:
+        return {key: found for key, found in _attributes_of(self._model).items() if key not in self._changes}
+
+    def now(self) -> list[Tensor]:
+        """Return the ``inputs`` of this replay; ``fit`` was called before."""
+        return [self._held[number] for number in self._read]
+
+    def repeat(self) -> None:
+        """Set the attributes as the step did."""
+        tensors = [*self._held, *(tensor.clone() for tensor in self._made)]
+        for change in self._changes.values():
+            change.repeat(tensors)
+        self._held = []
+
+
+def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:
+    """All attributes of all layers, by layer and name."""
+    return {
+        (id(layer), name): Attribute(layer, name, f"{path}.{name}" if path else name, value)
+        for path, layer in layers_of(model)
+        for name, value in list(vars(layer).items())
+        if name not in layer.unrecorded_attributes
+    }
+
+
+def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
+    return [tensor for attribute in attributes for tensor in attribute.tensors]
+
+
+def _new_tensors(
+    before: dict[Hashable, Attribute], after: dict[Hashable, Attribute]
+) -> list[weakref.ref[Tensor]]:
+    """The Tensors that attributes hold after a step and did not before, without keeping them alive."""
+    known = {id(tensor) for tensor in _tensors_of(before.values())}
+    return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
+
+
+def _may_change_unset(value: object) -> bool:
+    """Whether what an attribute holds, apart from Tensors, may change without the attribute being set."""
+    if isinstance(value, tuple):
+        return any(map(_may_change_unset, value))
+    return isinstance(value, (list, dict)) or is_dataclass(value)
+
+
+def _why_not_repeated(old: Attribute, new: Attribute, states: Container[int]) -> str | None:
+    """Why a replay cannot set an attribute as the step did; None if it can."""
+    if any(id(tensor) in states for tensor in (*old.tensors, *new.tensors)):
+        return f"it made or replaced parameters or buffers ({new.label})"
+    arrays = {id(tensor): array for tensor, array in zip(old.tensors, old.arrays, strict=True)}
+    if any(
+        arrays.get(id(tensor), array) is not array
+        for tensor, array in zip(new.tensors, new.arrays, strict=True)
+    ):
+        return f"it replaced the array of a tensor in {new.label}"
+    if any(all(value is not known for known in old.objects) for value in new.objects):
+        return f"it set {new.label}, to an object that a replay cannot make"
+    return None
+
+
+def _aliases(tensors: list[Tensor]) -> list[int]:
+    """Return for each of ``tensors`` the number of the first that is the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)]
+
+
+def pinned(tensor: Tensor, recorder: Recorder) -> Tensor:
+    """Return a leaf on the array of ``tensor`` with its flags, and have replays write that array where it is."""
+    recorder.keep(tensor.array)
+    leaf = Tensor.wrap(tensor.array, tensor.device)
+    leaf.requires_grad, leaf.stores_grad, leaf.name = tensor.requires_grad, tensor.stores_grad, tensor.name
+    return leaf
