@@ -271,10 +271,10 @@ class BucketInFlight:
                 self._advance(self.pending.wait())
 
     def advance(self) -> None:
-        """Run the exchange to its next yield, after the last gradient."""
-        assert self.pending is not None
+        """Run the exchange to its next yield, after the last gradient; one that ended before is joined."""
         with self.bucket.backend.unpacking(self.packed):
-            self._advance(self.pending.wait())
+            if self.pending is not None:
+                self._advance(self.pending.wait())
 
     def _advance(self, result: Any) -> None:
         try:
@@ -310,7 +310,7 @@ class BucketedSync(Scheme, ABC):
         A generator that starts collectives. After a ``yield`` of a Work it continues when all gradients are there and
         that collective has ended, after a ``yield Soon(work)`` as soon as the next bucket is packed. Such a yield gives
         the Work's result. After a ``yield OnHost(function, *arrays)`` it continues when that function has been called.
-        All ranks must yield alike, at least once.
+        All ranks must yield alike.
         """
 
     def begin(self, options: Any, read: Callable[[], Any] | None = None) -> None:
