@@ -113,7 +113,7 @@ def test_crashing_hanging_and_unreached_parts_leave_the_rows_of_the_others(scrip
 
 def test_parts_beyond_the_budget_are_named_and_not_run(script, tmp_path, clock):
     parts = {
-        "long": ([script("long", "report('begun', 1)\nimport time; time.sleep(600)")], 100),
+        "long": ([script("long", "report('begun', 1)\nimport time; time.sleep(100)")], 100),
         "late": ([script("late", "report('never', 1)")], 100),
     }
     clock.pass_after("begun", 6)
@@ -171,7 +171,7 @@ def test_a_part_that_cannot_be_ended_costs_its_deadline_and_a_little(script, tmp
     """As a process that hangs in the driver: no signal ends it."""
     monkeypatch.setattr(check, "END_S", 0.5)
     parts = {
-        "stuck": ([script("stuck", "report('early', 1)\nimport time; time.sleep(600)")], 2),
+        "stuck": ([script("stuck", "report('early', 1)\nimport time; time.sleep(100)")], 2),
         "next": ([script("next", "report('late', 2)")], 20),
     }
     kept = []
