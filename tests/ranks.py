@@ -407,8 +407,9 @@ def _mpi_rank(folder: Path) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     _redirect(folder, rank)
     code = _rank_main(folder, rank)
-    for _ in range(1000):
-        if all((folder / f"result-{other}").exists() for other in range(size)):
+    deadline = time.monotonic() + LIMIT_S
+    while not all((folder / f"result-{other}").exists() for other in range(size)):
+        if time.monotonic() > deadline:
             break
         time.sleep(0.01)
     sys.stdout.flush()

@@ -69,21 +69,22 @@ def bits(net: Net) -> dict[str, bytes]:
 def resumed(communicator: Communicator, folder: str, use_graph: bool) -> dict[str, bool]:
     """Whether a run that goes on from a file ends where the run that wrote it does."""
     found, rank = {}, communicator.rank
-    for option in OPTIONS:
-        for name, make in OPTIMIZERS.items():
-            path = Path(folder) / f"{option}-{name}-{rank}.zip"
-            whole = compiled(communicator, make, option, use_graph)
-            for step in range(BEFORE):
-                whole(*batch(step, rank))
-            whole.save_states(path)
-            for step in range(BEFORE, BEFORE + AFTER):
-                whole(*batch(step, rank))
-            replayed = not use_graph or any(info.num_kernels for info in whole.graph_info())
-            second = compiled(communicator, make, option, use_graph)
-            second.load_states(path)
-            for step in range(BEFORE, BEFORE + AFTER):
-                second(*batch(step, rank))
-            found[f"{option} {name}"] = replayed and bits(second) == bits(whole)
+    for number, option in enumerate(OPTIONS):
+        # every two of option, optimizer, number of ranks and mode come together
+        name = list(OPTIMIZERS)[(number + communicator.size + use_graph) % len(OPTIMIZERS)]
+        make, path = OPTIMIZERS[name], Path(folder) / f"{option}-{name}-{rank}.zip"
+        whole = compiled(communicator, make, option, use_graph)
+        for step in range(BEFORE):
+            whole(*batch(step, rank))
+        whole.save_states(path)
+        for step in range(BEFORE, BEFORE + AFTER):
+            whole(*batch(step, rank))
+        replayed = not use_graph or any(info.num_kernels for info in whole.graph_info())
+        second = compiled(communicator, make, option, use_graph)
+        second.load_states(path)
+        for step in range(BEFORE, BEFORE + AFTER):
+            second(*batch(step, rank))
+        found[f"{option} {name}"] = replayed and bits(second) == bits(whole)
     autograd.training = False
     return found
 
@@ -94,9 +95,9 @@ def test_a_resumed_run_ends_with_the_bits_of_the_run_that_was_saved(
     tmp_path: Path, size: int, use_graph: bool
 ) -> None:
     transport = "local" if size == 1 else "shm"
-    found = run_ranks(resumed, size, str(tmp_path), use_graph, transport=transport, timeout_s=300)
+    found = run_ranks(resumed, size, str(tmp_path), use_graph, transport=transport)
     assert [all(of_rank.values()) for of_rank in found] == [True] * size, found
-    assert all(len(of_rank) == len(OPTIONS) * len(OPTIMIZERS) for of_rank in found)
+    assert all(len(of_rank) == len(OPTIONS) for of_rank in found)
 
 
 def loaded_apart(communicator: Communicator, folder: str, fault: str) -> str:

@@ -162,7 +162,11 @@ class Job:
         for process in self.processes:
             process.wait()
         deadline = time.monotonic() + DRAIN_S
-        while self._selector.get_map() and time.monotonic() < deadline:
+        is_over = False
+        while self._selector.get_map() and not is_over:
+            is_over = (
+                time.monotonic() >= deadline
+            )  # before a pass over all pipes: what a dead rank wrote is in them
             self._pump(POLL_S)
         for process in self.processes:
             for pipe in (process.stdout, process.stderr):

@@ -32,6 +32,12 @@ def forget_members(rendezvous_id: str) -> None:
         os.unlink(_members(rendezvous_id))
 
 
+def has_living_parent() -> bool:
+    """Return whether Python's multiprocessing started this process from one that still runs."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and parent.is_alive()
+
+
 def lost_rank(rendezvous_id: str, size: int) -> str:
     """Return why a world of ``size`` ranks cannot become complete, or "" if it still may."""
     parent = multiprocessing.parent_process()

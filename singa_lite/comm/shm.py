@@ -15,7 +15,7 @@ from typing import Any
 from .. import _native
 from ..errors import CommError
 from .base import DTYPES, TIMEOUT_S, Array, Communicator, Operation, Work, World
-from .lost_ranks import forget_members, lost_rank
+from .lost_ranks import forget_members, has_living_parent, lost_rank
 
 # The numbers of native/comm/types.h.
 _KINDS = {"all_reduce": 0, "reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
@@ -62,11 +62,14 @@ class ShmCommunicator(Communicator):
         return "works: processes of this host" if native else f"no: {reason}"
 
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S) -> None:
+        is_complete = False
         try:
             self._open(world, timeout_s)
             self._engine.wait_for_all(self._lost_rank)
-        finally:
-            forget_members(world.rendezvous_id)
+            is_complete = True
+        finally:  # a rank that comes after a failure needs the list to notice it; the parent removes it when it ends
+            if is_complete or not has_living_parent():
+                forget_members(world.rendezvous_id)
 
     def _open(self, world: World, timeout_s: float) -> None:
         """First half of construction: create the segment (rank 0) or attach to it."""

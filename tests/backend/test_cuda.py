@@ -384,7 +384,7 @@ def test_another_thread_computes_on_the_stream_of_the_device(backend: Backend) -
         target=lambda: found.extend(on(backend, "square", [np.full(3, 3.0)], [np.zeros(3)]))
     )
     thread.start()
-    thread.join(60)
+    thread.join(LIMIT_S)
     np.testing.assert_array_equal(found[0], 9)
 
 

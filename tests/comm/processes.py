@@ -17,6 +17,11 @@ from typing import TypeVar
 from tests.limits import LIMIT_S
 
 Result = TypeVar("Result")
+# `singa-lite run` that waits until the ranks have ended by themselves, however slow the machine is
+PATIENT = (
+    "import sys; from singa_lite import cli; from singa_lite.comm import launch; "
+    f"launch.FINAL_OUTPUT_S = launch.DRAIN_S = {LIMIT_S}; sys.exit(cli.main())"
+)
 WORLD = re.compile(r"SINGA_LITE_|PMI|OMPI_|MV2_|SLURM_|OMP_NUM_THREADS")
 
 
@@ -51,14 +56,17 @@ def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def run_ranks_of(script: Path, num_ranks: int, *arguments: str, **environment: str):
+def run_ranks_of(script: Path, num_ranks: int, *arguments: str, is_patient: bool = False, **environment: str):
     """`singa-lite run -n num_ranks script arguments`."""
-    return run_command(launch_command(script, num_ranks, *arguments), **environment)
+    return run_command(launch_command(script, num_ranks, *arguments, is_patient=is_patient), **environment)
 
 
-def launch_command(script: Path, num_ranks: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    start = [sys.executable, "-m", "singa_lite", "run", "-n", str(num_ranks), *options]
-    return [*start, str(script), *arguments]
+def launch_command(
+    script: Path, num_ranks: int, *arguments: str, options: Sequence[str] = (), is_patient: bool = False
+) -> list[str]:
+    """The command; a patient launcher does not end the ranks that go on after a failure or a signal."""
+    start = [sys.executable, *(("-c", PATIENT) if is_patient else ("-m", "singa_lite"))]
+    return [*start, "run", "-n", str(num_ranks), *options, str(script), *arguments]
 
 
 def running(marker: str | Path) -> list[str]:

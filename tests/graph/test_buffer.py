@@ -12,6 +12,7 @@ from singa_lite import autograd, layer, model, opt
 from singa_lite.device import Device
 from singa_lite.errors import GraphError
 from singa_lite.tensor import Tensor, to_numpy
+from tests.limits import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("training")
 RNG = np.random.default_rng(4)
@@ -105,7 +106,7 @@ def test_a_thread_ends_only_what_it_has_started(device: Device) -> None:
 
     thread = threading.Thread(target=end)
     thread.start()
-    thread.join(30)
+    thread.join(LIMIT_S)
     device.EnableGraph(False)
     device.ResetGraph()
     assert len(errors) == 1 and "in the thread that called" in str(errors[0])
