@@ -891,6 +891,26 @@ def test_a_variable_that_the_caller_changes_is_seen(scale: Any) -> None:
     assert_alike(Reads, STEPS - 2, call=change)
 
 
+HISTORY: deque[int] = deque()  # more than is compared one by one
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_long_deque_is_compared_by_its_length(grows: bool) -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * float(len(HISTORY) / 2000)
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            HISTORY.clear()
+            HISTORY.extend(range(2000))
+        elif step == 3 and grows:
+            HISTORY.append(0)
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 1 - grows, call=change)
+
+
 def test_a_variable_of_a_closure_and_an_attributes_object_are_seen() -> None:
     scale, settings = 1.0, SimpleNamespace(scale=1.0)
 

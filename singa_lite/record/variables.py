@@ -58,6 +58,25 @@ class Variable(NamedTuple):
     content: Hashable
 
 
+class Same:
+    """Equal for one object alone, which it keeps, so that no other gets its id.
+
+    Args:
+        value: the object.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 class Variables:
     """What the step of a model reads, see Note [variables], as it is now.
 
@@ -172,32 +191,34 @@ class Variables:
 
     def _describe(self, value: object, within: tuple[int, ...]) -> Hashable:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:
-            return id(value), len(value)
+            return Same(value), len(value)
         structure, tensors = flatten(value, lambda other: self._describe_object(other, within))
-        return structure, tuple((id(tensor), id(tensor.array)) for tensor in tensors)
+        return structure, tuple((Same(tensor), Same(tensor.array)) for tensor in tensors)
 
     def _describe_object(self, value: Any, within: tuple[int, ...]) -> Hashable:
         if isinstance(value, (set, frozenset)):
-            return id(value), frozenset(value)
+            return Same(value), frozenset(value)
+        if isinstance(value, deque) and len(value) <= MAX_ITEMS:
+            return Same(value), self._describe(list(value), within)
         if isinstance(value, deque):
-            return id(value), self._describe(list(value), within)
+            return Same(value), len(value)
         if isinstance(value, np.ndarray) and value.size <= MAX_ITEMS:
-            return id(value), value.tobytes()
+            return Same(value), value.tobytes()
         if isinstance(value, np.random.Generator):
-            return id(value), repr(value.bit_generator.state)
+            return Same(value), repr(value.bit_generator.state)
         if isinstance(value, np.random.RandomState):
-            return id(value), repr(value.get_state(legacy=False))
+            return Same(value), repr(value.get_state(legacy=False))
         if isinstance(value, random.Random):
-            return id(value), value.getstate()
+            return Same(value), value.getstate()
         if isinstance(value, itertools.count):
-            return id(value), repr(value)
+            return Same(value), repr(value)
         if isinstance(value, partial):
-            return id(value), self._describe([value.args, value.keywords], within)
+            return Same(value), self._describe([value.args, value.keywords], within)
         if isinstance(value, MethodType):
-            return id(value.__func__), self._describe_object(value.__self__, within)
+            return Same(value.__func__), self._describe_object(value.__self__, within)
         if id(value) in self._layers or id(value) in within:
-            return id(value)
-        return id(value), tuple(
+            return Same(value)
+        return Same(value), tuple(
             (label, self._describe(read(), (*within, id(value))))
             for label, read in self._attributes("", value)
         )
