@@ -185,14 +185,14 @@ class Recorder:
         return is_held()
 
     def _alive(self) -> Iterator[Array]:
-        """The arrays with memory of their own that the step has used and somebody still holds."""
+        """Return the arrays with memory of their own that the step has used and somebody still holds."""
         return (root for watch in self._watches if (root := watch()) is not None)
 
     def _known(self, array: Array) -> Memory | None:
         return self._memories.get(id(root_of(array)))
 
     def _known_or_kept(self, array: Array) -> Memory:
-        """The Memory of ``array``; what the step has not made, a constant or what a step before left, stays."""
+        """Return the Memory of ``array``; what the step has not made, a constant or what a step before left, stays."""
         return self._known(array) or self.keep(array)
 
     def _view(self, array: Array) -> View:
@@ -201,7 +201,7 @@ class Recorder:
         return View(self._memory(root), offset, array.shape, array.dtype, array.strides)
 
     def _memory(self, root: Array) -> Memory:
-        """The Memory of the array ``root``; another array that is made at its address later has another one."""
+        """Return the Memory of the array ``root``; an array made at its address later has another one."""
         key = id(root)
         if key not in self._memories:
             self._memories[key] = Memory(root.nbytes)

@@ -151,7 +151,7 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
 
 
 def _parts(pack: Kernel) -> Iterator[View]:
-    """The part of the joined array that each input of a pack becomes."""
+    """Return the part of the joined array that each input of a pack becomes."""
     alignment = pack.attributes.get("alignment", 1) * pack.out.dtype.itemsize
     offset = pack.out.offset
     for source in pack.inputs:
@@ -160,6 +160,6 @@ def _parts(pack: Kernel) -> Iterator[View]:
 
 
 def _is_only_for(pack: Kernel, source: View) -> bool:
-    """Whether ``source`` is all of a piece of memory that only the step itself needs, packed once."""
+    """Return whether ``source`` is all of a piece of memory that only the step itself needs, packed once."""
     is_once = sum(view.memory is source.memory for view in pack.inputs) == 1
     return source.memory.owner is None and source.is_whole and is_once

@@ -277,7 +277,7 @@ def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
 
 
 def _on_host(method: Callable[..., None]) -> Callable[..., None]:
-    """A method whose Python runs at every replay of a recorded step."""
+    """Mark a method whose Python runs at every replay of a recorded step."""
 
     @wraps(method)
     def run(self: Optimizer, *arguments: Any) -> None:
@@ -288,7 +288,7 @@ def _on_host(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unrecordable(method: Callable[..., None]) -> Callable[..., None]:
-    """A method that runs backward, and may do in Python what a replay would not do."""
+    """Mark a method that runs backward, and may do in Python what a replay would not do."""
 
     @wraps(method)
     def run(self: Optimizer, *arguments: Any, **options: Any) -> None:

@@ -208,7 +208,7 @@ class Attributes:
         return _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
-        """Whether the attributes that do not change are as they were; at once from now on, until one is set."""
+        """Return whether the attributes that do not change are as they were; at once from now on, until one is set."""
         generation, others = state.generation, self._find_others()
         is_same = others.keys() == self._others.keys() and all(
             found.is_like(self._others[key]) for key, found in others.items()
@@ -233,7 +233,7 @@ class Attributes:
 
 
 def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:
-    """All attributes of all layers, by layer and name."""
+    """Read all attributes of all layers, by layer and name."""
     return {
         (id(layer), name): Attribute(layer, name, f"{path}.{name}" if path else name, value)
         for path, layer in layers_of(model)
@@ -249,13 +249,13 @@ def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
 def _new_tensors(
     before: dict[Hashable, Attribute], after: dict[Hashable, Attribute]
 ) -> list[weakref.ref[Tensor]]:
-    """The Tensors that attributes hold after a step and did not before, without keeping them alive."""
+    """Return the Tensors that attributes hold after a step and did not before, without keeping them alive."""
     known = {id(tensor) for tensor in _tensors_of(before.values())}
     return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
 
 
 def _may_change_unset(value: object) -> bool:
-    """Whether what an attribute holds, apart from Tensors, may change without the attribute being set."""
+    """Return whether what an attribute holds, apart from Tensors, may change without the attribute being set."""
     if isinstance(value, tuple):
         return any(map(_may_change_unset, value))
     return isinstance(value, (list, dict)) or is_dataclass(value)

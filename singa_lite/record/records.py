@@ -255,7 +255,7 @@ class Records:
                 del self._kinds[key]
 
     def _kind_of(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, list[Tensor]]:
-        """The kind of a call, and the Tensors of its arguments."""
+        """Return the kind of a call, and the Tensors of its arguments."""
         reason, tensors = None, list[Tensor]()
         try:
             key, tensors = flatten((arguments, options))
@@ -285,12 +285,12 @@ class Records:
         self._arenas.clear()
 
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
-        """A copy or a pickle of a model starts without records: they hold arrays of the original."""
+        """Start a copy or a pickle of a model without records: they hold arrays of the original."""
         return Records, ()
 
 
 def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
-    """The arguments of a call for people."""
+    """Describe the arguments of a call for people."""
     return ", ".join(
         f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         for value in (*arguments, *options.values())
@@ -298,7 +298,7 @@ def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 
 def _described(node: Node) -> str:
-    """A node for people."""
+    """Describe a node for people."""
     if not isinstance(node, Kernel):
         return node.name
     outputs = ", ".join(f"{array.dtype}{list(array.shape)}" for array in node.outputs)

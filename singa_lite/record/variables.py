@@ -242,7 +242,7 @@ class Variables:
 
 
 def _objects_in(attribute: Attribute) -> list[object]:
-    """What an attribute holds beside Tensors and plain values; a function among them."""
+    """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
 
 

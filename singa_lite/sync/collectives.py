@@ -174,7 +174,7 @@ def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def _raw(tensor: RawOrTensor) -> Any:
-    """The raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
+    """Return the raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
     array = tensor.array if isinstance(tensor, Tensor) else tensor
     if isinstance(tensor, Tensor):
         persist(array)
@@ -188,7 +188,7 @@ def _raw(tensor: RawOrTensor) -> Any:
 
 
 def _backend(tensor: RawOrTensor) -> Backend:
-    """The backend of the device that a Tensor or raw array lives on."""
+    """Return the backend of the device that a Tensor or raw array is on."""
     if isinstance(tensor, Tensor):
         return tensor.device.backend
     return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend

@@ -64,5 +64,5 @@ class PartialUpdate(Scheme):
         self._next = {name.removeprefix(PREFIX): number for name, number in counters.items()}
 
     def _label(self, params: list[Tensor]) -> str:
-        """What the parameters of a step are called, equal where the same ones are used again after a restart."""
+        """Return a name for the parameters of a step, equal where the same ones are used again after a restart."""
         return f"{len(params)} parameters from {self.optimizer.name_of(params[0])}"

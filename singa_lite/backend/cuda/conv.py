@@ -107,7 +107,7 @@ class ConvKernels(CudnnCaller):
             self.find("reorder")(x, out=out, memory_formats=pair)
 
     def _make_plan(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> tuple[Any, bool]:
-        """A plan with its algorithm chosen, and whether its channels are last.
+        """Return a plan with its algorithm chosen, and whether its channels are last.
 
         cuDNN does not list which convolutions it has with channels last; where it raises, they are row-major.
         """
@@ -119,7 +119,7 @@ class ConvKernels(CudnnCaller):
         return self._choose(key, a, b, out), False
 
     def _choose(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> Any:
-        """A plan with its algorithm chosen; of the arrays only their memory is used."""
+        """Choose the algorithm of a plan and return it; of the arrays only their memory is used."""
         plan = self._new_plan("Convolution", *key)
         if not self.measure_convolutions or self.stream.is_capturing():
             plan.estimate(WORKSPACE_BYTES[0])

@@ -61,7 +61,7 @@ class CudnnCaller(Launcher):
         return {}
 
     def _plan(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gave when ``key`` came first."""
+        """Return what ``make`` gave when ``key`` came first."""
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = make()
@@ -70,7 +70,7 @@ class CudnnCaller(Launcher):
         return plan
 
     def _new_plan(self, family: str, *arguments: Any) -> Any:
-        """An object of the class ``family`` of the compiled module, on this device's handle."""
+        """Make an object of the class ``family`` of the compiled module, on this device's handle."""
         module, handle = self._cudnn
         return getattr(module, family)(handle, *arguments)
 
@@ -83,7 +83,7 @@ class CudnnCaller(Launcher):
         return copy
 
     def _target(self, out: Array) -> Array:
-        """Where the result for ``out`` is computed: ``out``, or an aligned array."""
+        """Return where the result for ``out`` is computed: ``out``, or an aligned array."""
         return out if is_aligned(out) else self.empty(out.shape, out.dtype)
 
     def _deliver(self, target: Array, out: Array) -> None:

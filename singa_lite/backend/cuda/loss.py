@@ -83,7 +83,7 @@ class LossKernels(Launcher):
         self.find("transpose")(heads, out=out.reshape(shape), axes=(1, 3, 0, 2, 4))
 
     def _product(self, a: Array, b: Array, out: Array | None = None, **transposed: bool) -> Array:
-        """The product of each sample and head."""
+        """Multiply the matrices of each sample and head."""
         options = {"transpose_a": False, "transpose_b": False, **transposed}
         if out is None:
             rows, columns = a.shape[2], b.shape[2 if options["transpose_b"] else 3]

@@ -83,7 +83,7 @@ class NormKernels(CudnnCaller):
     def layer_norm(
         self, x: Array, scale: Array, bias: Array, *, out: tuple[Array, Array, Array], eps: float
     ) -> None:
-        """In layer_norm.cu, as its gradient: cuDNN has it in its graphs alone."""
+        """Run layer_norm.cu, as its gradient does: cuDNN has it in its graphs alone."""
         y, mean, inverse_std = out
         given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
         self.each_row("layer_norm.layer_norm", x.dtype.char, mean.size, scale.size, *given)
@@ -108,7 +108,7 @@ class NormKernels(CudnnCaller):
         self.find("sum_to")(dy.reshape(products.shape), out=dbias.reshape(-1))
 
     def _norm(self, x: Array, most: int, is_channels_last: bool = False) -> Any:
-        """The plan for the shape of ``x``."""
+        """Return the plan for the shape of ``x``."""
         if x.shape[0] > most:
             raise DeviceError(
                 f"batchnorm_2d: cuDNN takes at most {most} samples, not {x.shape[0]}; train on smaller batches"
@@ -120,7 +120,7 @@ class NormKernels(CudnnCaller):
     def _update_without_variance(
         self, mean: Array, running_mean: Array, running_var: Array, momentum: float
     ) -> None:
-        """The running statistics after a batch of one element a channel: cuDNN would divide its variance 0 by 0."""
+        """Update the running statistics after a batch of one element a channel: cuDNN would divide its variance 0 by 0."""
         share, part = self.empty((1,), mean.dtype), self.empty(mean.shape, mean.dtype)
         self.find("sub")(mean, mean, out=part)  # the variance: 0, or NaN where the element is not finite
         for running, batch in ((running_var, part), (running_mean, mean)):

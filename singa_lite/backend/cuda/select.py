@@ -61,7 +61,7 @@ class SelectKernels(Launcher):
         self.launch("select.count_at_least", values.dtype.char + count_type, blocks, THREADS, *given)
 
     def _spans(self, n: int) -> tuple[int, int]:
-        """How many blocks look for what to keep, and at how many elements each."""
+        """Return how many blocks look for what to keep, and at how many elements each."""
         if n >= 2**32:
             raise ShapeError(f"select: {n} elements are too many; below 2**32 can be counted")
         blocks = self.count_blocks(n, 8)
