@@ -120,7 +120,7 @@ class NormKernels(CudnnCaller):
     def _update_without_variance(
         self, mean: Array, running_mean: Array, running_var: Array, momentum: float
     ) -> None:
-        """Update the running statistics after a batch of one element a channel: cuDNN would divide its variance 0 by 0."""
+        """Update the running statistics after a batch of one element a channel: cuDNN would divide 0 by 0."""
         share, part = self.empty((1,), mean.dtype), self.empty(mean.shape, mean.dtype)
         self.find("sub")(mean, mean, out=part)  # the variance: 0, or NaN where the element is not finite
         for running, batch in ((running_var, part), (running_mean, mean)):
