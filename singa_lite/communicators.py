@@ -13,13 +13,11 @@ differs from nnabla.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
 from threading import TIMEOUT_MAX
-from typing import Any, NamedTuple
+from typing import Any
 
 from .autograd import BackwardCallback
-from .backend.base import Backend
 from .comm.base import Communicator, ReduceOp, Work
 from .comm.rendezvous import process_communicator
 from .device import Device
@@ -34,9 +32,9 @@ from .errors import (
     check_ints,
     check_number,
 )
-from .graph.memory import address_of
+from .sync.arrays import GivenArray, RawOrTensors, change_arrays, check_division, given_arrays, one_a_rank
 from .sync.base import Bucket, BucketedSync, Exchange
-from .sync.collectives import RawOrTensor, device_of, raw_array
+from .sync.collectives import RawOrTensor
 from .tensor import Tensor
 
 __all__ = [
@@ -49,7 +47,6 @@ __all__ = [
 ]
 
 WORLD = "world"  # the group of all ranks
-RawOrTensors = RawOrTensor | Sequence[RawOrTensor]
 Registered = tuple[Device | None, Mapping[str, Tensor]]
 
 
@@ -268,7 +265,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any]) -> Work:
             return communicator.all_reduce(arrays, op, name="communicators.all_reduce")
 
-        _change(start, _arrays("all_reduce", data, division), inplace)
+        change_arrays(start, given_arrays("all_reduce", data, division), inplace)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
@@ -280,7 +277,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any]) -> Work:
             return communicator.reduce(arrays, op, root, name="communicators.reduce")
 
-        _change(start, _arrays("reduce", data, division), inplace)
+        change_arrays(start, given_arrays("reduce", data, division), inplace)
 
     def bcast(self, data: RawOrTensors, src: int, inplace: bool = False, group: str = WORLD) -> None:
         """Replace the values by those of rank ``src``, a rank of the world in the group."""
@@ -290,7 +287,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         def start(arrays: list[Any]) -> Work:
             return communicator.broadcast(arrays, root, name="communicators.bcast")
 
-        _change(start, _arrays("bcast", data), inplace)
+        change_arrays(start, given_arrays("bcast", data), inplace)
 
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
@@ -303,8 +300,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
             group: see the class.
         """
         communicator = self._member("all_gather", group)
-        source = _Array.of("all_gather", ndarray, writes=False)
-        targets = _one_a_rank("all_gather", ndarray_list, source, communicator.size)
+        source = GivenArray.of("all_gather", ndarray, writes=False)
+        targets = one_a_rank("all_gather", ndarray_list, source, communicator.size)
         source.backend.activate()
         rows = communicator.all_gather(source.array, name="communicators.all_gather").wait()
         assert rows is not None
@@ -327,9 +324,9 @@ class MultiProcessDataParallelCommunicator(_Copies):
             group: see the class.
         """
         communicator, op = self._member("reduce_scatter", group), _op(division)
-        target = _Array.of("reduce_scatter", ndarray)
-        sources = _one_a_rank("reduce_scatter", ndarray_list, target, communicator.size, writes=False)
-        _check_division("reduce_scatter", [target], division)
+        target = GivenArray.of("reduce_scatter", ndarray)
+        sources = one_a_rank("reduce_scatter", ndarray_list, target, communicator.size, writes=False)
+        check_division("reduce_scatter", [target], division)
         rows = target.backend.empty((communicator.size, target.array.size), target.array.dtype)
         target.backend.run("pack", *(source.array for source in sources), out=rows.reshape(-1))
         target.backend.activate()
@@ -391,7 +388,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
                     f"all_reduce_callback: data has the parameter {value!r}; give gradients, "
                     "such as [p.grad for p in params]"
                 )
-        arrays = _arrays("all_reduce_callback", data, division)
+        arrays = given_arrays("all_reduce_callback", data, division)
         return _AllReduceCallback(_Sums(communicator, pack_size, _op(division)), arrays, scale_grad)
 
     # ---- for the calls above -------------------------------------------------------------------------
@@ -455,7 +452,7 @@ class _AllReduceCallback(BackwardCallback):
         scale: what they are multiplied by first.
     """
 
-    def __init__(self, sums: _Sums, arrays: list[_Array], scale: float) -> None:
+    def __init__(self, sums: _Sums, arrays: list[GivenArray], scale: float) -> None:
         self._sums, self._scale = sums, scale
         self._grads = [array.tensor for array in arrays]
         self._open: dict[
@@ -486,100 +483,8 @@ class _AllReduceCallback(BackwardCallback):
         self._sums.add_gradient(grad, grad)
 
 
-# ---- arrays --------------------------------------------------------------------------------------------
-
-
-class _Array(NamedTuple):
-    """A raw array that a caller gave, and its device."""
-
-    array: Any
-    tensor: Tensor
-
-    @classmethod
-    def of(cls, where: str, value: RawOrTensor, writes: bool = True) -> _Array:
-        """Raise unless ``value`` is a contiguous array, which with ``writes`` can be changed in place."""
-        array = raw_array(where, value, writes)
-        if isinstance(value, Tensor):
-            if writes:
-                value.check_leaf(where)
-            return cls(array, value)
-        return cls(array, Tensor.wrap(array, device_of(value)))
-
-    @property
-    def backend(self) -> Backend:
-        return self.tensor.device.backend
-
-
-def _arrays(where: str, data: RawOrTensors, division: bool = False) -> list[_Array]:
-    """Return the arrays given, each once; a typed error unless all can be changed in place."""
-    found: dict[tuple[int, int, Any], _Array] = {}
-    for value in data if isinstance(data, (list, tuple)) else [data]:
-        given = _Array.of(where, value)
-        found.setdefault((address_of(given.array), given.array.nbytes, given.array.dtype), given)
-    spans = sorted((start, start + num_bytes) for start, num_bytes, _ in found if num_bytes)
-    if any(later < end for (_, end), (later, _) in pairwise(spans)):
-        raise ShapeError(f"{where}: two of the arrays overlap in memory; pass copies")
-    _check_division(where, list(found.values()), division)
-    return list(found.values())
-
-
-def _one_a_rank(
-    where: str, values: Sequence[RawOrTensor], like: _Array, size: int, writes: bool = True
-) -> list[_Array]:
-    """Return the arrays of a list that has one for each rank, all like the one given."""
-    if not isinstance(values, (list, tuple)) or len(values) != size:
-        number = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-        raise OptionError(
-            f"{where}: ndarray_list must be a list of {size} arrays, one a rank of the group, not {number}"
-        )
-    found = [_Array.of(where, value, writes) for value in values]
-    for number, other in enumerate(found):
-        if other.array.size != like.array.size or other.array.dtype != like.array.dtype:
-            raise ShapeError(
-                f"{where}: ndarray_list[{number}] is {other.array.dtype}{other.array.shape} but ndarray "
-                f"{like.array.dtype}{like.array.shape}; they must have one size and dtype"
-            )
-        if other.tensor.device is not like.tensor.device:
-            raise DeviceError(
-                f"{where}: ndarray_list[{number}] is on {other.tensor.device} but ndarray on {like.tensor.device}"
-            )
-    return found
-
-
-def _change(start: Callable[[list[Any]], Work], given: list[_Array], inplace: bool) -> None:
-    """Run a collective that changes arrays: one by one, or those of a device and dtype as one message."""
-    for backend in {each.backend for each in given}:
-        backend.activate()
-    if inplace:
-        start([each.array for each in given]).wait()
-        return
-    alike: dict[tuple[Backend, Any], list[Any]] = {}
-    for each in given:
-        alike.setdefault((each.backend, each.array.dtype), []).append(each.array)
-    messages = [_packed(backend, arrays) for (backend, _), arrays in alike.items()]
-    start(messages).wait()
-    for (backend, _), arrays, message in zip(alike, alike.values(), messages, strict=True):
-        if message is not arrays[0]:
-            backend.run("unpack", message, out=tuple(arrays))
-
-
-def _packed(backend: Backend, arrays: list[Any]) -> Any:
-    """Return arrays of one dtype end to end; one that is alone as it is."""
-    if len(arrays) == 1:
-        return arrays[0]
-    flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
-    backend.run("pack", *arrays, out=flat)
-    return flat
-
-
 def _op(division: bool) -> ReduceOp:
     return "mean" if division else "sum"
-
-
-def _check_division(where: str, given: list[_Array], division: bool) -> None:
-    for each in given:
-        if division and each.array.dtype.kind != "f":
-            raise DTypeError(f"{where}: division=True needs floats, and an array is {each.array.dtype}")
 
 
 def _check_device(where: str, device: object) -> None:
