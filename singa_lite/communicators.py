@@ -32,7 +32,15 @@ from .errors import (
     check_ints,
     check_number,
 )
-from .sync.arrays import GivenArray, RawOrTensors, change_arrays, check_division, given_arrays, one_a_rank
+from .sync.arrays import (
+    GivenArray,
+    RawOrTensors,
+    as_list,
+    change_arrays,
+    check_division,
+    given_arrays,
+    one_a_rank,
+)
 from .sync.base import Bucket, BucketedSync, Exchange
 from .sync.collectives import RawOrTensor
 from .tensor import Tensor
@@ -241,7 +249,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
 
     def find_group(self, group: str) -> list[int]:
         """Return the ranks of a group; an empty list if there is none of that name."""
-        return self.list_groups().get(group, [])
+        return self.list_groups().get(group, []) if isinstance(group, str) else []
 
     # ---- collectives ---------------------------------------------------------------------------------
 
@@ -378,17 +386,21 @@ class MultiProcessDataParallelCommunicator(_Copies):
 
         Raises:
             OptionError: an argument out of range, or parameters in ``data`` instead of their gradients.
+            DTypeError: ``division`` or ``scale_grad`` for what are no floats.
         """
         communicator = self._member("all_reduce_callback", group)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
         check_number("all_reduce_callback", "scale_grad", scale_grad)
-        for value in data if isinstance(data, (list, tuple)) else [data]:
+        data = as_list(data)
+        for value in data:
             if isinstance(value, Tensor) and value.stores_grad:
                 raise OptionError(
                     f"all_reduce_callback: data has the parameter {value!r}; give gradients, "
                     "such as [p.grad for p in params]"
                 )
         arrays = given_arrays("all_reduce_callback", data, division)
+        if scale_grad != 1 and any(each.array.dtype.kind != "f" for each in arrays):
+            raise DTypeError("all_reduce_callback: scale_grad needs gradients of floats")
         return _AllReduceCallback(_Sums(communicator, pack_size, _op(division)), arrays, scale_grad)
 
     # ---- for the calls above -------------------------------------------------------------------------

@@ -71,7 +71,10 @@ def it_says_who_it_is(comm: Any) -> None:
     assert (comm.size, comm.rank, comm.local_rank) == (world.size, world.rank, world.local_rank)
     comm.init(timeout_s=5)
     assert comm._world is world is state.communicator
-    assert comm.list_groups() == {"world": list(range(comm.size))} and comm.find_group("none") == []
+    assert (
+        comm.list_groups() == {"world": list(range(comm.size))}
+        and comm.find_group("none") == comm.find_group(["none"]) == []
+    )
 
 
 @fact
@@ -108,6 +111,10 @@ def one_array_need_not_be_in_a_list_and_one_given_twice_counts_once(comm: Any) -
         comm.all_reduce([x, x, x.reshape(2, 2)], inplace=inplace)
         assert x.tolist() == [total] * 4
     comm.all_reduce([])
+    data = {"x": np.full(1, comm.rank + 1.0), "y": np.full(2, comm.rank + 1.0)}
+    comm.all_reduce(data.values())
+    comm.all_reduce(value for value in data.values())
+    assert [value[0] for value in data.values()] == [total * comm.size] * 2
 
 
 @fact
@@ -248,6 +255,7 @@ def bad_calls_raise_before_anything_is_sent(comm: Any) -> None:
         (OptionError, "pack_size = 0", lambda: comm.all_reduce_callback([x], 0)),
         (OptionError, "scale_grad = 'a'", lambda: comm.all_reduce_callback([x], 1, scale_grad="a")),
         (DTypeError, "division=True needs floats", lambda: comm.all_reduce_callback([ints], 1, True)),
+        (DTypeError, "scale_grad needs", lambda: comm.all_reduce_callback([ints], 1, scale_grad=0.5)),
         (
             OptionError,
             "has the parameter .*'w'.*; give gradients",

@@ -7,7 +7,7 @@ collective it is (communicators.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..graph.memory import address_of
 from ..tensor import Tensor
 from .collectives import RawOrTensor, device_of, raw_array
 
-RawOrTensors = RawOrTensor | Sequence[RawOrTensor]
+RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
 
 
 class GivenArray(NamedTuple):
@@ -48,10 +48,16 @@ class GivenArray(NamedTuple):
         return self.tensor.device.backend
 
 
+def as_list(data: RawOrTensors) -> list[RawOrTensor]:
+    """Return the arrays of a list or other iterable; one array as a list of itself."""
+    is_one = hasattr(data, "dtype") or not isinstance(data, Iterable)
+    return [data] if is_one else list(data)
+
+
 def given_arrays(where: str, data: RawOrTensors, division: bool = False) -> list[GivenArray]:
     """Return the arrays given, each once; a typed error unless all can be changed in place."""
     found: dict[tuple[int, int, Any], GivenArray] = {}
-    for value in data if isinstance(data, (list, tuple)) else [data]:
+    for value in as_list(data):
         given = GivenArray.of(where, value)
         found.setdefault((address_of(given.array), given.array.nbytes, given.array.dtype), given)
     spans = sorted((start, start + num_bytes) for start, num_bytes, _ in found if num_bytes)
