@@ -15,7 +15,15 @@ __all__ = ["as_recorded"]  # a fixture of every test
 OPTIMIZERS = {
     "sgd": lambda: opt.SGD(lr=schedule(), momentum=0.9, weight_decay=0.01, nesterov=True),
     "adam": lambda: opt.Adam(lr=schedule(), weight_decay=0.01),
+    "own": lambda: Own(schedule()),
 }
+
+
+class Own(opt.Optimizer):
+    """Its Python runs at every replay."""
+
+    def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+        value -= grad * (self.lr_value / 2)
 
 
 class ByHand(Net):
@@ -122,6 +130,27 @@ def test_a_step_that_asks_whether_a_gradient_is_fresh_depends_on_it() -> None:
         return net(x, y)
 
     assert_alike(Decides, None, call=call)
+
+
+class OnlyAsks(Net):
+    """Its loss depends on a gradient that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = Tensor((2,), stores_grad=True)
+
+    def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().loss_of(x, y) * (2.0 if self.extra.has_fresh_grad else 1.0)
+
+
+def test_a_step_that_only_asks_depends_on_it_too() -> None:
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 3:
+            autograd.reduce_sum(net.extra * 2.0, keepdims=0).backward()
+        return net(x, y)
+
+    net = assert_alike(OnlyAsks, 4, call=call)
+    assert len(net.graph_info()) == 2
 
 
 def test_a_gradient_that_has_moved_is_found_again() -> None:

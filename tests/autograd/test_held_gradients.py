@@ -8,6 +8,8 @@ import pytest
 
 from singa_lite import autograd, layer, opt
 from singa_lite.backend.cpu import CpuBackend
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import this_thread
 from singa_lite.device import Device
 from singa_lite.errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError
@@ -258,6 +260,8 @@ def test_a_callback_that_raises_leaves_gradients_that_can_be_zeroed(at):
     v, w, loss = two_parameters()
     with pytest.raises(ValueError, match=at):
         loss.backward(communicator_callbacks=[Watch(at)])
+    reached = [param.name for param in (w, v) if param.has_fresh_grad]
+    assert reached == {"begin": [], "w": ["w"]}.get(at, ["w", "v"])
     if at == "begin":
         loss.backward()  # nothing was used up
     for param in (v, w):
@@ -294,6 +298,15 @@ def test_a_compiled_model_names_its_parameters_and_a_frozen_one_has_nothing_to_z
     square(linear.W).backward()
     sgd.zero_grad()
     assert not linear.W.has_fresh_grad and linear.b.grad is None
+
+
+def test_a_dist_opt_zeroes_the_gradients_of_the_optimizer_it_wraps():
+    w = parameter()
+    sgd = opt.DistOpt(opt.SGD(), communicator=LocalCommunicator(World()))
+    sgd.set_parameters({"w": w})
+    square(w).backward()
+    sgd.zero_grad()
+    assert values(w.grad) == [0, 0] and not w.has_fresh_grad
 
 
 @pytest.mark.parametrize(

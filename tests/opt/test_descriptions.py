@@ -79,10 +79,18 @@ class OwnSchedule(opt.DecayScheduler):
         return self.init_value / (1 + sum(step >= bound for bound in self.bounds))
 
 
+class Doubled(opt.Constant):
+    def call(self, step):
+        return 2 * self.init_value
+
+
 def test_optimizers_and_schedules_of_a_script_are_made_again():
-    optimizer = OwnRule(2, lr=OwnSchedule(0.5, [1, 4]), rates={"b": [0.5, None], "w": DECAY}, momentum=0.9)
+    optimizer = OwnRule(
+        2, lr=OwnSchedule(0.5, [1, 4]), rates={"b": [0.5, None, Doubled(3)], "w": DECAY}, momentum=0.9
+    )
     again = made_again(optimizer)
-    assert (again.scale, again.warm_up, again.rates["b"]) == (2, [1, 2], [0.5, None])
+    assert (again.scale, again.warm_up, again.rates["b"][:2]) == (2, [1, 2], [0.5, None])
+    assert again.rates["b"][2](0) == 6
     assert again.settings() == optimizer.settings()
     assert [again.rates["w"](step) for step in (0, 2)] == [0.1, 0.05]
     assert [again.lr(step) for step in (0, 1, 4)] == [0.5, 0.25, 0.5 / 3]
