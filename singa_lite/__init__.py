@@ -8,7 +8,19 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import autograd, config, device, errors, initializer, layer, model, opt, singa_wrap, tensor
+from . import (
+    autograd,
+    communicators,
+    config,
+    device,
+    errors,
+    initializer,
+    layer,
+    model,
+    opt,
+    singa_wrap,
+    tensor,
+)
 from .singa_wrap import NcclIdHolder
 
 if TYPE_CHECKING:
@@ -31,6 +43,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "NcclIdHolder",
     "autograd",
+    "communicators",
     "config",
     "data",
     "device",

@@ -16,6 +16,7 @@ import pytest
 
 from singa_lite.data import load_mnist
 from tests.limits import LIMIT_S
+from tests.ranks import _mpiexec, mpi_missing
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "tests" / "fixtures" / "mnist"
@@ -123,6 +124,32 @@ def test_the_script_of_the_guide_trains_as_printed(tmp_path):
     (tmp_path / "guide.py").write_text(source + shown)
     for command, expected in (([sys.executable], "1 0 (8, 10)"), (LAUNCH_2, "2 407080 (20, 10)")):
         assert expected in run(tmp_path, *command, tmp_path / "guide.py")
+
+
+TO_FILES = 'exec "$1" "$2" > "$0/rank-$PMI_RANK"'  # mpiexec may break a line of one rank by another's
+
+
+@pytest.mark.parametrize("launch", ["alone", "shm", "mpi"])
+def test_the_tutorial_of_the_communicator_prints_the_gradients_of_nnabla(tmp_path, launch):
+    script = ROOT / "examples" / "communicator_tutorial.py"
+    if launch == "mpi":
+        if mpi_missing():
+            pytest.skip(mpi_missing())
+        run(tmp_path, _mpiexec(), "-n", 2, "sh", "-c", TO_FILES, tmp_path, sys.executable, script)
+        output = "".join(path.read_text() for path in tmp_path.glob("rank-*"))
+    else:
+        output = run(tmp_path, *(LAUNCH_2 if launch == "shm" else [sys.executable]), script)
+    size = 1 if launch == "alone" else 2
+    assert output.count(f"n_devices={size}\n") == size
+    assert {int(rank) for rank in re.findall(r"mpi_rank=(\d)", output)} == set(range(size))
+    assert f"summed over {size} processes and divided by {size}" in output
+    biases = [float(text) for text in re.findall(r"conv/b \[(.*)\]", output)]
+    own, mean = [3.597467, -0.007115][:size], 3.597467 if size == 1 else 1.795176
+    np.testing.assert_allclose(sorted(biases), sorted([*own, *[mean] * size]), rtol=1e-4, atol=1e-4)
+    [*losses] = re.findall(r"(?:loss|second update)=([\d.]+)", output)
+    expected = [31.714787, 30.5698, 26.005419, 25.8651] if size == 2 else [31.714787]
+    for value in expected:
+        assert any(abs(float(loss) - value) < 1e-3 for loss in losses), losses
 
 
 def test_train_adding_learns_to_add_on_two_processes(tmp_path):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ..config import this_thread
 from ..tensor import OPERATORS
 from . import ops
-from .engine import Context, Operator, backward, gradients, no_grad
+from .accumulate import BackwardCallback, backward_into_grads
+from .engine import Context, Operator, backward, gradients, no_grad, record
 from .ops import *
 
 
@@ -30,9 +31,19 @@ class _Autograd(ModuleType):
 
 Operation = Operator  # another name of SINGA's for it
 sys.modules[__name__].__class__ = _Autograd
-# what ``a + b``, ``t[0]`` and their kin call
+# what ``a + b``, ``t[0]``, ``loss.backward()`` and their kin call
 OPERATORS.update({name: value for name, value in vars(ops).items() if callable(value)})
+OPERATORS["backward"] = backward_into_grads
 
 if not TYPE_CHECKING:  # mypy reads lists alone, and without one takes every name
-    __all__ = ["Context", "Operation", "Operator", "backward", "gradients", "no_grad"]
+    __all__ = [
+        "BackwardCallback",
+        "Context",
+        "Operation",
+        "Operator",
+        "backward",
+        "gradients",
+        "no_grad",
+        "record",
+    ]
     __all__ += ops.__all__

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine: what an operator is, how a call is recorded, and how gradients flow back.
 
-What lives here: Operator, Context, backward(), gradients(), no_grad(). What does not: any formula (ops/).
+What lives here: Operator, Context, backward(), gradients(), no_grad(), record(). What does not: any formula (ops/),
+gradients that are kept (accumulate.py).
 
 Note [yield order]: nodes are visited in the reverse order of their creation, which is a topological order,
 and a parameter is yielded as soon as its last use was visited. All ranks that ran the same forward pass
@@ -20,6 +21,7 @@ from ..config import state, this_thread
 from ..device import Device
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError
 from ..tensor import Tensor
+from ..tensor.core import check_alike
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -140,6 +142,17 @@ def no_grad() -> Iterator[None]:
         this_thread.recording = before
 
 
+@contextmanager
+def record() -> Iterator[None]:
+    """Train and record inside the ``with`` block, as MXNet's ``autograd.record``; afterwards all is as it was."""
+    before = this_thread.training, this_thread.recording
+    this_thread.training = this_thread.recording = True
+    try:
+        yield
+    finally:
+        this_thread.training, this_thread.recording = before
+
+
 class _Gradient:
     """A gradient under construction, see Note [gradient ownership]."""
 
@@ -181,7 +194,8 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     Raises:
         GraphError: y was not recorded (``autograd.training`` was False, under no_grad(), or no parameter
             takes part), or its record was used up.
-        DTypeError: y is not a Tensor.
+        DTypeError: y is not a Tensor, dy neither a Tensor nor a number, or their dtypes differ.
+        DeviceError: dy is on another device.
         ShapeError: y has more than one element and dy is None, or dy has another shape.
     """
     check_recorded(y)
@@ -208,11 +222,18 @@ def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
     if isinstance(dy, Tensor):
         if dy.shape != y.shape:
             raise ShapeError(f"backward: dy has shape {dy.shape} but y has {y.shape}")
+        check_alike("backward: dy and y", dy, y)
         return dy.array
+    try:
+        value = 1.0 if dy is None else float(dy)
+    except (TypeError, ValueError):
+        raise DTypeError(
+            f"backward: dy must be a Tensor, a number or None, not {type(dy).__name__}"
+        ) from None
     if dy is None and y.size() != 1:
         raise ShapeError(f"backward: y has shape {y.shape}; give dy, or reduce y to one element")
     seed = y.device.backend.empty(y.shape, y.dtype)
-    y.device.backend.run("fill", out=seed, value=1.0 if dy is None else float(dy))
+    y.device.backend.run("fill", out=seed, value=value)
     return seed
 
 

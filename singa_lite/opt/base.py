@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -16,11 +17,14 @@ from ..device import Device
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError
 from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
 from ..tensor import Tensor
+from ..tensor.core import set_grads_fresh
+from .arguments import description_of, make
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 NO_MOMENTUM = "{}: has no momentum that a dist_option could take over; use SGD"
-OWN_ATTRIBUTES = ("_step_counter", "_slots")  # of Optimizer: the state, not what it was made with
+# of Optimizer: its state and its parameters, not what it was made with
+OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters")
 
 
 class Optimizer:
@@ -56,6 +60,7 @@ class Optimizer:
         self.lr = lr
         self._step_counter = 0
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
+        self._parameters: list[Tensor] = []
 
     @property
     def step_counter(self) -> int:
@@ -81,6 +86,46 @@ class Optimizer:
         for name, param in params.items():
             param.name = name
             self.slots(param)
+        self._parameters = list(params.values())
+
+    # ---- gradients one can hold ----------------------------------------------------------------------
+
+    def set_parameters(self, params: Mapping[str, Tensor]) -> None:
+        """Name the parameters that ``zero_grad`` is for, as ``Model.compile`` does. With a DistOpt all ranks call it.
+
+        Args:
+            params: by name, such as ``model.get_params()`` gives once the model has its parameters.
+
+        Raises:
+            OptionError: no dict, or an empty one. DTypeError: something in it is no Tensor.
+        """
+        where = f"{type(self).__name__}: set_parameters"
+        if not isinstance(params, Mapping) or not params:
+            raise OptionError(
+                f"{where} needs parameters by name, such as model.get_params() after compile() or a first forward "
+                f"pass, got {params!r}"
+            )
+        for name, param in params.items():
+            if not isinstance(param, Tensor):
+                raise DTypeError(f"{where}: {name} must be a Tensor, not {type(param).__name__}")
+        break_graph("it names an optimizer's parameters, which a replay would not do")
+        self.prepare(dict(params), {})
+
+    def zero_grad(self) -> None:
+        """Set the gradients of the parameters to zero and not fresh: the next ``Tensor.backward`` replaces them.
+
+        Raises:
+            OptionError: neither ``set_parameters`` nor ``Model.compile`` has named parameters.
+        """
+        if not self._parameters:
+            raise OptionError(
+                f"{type(self).__name__}: zero_grad knows no parameters; call set_parameters(model.get_params()) first"
+            )
+        guard((id(self), "parameters"), lambda: tuple(map(id, self._parameters)))
+        set_grads_fresh(self._parameters, False)
+        for param in self._parameters:
+            if param.grad is not None:
+                param.grad.set_value(0)
 
     # ---- updates -----------------------------------------------------------------------------------
 
@@ -170,20 +215,42 @@ class Optimizer:
         self(loss)
 
     def describe(self) -> dict[str, Any]:
+        """Return the class and the arguments that make this optimizer again, as JSON values.
+
+        ``description = sgd.describe(); opt.create(description.pop("class"), **description)`` is an optimizer like
+        this one, without its state. A schedule is a dict of its class and arguments.
+
+        Raises:
+            OptionError: an argument of the constructor is no attribute of its name or no JSON value, or an attribute is
+                not what the constructor makes of the arguments.
+        """
+        description = description_of(self)
+        again = make(Optimizer, description["class"], _without_class(json.loads(json.dumps(description))))
+        name = type(self).__name__
+        if type(again) is not type(self):
+            raise OptionError(f"{name}: a class of this name was defined again after this optimizer was made")
+        mine, made = self._described(self._step_counter), again._described(self._step_counter)
+        for key in [*mine, *made]:
+            if mine.get(key) != made.get(key):
+                raise OptionError(
+                    f"{name}: its constructor would not make it again: {key} is {vars(self).get(key)!r}, but would be "
+                    f"{vars(again).get(key)!r}"
+                )
+        return description
+
+    def settings(self) -> dict[str, Any]:
         """Return class, numbers and what schedules give, as JSON values: what must be equal on all ranks."""
-        return {"class": type(self).__name__, **self._described()}
+        return {"class": type(self).__name__, **self._described(self._step_counter)}
 
     def __repr__(self) -> str:
         """Return class and numbers, like "SGD(lr=0.1, momentum=0.9, ...)"."""
-        names = (name for name in self._described() if not name.startswith("_"))
+        names = (name for name in self._described(self._step_counter) if not name.startswith("_"))
         return f"{type(self).__name__}({', '.join(f'{name}={vars(self)[name]!r}' for name in names)})"
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self, step: int) -> dict[str, Any]:
         """Return the attributes that are numbers, text or schedules, as JSON values."""
         found = {
-            name: described(value, self._step_counter)
-            for name, value in vars(self).items()
-            if name not in OWN_ATTRIBUTES
+            name: described(value, step) for name, value in vars(self).items() if name not in OWN_ATTRIBUTES
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -236,6 +303,24 @@ class Optimizer:
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
         self._step_counter = int(states["step_counter"])
+
+
+def create(name: str, /, **arguments: Any) -> Optimizer:  # Any: numbers, text, lists, and dicts of schedules
+    """Return a new optimizer of the class called ``name``, of the package or defined by the script.
+
+    Args:
+        name: of the class, such as "SGD".
+        arguments: of its constructor; a schedule is a DecayScheduler or what ``Optimizer.describe`` gives of it, such
+            as ``{"class": "ExponentialDecay", "init_value": 0.1, "decay_steps": 10, "decay_rate": 0.5}``.
+
+    Raises:
+        OptionError: no optimizer or schedule has that name, or it does not take these arguments.
+    """
+    return make(Optimizer, name, arguments)
+
+
+def _without_class(description: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in description.items() if name != "class"}
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:

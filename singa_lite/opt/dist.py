@@ -244,7 +244,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """
         self.opt.prepare(params, buffers)
         states = {**params, **buffers}
-        compare_models(self.communicator, states, self.opt.describe())
+        compare_models(self.communicator, states, self.opt.settings())
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
 
@@ -253,7 +253,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         with unrecorded():
             self._names = unique_names([*self._names, *params])
             states = {self._names[param]: param for param in params}
-            compare_models(self.communicator, states, self.opt.describe())
+            compare_models(self.communicator, states, self.opt.settings())
             if not are_equal(self.communicator, "parameter values", params):
                 warnings.warn(
                     "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
@@ -276,7 +276,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
-        compare_progress(self.communicator, self.opt._step_counter, self.opt.describe(), values)
+        compare_progress(self.communicator, self.opt._step_counter, self.opt.settings(), values)
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
         if self._must_compare:
@@ -330,6 +330,12 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
 
     def describe(self) -> dict[str, Any]:
         return self.opt.describe()
+
+    def settings(self) -> dict[str, Any]:
+        return self.opt.settings()
+
+    def zero_grad(self) -> None:
+        self.opt.zero_grad()
 
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""

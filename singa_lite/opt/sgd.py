@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..errors import OptionError
 from ..graph.recorder import guard, scalar
+from ..tensor.checks import as_dtype
 from .base import Optimizer, Pairs
 from .schedule import DecayScheduler, ScheduleAttribute
 
@@ -23,7 +24,7 @@ class SGD(Optimizer):
         dtype: accepted for SINGA scripts; the momentum has its parameter's dtype.
 
     Raises:
-        OptionError: a value out of range.
+        OptionError: a value out of range. DTypeError: no dtype of a Tensor.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013.
     """
@@ -42,6 +43,7 @@ class SGD(Optimizer):
         self.dampening = dampening
         self.weight_decay = weight_decay
         self.nesterov = bool(nesterov)
+        self.dtype = None if dtype is None else as_dtype(dtype)
 
     is_recordable = True
     momentum = ScheduleAttribute()

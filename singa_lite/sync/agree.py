@@ -46,7 +46,7 @@ def _text(entries: Mapping[str, Json], name: str) -> str:
 def compare_models(
     communicator: Communicator, states: Mapping[str, Tensor], optimizer: Mapping[str, Json]
 ) -> None:
-    """Compare names, dtypes and shapes of parameters and buffers, and ``optimizer``, which ``describe`` gave."""
+    """Compare names, dtypes and shapes of parameters and buffers, and ``optimizer``, which ``settings`` gave."""
     manifest = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in states.items()}
     compare(communicator, "their parameters and buffers", manifest, "models must be equal on all ranks")
     compare(communicator, "their optimizers", optimizer, "make the same optimizer on every rank")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..backend.base import Backend
 from ..comm.base import Communicator, Traffic, is_cuda_array
-from ..device import create_cuda_gpu_on, get_default_device
+from ..device import Device, create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..graph.recorder import persist
 from ..tensor import Tensor
@@ -173,25 +173,35 @@ def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
     return [tensor.array for tensor in known]
 
 
-def _raw(tensor: RawOrTensor) -> Any:
-    """Return the raw array of a Tensor or array, which the caller can change in place as one piece of memory."""
+def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
+    """Return the raw array of a Tensor or array, one piece of memory that with ``writes`` can be changed in place."""
     array = tensor.array if isinstance(tensor, Tensor) else tensor
     if isinstance(tensor, Tensor):
         persist(array)
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
-        raise DTypeError(f"DistOpt: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
-    if not array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
+        raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
+    if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
         raise ShapeError(
-            f"DistOpt: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
+            f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
         )
     return array
 
 
+def device_of(tensor: RawOrTensor) -> Device:
+    """Return the device that a Tensor or raw array is on."""
+    if isinstance(tensor, Tensor):
+        return tensor.device
+    return create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()
+
+
+def _raw(tensor: RawOrTensor) -> Any:
+    """Return the raw array of what a script gave DistOpt."""
+    return raw_array("DistOpt", tensor)
+
+
 def _backend(tensor: RawOrTensor) -> Backend:
     """Return the backend of the device that a Tensor or raw array is on."""
-    if isinstance(tensor, Tensor):
-        return tensor.device.backend
-    return (create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()).backend
+    return device_of(tensor).backend
 
 
 def _as_one_array(kept: list[tuple[Any, Backend]], function: Callable[[Any, Backend], None]) -> None:

@@ -3,7 +3,7 @@
 
 ``a + b``, ``a @ b`` and their kin call OPERATORS, a table that autograd fills, and are differentiable. All else
 works on the values alone and is not recorded. Names and defaults are SINGA's; where they differ the docstring
-says so.
+says so. ``backward``, which is not SINGA's, is reached through the same table.
 
 Note [in place]: in-place forms (``a += b``, the fillers, ``copy_from_numpy``, ``copy_data``) change values that a
 forward pass may have kept for its backward. Between the two, leave the tensors of that pass alone: after
@@ -20,7 +20,8 @@ import numpy as np
 
 from ..device import Device, get_default_device
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
-from ..graph.recorder import break_graph
+from ..graph.memory import address_of
+from ..graph.recorder import bookkeep, break_graph, guard, unrecorded
 from .checks import (
     as_axes,
     as_dtype,
@@ -42,7 +43,7 @@ __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_n
 Number = float | int
 OPERATORS: dict[
     str, Callable[..., Any]
-] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs"
+] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
 
 
 class Tensor:
@@ -62,6 +63,9 @@ class Tensor:
     Raises:
         DTypeError: a dtype that is not listed, or values it cannot hold (floats may round).
     """
+
+    _grad: Tensor | None = None
+    _has_fresh_grad = False
 
     def __init__(
         self,
@@ -182,6 +186,71 @@ class Tensor:
         return value
 
     __hash__ = object.__hash__  # by identity: a Tensor can be a dict key, though == compares elements
+
+    # ---- the gradient ------------------------------------------------------------------------------
+
+    def backward(self, dy: Tensor | Number | None = None, communicator_callbacks: Any = None) -> None:
+        """Compute dy * d(self)/d(p) for every parameter p: added to ``p.grad`` if that is fresh, else replacing it.
+
+        Args:
+            dy: the gradient to start from: None (1), a number, or a Tensor of this shape, dtype and device.
+            communicator_callbacks: an ``autograd.BackwardCallback`` or a list of them, such as
+                ``communicators.MultiProcessCommunicator.all_reduce_callback`` gives; None is none.
+
+        Raises:
+            GraphError: this tensor was not recorded, or its record was used up by an earlier backward.
+            ShapeError: it has more than one element and dy is None, or dy has another shape.
+            DTypeError, DeviceError: dy has another dtype or is on another device. Nothing has changed then.
+        """
+        OPERATORS["backward"](self, dy, communicator_callbacks)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of a parameter, the same Tensor at every step; None for what is no parameter.
+
+        A parameter is a leaf with ``stores_grad`` and ``requires_grad``. Its gradient is zero before the first
+        ``backward``, and is made anew if the parameter has changed its shape, dtype or device. A forward pass that
+        uses its values must take a ``clone()``, since backward changes it.
+        """
+        if self.creator is not None or not (self.stores_grad and self.requires_grad):
+            return None
+        grad = self._grad
+        if (
+            grad is None
+            or grad.array.shape != self.array.shape
+            or grad.array.dtype != self.array.dtype
+            or grad.device is not self.device
+        ):
+            with unrecorded():
+                grad = Tensor(self.shape, self.device, self.dtype, requires_grad=False)
+            self._grad, self._has_fresh_grad = grad, False
+        return grad
+
+    @grad.setter
+    def grad(self, grad: Tensor) -> None:
+        if grad is not self.grad or grad is None:  # ``p.grad *= 2`` sets it to itself
+            raise GraphError(
+                "grad stays the same Tensor: use p.grad.copy_data(other) to change it, or p.mark_grad_stale() to have "
+                "the next backward replace it"
+            )
+
+    @property
+    def has_fresh_grad(self) -> bool:
+        """Whether ``backward`` has computed ``grad`` since it was last used up: then the next one adds to it."""
+        self._guard_grad()
+        return self.grad is not None and self._has_fresh_grad
+
+    def mark_grad_stale(self) -> None:
+        """Have the next ``backward`` replace ``grad``, whose values stay until then."""
+        set_grads_fresh([self], False)
+
+    def _guard_grad(self) -> None:
+        """Have a recorded step depend on whether the gradient is fresh, and on where it is."""
+        guard((id(self), "grad"), self._grad_key)
+
+    def _grad_key(self) -> tuple[bool, int | None]:
+        grad = self.grad
+        return self._has_fresh_grad, None if grad is None else address_of(grad.array)
 
     # ---- copies and moves --------------------------------------------------------------------------
 
@@ -506,6 +575,18 @@ class Tensor:
         if not isinstance(other, (Tensor, int, float)):
             return False
         return _compare(self, other, "equal")
+
+
+def set_grads_fresh(params: Sequence[Tensor], is_fresh: bool) -> None:
+    """Have the next ``backward`` add to the gradients of ``params``, or with False replace them."""
+
+    def mark_grads() -> None:
+        for param in params:
+            param._has_fresh_grad = is_fresh
+
+    for param in params:
+        param._guard_grad()
+    bookkeep(mark_grads)
 
 
 PlaceHolder = Tensor  # SINGA's name for an input of Model.compile

@@ -398,25 +398,25 @@ class Hidden(opt.SGD):
         (lambda rate: Hidden(opt.Constant(rate)), "_scale"),
     ],
 )
-def test_optimizers_that_step_differently_describe_themselves_differently(make, name):
-    one, same, other = (json.loads(json.dumps(make(rate).describe())) for rate in (0.1, 0.1, 0.2))
+def test_optimizers_that_step_differently_have_other_settings(make, name):
+    one, same, other = (json.loads(json.dumps(make(rate).settings())) for rate in (0.1, 0.1, 0.2))
     assert one == same
     assert {key for key in one if one[key] != other[key]} == {name}
 
 
-def test_describing_an_optimizer_leaves_its_schedules_and_its_state_out():
+def test_the_settings_leave_schedules_alone_and_the_state_out():
     def fails(step):
         raise ValueError("later")
 
     optimizer, schedule = opt.SGD(OfFunction(lambda step: 0.1)), OfFunction(fails)
     optimizer.momentum = schedule
-    described = optimizer.describe()
+    described = optimizer.settings()
     assert optimizer.lr.num_calls == schedule.num_calls == 0
     assert described["lr"]["values"]["1000"] == "0.1" and described["momentum"]["values"] == {
         "none": "ValueError"
     }
     optimizer.step()
-    assert optimizer.describe().keys() == described.keys() and "_step_counter" not in described
+    assert optimizer.settings().keys() == described.keys() and "_step_counter" not in described
 
 
 def test_states_that_do_not_fit_raise_and_change_nothing():

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients one can hold: ``Tensor.backward`` puts them into ``Tensor.grad``, and tells callbacks which are final.
+
+What lives here: adding up, and the contract of a callback. What does not: computing gradients (engine.py), where a
+gradient is kept and whether it is fresh (tensor/core.py), sending it (communicators.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import OptionError
+from ..tensor import Tensor
+from ..tensor.core import set_grads_fresh
+from .engine import backward
+
+
+class BackwardCallback:
+    """What ``Tensor.backward`` calls; a subclass writes what it needs of the three.
+
+    In a recorded step this Python runs once, and the kernels and collectives that it starts are recorded.
+    """
+
+    def begin(self) -> None:
+        """Called before anything is computed; what it raises leaves all gradients as they are."""
+
+    def add_gradient(self, param: Tensor) -> None:
+        """Called as soon as ``param.grad`` is final, in the same order on every rank."""
+
+    def finish(self) -> None:
+        """Called after the last gradient."""
+
+
+def backward_into_grads(
+    y: Tensor,
+    dy: Tensor | float | None = None,
+    communicator_callbacks: BackwardCallback | Sequence[BackwardCallback] | None = None,
+) -> None:
+    """Do what ``Tensor.backward`` says."""
+    callbacks = _as_list(communicator_callbacks)
+    # a copy, as dy may be one of the gradients that change
+    gradients = backward(y, dy.clone() if isinstance(dy, Tensor) else dy)
+    for callback in callbacks:
+        callback.begin()
+    changed: list[Tensor] = []
+    try:
+        for param, gradient in gradients:
+            grad = param.grad
+            if grad is None:  # its flags were changed after the forward pass
+                continue
+            if param.has_fresh_grad:
+                param.device.backend.run("add", grad.array, gradient.array, out=grad.array)
+            else:
+                param.device.backend.run("copy", gradient.array, out=grad.array)
+            changed.append(param)
+            for callback in callbacks:
+                callback.add_gradient(param)
+    finally:
+        set_grads_fresh(changed, True)
+    for callback in callbacks:
+        callback.finish()
+
+
+def _as_list(callbacks: object) -> list[BackwardCallback]:
+    """Return the callbacks given; OptionError for anything else, or one that is given twice."""
+    if callbacks is None:
+        return []
+    found: list[BackwardCallback] = []
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        if not isinstance(callback, BackwardCallback):
+            raise OptionError(
+                "backward: communicator_callbacks must be a BackwardCallback or a list of them, such as "
+                f"all_reduce_callback() gives, not {type(callback).__name__}"
+            )
+        if any(callback is known for known in found):
+            raise OptionError("backward: communicator_callbacks has a callback twice")
+        found.append(callback)
+    return found

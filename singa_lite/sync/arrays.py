@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that a script hands to a collective: Tensors, numpy and CUDA arrays, mixed, in lists.
+
+What lives here: checking them before anything is sent, and sending many as few messages. What does not: which
+collective it is (communicators.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..backend.base import Backend
+from ..comm.base import Work
+from ..errors import DeviceError, DTypeError, OptionError, ShapeError
+from ..graph.memory import address_of
+from ..tensor import Tensor
+from .collectives import RawOrTensor, device_of, raw_array
+
+RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
+
+
+class GivenArray(NamedTuple):
+    """An array that a caller gave.
+
+    Attributes:
+        array: the raw one.
+        tensor: the Tensor around it: the caller's, or a new one.
+    """
+
+    array: Any
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
+        """Raise unless ``value`` is a contiguous array, which with ``writes`` can be changed in place."""
+        array = raw_array(where, value, writes)
+        if isinstance(value, Tensor):
+            if writes:
+                value.check_leaf(where)
+            return cls(array, value)
+        return cls(array, Tensor.wrap(array, device_of(value)))
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the device that it lives on."""
+        return self.tensor.device.backend
+
+
+def as_list(data: RawOrTensors) -> list[RawOrTensor]:
+    """Return the arrays of a list or other iterable; one array as a list of itself."""
+    is_one = hasattr(data, "dtype") or not isinstance(data, Iterable)
+    return [data] if is_one else list(data)
+
+
+def given_arrays(where: str, data: RawOrTensors, division: bool = False) -> list[GivenArray]:
+    """Return the arrays given, each once; a typed error unless all can be changed in place."""
+    found: dict[tuple[int, int, Any], GivenArray] = {}
+    for value in as_list(data):
+        given = GivenArray.of(where, value)
+        found.setdefault((address_of(given.array), given.array.nbytes, given.array.dtype), given)
+    spans = sorted((start, start + num_bytes) for start, num_bytes, _ in found if num_bytes)
+    if any(later < end for (_, end), (later, _) in pairwise(spans)):
+        raise ShapeError(f"{where}: two of the arrays overlap in memory; pass copies")
+    check_division(where, list(found.values()), division)
+    return list(found.values())
+
+
+def one_a_rank(
+    where: str, values: Sequence[RawOrTensor], like: GivenArray, size: int, writes: bool = True
+) -> list[GivenArray]:
+    """Return the arrays of a list that has one for each rank, all like the one given."""
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        number = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
+        raise OptionError(
+            f"{where}: ndarray_list must be a list of {size} arrays, one a rank of the group, not {number}"
+        )
+    found = [GivenArray.of(where, value, writes) for value in values]
+    for number, other in enumerate(found):
+        if other.array.size != like.array.size or other.array.dtype != like.array.dtype:
+            raise ShapeError(
+                f"{where}: ndarray_list[{number}] is {other.array.dtype}{other.array.shape} but ndarray "
+                f"{like.array.dtype}{like.array.shape}; they must have one size and dtype"
+            )
+        if other.tensor.device is not like.tensor.device:
+            raise DeviceError(
+                f"{where}: ndarray_list[{number}] is on {other.tensor.device} but ndarray on {like.tensor.device}"
+            )
+    return found
+
+
+def change_arrays(start: Callable[[list[Any]], Work], given: list[GivenArray], inplace: bool) -> None:
+    """Run a collective that changes arrays: one by one, or those of a device and dtype as one message."""
+    for backend in {each.backend for each in given}:
+        backend.activate()
+    if inplace:
+        start([each.array for each in given]).wait()
+        return
+    alike: dict[tuple[Backend, Any], list[Any]] = {}
+    for each in given:
+        alike.setdefault((each.backend, each.array.dtype), []).append(each.array)
+    messages = [_packed(backend, arrays) for (backend, _), arrays in alike.items()]
+    start(messages).wait()
+    for (backend, _), arrays, message in zip(alike, alike.values(), messages, strict=True):
+        if message is not arrays[0]:
+            backend.run("unpack", message, out=tuple(arrays))
+
+
+def _packed(backend: Backend, arrays: list[Any]) -> Any:
+    """Return arrays of one dtype end to end; one that is alone as it is."""
+    if len(arrays) == 1:
+        return arrays[0]
+    flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
+    backend.run("pack", *arrays, out=flat)
+    return flat
+
+
+def check_division(where: str, given: list[GivenArray], division: bool) -> None:
+    """Raise DTypeError for integers whose mean is asked for."""
+    for each in given:
+        if division and each.array.dtype.kind != "f":
+            raise DTypeError(f"{where}: division=True needs floats, and an array is {each.array.dtype}")
