@@ -416,7 +416,11 @@ def _mpi_rank(folder: Path) -> None:
     sys.stderr.flush()
     outcomes = [_outcome(folder, other)[0] for other in range(size)]
     if any(error is not None for error in outcomes):
-        os._exit(code or 1)  # MPI's own finalisation would wait for ranks that are gone
+        from singa_lite.comm.mpi_watchdog import shared_files
+
+        for path in shared_files(os.getpid()):
+            Path(path).unlink(missing_ok=True)
+        os._exit(code or 1)  # MPI's own finalisation, which removes them, would wait for ranks that are gone
     MPI.Finalize()
 
 
