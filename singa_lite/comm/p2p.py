@@ -240,9 +240,12 @@ class Messenger(ABC):
         traffic: what was moved so far.
         transport: the word of ``Job.transport`` for this class.
         name: "worker 1" or "server 0": this process in errors.
+        local_workers, local_servers: how many of the job are on this host.
+        is_stuck: something did not end in time, so the transport would not end either.
     """
 
     transport: ClassVar[str] = ""
+    is_stuck: bool = False
 
     def __init__(self, job: Job, timeout_s: float = TIMEOUT_S) -> None:
         if not timeout_s > 0:
@@ -250,6 +253,7 @@ class Messenger(ABC):
         self.job = job
         self.name = job.name_of(job.rank)
         self.timeout_s = float(timeout_s)
+        self.local_workers, self.local_servers = job.num_workers, job.num_servers
         self.traffic = MessageTraffic()
         self._gone: dict[int, str] = {}  # rank -> reason, of those whose last message was received
         self._sent: dict[int, SendWork] = {}  # in flight, by id
@@ -337,6 +341,10 @@ class Messenger(ABC):
         if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
             self._leave(reason or "unknown")
+
+    def drain(self, seconds: float) -> None:
+        """Take, after close(), what is on its way from the peers, for at most ``seconds``."""
+        return
 
     # ---- what a transport writes -------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between workers and servers that are threads of one process.
 
-A job that was not launched is one worker without a server, which has nobody to send to. ``local_messengers`` makes the
-messengers of a whole job, one for each thread: so a store can run its servers in threads, and a test a job.
+A job that was not launched is one worker without a server, which has nobody to send to. ``local_messengers`` makes
+the messengers of a whole job, one for each thread: so a store can run its servers in threads, and a test a job.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class LocalMessenger(Messenger):
     Args:
         job: this thread's rank.
         timeout_s: see ``Messenger``.
-        mailboxes: those of the job; None: of a job of its own.
+        mailboxes: those of the job.
     """
 
     transport = "local"
 
-    def __init__(self, job: Job, timeout_s: float = TIMEOUT_S, mailboxes: Mailboxes | None = None) -> None:
+    def __init__(self, job: Job, timeout_s: float, mailboxes: Mailboxes) -> None:
         super().__init__(job, timeout_s)
-        self._mailboxes = mailboxes or Mailboxes(job.size)
+        self._mailboxes = mailboxes
         self._turn = 0
 
     def _send(self, to: int, head: bytes, arrays: list[Array]) -> LocalSendWork:

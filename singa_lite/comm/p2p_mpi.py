@@ -81,7 +81,6 @@ class MpiMessenger(Messenger):
 
     Attributes:
         left: why each peer that has left has done so, as soon as that is known.
-        is_stuck: something did not end in time, so MPI_Finalize would not either.
     """
 
     # Any in this file: types of mpi4py, which need not be installed
@@ -92,7 +91,6 @@ class MpiMessenger(Messenger):
         super().__init__(job, timeout_s)
         self._mpi = load_mpi()
         self.left: dict[int, str] = {}
-        self.is_stuck = False
         self._coming: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # heads in flight
         self._arrived: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # not handed out
         self._unplaced: dict[int, deque[_Incoming]] = {
@@ -123,6 +121,12 @@ class MpiMessenger(Messenger):
             )
         comm = within(self.timeout_s, "connect", world.Dup)
         self._mpi.Request.Waitall(sends)
+        shared = self._mpi.COMM_TYPE_SHARED
+        host = within(self.timeout_s, "connect", lambda: comm.Split_type(shared, key=self.job.rank))
+        here = host.Get_group().Translate_ranks(None, comm.Get_group())
+        self.local_workers = sum(rank < self.job.num_workers for rank in here)
+        self.local_servers = len(here) - self.local_workers
+        host.Free()
         return comm
 
     def _send(self, to: int, head: bytes, arrays: list[Array]) -> MpiSendWork:
