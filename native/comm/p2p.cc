@@ -300,7 +300,6 @@ bool Messenger::push(Peer& peer) {
     const std::size_t moved = message.pieces.advance([&](const char* from, std::size_t bytes) {
       const std::size_t count = peer.out.put(from, std::min(bytes, left));
       left -= count;
-      if (count > 0) wake(peer);
       return count;
     });
     if (moved > 0) message.moved_s = monotonic_s();
@@ -313,6 +312,7 @@ bool Messenger::push(Peer& peer) {
       break;
     }
   }
+  if (has_moved) wake(peer);  // not for each part: where cores are few every wake costs this process its turn
   return has_moved;
 }
 
@@ -342,6 +342,7 @@ bool Messenger::pull(Peer& peer, bool takes_all) {
     left -= std::min(left, moved);
     if (message.is_complete()) peer.current.reset();
   }
+  if (has_moved) wake(peer);
   return has_moved;
 }
 
@@ -356,16 +357,11 @@ std::size_t Messenger::pull_head(Peer& peer, Incoming& message) {
     moved = peer.in.take(message.head.data() + message.head_bytes, message.head.size() - message.head_bytes);
     message.head_bytes += moved;
   }
-  if (moved > 0) wake(peer);
   return moved;
 }
 
 std::size_t Messenger::pull_payload(Peer& peer, Incoming& message) {
-  const auto take = [&](char* to, std::size_t bytes) {
-    const std::size_t count = peer.in.take(to, bytes);
-    if (count > 0) wake(peer);
-    return count;
-  };
+  const auto take = [&](char* to, std::size_t bytes) { return peer.in.take(to, bytes); };
   const std::size_t moved = message.target == Incoming::Target::kNowhere
                                 ? take(nullptr, message.frame.payload_bytes - message.payload_bytes)
                                 : message.pieces.advance(take);

@@ -44,7 +44,10 @@ class MpiSendWork(SendWork):
         self._owning, self._to, self._requests = messenger, to, requests
 
     def _is_sent_within(self, limit_s: float) -> bool:
-        return self._owning._poll(self._move, limit_s)
+        is_sent = self._owning._poll(self._move, limit_s)
+        if not is_sent:
+            self._owning._late.append(self._requests)
+        return is_sent
 
     def _is_done(self) -> bool:
         self._move()
@@ -99,8 +102,14 @@ class MpiMessenger(Messenger):
         self._turn = 0
         self._status = self._mpi.Status()
         self._lost: list[Any] = []  # what MPI may still read or write after an error
+        self._late: list[deque[Any]] = []  # requests that did not end in time, and may have since
+        self._has_failed = False
         self._last_requests: list[Any] = []
         self._comm = self._join()
+
+    @property
+    def is_stuck(self) -> bool:  # type: ignore[override]
+        return self._has_failed or any(self._late)
 
     def _join(self) -> Any:
         """Return the communicator, once all processes of the job are here."""
@@ -170,7 +179,8 @@ class MpiMessenger(Messenger):
             is_read = self._poll(look, limit_s)
         finally:
             if not is_read:
-                self._lost.append(incoming)
+                self._lost.append((incoming, into))
+                self._late.append(incoming.requests)
         if is_read and incoming.arrays is not into:
             for array, own in zip(into, incoming.arrays or [], strict=True):
                 array[...] = own
@@ -202,7 +212,7 @@ class MpiMessenger(Messenger):
             try:
                 is_done, has_moved = look()
             except self._mpi.Exception as error:
-                self.is_stuck = True
+                self._has_failed = True
                 raise CommError(f"{self.name}: MPI failed: {error}") from error
             if is_done:
                 return True
@@ -211,7 +221,6 @@ class MpiMessenger(Messenger):
                 moved_s, polls, nap_s = time.monotonic(), 0, NAP_S
             polls += 1
             if time.monotonic() - moved_s >= limit_s:
-                self.is_stuck = True
                 return False
             if polls <= SPINS:
                 os.sched_yield()
