@@ -433,7 +433,6 @@ std::string Messenger::verdict_on(const Peer& peer, bool looks_at_lock) const {
 void Messenger::report(Peer& peer) {
   if (peer.current) {
     peer.current->failure = peer.verdict;
-    if (!peer.arrived.empty() && peer.arrived.back() == peer.current) peer.arrived.pop_back();
     peer.current.reset();
   }
   auto notice = std::make_shared<Incoming>();

@@ -88,6 +88,42 @@ void test_all_sizes_in_order(int workers, int servers, bool waits_first) {
   });
 }
 
+// A worker that has sent much does not keep another waiting.
+void test_turns() {
+  int pipe_ends[2];
+  CHECK(pipe(pipe_ends) == 0);
+  run_job(2, 1, [&](Messenger& messenger, int rank) {
+    const int count = rank == 0 ? 100 : 1;
+    if (rank != 2) {
+      for (int i = 0; i < count; ++i) CHECK(messenger.wait(*messenger.send(2, "few", {}), kForEver));
+      CHECK(write(pipe_ends[1], "!", 1) == 1);
+      CHECK(!messenger.receive(kForEver)->head.empty());
+      return;
+    }
+    for (int i = 0; i < 2; ++i) {
+      char told;
+      CHECK(read(pipe_ends[0], &told, 1) == 1);
+    }
+    int first_of_1 = -1;
+    for (int i = 0; i < 101; ++i)
+      if (messenger.receive(kForEver)->source == 1) first_of_1 = i;
+    CHECK(first_of_1 == 0 || first_of_1 == 1);
+    for (int worker : {0, 1}) messenger.send(worker, "bye", {});
+  });
+}
+
+// Two that only ask whether their messages have been sent.
+void test_is_done_moves_both_directions() {
+  run_job(1, 1, [&](Messenger& messenger, int rank) {
+    std::string bytes = bytes_of(rank, 0, 5 * kRingBytes);
+    const auto work = messenger.send(1 - rank, "large", {memory_of(bytes)});
+    while (!messenger.is_done(*work)) usleep(100);
+    CHECK(work->is_sent);
+    const auto message = messenger.receive(kForEver);
+    CHECK(read_all(messenger, *message) == bytes_of(1 - rank, 0, 5 * kRingBytes));
+  });
+}
+
 // Neither reading late nor not at all holds up what comes afterwards.
 void test_unread_messages() {
   run_job(1, 2, [&](Messenger& messenger, int rank) {
@@ -175,7 +211,7 @@ void test_a_worker_that_ends(Stage stage, bool is_killed, bool reads) {
           }
           CHECK_EQUAL(notices, 1);
           CHECK_EQUAL(wholes, stage == Stage::kNothing ? 0 : 1);
-          CHECK(parts <= (stage == Stage::kPayload ? 1 : 0));  // none if its end was seen first
+          CHECK_EQUAL(parts, stage == Stage::kPayload ? 1 : 0);
           const auto late = messenger.send(0, "late", {});
           CHECK(late->has_failed);
           CHECK_SAYS(late->failure, "worker 0");
@@ -267,6 +303,8 @@ int main() {
   for (auto [workers, servers] : kJobs)
     for (bool waits_first : {true, false}) test_all_sizes_in_order(workers, servers, waits_first);
   test_all_sizes_in_order(7, 7, true);
+  test_turns();
+  test_is_done_moves_both_directions();
   test_unread_messages();
   test_an_abandoned_read();
   for (Stage stage : {Stage::kNothing, Stage::kMessage, Stage::kHead, Stage::kPayload})

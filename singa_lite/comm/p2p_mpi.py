@@ -146,9 +146,9 @@ class MpiMessenger(Messenger):
         return work
 
     def _receive(self, limit_s: float) -> Arrival | None:
-        for source, unplaced in self._unplaced.items():  # what was not read must not hold up its sender
-            for incoming in [other for other in unplaced if other.is_handed_out]:
-                self._place(source, incoming, None)
+        for unplaced in self._unplaced.values():  # what was not read must not hold up its sender
+            while unplaced and unplaced[0].is_handed_out:
+                self._place(unplaced[0])
         received: list[_Incoming] = []
 
         def look() -> tuple[bool, bool]:
@@ -167,7 +167,7 @@ class MpiMessenger(Messenger):
     def _read(self, arrival: Arrival, into: list[Array], limit_s: float) -> str | None:
         incoming: _Incoming = arrival.handle
         if incoming.arrays is None:
-            self._place(incoming.source, incoming, into)
+            self._place(incoming, into)
 
         def look() -> tuple[bool, bool]:
             has_moved = _advance(incoming.requests)
@@ -244,7 +244,7 @@ class MpiMessenger(Messenger):
                 has_moved = True
             if takes_all:
                 for incoming in list(self._unplaced[source]):
-                    self._place(source, incoming, None)
+                    self._place(incoming)
         return has_moved
 
     def _arrive(self, source: int, incoming: _Incoming) -> None:
@@ -263,18 +263,13 @@ class MpiMessenger(Messenger):
                 return [arrived.popleft()]
         return []
 
-    def _place(self, source: int, incoming: _Incoming, into: list[Array] | None) -> None:
-        """Begin to receive the arrays of ``incoming``, after those of all messages before it; None: in new arrays."""
-        unplaced = self._unplaced[source]
-        while unplaced:
-            first = unplaced.popleft()
-            own = into if first is incoming and into is not None else new_arrays(bytes(first.head[1:]))
-            first.arrays = own
-            first.requests.extend(
-                self._comm.Irecv(piece, source, ARRAY_TAG) for array in own for piece in _pieces(array)
-            )
-            if first is incoming:
-                return
+    def _place(self, incoming: _Incoming, into: list[Array] | None = None) -> None:
+        """Begin to receive the arrays of ``incoming``, the first that has none, into these, or into new arrays."""
+        first = self._unplaced[incoming.source].popleft()
+        assert first is incoming, "MPI gives the arrays of a source in the order of its messages"
+        incoming.arrays = new_arrays(bytes(incoming.head[1:])) if into is None else into
+        pieces = [piece for array in incoming.arrays for piece in _pieces(array)]
+        incoming.requests.extend(self._comm.Irecv(piece, incoming.source, ARRAY_TAG) for piece in pieces)
 
 
 def _pieces(array: Array) -> list[list[Any]]:

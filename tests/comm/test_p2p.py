@@ -122,6 +122,19 @@ def arrays_of_every_dtype_size_and_shape_arrive(rig: Rig) -> None:
 
 
 @fact
+def arrays_may_be_changed_once_they_have_been_sent(rig: Rig) -> None:
+    m = rig.messenger
+    arrays = {peer: data(m.job.rank, peer, 0, 40_001) for peer in m.job.peers}
+    works = {peer: m.send(peer, "before", [array]) for peer, array in arrays.items()}
+    for peer, work in works.items():
+        work.wait()
+        arrays[peer][...] = -1
+    for _ in m.job.peers:
+        message = m.receive()
+        assert same_bits(message.read()[0], data(message.source, m.job.rank, 0, 40_001))
+
+
+@fact
 def sixty_four_megabytes_each_way_at_once_arrive(rig: Rig) -> None:
     """All send before any receives, and wait for that first: nobody reads until all was sent."""
     m = rig.messenger

@@ -254,13 +254,12 @@ else:
 """
 
 
-def test_a_killed_server_is_named_by_every_worker(tmp_path):
-    result = run_job("shm", tmp_path, TOGETHER + KILLED)
-    assert result.returncode != 0
+def test_a_killed_server_is_named_by_every_worker_or_ends_an_mpi_job(tmp_path):
+    results = run_jobs(tmp_path, TOGETHER + KILLED)
+    assert all(result.returncode != 0 for result in results.values())
     for worker in ("worker 0", "worker 1"):
-        assert f"{worker} got 3 server 1   died" in lines_of(result), result.stdout
-    assert "cannot send to server 1: server 1 (process " in result.stderr
-    assert_nothing_left(tmp_path)
+        assert f"{worker} got 3 server 1   died" in lines_of(results["shm"]), results["shm"].stdout
+    assert "cannot send to server 1: server 1 (process " in results["shm"].stderr
 
 
 EARLY = """
