@@ -24,13 +24,8 @@ from .base import TIMEOUT_S, Array
 from .mpi_job import load_mpi, within
 from .p2p import Arrival, Job, Messenger, SendWork, new_arrays
 
-PIECE_BYTES = (
-    64 << 20
-)  # far below the count that every MPI takes (2**31 - 1), and soon enough moved for a time-out
-SPINS, NAP_S = (
-    200,
-    5e-5,
-)  # polls before napping; each spin gives the core away, as processes may outnumber cores
+PIECE_BYTES = 64 << 20  # every MPI takes 2**31 - 1; less, as a time-out counts from the last piece
+SPINS, NAP_S = 200, 5e-5  # polls before napping; each gives the core away, as there may be fewer cores
 LONGEST_NAP_S = 5e-4  # after some time; a server without work must leave the cores to the workers
 HEADS_AT_ONCE = 100  # taken before this process looks at anything else
 HEAD_TAG, ARRAY_TAG, JOIN_TAG = 1, 2, 32766  # the last on COMM_WORLD; 32767 is the largest that every MPI has
