@@ -227,10 +227,11 @@ class Messenger(ABC):
     """Messages between this process and each of its peers: all servers for a worker, all workers for a server.
 
     A message is a header and arrays. Those of one sender arrive in the order in which they were sent; of several
-    senders each gets its turn. Bytes move inside calls alone, and every call moves whatever can move, both ways: wait
-    for what was sent before doing something long. A peer that has closed, aborted or died is one ``Message`` with its
-    reason, after all that it had sent; sending to it is a CommError. Not for use by two threads at once, nor after a
-    fork.
+    senders each gets its turn. Bytes move inside calls alone, and every call moves whatever can move, both ways: a
+    large message is on its way only while sender and receiver both are in one, so wait for what was sent, and receive
+    what was asked for, before a collective or anything long. A peer that has closed, aborted or died is one ``Message``
+    with its reason, after all that it had sent; sending to it is a CommError. Not for use by two threads at once, nor
+    after a fork.
 
     Args:
         job: this process's rank in the job, and who else is in it.
