@@ -19,6 +19,7 @@ from typing import Any
 SWITCHES = {
     "SINGA_LITE_RANK": "rank of this process, set by `singa-lite run`",
     "SINGA_LITE_WORLD_SIZE": "number of processes, set by `singa-lite run`",
+    "SINGA_LITE_NUM_SERVERS": "how many processes of a job are servers, the last ones (default 0)",
     "SINGA_LITE_RENDEZVOUS_ID": "name shared by the ranks of one world, set by `singa-lite run`",
     "SINGA_LITE_LAUNCHER_PID": "the `singa-lite run` whose child has these, set by itself",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
@@ -56,6 +57,8 @@ class State:
         generation: grows when an attribute of any layer is set (layer.base), so that records look at them again.
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
+        messenger: the process's messenger (comm.p2p.Messenger), made at first use.
+        messenger_pid: likewise the process that made it.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
@@ -67,6 +70,8 @@ class State:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a module above; comm/rendezvous.py owns it
     communicator_pid: int = 0
+    messenger: Any = None  # Any: likewise
+    messenger_pid: int = 0
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it

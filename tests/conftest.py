@@ -30,7 +30,8 @@ SERVANTS = (
 # files that take longest, for pytest-xdist: what begins last should not take long
 LONGEST_FIRST = (
     *("test_build", "test_nccl", "test_examples", "test_dist_on_cuda", "test_contract", "test_capture"),
-    *("test_ways_to_start", "test_launch", "test_mpi", "test_every_op", "test_examples_cifar"),
+    *("test_ways_to_start", "test_launch", "test_mpi", "test_p2p", "test_roles"),
+    *("test_every_op", "test_examples_cifar"),
 )
 
 try:

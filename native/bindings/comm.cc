@@ -2,10 +2,12 @@
 // Python's view of native/comm: numpy arrays become pointers, the GIL is released, CommError is Python's own.
 #include <pybind11/pybind11.h>
 
-#include <cstring>
+#include <algorithm>
+#include <vector>
 
 #include "comm/combine.h"
 #include "comm/engine.h"
+#include "comm/p2p.h"
 #include "common/error.h"
 
 namespace py = pybind11;
@@ -23,6 +25,11 @@ const void* memory_of(const py::handle& array, bool is_written) {
   return memory;
 }
 
+// A text whose last character may be cut.
+py::str to_python(const std::string& text) {
+  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
 // While a rank waits for the others without the GIL: run Python's signal handlers, then the caller's function.
 Segment::Check in_python(const py::object& check) {
   return [&check]() -> std::string {
@@ -32,18 +39,20 @@ Segment::Check in_python(const py::object& check) {
   };
 }
 
-// A forked child has no background thread and half-held locks: there the engine is left as it is.
-std::shared_ptr<Engine> make_engine(const std::string& rendezvous_id, int rank, int size, double timeout_s,
-                                    const py::object& check) {
+// A forked child has no background thread and half-held locks: there the engine or messenger is left as it is.
+template <class T, class... Arguments>
+std::shared_ptr<T> make(const std::string& rendezvous_id, int rank, Arguments... arguments, double timeout_s,
+                        const py::object& check) {
   py::gil_scoped_release release;
-  return std::shared_ptr<Engine>(new Engine(rendezvous_id, rank, size, timeout_s, in_python(check)), [](Engine* engine) {
-    if (!engine->is_forked()) delete engine;
+  return std::shared_ptr<T>(new T(rendezvous_id, rank, arguments..., timeout_s, in_python(check)), [](T* made) {
+    if (!made->is_forked()) delete made;
   });
 }
 
-void wait_for_all(Engine& engine, const py::object& check) {
+template <class T>
+void wait_for_all(T& made, const py::object& check) {
   py::gil_scoped_release release;
-  engine.wait_for_all(in_python(check));
+  made.wait_for_all(in_python(check));
 }
 
 std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire, int root, const py::handle& in,
@@ -80,9 +89,9 @@ void widen(const py::handle& in, const py::handle& out, std::size_t count, float
   from_wire(Wire, from, to, count, scale);
 }
 
-// In slices, to run Python's signal handlers between them.
+constexpr double kSliceS = 0.1;  // of waiting, between which Python's signal handlers run
+
 void wait(Engine& engine, Op& op, double limit_s) {
-  constexpr double kSliceS = 0.1;
   bool has_ended;
   const double since_s = monotonic_s();
   do {
@@ -92,6 +101,73 @@ void wait(Engine& engine, Op& op, double limit_s) {
     }
     if (!has_ended && PyErr_CheckSignals() != 0) throw py::error_already_set();
   } while (!has_ended);
+}
+
+// Call wait(deadline_s) until it returns true; false if that takes longer than `limit_s` from moved_s() on.
+template <class Wait, class MovedS>
+bool wait_in_slices(double limit_s, const Wait& wait, const MovedS& moved_s) {
+  const double since_s = monotonic_s();
+  for (;;) {
+    const double end_s = std::max(since_s, moved_s()) + limit_s;
+    {
+      py::gil_scoped_release release;
+      if (wait(std::min(monotonic_s() + kSliceS, end_s))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (monotonic_s() >= std::max(since_s, moved_s()) + limit_s) return false;
+  }
+}
+
+std::vector<Memory> memories_of(const py::list& arrays, bool is_written) {
+  std::vector<Memory> memories;
+  for (const py::handle& array : arrays) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(array.ptr(), &view, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      throw py::error_already_set();
+    memories.push_back({static_cast<char*>(view.buf), std::size_t(view.len)});
+    PyBuffer_Release(&view);
+  }
+  return memories;
+}
+
+std::shared_ptr<Outgoing> send_message(Messenger& messenger, int to, std::string head, const py::list& arrays) {
+  const std::vector<Memory> memories = memories_of(arrays, false);
+  py::gil_scoped_release release;
+  return messenger.send(to, std::move(head), memories);
+}
+
+bool wait_sent(Messenger& messenger, Outgoing& message, double limit_s) {
+  return wait_in_slices(
+      limit_s, [&](double deadline_s) { return messenger.wait(message, deadline_s); },
+      [&] { return message.moved_s; });
+}
+
+std::shared_ptr<Incoming> receive_message(Messenger& messenger, double limit_s) {
+  std::shared_ptr<Incoming> message;
+  wait_in_slices(
+      limit_s,
+      [&](double deadline_s) {
+        message = messenger.receive(deadline_s);
+        return message != nullptr;
+      },
+      [] { return 0.0; });
+  return message;
+}
+
+bool read_message(Messenger& messenger, Incoming& message, const py::list& arrays, double limit_s) {
+  const std::vector<Memory> memories = memories_of(arrays, true);
+  messenger.begin_read(message, memories);
+  bool is_read = false;
+  try {
+    is_read = wait_in_slices(
+        limit_s, [&](double deadline_s) { return messenger.read(message, deadline_s); },
+        [&] { return message.moved_s; });
+  } catch (...) {
+    messenger.abandon_read(message);
+    throw;
+  }
+  if (!is_read) messenger.abandon_read(message);
+  return is_read;
 }
 
 }  // namespace
@@ -104,10 +180,7 @@ PYBIND11_MODULE(_comm, m) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const CommError& error) {
-      const char* text = error.what();  // its last character may be cut
-      PyObject* decoded = PyUnicode_DecodeUTF8(text, Py_ssize_t(std::strlen(text)), "replace");
-      PyErr_SetObject(comm_error, decoded);
-      Py_XDECREF(decoded);
+      PyErr_SetObject(comm_error, to_python(error.what()).ptr());
     }
   });
 
@@ -115,14 +188,35 @@ PYBIND11_MODULE(_comm, m) {
       "has_ended", [](const Op& op) { return op.state.load() != 0; });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::arg("rendezvous_id"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
-           py::arg("check"))
-      .def("wait_for_all", &wait_for_all, py::arg("check"))
+      .def(py::init(&make<Engine, int>), py::arg("rendezvous_id"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout_s"), py::arg("check"))
+      .def("wait_for_all", &wait_for_all<Engine>, py::arg("check"))
       .def("start", &start)
       .def("wait", &wait)
       .def("is_done", &Engine::is_done, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Engine::abort, py::call_guard<py::gil_scoped_release>())
       .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
+      .def_property_readonly("has_ended", [](const Outgoing& sent) { return sent.is_sent || sent.has_failed; })
+      .def_property_readonly("failure", [](const Outgoing& sent) { return to_python(sent.failure); });
+
+  py::class_<Incoming, std::shared_ptr<Incoming>>(m, "Incoming")
+      .def_readonly("source", &Incoming::source)
+      .def_property_readonly("reason", [](const Incoming& message) { return to_python(message.reason); })
+      .def_property_readonly("head", [](const Incoming& message) { return py::bytes(message.head); })
+      .def_property_readonly("failure", [](const Incoming& message) { return to_python(message.failure); });
+
+  py::class_<Messenger, std::shared_ptr<Messenger>>(m, "Messenger")
+      .def(py::init(&make<Messenger, int, int>), py::arg("rendezvous_id"), py::arg("rank"), py::arg("num_workers"),
+           py::arg("num_servers"), py::arg("timeout_s"), py::arg("check"))
+      .def("wait_for_all", &wait_for_all<Messenger>, py::arg("check"))
+      .def("send", &send_message)
+      .def("is_done", &Messenger::is_done, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &wait_sent)
+      .def("receive", &receive_message)
+      .def("read", &read_message)
+      .def("leave", &Messenger::leave, py::call_guard<py::gil_scoped_release>());
 
   m.def("float_to_half", &narrow<DType::kFloat16>);
   m.def("half_to_float", &widen<DType::kFloat16>);

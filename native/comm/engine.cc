@@ -3,7 +3,6 @@
 #include "comm/engine.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -11,7 +10,9 @@
 #include <chrono>
 #include <functional>
 
+#include "comm/forks.h"
 #include "comm/names.h"
+#include "comm/spin.h"
 #include "common/error.h"
 
 namespace singa_lite {
@@ -21,23 +22,11 @@ namespace {
 // away: with 1 MB a training step that exchanges 1.7 MB took 1.5 % longer.
 constexpr std::size_t kLargeBytes = 4 << 20;
 
-std::atomic<std::uint64_t> fork_count{0};
-
-std::uint64_t forks_so_far() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++fork_count; });
-  (void)registered;
-  return fork_count.load(std::memory_order_relaxed);
-}
-
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 }  // namespace
 
 Engine::Engine(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Segment::Check& check)
-    : segment_(new Segment(rendezvous_id, rank, size, timeout_s, check)),
+    : segment_(new Segment(rendezvous_id, rank, size, Slots::payload(size), timeout_s, check)),
+      slots_(*segment_),
       rank_(rank),
       size_(size),
       timeout_s_(timeout_s),
@@ -46,7 +35,7 @@ Engine::Engine(const std::string& rendezvous_id, int rank, int size, double time
       sources_(std::size_t(size)),
       limit_s_(timeout_s) {}
 
-bool Engine::is_forked() const { return forks_ != fork_count.load(std::memory_order_relaxed); }
+bool Engine::is_forked() const { return forks_ != forks_so_far(); }
 
 void Engine::wait_for_all(const Segment::Check& check) { segment_->wait_for_all(timeout_s_, check); }
 

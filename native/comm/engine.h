@@ -30,6 +30,7 @@
 #include <vector>
 
 #include "comm/segment.h"
+#include "comm/slots.h"
 #include "comm/types.h"
 
 namespace singa_lite {
@@ -121,7 +122,7 @@ class Engine {
 
   // waiting.cc: what the progress owner does when nothing can be moved
   void run_progress(const Op* until, double deadline_s);
-  void idle(int& spins, double& idle_since_s);
+  void sleep_until_moved();
   bool find_await(Await& await);
   void sleep_for(const Await& await);
   void check_peers(const Await& await);
@@ -139,6 +140,7 @@ class Engine {
   std::string label(const Op& op) const;
 
   std::unique_ptr<Segment> segment_;
+  const Slots slots_;
   const int rank_, size_;
   const double timeout_s_;
   const std::uint64_t forks_;

@@ -39,7 +39,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
 
 void Engine::split_into_rounds(Op& op) const {
   const std::size_t element = bytes_of(op.request.wire), count = op.request.count;
-  std::size_t slot_bytes = segment_->chunk_bytes();
+  std::size_t slot_bytes = slots_.chunk_bytes();
   if (op.request.kind == Kind::kReduceScatter) slot_bytes = slot_bytes / std::size_t(size_) / kLine * kLine;
   op.round_elements = slot_bytes / element;
   op.num_rounds = std::max<std::uint64_t>(1, (count + op.round_elements - 1) / op.round_elements);
@@ -138,10 +138,10 @@ void Engine::post(const Op& op, std::uint64_t round) {
   const Request& request = op.request;
   const std::size_t element = bytes_of(request.wire), at = std::size_t(round - op.first_round) * op.round_elements;
   const std::size_t count = elements_in(op, round);
-  char* slot = segment_->data(rank_, round);
+  char* slot = slots_.data(rank_, round);
   const char* in = static_cast<const char*>(request.in);
   if (round == op.first_round) {
-    Descriptor& descriptor = segment_->descriptor(rank_, round);
+    Descriptor& descriptor = slots_.descriptor(rank_, round);
     descriptor.fingerprint = op.fingerprint;
     copy(descriptor.name, request.name.data(), std::min(request.name.size(), kNameBytes));
   }
@@ -171,15 +171,15 @@ void Engine::reduce_piece(const Op& op, std::uint64_t round) {
   for (std::size_t done = 0, n; done < piece.count; done += n) {
     n = std::min(piece.count - done, kReduceBytes / element);
     const std::size_t offset = (piece.begin + done) * element;
-    for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + offset;
-    char* out = segment_->data(rank_, round) + offset;
+    for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = slots_.data(r, round) + offset;
+    char* out = slots_.data(rank_, round) + offset;
     if (!request.is_narrow()) {
       sources_[mine] = static_cast<const char*>(request.in) + (at + done) * element;
       out = static_cast<char*>(request.out) + (at + done) * element;
     }
     combine(request.wire, request.op, sources_.data(), sources_.size(), out, n);
     for (int r = 0; r < size_; ++r)
-      if (r != rank_) copy(segment_->data(r, round) + offset, out, n * element);
+      if (r != rank_) copy(slots_.data(r, round) + offset, out, n * element);
   }
 }
 
@@ -198,12 +198,12 @@ void Engine::consume(const Op& op, std::uint64_t round) {
       return;
     case Kind::kBroadcast:
       if (rank_ != request.root)
-        copy(out + at * element, segment_->data(request.root, round), count * element);
+        copy(out + at * element, slots_.data(request.root, round), count * element);
       return;
     case Kind::kAllGather:
       for (int r = 0; r < size_; ++r)
         copy(out + (std::size_t(r) * request.count + at) * element,
-                    r == rank_ ? in + at * element : segment_->data(r, round), count * element);
+                    r == rank_ ? in + at * element : slots_.data(r, round), count * element);
       return;
   }
 }
@@ -213,7 +213,7 @@ void Engine::consume_one_shot(const Op& op, std::uint64_t round, std::size_t at,
   const std::size_t element = bytes_of(request.wire), mine = std::size_t(rank_);
   const bool is_scatter = request.kind == Kind::kReduceScatter;
   const std::size_t skip = is_scatter ? mine * op.round_elements * element : 0;
-  for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = segment_->data(r, round) + skip;
+  for (int r = 0; r < size_; ++r) sources_[std::size_t(r)] = slots_.data(r, round) + skip;
   if (!request.is_narrow())  // our own part is nearer in the caller's array
     sources_[mine] = static_cast<const char*>(request.in) + ((is_scatter ? mine * request.count : 0) + at) * element;
   void* out = static_cast<char*>(request.out) + at * bytes_of(request.dtype);
@@ -222,7 +222,7 @@ void Engine::consume_one_shot(const Op& op, std::uint64_t round, std::size_t at,
 
 void Engine::consume_two_shot(const Op& op, std::uint64_t round, std::size_t at, std::size_t count) {
   const std::size_t element = bytes_of(op.request.wire);
-  const char* slot = segment_->data(rank_, round);
+  const char* slot = slots_.data(rank_, round);
   if (op.request.is_narrow())
     return from_wire(op.request.wire, slot, static_cast<float*>(op.request.out) + at, count, op.request.scale);
   const Piece mine = piece_of(count, op.request.wire, rank_);  // already in the caller's array
@@ -237,7 +237,7 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
   for (int r = 0; r < size_; ++r) {
     const std::atomic<std::uint64_t>& posted = segment_->block(r).counters[std::size_t(Progress::kPosted)];
     if (only_arrived && posted.load(std::memory_order_acquire) <= op.first_round) continue;
-    const Descriptor& other = segment_->descriptor(r, op.first_round);
+    const Descriptor& other = slots_.descriptor(r, op.first_round);
     if (r == rank_ || std::memcmp(&other.fingerprint, &op.fingerprint, sizeof(Fingerprint)) == 0) continue;
     const std::string_view mine = std::string_view(op.request.name).substr(0, kNameBytes);
     const std::string_view theirs(other.name, std::min<std::size_t>(other.fingerprint.name_bytes, kNameBytes));

@@ -21,22 +21,12 @@
 namespace singa_lite {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x53494e47414c5402;  // "SINGALT", layout 2
+constexpr std::uint64_t kMagic = 0x53494e47414c5403;  // "SINGALT", layout 3
 constexpr std::size_t kPage = 4096;
 constexpr double kPollS = 0.001;  // between checks of a world that ranks still join
 constexpr double kCheckS = 0.05;  // between calls of the caller's check, which may need Python
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
-
-std::size_t chunk_bytes_for(int size) {
-  const std::size_t share = kMaxSegmentBytes / (std::size_t(size) * kSlots) - sizeof(Descriptor);
-  return std::min(kChunkBytes, share / kLine * kLine);
-}
-
-std::size_t total_bytes_for(int size) {
-  const std::size_t slot = sizeof(Descriptor) + chunk_bytes_for(size);
-  return round_up(kPage + std::size_t(size) * (sizeof(RankBlock) + kSlots * slot), kPage);
-}
 
 std::string reason() { return std::strerror(errno); }
 
@@ -95,8 +85,29 @@ void futex_wake(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
-Segment::Segment(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Check& check)
-    : name_("/singa_lite-" + rendezvous_id), rank_(rank), size_(size) {
+std::string list_of(const std::vector<int>& ranks, const NameOf& name_of) {
+  std::string list, word;
+  for (int rank : ranks) {
+    const std::string name = name_of(rank), its_word = name.substr(0, name.rfind(' '));
+    list += (list.empty() ? "" : ", ") + (its_word == word ? name.substr(word.size() + 1) : name);
+    word = its_word;
+  }
+  return list;
+}
+
+void AbortRecord::post(int who, const std::string& why) {
+  std::uint32_t none = 0;
+  if (!state.compare_exchange_strong(none, 1)) return;
+  rank = who;
+  const std::size_t length = std::min(why.size(), sizeof(text) - 1);
+  std::memcpy(text, why.data(), length);
+  text[length] = '\0';
+  state.store(2, std::memory_order_release);
+}
+
+Segment::Segment(const std::string& rendezvous_id, int rank, int size, Payload payload, double timeout_s,
+                 const Check& check)
+    : name_("/singa_lite-" + rendezvous_id), rank_(rank), size_(size), contents_(std::move(payload)) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw CommError("shm: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                     " ranks is not possible; up to " + std::to_string(kMaxRanks) + " ranks may share a host");
@@ -119,7 +130,7 @@ Segment::~Segment() {
   close(fd_);
 }
 
-std::string Segment::where() const { return "shm: rank " + std::to_string(rank_) + ", /dev/shm" + name_ + ": "; }
+std::string Segment::where() const { return "shm: " + contents_.name_of(rank_) + ", /dev/shm" + name_ + ": "; }
 
 void Segment::create() {
   fd_ = shm_open(name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
@@ -131,7 +142,8 @@ void Segment::create() {
   }
   is_created_ = true;
   fchmod(fd_, 0600);  // whatever the umask says
-  const std::size_t bytes = total_bytes_for(size_);
+  const std::size_t bytes =
+      round_up(kPage + std::size_t(size_) * sizeof(RankBlock) + contents_.bytes, kPage);
   const int error = posix_fallocate(fd_, 0, off_t(bytes));  // real memory now, not a bus error later
   if (error != 0) {
     struct statvfs space {};
@@ -146,7 +158,6 @@ void Segment::create() {
   for (int r = 0; r < size_; ++r) new (&blocks_[r]) RankBlock();
   header().total_bytes = bytes;
   header().size = std::uint32_t(size_);
-  header().chunk_bytes = std::uint32_t(chunk_bytes_);
   take_rank();
   header().magic.store(kMagic, std::memory_order_release);
 }
@@ -212,10 +223,8 @@ void Segment::map(std::size_t bytes) {
   if (base == MAP_FAILED) throw CommError(where() + "cannot be mapped: " + reason());
   base_ = static_cast<char*>(base);
   total_bytes_ = bytes;
-  chunk_bytes_ = chunk_bytes_for(size_);
-  slot_bytes_ = sizeof(Descriptor) + chunk_bytes_;
   blocks_ = reinterpret_cast<RankBlock*>(base_ + kPage);
-  slots_ = base_ + kPage + sizeof(RankBlock) * std::size_t(size_);
+  payload_ = base_ + kPage + sizeof(RankBlock) * std::size_t(size_);
 }
 
 // Note [locks]: a rank holds a POSIX record lock on byte `rank` of the file from here to its end. The kernel
@@ -251,14 +260,14 @@ void Segment::wait_for_all(double timeout_s, const Check& check) {
   };
   while (header().all_attached.load(std::memory_order_acquire) == 0) {
     if (const std::string text = abort_text(); !text.empty()) throw CommError(where() + text);
-    std::string missing;
+    std::vector<int> missing;
     for (int r = 0; r < size_; ++r) {
       const Presence presence = block(r).presence.load(std::memory_order_acquire);
-      if (presence == Presence::kAbsent) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+      if (presence == Presence::kAbsent) missing.push_back(r);
       const bool is_gone =
           presence == Presence::kClosed || (presence == Presence::kAttached && r != rank_ && !is_alive(r));
       if (is_gone && header().all_attached.load(std::memory_order_acquire) == 0 && abort_text().empty())
-        fail("rank " + std::to_string(r) + " (process " + std::to_string(block(r).pid.load()) +
+        fail(contents_.name_of(r) + " (process " + std::to_string(block(r).pid.load()) +
              ") ended before all ranks were there");
     }
     if (missing.empty() && rank_ == 0) {
@@ -267,7 +276,7 @@ void Segment::wait_for_all(double timeout_s, const Check& check) {
       break;
     }
     if (wait.is_over())
-      fail("waited " + seconds_text(timeout_s) + " for rank " + missing +
+      fail("waited " + seconds_text(timeout_s) + " for " + list_of(missing, contents_.name_of) +
            " to start; check that all ranks run on this host, with the same rendezvous id");
     const std::string why = wait.pause();
     if (!why.empty() && header().all_attached.load(std::memory_order_acquire) == 0) fail(why);
@@ -284,19 +293,11 @@ void Segment::unlink_if_ours() {
   if (ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) shm_unlink(name_.c_str());
 }
 
-void Segment::post_abort(const std::string& text) {
-  std::uint32_t none = 0;
-  if (!header().abort_state.compare_exchange_strong(none, 1)) return;
-  header().abort_rank = std::uint32_t(rank_);
-  const std::size_t length = std::min(text.size(), sizeof(Header::abort_text) - 1);
-  std::memcpy(header().abort_text, text.data(), length);
-  header().abort_text[length] = '\0';
-  header().abort_state.store(2, std::memory_order_release);
-}
+void Segment::post_abort(const std::string& text) { header().abort.post(rank_, text); }
 
 std::string Segment::abort_text() const {
-  if (header().abort_state.load(std::memory_order_acquire) != 2) return "";
-  return "rank " + std::to_string(header().abort_rank) + " aborted: " + header().abort_text;
+  const AbortRecord& record = header().abort;
+  return record.is_posted() ? contents_.name_of(record.rank) + " aborted: " + record.text : "";
 }
 
 void Segment::leave() { block(rank_).presence.store(Presence::kClosed, std::memory_order_release); }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shared memory of one world on one host: who is there, and the staging slots.
+// The shared memory of one world on one host: who is there, and who has failed.
 //
-// Layout: one header page; one RankBlock per rank; then for every rank kSlots slots, each a Descriptor followed
-// by chunk_bytes of data. Rank r alone writes block r (but for its bell) and slots r (but for what others reduce there,
-// see Note [two-shot] in engine.h). No Python, no collectives.
+// Layout: one header page; one RankBlock per rank; then the payload, which is its owner's: the slots of the collectives
+// (slots.h) or the rings of messages (p2p.h). Rank r alone writes block r, but for its bell. No Python.
 #pragma once
 
 #include <atomic>
@@ -11,33 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <type_traits>
+#include <vector>
 
 namespace singa_lite {
 
 constexpr std::size_t kLine = 64;             // cache line, also the alignment of every piece of data
-constexpr std::size_t kSlots = 2;  // rounds a rank may be ahead; with 4 of 64 KB: 1 MB equal, 16 MB 1.8 instead of 1.4 ms
-constexpr std::size_t kChunkBytes = 256 << 10;    // 1 MB by 2 ranks: 0.052 ms; with 128 KB the same, with 64 KB 0.055
 constexpr std::size_t kMaxSegmentBytes = 32 << 20;  // half of the 64 MB a container's /dev/shm has by default
 constexpr int kMaxRanks = 1024;
-
-// A collective as its rank calls it; must be equal on all ranks, byte by byte.
-struct Fingerprint {
-  std::uint64_t sequence, count, name_hash;
-  std::uint8_t kind, op, dtype, wire;
-  std::int32_t root;
-  std::uint64_t name_bytes;
-};
-static_assert(sizeof(Fingerprint) == 40 && std::has_unique_object_representations_v<Fingerprint>);
-
-constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint);
-
-// Stands in the slot of a collective's first round. Of a longer name the beginning is there, for errors.
-struct Descriptor {
-  Fingerprint fingerprint;
-  char name[kNameBytes];
-};
-static_assert(sizeof(Descriptor) % kLine == 0);
 
 enum class Presence : std::uint32_t { kAbsent, kAttached, kClosed };
 enum class Progress : std::uint32_t { kPosted, kReduced, kConsumed };  // the three counters of a rank
@@ -50,15 +29,33 @@ struct alignas(kLine) RankBlock {
   std::atomic<std::int32_t> pid;
 };
 
+// Why somebody aborted; the first text is kept.
+struct AbortRecord {
+  void post(int rank, const std::string& why);
+  bool is_posted() const { return state.load(std::memory_order_acquire) == 2; }
+
+  std::atomic<std::uint32_t> state;  // 0 none, 1 being written, 2 readable
+  std::int32_t rank;
+  char text[1024];
+};
+
 struct Header {
   std::atomic<std::uint64_t> magic;  // stored last, when the segment may be used
   std::uint64_t total_bytes;
   std::uint32_t size;
-  std::uint32_t chunk_bytes;
   std::atomic<std::uint32_t> all_attached;
-  std::atomic<std::uint32_t> abort_state;  // 0 none, 1 being written, 2 readable
-  std::uint32_t abort_rank;
-  char abort_text[1024];
+  AbortRecord abort;
+};
+
+// How errors call a rank: a word and a number.
+using NameOf = std::function<std::string(int)>;
+// "rank 1, 2"
+std::string list_of(const std::vector<int>& ranks, const NameOf& name_of);
+
+// What its owner keeps in a segment.
+struct Payload {
+  std::size_t bytes;
+  NameOf name_of = [](int rank) { return "rank " + std::to_string(rank); };
 };
 
 class Segment {
@@ -69,7 +66,8 @@ class Segment {
 
   // Creates (rank 0) or attaches "/singa_lite-<rendezvous_id>", waiting at most until `timeout_s` for rank 0 to do so.
   // Throws CommError: no space in /dev/shm, name taken, other size, other owner, rank taken, time-out, a lost rank.
-  Segment(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Check& check = {});
+  Segment(const std::string& rendezvous_id, int rank, int size, Payload payload, double timeout_s,
+          const Check& check = {});
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -79,15 +77,9 @@ class Segment {
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankBlock& block(int rank) const { return blocks_[rank]; }
-  Descriptor& descriptor(int rank, std::uint64_t round) const {
-    return *reinterpret_cast<Descriptor*>(slots_ + slot_index(rank, round) * slot_bytes_);
-  }
-  char* data(int rank, std::uint64_t round) const {
-    return slots_ + slot_index(rank, round) * slot_bytes_ + sizeof(Descriptor);
-  }
+  char* payload() const { return payload_; }  // zeros at first, at the start of a line
   int rank() const { return rank_; }
   int size() const { return size_; }
-  std::size_t chunk_bytes() const { return chunk_bytes_; }
 
   // Whether the process of a peer still holds its lock: false from the instant it dies, collected or not.
   bool is_alive(int peer) const;
@@ -102,9 +94,6 @@ class Segment {
 
  private:
   class Wait;
-  std::size_t slot_index(int rank, std::uint64_t round) const {
-    return std::size_t(rank) * kSlots + round % kSlots;
-  }
   void create();
   void attach(double timeout_s, const Check& check);
   void open_existing(double timeout_s, Wait& wait);
@@ -115,14 +104,15 @@ class Segment {
   std::string where() const;
 
   std::string name_;
-  int rank_, size_;
+  const int rank_, size_;
+  const Payload contents_;
   int fd_ = -1;
   bool is_created_ = false;
   bool may_unlink_ = false;  // the file is a segment of ours, should its maker be dead
-  std::size_t chunk_bytes_ = 0, slot_bytes_ = 0, total_bytes_ = 0;
+  std::size_t total_bytes_ = 0;
   char* base_ = nullptr;
   RankBlock* blocks_ = nullptr;
-  char* slots_ = nullptr;
+  char* payload_ = nullptr;
 };
 
 double monotonic_s();

@@ -1,32 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Engine, second part: what the progress owner does while it waits for a peer, and how it notices that none will join in.
-#include <sched.h>
-
 #include <algorithm>
 #include <cstdio>
 
 #include "comm/engine.h"
+#include "comm/spin.h"
 #include "common/error.h"
 
 namespace singa_lite {
 namespace {
 
-constexpr double kSpinS = 100e-6;     // a peer in the same collective is ready sooner; a sleep costs 5 to 50 us to end
-constexpr double kYieldAfterS = 8e-6;  // then the peer may be waiting for this very core, see Note [one core]
-constexpr int kSpinsPerClock = 32;
-constexpr int kYields = 20;           // with more ranks than cores, this often before sleeping
 constexpr double kSleepS = 5e-3;      // between checks that the peers are alive
-
-// Note [one core]: on a busy machine the scheduler may put two ranks on one core; a rank that spins there only
-// delays its peer: 4 KB then took 0.12 ms a call. Giving the core away costs 0.3 us if no other thread is ready.
-
-void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // Note [sleep]: a sleeper publishes in one word which counter of which rank it needs, so that nobody else and
 // no earlier value wakes it. The waker stores the counter, then reads the word; the sleeper stores the word,
@@ -65,36 +49,23 @@ void Engine::ring_everyone() {
 }
 
 void Engine::run_progress(const Op* until, double deadline_s) {
-  int spins = 0;
+  Spin spin(may_spin_);
   bool has_moved = false;
-  double idle_since_s = 0;
   while (!is_stopping_.load(std::memory_order_relaxed)) {
     if (until ? until->state.load(std::memory_order_acquire) != 0 : large_in_flight_.load() == 0) return;
     if (step()) {
-      spins = 0;
+      spin.restart();
       has_moved = true;
       continue;
     }
     if (has_moved) moved_s_.store(monotonic_s(), std::memory_order_relaxed);  // not where wait() merely comes back
     has_moved = false;
-    idle(spins, idle_since_s);
-    if (deadline_s > 0 && spins > kSpinsPerClock && monotonic_s() > deadline_s) return;
+    if (!spin.once()) sleep_until_moved();
+    if (deadline_s > 0 && spin.has_looked_at_the_clock() && monotonic_s() > deadline_s) return;
   }
 }
 
-void Engine::idle(int& spins, double& idle_since_s) {
-  if (spins++ == 0) idle_since_s = monotonic_s();
-  if (may_spin_) {
-    relax();
-    if (spins % kSpinsPerClock != 0) return;
-    const double idle_s = monotonic_s() - idle_since_s;
-    if (idle_s > kYieldAfterS) sched_yield();
-    if (idle_s < kSpinS) return;
-  } else if (spins < kYields) {
-    sched_yield();
-    return;
-  }
-  spins = std::max(spins, kSpinsPerClock + 1) / kSpinsPerClock * kSpinsPerClock + kSpinsPerClock - 1;
+void Engine::sleep_until_moved() {
   Await await;
   if (!find_await(await)) return;
   sleep_for(await);

@@ -88,8 +88,8 @@ inline std::string error_of(const std::function<void()>& body) {
 
 #define CHECK_SAYS(text, part)                                                                     \
   do {                                                                                             \
-    const std::string text_ = (text);                                                              \
-    if (text_.find(part) == std::string::npos) FAIL("no '%s' in '%s'", part, text_.c_str());       \
+    const std::string text_ = (text), part_ = (part);                                              \
+    if (text_.find(part_) == std::string::npos) FAIL("no '%s' in '%s'", part_.c_str(), text_.c_str()); \
   } while (false)
 
 }  // namespace singa_lite

@@ -9,18 +9,32 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import TypeVar
 
 from .base import Communicator
+from .p2p import Messenger
+
+Contract = TypeVar("Contract", Communicator, Messenger)
 
 
 @cache
 def find_transports() -> Mapping[str, type[Communicator]]:
     """Return every word of ``World.transport`` and the class that it chooses; the folder is read once."""
-    transports: dict[str, type[Communicator]] = {}
+    return _find(Communicator)  # type: ignore[type-abstract]
+
+
+@cache
+def find_messengers() -> Mapping[str, type[Messenger]]:
+    """Return every word of ``Job.transport`` and the class that it chooses; the folder is read once."""
+    return _find(Messenger)  # type: ignore[type-abstract]
+
+
+def _find(contract: type[Contract]) -> Mapping[str, type[Contract]]:
+    found: dict[str, type[Contract]] = {}
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
         for value in vars(module).values():
-            if inspect.isclass(value) and issubclass(value, Communicator) and "transport" in vars(value):
-                transports[value.transport] = value
-    transports.pop("", None)  # the contract itself
-    return MappingProxyType(transports)
+            if inspect.isclass(value) and issubclass(value, contract) and "transport" in vars(value):
+                found[value.transport] = value
+    found.pop("", None)  # the contract itself
+    return MappingProxyType(found)

@@ -22,6 +22,7 @@ from ..config import state
 from .dispatch import DispatchCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
+from .p2p import Messenger
 
 
 class ExitHooks:
@@ -32,11 +33,13 @@ class ExitHooks:
 
     Attributes:
         communicators: those to leave, in the order they were made.
+        messengers: likewise.
         mpi_job: the MPI job this process is a rank of, if any.
     """
 
     def __init__(self) -> None:
         self.communicators: list[DispatchCommunicator] = []
+        self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()
         self._has_left = self._has_failed = False
@@ -69,10 +72,13 @@ class ExitHooks:
         error = sys.exc_info()[1]  # multiprocessing catches what its target raises, and calls this meanwhile
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self._abort(_text(error))
+        for messenger in self.messengers:
+            messenger.close()
         for communicator in self.communicators:
             communicator.close()
         if self.mpi_job is not None:
-            hosts = [made.host for made in self.communicators if isinstance(made.host, MpiCommunicator)]
+            hosts: list[MpiCommunicator | Messenger] = [*self.messengers]
+            hosts += [made.host for made in self.communicators if isinstance(made.host, MpiCommunicator)]
             self.mpi_job.is_stuck |= any(host.is_stuck for host in hosts)
             if not self.mpi_job.is_stuck:
                 for host in hosts:
@@ -112,6 +118,8 @@ class ExitHooks:
             self.mpi_job.abort_after_final_output()
 
     def _abort(self, reason: str) -> None:
+        for messenger in self.messengers:
+            messenger.abort(reason)
         for communicator in self.communicators:
             communicator.abort(reason)
 

@@ -28,7 +28,7 @@ import numpy as np
 from ..errors import CommError
 from .base import TIMEOUT_S, Array, Communicator, FinishedWork, Operation, ReduceOp, Work, World
 from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
-from .mpi_job import describe_mpi, load_mpi, within, world_of
+from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
 from .wire import WIRE_DTYPES, narrow, widen
 
 SMALL_BYTES = 8192  # sent with the call's description; above, the worker's 50 us are less than the copies
@@ -49,7 +49,7 @@ class MpiCommunicator(Communicator):
     Args:
         world: this process's ranks, from ``mpi_world``.
         timeout_s: seconds a collective waits for its peers.
-        comm: mpi4py communicator to own; None: a duplicate of COMM_WORLD.
+        comm: mpi4py communicator to own; None: one of the first ``world.size`` processes of COMM_WORLD, the workers.
     """
 
     # Any below: types of mpi4py, which need not be installed
@@ -63,7 +63,7 @@ class MpiCommunicator(Communicator):
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S, comm: Any = None) -> None:
         super().__init__(world, timeout_s)
         self._mpi = load_mpi()
-        self._comm = comm or within(timeout_s, "connect", self._mpi.COMM_WORLD.Dup)
+        self._comm = comm or workers_of(self._mpi, world.size, timeout_s)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._rows = rows_for(self.size, SMALL_BYTES)
         self._num_calls = 0

@@ -150,8 +150,8 @@ def describe_mpi() -> str:
     return f"works under mpiexec: {MPI.Get_library_version().strip(chr(0)).splitlines()[0]}"
 
 
-def mpi_world(launcher: str, job: MpiJob) -> World:
-    """Start MPI and return this process's World in COMM_WORLD, local ranks by shared memory and rank order.
+def start_mpi(launcher: str, job: MpiJob) -> Any:
+    """Start MPI and return mpi4py's module.
 
     Args:
         launcher: what started the process, for errors.
@@ -173,8 +173,36 @@ def mpi_world(launcher: str, job: MpiJob) -> World:
             f"{where} {library} says rank {world.Get_rank()} of {world.Get_size()}; start it with the mpiexec of "
             "that library (under Slurm: srun --mpi=pmi2 or pmix)"
         )
+    return mpi
+
+
+def mpi_world(launcher: str, job: MpiJob, num_workers: int) -> World:
+    """Start MPI and return this process's World among the workers, local ranks by shared memory and rank order.
+
+    Args:
+        launcher, job: see ``start_mpi``.
+        num_workers: how many of the job's first processes are in the world.
+
+    Raises:
+        CommError: see ``start_mpi``, or a worker did not join in time.
+    """
+    mpi = start_mpi(launcher, job)
     with job.joining():
-        return world_of(mpi, world, job.timeout_s)
+        if num_workers == job.size:
+            return world_of(mpi, mpi.COMM_WORLD, job.timeout_s)
+        workers = workers_of(mpi, num_workers, job.timeout_s)
+        world = world_of(mpi, workers, job.timeout_s)
+        workers.Free()
+        return world
+
+
+def workers_of(mpi: Any, num_workers: int, timeout_s: float) -> Any:
+    """Return a new mpi4py communicator of the first ``num_workers`` processes of COMM_WORLD, all of which call this."""
+    everyone = mpi.COMM_WORLD
+    if num_workers == everyone.Get_size():
+        return within(timeout_s, "connect", everyone.Dup)
+    group = everyone.Get_group().Incl(range(num_workers))
+    return within(timeout_s, "connect", lambda: everyone.Create_group(group))
 
 
 def world_of(mpi: Any, comm: Any, timeout_s: float) -> World:

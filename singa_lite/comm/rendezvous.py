@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the world this process belongs to, and make its one communicator.
+"""Find the world and the job this process belongs to, and make its one communicator and its one messenger.
 
-What lives here: reading what launched the process (explicit arguments, our launcher, MPI, Slurm), the choice
-of a transport, sharing the cores. What does not: starting processes (launch.py), leaving the world when the process
-ends (exit_hooks.py), moving data (one file for each transport).
+What lives here: reading what launched the process (explicit arguments, our launcher, MPI, Slurm), who is a worker and
+who a server, the choice of a transport, sharing the cores. What does not: starting processes (launch.py), leaving the
+world when the process ends (exit_hooks.py), moving data (one file for each transport).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 
 from .. import _native, config
 from ..errors import CommError, OptionError, check_choice
-from . import find_transports
+from . import find_messengers, find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
 from .exit_hooks import exit_hooks
 from .local import LocalCommunicator
 from .lost_ranks import forget_members, list_member
-from .mpi_job import MpiJob, mpi_world
+from .mpi_job import MpiJob, mpi_world, start_mpi
+from .p2p import Job, Messenger
 from .parent import end_with_parent
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
@@ -78,10 +79,11 @@ def find_world(
     world_size: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> World:
-    """Return the World of this process: its ranks, and the sizes of its job.
+    """Return the World of this process: its rank among the workers of its job, and how many there are.
 
     Explicit arguments come first, then what `singa-lite run` set, then MPI or a Slurm step of more than one
-    task; without any of them the world is this process alone.
+    task; without any of them the world is this process alone. SINGA_LITE_NUM_SERVERS takes that many of the last
+    processes of a job out of it (``find_job``), but for a world given by arguments.
 
     Args:
         rendezvous_id: the same on all ranks of one host, ``NcclIdHolder().rendezvous_id``; letters, digits, "-", "_".
@@ -91,10 +93,45 @@ def find_world(
 
     Raises:
         OptionError: some but not all of the arguments are given, or one is out of range.
-        CommError: the environment contradicts itself, or names an MPI world that mpi4py cannot join.
+        CommError: the environment contradicts itself, or names an MPI world that mpi4py cannot join, or this process
+            is a server.
     """
     if (rendezvous_id, local_rank, world_size) != (None, None, None):
         return _explicit_world(rendezvous_id, local_rank, world_size)
+    launcher, job = _launched_job()
+    if job.is_server:
+        if job.transport == "mpi":  # this error ends a job whose other processes wait in MPI_Init
+            _mpi_job(job.rank, job.size, timeout_s)
+        raise CommError(
+            f"find_world: this process is {job.name_of(job.rank)} of {job.num_servers} (SINGA_LITE_NUM_SERVERS), which "
+            f"has no rank in the world of the {job.num_workers} workers; let workers alone train"
+        )
+    if job.transport == "mpi" and job.num_workers > 1:
+        return _mpi_world(launcher, job.rank, job.size, timeout_s)
+    if not job.rendezvous_id:
+        return World()
+    return _shm_world(job.rendezvous_id, job.rank, job.num_workers)
+
+
+def find_job(timeout_s: float = TIMEOUT_S) -> Job:
+    """Return the Job of this process: the processes launched together, of which the last are servers.
+
+    How many are, SINGA_LITE_NUM_SERVERS says, the same in all. Under MPI this starts MPI.
+
+    Args:
+        timeout_s: seconds to wait for the other processes of an MPI job.
+
+    Raises:
+        CommError: the environment contradicts itself, leaves no worker, or names an MPI job that mpi4py cannot join.
+    """
+    launcher, job = _launched_job()
+    if job.transport == "mpi":
+        start_mpi(launcher, _mpi_job(job.rank, job.size, timeout_s))
+    return job
+
+
+def _launched_job() -> tuple[str, Job]:
+    """Return what launched this process, "" for `singa-lite run` and for nothing, and its Job."""
     names = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
     values = {name: config.env(name) for name in names}
     if any(values.values()):
@@ -107,12 +144,11 @@ def find_world(
                 f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
                 "process communicate, or give this one a world of its own (world_size=1, or a NcclIdHolder)"
             )
-        return _shm_world(str(values["SINGA_LITE_RENDEZVOUS_ID"]), rank, size)
+        return "", _job(rank, size, str(values["SINGA_LITE_RENDEZVOUS_ID"]), "shm")
     for launcher, (size_name, rank_name) in LAUNCHERS.items():
         if os.environ.get(size_name):
-            rank, size = _rank_and_size(rank_name, size_name)
-            return _mpi_world(launcher, rank, size, timeout_s) if size > 1 else World()
-    return World()
+            return launcher, _job(*_rank_and_size(rank_name, size_name), "", "mpi")
+    return "", _job(0, 1, "", "")
 
 
 def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
@@ -133,6 +169,29 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     end_with_parent()
     share_cores(world.local_size)
     return communicator
+
+
+def connect_messenger(job: Job, timeout_s: float = TIMEOUT_S) -> Messenger:
+    """Make the messenger of a process of ``job``; return once all workers and servers have joined.
+
+    Raises:
+        CommError: a process has not joined within ``timeout_s`` seconds, the transport does not work here, or the job
+            has no servers.
+        OptionError: there is no such transport.
+    """
+    if job.num_servers == 0:
+        raise CommError(
+            f"connect_messenger: this job of {job.num_workers} workers has no servers to send to; start more processes "
+            "and set SINGA_LITE_NUM_SERVERS"
+        )
+    check_choice("connect_messenger", "job.transport", job.transport, find_messengers())
+    hooks = exit_hooks()
+    with hooks.joining():
+        messenger = find_messengers()[job.transport](job, timeout_s)
+    hooks.messengers.append(messenger)
+    end_with_parent()
+    share_cores(1 if job.is_server else messenger.local_workers, messenger.local_servers, job.is_server)
+    return messenger
 
 
 def process_communicator(
@@ -170,25 +229,55 @@ def process_communicator(
     return state.communicator
 
 
-def share_cores(local_size: int) -> None:
+def process_messenger(timeout_s: float | None = None) -> Messenger:
+    """Return the one messenger of this process, made at the first call and closed at exit.
+
+    All workers and servers of the job must call it.
+
+    Args:
+        timeout_s: seconds a call waits for a peer; None: SINGA_LITE_TIMEOUT_S, else 300. The first call decides for
+            the process.
+
+    Raises:
+        CommError: see ``find_job`` and ``connect_messenger``, or this process was forked from one that has joined.
+    """
+    state = config.state
+    if state.messenger is None or state.messenger_pid != os.getpid():
+        timeout_s = _timeout(timeout_s)
+        job = find_job(timeout_s)
+        if state.messenger is not None:
+            raise CommError(
+                f"process_messenger: this process was forked from {job.name_of(job.rank)} after that had joined its "
+                "job; exchange messages in the parent"
+            )
+        state.messenger = connect_messenger(job, timeout_s)
+        state.messenger_pid = os.getpid()
+    messenger: Messenger = state.messenger
+    return messenger
+
+
+def share_cores(local_size: int, num_servers: int = 0, is_server: bool = False) -> None:
     """Give this rank's BLAS and OpenMP its part of the cores, unless OMP_NUM_THREADS already does.
 
     Without this, N ranks run N threads per core, and spinning barriers make each 2 to 10 times slower.
 
     Args:
-        local_size: ranks on this host; each gets max(1, cores // local_size) threads.
+        local_size: ranks on this host that compute; each gets max(1, (cores - num_servers) // local_size) threads.
+        num_servers: servers on this host, which get one thread each.
+        is_server: whether this process is one of them.
     """
-    if local_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
+    if local_size + num_servers > 1 and not os.environ.get("OMP_NUM_THREADS"):
         import threadpoolctl  # here, because it costs 20 ms and most processes are alone
 
         _native.load("_kernels")  # its OpenMP can be limited only once it is loaded
-        threadpoolctl.threadpool_limits(limits=threads_per_rank(local_size))
+        limit = 1 if is_server else threads_per_rank(local_size, num_servers)
+        threadpoolctl.threadpool_limits(limits=limit)
 
 
-def threads_per_rank(local_size: int) -> int:
-    """Threads for one of ``local_size`` ranks that share the cores this process may run on."""
+def threads_per_rank(local_size: int, num_servers: int = 0) -> int:
+    """Threads for one of ``local_size`` ranks that share the cores this process may run on, but for one a server."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_size)
+    return max(1, (cores - num_servers) // local_size)
 
 
 def _forget_in(pid: int, rendezvous_id: str) -> None:
@@ -196,10 +285,34 @@ def _forget_in(pid: int, rendezvous_id: str) -> None:
         forget_members(rendezvous_id)
 
 
-def _mpi_world(launcher: str, rank: int, size: int, timeout_s: float) -> World:
+def _mpi_job(rank: int, size: int, timeout_s: float) -> MpiJob:
     hooks = exit_hooks()
     hooks.mpi_job = hooks.mpi_job or MpiJob(rank, size, timeout_s)
-    return mpi_world(launcher, hooks.mpi_job)
+    return hooks.mpi_job
+
+
+def _mpi_world(launcher: str, rank: int, size: int, timeout_s: float) -> World:
+    return mpi_world(launcher, _mpi_job(rank, size, timeout_s), size - _num_servers(size))
+
+
+def _job(rank: int, size: int, rendezvous_id: str, transport: str) -> Job:
+    num_servers = _num_servers(size)
+    return Job(rank, size - num_servers, num_servers, rendezvous_id, transport if size > 1 else "local")
+
+
+def _num_servers(size: int) -> int:
+    """How many of the ``size`` processes of this job are servers."""
+    text = config.env("SINGA_LITE_NUM_SERVERS", "0")
+    if not re.fullmatch(r"[0-9]+", str(text)):
+        raise CommError(
+            f"find_job: SINGA_LITE_NUM_SERVERS={text!r} in the environment is not a whole number >= 0"
+        )
+    if int(str(text)) >= size:
+        raise CommError(
+            f"find_job: SINGA_LITE_NUM_SERVERS={text} leaves no worker among the {size} processes of this job; start "
+            "more, or unset it"
+        )
+    return int(str(text))
 
 
 def _explicit_world(rendezvous_id: str | None, local_rank: int | None, world_size: int | None) -> World:
