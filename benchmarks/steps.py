@@ -76,6 +76,8 @@ def our_step(
     from singa_lite import opt, tensor
 
     class Plain(opt.SGD):
+        is_recordable = True  # else a step with a __call__ of its own is not recorded
+
         def __call__(self, loss, dist_option=None, spars=None):  # the models hand these on for DistOpt
             super().__call__(loss)
 
