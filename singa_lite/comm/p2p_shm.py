@@ -7,15 +7,13 @@ native (native/comm/p2p.h).
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
-from .. import _native
-from ..errors import CommError
 from .base import TIMEOUT_S, Array
 from .lost_ranks import lost_rank
 from .p2p import Arrival, Job, Messenger, SendWork
+from .shm import load_native
 
 
 class ShmSendWork(SendWork):
@@ -56,14 +54,7 @@ class ShmMessenger(Messenger):
 
     def __init__(self, job: Job, timeout_s: float = TIMEOUT_S) -> None:
         super().__init__(job, timeout_s)
-        if sys.platform != "linux":
-            raise CommError(
-                f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there"
-            )
-        native, reason = _native.load("_comm")
-        if native is None:
-            raise CommError(f"shm: the native module is missing ({reason}); use mpi or a single process")
-        self._native = native.Messenger(
+        self._native = load_native().Messenger(
             f"{job.rendezvous_id}-p2p",
             job.rank,
             job.num_workers,

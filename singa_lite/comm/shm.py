@@ -24,6 +24,16 @@ _DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _WIRES = {"float16": 0, "bfloat16": 5}
 
 
+def load_native() -> Any:
+    """Return the compiled module of shared memory; CommError where there is none."""
+    if sys.platform != "linux":
+        raise CommError(f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there")
+    native, reason = _native.load("_comm")
+    if native is None:
+        raise CommError(f"shm: the native module is missing ({reason}); use mpi or a single process")
+    return native
+
+
 class ShmWork(Work):
     """A collective of a ShmCommunicator in flight."""
 
@@ -74,14 +84,7 @@ class ShmCommunicator(Communicator):
     def _open(self, world: World, timeout_s: float) -> None:
         """First half of construction: create the segment (rank 0) or attach to it."""
         super().__init__(world, timeout_s)
-        if sys.platform != "linux":
-            raise CommError(
-                f"connect: transport shm works on Linux only, not on {sys.platform}; use MPI there"
-            )
-        native, reason = _native.load("_comm")
-        if native is None:
-            raise CommError(f"shm: the native module is missing ({reason}); use mpi or a single process")
-        self._engine = native.Engine(
+        self._engine = load_native().Engine(
             world.rendezvous_id, world.rank, world.size, self.timeout_s, self._lost_rank
         )
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.

@@ -209,8 +209,8 @@ class Tensor:
         """The gradient of a parameter, the same Tensor at every step; None for what is no parameter.
 
         A parameter is a leaf with ``stores_grad`` and ``requires_grad``. Its gradient is zero before the first
-        ``backward``, and is made anew if the parameter has changed its shape, dtype or device. A forward pass that
-        uses its values must take a ``clone()``, since backward changes it.
+        ``backward``, and a new Tensor replaces it if the parameter has changed its shape, dtype or device. A forward
+        pass that uses its values must take a ``clone()``, since backward changes it.
         """
         if self.creator is not None or not (self.stores_grad and self.requires_grad):
             return None

@@ -102,7 +102,7 @@ def leakyrelu(x: Tensor, a: float = 0.01) -> Tensor:
 
     Args:
         x: float tensor of any shape.
-        a: the slope below 0.
+        a: the factor of values below 0.
 
     Returns:
         Same shape and dtype as ``x``.
