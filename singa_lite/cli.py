@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from . import _native
 from .comm import find_transports
@@ -18,6 +20,10 @@ from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.rendezvous import threads_per_rank
 from .errors import CommError
 
+USAGE = (
+    "singa-lite run -n W [-s S] [--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--timeout-s T] "
+    "[--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
+)
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
     "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
@@ -31,35 +37,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="run | info")
     commands.add_parser("info", help="list what was built and which transports work")
-    run = commands.add_parser(
-        "run",
-        help="run a script as several ranks of this host",
-        usage="singa-lite run -n N [--timeout-s S] [--exit-timeout S] [--log-dir DIR] [-m] SCRIPT [ARGUMENT ...]",
-        description="Run SCRIPT as N ranks of this host. Every line of output begins with its rank; when a "
-        "rank fails all are ended, and the exit code is that of the first failure.",
-    )
-    run.add_argument("-n", "--num-ranks", type=int, required=True, metavar="N", help="processes, >= 1")
-    run.add_argument("--timeout-s", type=float, metavar="S", help="seconds a rank waits for another")
-    run.add_argument(
-        "--exit-timeout",
-        type=float,
-        default=EXIT_TIMEOUT_S,
-        metavar="S",
-        help="seconds the other ranks have to end after one has ended with 0 (default %(default)g)",
-    )
-    run.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="append all output of each rank to DIR/rank-R.log; the terminal then leaves out what nobody reads in time",
-    )
-    run.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
+    run = _add_run(commands)
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())
         return 0
     return _run(run, options)
+
+
+def _add_run(commands: Any) -> argparse.ArgumentParser:
+    """Add the command `run` to the subparsers ``commands`` (Any: argparse keeps their class private)."""
+    run: argparse.ArgumentParser = commands.add_parser(
+        "run",
+        help="run a script as the workers and servers of a job",
+        usage=USAGE,
+        description="Run SCRIPT as W workers and S servers of this host. Every line of output begins with its rank or "
+        "role; when a process fails all are ended, and the exit code is that of the first failure.",
+    )
+    add = run.add_argument
+    add("-n", "--num-workers", type=int, required=True, metavar="W", help="workers (ranks), >= 1")
+    add("-s", "--num-servers", type=int, metavar="S", help="servers of a kvstore, >= 0 (default 0)")
+    for role in ("worker", "server"):
+        add(
+            f"--env-{role}",
+            action="append",
+            default=[],
+            metavar="NAME:VALUE",
+            help=f"set an environment variable of the {role}s; may be repeated",
+        )
+    add(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
+        "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
+    )
+    add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
+    add(
+        "--exit-timeout",
+        type=float,
+        default=EXIT_TIMEOUT_S,
+        metavar="T",
+        help="seconds the other processes have to end after one has ended with 0 (default %(default)g)",
+    )
+    add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
+    return run
 
 
 def info() -> str:
@@ -90,30 +113,49 @@ def package_version() -> str:
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if options.num_ranks < 1:
-        parser.error(f"-n {options.num_ranks}: at least one rank is needed")
+    if options.num_workers < 1:
+        parser.error(f"-n {options.num_workers}: at least one rank is needed")
+    if (options.num_servers or 0) < 0:
+        parser.error(f"-s {options.num_servers}: must be >= 0")
+    if options.env_server and not options.num_servers:
+        parser.error("--env-server: there are no servers; start some with -s")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
     if not options.exit_timeout > 0:
         parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
     if not command:
         parser.error("which script? singa-lite run -n 2 train.py")
-    if options.num_ranks > 1 and sys.platform != "linux":
+    if options.num_workers + (options.num_servers or 0) > 1 and sys.platform != "linux":
         parser.error(
-            f"-n {options.num_ranks}: shared memory works on Linux only; use mpiexec on {sys.platform}"
+            f"-n {options.num_workers}: shared memory works on Linux only; use mpiexec on {sys.platform}"
         )
     if options.is_module:
         command = ["-m", *command]
     elif not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
+    launch_options = LaunchOptions(
+        timeout_s=options.timeout_s,
+        exit_timeout_s=options.exit_timeout,
+        log_dir=options.log_dir,
+        num_servers=options.num_servers,
+        worker_env=_variables(parser, "--env-worker", options.env_worker),
+        server_env=_variables(parser, "--env-server", options.env_server),
+    )
     try:
-        launch_options = LaunchOptions(options.timeout_s, options.exit_timeout, options.log_dir)
-        return launch(command, options.num_ranks, launch_options)
+        return launch(command, options.num_workers, launch_options)
     except CommError as error:
         sys.exit(f"singa-lite run: {error}")
     except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
         return 141  # 128 + SIGPIPE, as in a shell
+
+
+def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of "NAME:VALUE" words; a later one of a name counts."""
+    for word in given:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*:.*", word, re.DOTALL):
+            parser.error(f"{option} {word!r}: expected NAME:VALUE")
+    return dict(word.split(":", 1) for word in given)
 
 
 def _onednn() -> str:

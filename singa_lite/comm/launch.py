@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one command as the ranks of a world on this host, and leave nothing behind.
+"""Run one command as the workers and servers of a job on this host, and leave nothing behind.
 
 What lives here: starting the ranks, supervising them, ending them all when one fails. What does not: finding
-the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), the command line (../cli.py).
+the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their names (process_names.py), the
+command line (../cli.py).
 
 Note [nothing left]: every rank leads its own session, so a signal to its process group reaches its children
 too. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
@@ -22,8 +23,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -31,10 +32,11 @@ from typing import IO
 from ..errors import CommError
 from .lost_ranks import report_lost_rank
 from .output import RankOutput
+from .process_names import ProcessName, rank_names, role_names
 from .rendezvous import threads_per_rank
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
-HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer ranks"
+HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
 POLL_S = 0.05  # how soon a rank's end is noticed
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
@@ -51,22 +53,28 @@ class LaunchOptions:
         timeout_s: SINGA_LITE_TIMEOUT_S of the ranks; None leaves it as it is.
         exit_timeout_s: seconds that the other ranks have to end after a rank has ended well.
         log_dir: see ``RankOutput``.
+        num_servers: servers to start beside the workers, >= 0; None: none, and SINGA_LITE_NUM_SERVERS stays as it is.
+        worker_env, server_env: variables that the workers, or the servers, get beside those of this process.
     """
 
     timeout_s: float | None = None
     exit_timeout_s: float = EXIT_TIMEOUT_S
     log_dir: Path | None = None
+    num_servers: int | None = None
+    worker_env: Mapping[str, str] = field(default_factory=dict)
+    server_env: Mapping[str, str] = field(default_factory=dict)
 
 
-def launch(command: Sequence[str], num_ranks: int, options: LaunchOptions | None = None) -> int:
-    """Run ``sys.executable command...`` as ``num_ranks`` ranks of one world and wait for all of them.
+def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | None = None) -> int:
+    """Run ``sys.executable command...`` as the workers and servers of one job and wait for all of them.
 
-    The ranks get no standard input. Their lines come out prefixed by the rank; OMP_NUM_THREADS, when unset,
-    shares the cores. When a rank fails the others get two seconds to report why, then SIGTERM, then SIGKILL.
+    The workers are the ranks 0 .. num_workers-1, the servers follow. They get no standard input. Their lines come out
+    prefixed by the rank, or with servers by the role; OMP_NUM_THREADS, when unset, is 1 for a server, and the workers
+    share the other cores. When a rank fails the others get two seconds to report why, then SIGTERM, then SIGKILL.
 
     Args:
         command: arguments of the Python interpreter, e.g. ["train.py", "--epochs", "2"] or ["-m", "train"].
-        num_ranks: processes to start, >= 1.
+        num_workers: workers to start, >= 1.
         options: None: the defaults.
 
     Returns:
@@ -80,14 +88,15 @@ def launch(command: Sequence[str], num_ranks: int, options: LaunchOptions | None
     _open_standard_descriptors()
     options = options or LaunchOptions()
     rendezvous_id = secrets.token_hex(16)
+    names = role_names(num_workers, options.num_servers) if options.num_servers else rank_names(num_workers)
     try:
-        job = Job(rendezvous_id, RankOutput(num_ranks, options.log_dir), options.exit_timeout_s)
+        job = Job(rendezvous_id, names, options)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
-        raise CommError(f"launch: cannot start {num_ranks} ranks: {error}; {HELP}") from error
+        raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
     with job.stopped_by_signals():
         try:
-            _start_all(job, reaper, command, num_ranks, options)
+            _start_all(job, reaper, command, num_workers, options)
             job.supervise()
         finally:
             kill_groups([process.pid for process in job.processes])
@@ -102,16 +111,17 @@ def launch(command: Sequence[str], num_ranks: int, options: LaunchOptions | None
 class Job:
     """The ranks while they run, who failed first, and how far the ending of the others is."""
 
-    def __init__(self, rendezvous_id: str, output: RankOutput, exit_timeout_s: float) -> None:
+    def __init__(self, rendezvous_id: str, names: Sequence[ProcessName], options: LaunchOptions) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.output = output
+        self.names = names
+        self.output = RankOutput(names, options.log_dir)
         self.rendezvous_id = rendezvous_id
         self._selector = selectors.DefaultSelector()
         self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
         self._signals: list[int] = []
-        self._exit_timeout_s, self._exit_deadline = exit_timeout_s, float("inf")
+        self._exit_timeout_s, self._exit_deadline = options.exit_timeout_s, float("inf")
         self._late: list[int] = []  # ranks that did not end in time
         self._deadline = float("inf")  # when the next of _endings goes to those that still run
         self._endings: list[int] = []
@@ -189,20 +199,24 @@ class Job:
             self.output.report(f"ended all ranks by {signal.Signals(self._signals[0]).name}")
             return 128 + self._signals[0]
         if self._late:
-            ranks = ", ".join(map(str, self._late))
             self.output.report(
-                f"rank {ranks} had not ended {self._exit_timeout_s:g} s after the others and was killed; see "
-                "--exit-timeout"
+                f"{self._names_of(self._late)} had not ended {self._exit_timeout_s:g} s after the others and was "
+                "killed; see --exit-timeout"
             )
             return 1
         if not self._failures:
             return 0
         # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
         rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
-        ended = ", ".join(map(str, self._ended_before))
-        before = f", after rank {ended} had ended with exit code 0" if ended else ""
-        self.output.report(f"rank {rank} failed first ({_how(code)}){before}", self.output.final_output(rank))
+        ended = self._names_of(self._ended_before)
+        before = f", after {ended} had ended with exit code 0" if ended else ""
+        self.output.report(
+            f"{self.names[rank].text} failed first ({_how(code)}){before}", self.output.final_output(rank)
+        )
         return code if code > 0 else 128 - code
+
+    def _names_of(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self.names[rank].text for rank in ranks)
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -219,7 +233,7 @@ class Job:
                 continue
             self._running.discard(rank)
             self._exit_deadline = time.monotonic() + self._exit_timeout_s
-            process = f"rank {rank} (process {self.processes[rank].pid})"
+            process = f"{self.names[rank].text} (process {self.processes[rank].pid})"
             report_lost_rank(
                 self.rendezvous_id, f"{process} ended with {_how(code)} before all ranks had joined"
             )
@@ -293,32 +307,39 @@ def remove_segments(rendezvous_id: str) -> None:
 
 
 def _start_all(
-    job: Job, reaper: Reaper, command: Sequence[str], num_ranks: int, options: LaunchOptions
+    job: Job, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
 ) -> None:
-    for rank in range(num_ranks):
+    num_servers = options.num_servers or 0
+    for rank, name in enumerate(job.names):
+        environ = dict(
+            os.environ,
+            PYTHONUNBUFFERED="1",
+            SINGA_LITE_RANK=str(rank),
+            SINGA_LITE_WORLD_SIZE=str(len(job.names)),
+            SINGA_LITE_RENDEZVOUS_ID=job.rendezvous_id,
+            SINGA_LITE_LAUNCHER_PID=str(os.getpid()),
+        )
+        if options.num_servers is not None:
+            environ["SINGA_LITE_NUM_SERVERS"] = str(num_servers)
+        if options.timeout_s is not None:
+            environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
+        if not environ.get("OMP_NUM_THREADS") and len(job.names) > 1:
+            threads = threads_per_rank(num_workers, num_servers) if rank < num_workers else 1
+            environ["OMP_NUM_THREADS"] = str(threads)
+        environ.update(options.worker_env if rank < num_workers else options.server_env)
         try:
-            process = _start(command, rank, num_ranks, job.rendezvous_id, options.timeout_s)
+            process = _start(command, environ)
             job.add(rank, process)
             reaper.watch(process.pid)
         except OSError as error:
-            raise CommError(f"launch: cannot start rank {rank} of {num_ranks}: {error}; {HELP}") from error
+            raise CommError(
+                f"launch: cannot start {name.text} of {len(job.names)} processes: {error}; {HELP}"
+            ) from error
 
 
-def _start(
-    command: Sequence[str], rank: int, num_ranks: int, rendezvous_id: str, timeout_s: float | None
-) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start one rank, which dies with this process."""
     launcher = os.getpid()
-    environ = dict(os.environ, PYTHONUNBUFFERED="1")
-    environ.update(
-        SINGA_LITE_RANK=str(rank),
-        SINGA_LITE_WORLD_SIZE=str(num_ranks),
-        SINGA_LITE_RENDEZVOUS_ID=rendezvous_id,
-    )
-    environ["SINGA_LITE_LAUNCHER_PID"] = str(launcher)
-    if timeout_s is not None:
-        environ["SINGA_LITE_TIMEOUT_S"] = str(timeout_s)
-    if not environ.get("OMP_NUM_THREADS") and num_ranks > 1:
-        environ["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks))
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_launcher() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge the output of several ranks into one terminal or log: whole lines, each prefixed by its rank.
+"""Merge the output of several ranks into one terminal or log: whole lines, each behind the name of its rank.
 
 What lives here: cutting bytes into lines, progress bars, the end of a failed rank's output, writing without waiting
 for a reader. What does not: processes (launch.py).
@@ -12,11 +12,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import CommError
+from .process_names import ProcessName
 
 TAIL_LINES = 60  # enough for a traceback through a few modules
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
@@ -106,15 +107,15 @@ class RankOutput:
     written, once it ends.
 
     Args:
-        num_ranks: number of ranks; the prefix is as wide as the largest.
-        log_dir: a folder for one file per rank, rank-0.log and so on, to which its lines are appended; elsewhere lines
+        names: those of the ranks.
+        log_dir: a folder for one file per rank, called by its name, to which its lines are appended; elsewhere lines
             are then left out rather than waiting for a reader. None: no files.
         stdout, stderr: descriptors for the ranks' two streams; None: those of this process, if it has any.
     """
 
     def __init__(
         self,
-        num_ranks: int,
+        names: Sequence[ProcessName],
         log_dir: Path | None = None,
         stdout: int | None = None,
         stderr: int | None = None,
@@ -126,16 +127,14 @@ class RankOutput:
         if not _is_same_file(stdout, stderr):
             self._sinks["stderr"] = Sink(stderr, may_drop=log_dir is not None)
         self._logs: list[Sink] = []
-        self._width = len(str(num_ranks - 1))
-        self._open_lines = {(rank, name): b"" for rank in range(num_ranks) for name in self._sinks}
-        self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in range(num_ranks)]
+        self._prefixes = [name.prefix.encode() for name in names]
+        self._open_lines = {(rank, name): b"" for rank in range(len(names)) for name in self._sinks}
+        self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in names]
         self._bar = b""  # rank 0's open line on the terminal
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._logs = [
-                Sink(os.open(log_dir / f"rank-{rank}.log", flags, 0o666)) for rank in range(num_ranks)
-            ]
+            self._logs = [Sink(os.open(log_dir / name.log, flags, 0o666)) for name in names]
 
     def check(self) -> None:
         """Raise BrokenPipeError if a reader has gone, CommError if writing has failed otherwise."""
@@ -207,7 +206,7 @@ class RankOutput:
             self._tails[rank].append(line.decode(errors="surrogateescape"))
         if self._logs:
             self._logs[rank].write(line + b"\n")
-        self._put(name, self._prefix(rank) + line + b"\n")
+        self._put(name, self._prefixes[rank] + line + b"\n")
 
     def _put(self, name: str, data: bytes) -> None:
         if self._bar and self._sinks[name].is_terminal:
@@ -216,11 +215,8 @@ class RankOutput:
 
     def _draw_bar(self, name: str, state: bytes) -> None:
         if state and state != self._bar:
-            self._sinks[name].write(CLEAR_LINE + self._prefix(0) + state)
+            self._sinks[name].write(CLEAR_LINE + self._prefixes[0] + state)
             self._bar = state
-
-    def _prefix(self, rank: int) -> bytes:
-        return f"[{rank:{self._width}}] ".encode()
 
 
 def _descriptor(stream: TextIO | None) -> int | None:

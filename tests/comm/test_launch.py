@@ -20,6 +20,7 @@ import pytest
 
 from singa_lite import cli
 from singa_lite.comm.output import RankOutput, Sink
+from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
 from tests.comm.processes import (
     assert_nothing_left,
@@ -99,7 +100,7 @@ def log(tmp_path):
 
 def test_a_log_gets_only_the_last_state_of_a_progress_bar(log):
     descriptor, text = log
-    output = RankOutput(2, None, descriptor, descriptor)
+    output = RankOutput(rank_names(2), None, descriptor, descriptor)
     for chunk in (b"\r10%", b"\r50%\r", b"\r100", b"%", b"\nnext\n"):
         output.feed(0, "stderr", chunk)
     assert text(output) == "[0] 100%\n[0] next\n"
@@ -107,7 +108,7 @@ def test_a_log_gets_only_the_last_state_of_a_progress_bar(log):
 
 def test_a_terminal_shows_rank_0s_bar_as_it_moves_and_other_lines_above_it():
     reader, screen = os.openpty()
-    output = RankOutput(2, None, screen, screen)
+    output = RankOutput(rank_names(2), None, screen, screen)
     output.feed(0, "stderr", b"\r10%")
     output.feed(1, "stdout", b"\r99%")
     output.feed(1, "stdout", b"\nhello\n")
@@ -125,7 +126,7 @@ def test_a_terminal_shows_rank_0s_bar_as_it_moves_and_other_lines_above_it():
 
 def test_prefixes_are_equally_wide(log):
     descriptor, text = log
-    output = RankOutput(11, None, descriptor, descriptor)
+    output = RankOutput(rank_names(11), None, descriptor, descriptor)
     output.feed(2, "stdout", b"a\n")
     output.feed(10, "stdout", b"b\n")
     assert text(output) == "[ 2] a\n[10] b\n"
@@ -217,9 +218,46 @@ def test_ranks_have_no_standard_input(tmp_path):
     assert sorted(result.stdout.splitlines()) == ["[0] ''", "[1] ''"]
 
 
+ROLES = """
+names = ("SINGA_LITE_WORLD_SIZE", "SINGA_LITE_NUM_SERVERS", "OMP_NUM_THREADS", "ROLE")
+print(rank, *(os.environ.get(name) for name in names))
+if rank == 4:
+    time.sleep(.3)
+    sys.exit("no more")
+time.sleep(600)
+"""
+
+
+def test_workers_and_servers_have_their_names_their_variables_and_their_cores(tmp_path):
+    logs = tmp_path / "logs"
+    options = ["-s", "2", "--env-worker", "ROLE:a:b", "--env-server", "ROLE:x", "--env-server", "ROLE:"]
+    script = write_script(tmp_path, HEAD + ROLES)
+    result = run_command(launch_command(script, 3, options=[*options, "--log-dir", str(logs)]))
+    threads = threads_per_rank(3, 2)
+    lines = [f"[w{rank}] {rank} 5 2 {threads} a:b" for rank in range(3)] + ["[s0] 3 5 2 1 ", "[s1] 4 5 2 1 "]
+    assert sorted(result.stdout.splitlines()) == sorted(lines)
+    assert result.returncode == 1
+    assert result.stderr == "[s1] no more\nsinga-lite run: server 1 failed first (exit code 1)\n  no more\n"
+    for line, name in zip(lines, ["worker-0", "worker-1", "worker-2", "server-0", "server-1"], strict=True):
+        more = "no more\n" if name == "server-1" else ""
+        assert (logs / f"{name}.log").read_text() == line.partition("] ")[2] + "\n" + more
+    assert len(list(logs.iterdir())) == 5
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], "1"), (["-s", "0"], "0")])
+def test_without_s_the_number_of_servers_is_the_environments(tmp_path, options, expected):
+    script = write_script(tmp_path, HEAD + "print(os.environ['SINGA_LITE_NUM_SERVERS'])")
+    result = run_command(launch_command(script, 2, options=options), SINGA_LITE_NUM_SERVERS="1")
+    assert sorted(result.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["-n", "2", "-s", "-1", "script.py"], "-s -1: must be >= 0"),
+        (["-n", "2", "--env-worker", "A=b", "script.py"], "--env-worker 'A=b': expected NAME:VALUE"),
+        (["-n", "2", "--env-server", "A:b", "script.py"], "--env-server: there are no servers"),
         (["-n", "0", "script.py"], "at least one rank"),
         (["-n", "two", "script.py"], "invalid int value"),
         (["script.py"], "-n"),
@@ -418,7 +456,7 @@ def test_too_few_descriptors_are_an_error_with_a_cure(tmp_path):
     result = run_command(["sh", "-c", f"ulimit -n 24; exec {command}"])
     assert result.returncode == 1
     assert re.fullmatch(
-        r"singa-lite run: launch: cannot start rank \d+ of 16: .*Too many open files; .*ulimit -n.*\n",
+        r"singa-lite run: launch: cannot start rank \d+ of 16 processes: .*Too many open files; .*ulimit -n.*\n",
         result.stderr,
     )
     assert_nothing_left(tmp_path)
