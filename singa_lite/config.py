@@ -59,6 +59,9 @@ class State:
         communicator_pid: the process that made it; a forked child must not use its parent's.
         messenger: the process's messenger (comm.p2p.Messenger), made at first use.
         messenger_pid: likewise the process that made it.
+        store: the process's store of a job (kvstore.base.KVStore), made at first use.
+        store_pid: likewise the process that made it.
+        store_arguments: what it was made with.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
@@ -72,6 +75,9 @@ class State:
     communicator_pid: int = 0
     messenger: Any = None  # Any: likewise
     messenger_pid: int = 0
+    store: Any = None  # Any: likewise
+    store_pid: int = 0
+    store_arguments: dict[str, Any] = field(default_factory=dict)
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it

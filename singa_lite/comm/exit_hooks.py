@@ -13,12 +13,13 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from traceback import format_exception
 from types import TracebackType
 
 from ..config import state
+from ..errors import CommError
 from .dispatch import DispatchCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
@@ -42,7 +43,7 @@ class ExitHooks:
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()
-        self._has_left = self._has_failed = False
+        self._has_left = self._has_failed = self._has_aborted = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
@@ -62,6 +63,20 @@ class ExitHooks:
         """Inside: this process waits for the others to join."""
         with self.mpi_job.joining() if self.mpi_job else contextlib.nullcontext():
             yield
+
+    def before_leaving(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when this process ends without an error; its CommError makes the exit code 1."""
+
+        def last_call() -> None:
+            try:
+                if not self.is_of_parent and not self._has_aborted:
+                    call()
+            except CommError as error:
+                self._has_failed = True
+                sys.stderr.write("".join(format_exception(error)))
+                self._abort(_text(error))
+
+        atexit.register(last_call)  # now, so before the messengers' own hooks, which close them
 
     def leave(self) -> None:
         """Leave every world. A process of multiprocessing that ends by an exception reports it."""
@@ -84,7 +99,7 @@ class ExitHooks:
                 for host in hosts:
                     host.drain(FINAL_OUTPUT_S)
             self.mpi_job.leave()
-        if self._has_failed:  # a thread did, and Python would make that exit code 0
+        if self._has_failed:  # a thread or a last call did, and Python would make that exit code 0
             _flush()
             os._exit(1)
 
@@ -118,6 +133,7 @@ class ExitHooks:
             self.mpi_job.abort_after_final_output()
 
     def _abort(self, reason: str) -> None:
+        self._has_aborted = True
         for messenger in self.messengers:
             messenger.abort(reason)
         for communicator in self.communicators:

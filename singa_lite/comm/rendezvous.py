@@ -98,7 +98,7 @@ def find_world(
     """
     if (rendezvous_id, local_rank, world_size) != (None, None, None):
         return _explicit_world(rendezvous_id, local_rank, world_size)
-    launcher, job = _launched_job()
+    launcher, job = _launcher_and_job()
     if job.is_server:
         if job.transport == "mpi":  # this error ends a job whose other processes wait in MPI_Init
             _mpi_job(job.rank, job.size, timeout_s)
@@ -124,13 +124,18 @@ def find_job(timeout_s: float = TIMEOUT_S) -> Job:
     Raises:
         CommError: the environment contradicts itself, leaves no worker, or names an MPI job that mpi4py cannot join.
     """
-    launcher, job = _launched_job()
+    launcher, job = _launcher_and_job()
     if job.transport == "mpi":
         start_mpi(launcher, _mpi_job(job.rank, job.size, timeout_s))
     return job
 
 
-def _launched_job() -> tuple[str, Job]:
+def launched_job() -> Job:
+    """Return the Job of this process without joining it; CommError as ``find_job``."""
+    return _launcher_and_job()[1]
+
+
+def _launcher_and_job() -> tuple[str, Job]:
     """Return what launched this process, "" for `singa-lite run` and for nothing, and its Job."""
     names = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
     values = {name: config.env(name) for name in names}

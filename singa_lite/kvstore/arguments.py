@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what a script gives a store, before anything moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import DTypeError, OptionError, ShapeError, check_int, check_number
+from ..sync.arrays import GivenArray
+from ..tensor import Tensor
+from .calls import Key, Keys, Pull, Push, PushOptions, Spec
+
+
+class Arguments:
+    """What the calls of one store take.
+
+    Args:
+        store: its name, for errors.
+
+    Attributes:
+        specs: the keys that there are, in the order in which they were made.
+        needs_floats: whether an optimizer updates the values.
+        needs_float32: whether pushes are compressed.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._name = store
+        self.specs: dict[Key, Spec] = {}
+        self.needs_floats = self.needs_float32 = False
+
+    def keys(self, where: str, key: Keys) -> list[Key]:
+        """Return the keys of a call as a list of ints or of texts, each once."""
+        given: list[Any] = list(key) if isinstance(key, (list, tuple)) else [key]
+        if not given:
+            raise OptionError(f"{self._name}: {where}: give at least one key")
+        kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
+        keys: list[Key] = [
+            one if isinstance(one, str) else check_int(f"{self._name}: {where}", "key", one, 0) for one in given
+        ]
+        if len(kinds) > 1:
+            raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")
+        if len(set(keys)) < len(keys):
+            raise OptionError(f"{self._name}: {where}: a key is there twice: {keys}")
+        return keys
+
+    def values(self, where: str, key: Keys, value: Any) -> list[list[Any]]:
+        """Return the arrays of each key, mostly one; [None] for a key that this worker leaves out."""
+        is_list = isinstance(key, (list, tuple))
+        values = list(value) if is_list and isinstance(value, (list, tuple)) else [value]
+        num_keys = len(key) if isinstance(key, (list, tuple)) else 1
+        if len(values) != num_keys:
+            raise OptionError(f"{self._name}: {where}: {num_keys} keys but {len(values)} values")
+        lists = [list(one) if isinstance(one, (list, tuple)) else [one] for one in values]
+        if not all(lists):
+            raise OptionError(f"{self._name}: {where}: an empty list is no value")
+        return lists
+
+    def known(self, where: str, key: Keys) -> list[Spec]:
+        """Return what is kept under the keys of a call; OptionError if one was not made."""
+        keys = self.keys(where, key)
+        for one in keys:
+            if one not in self.specs:
+                raise OptionError(
+                    f"{self._name}: {where}: there is no key {one!r}; init() it first, on all workers"
+                )
+        return [self.specs[one] for one in keys]
+
+    def pushes(self, where: str, key: Keys, value: Any, options: PushOptions) -> list[Push]:
+        self.known(where, key)
+        pairs = zip(self.keys(where, key), self.values(where, key, value), strict=True)
+        pushes = [
+            Push(self.specs[one], None) if arrays[0] is None else self.as_push(where, one, arrays)
+            for one, arrays in pairs
+        ]
+        for push in pushes:
+            if push.value is None and not options.allow_none:
+                raise DTypeError(
+                    f"{self._name}: {where}: key {push.spec.key!r} needs a Tensor or array, got None"
+                )
+            if self.needs_floats or options.mean or options.scale != 1:
+                self.check_float(where, push.spec)
+            if self.needs_float32 and push.spec.dtype != np.float32:
+                raise DTypeError(
+                    f"{self._name}: {where}: compression is for float32, and key {push.spec.key!r} is {push.spec.dtype}"
+                )
+        return pushes
+
+    def as_push(self, where: str, key: Key, arrays: list[Any]) -> Push:
+        spec = self.specs[key]
+        for array in arrays:
+            self._check_like(where, spec, array)
+        return Push(spec, self.total(where, key, arrays))
+
+    def pulls(self, where: str, key: Keys, out: Any) -> list[Pull]:
+        pulls = []
+        for spec, arrays in zip(self.known(where, key), self.values(where, key, out), strict=True):
+            outs = []
+            for array in arrays:
+                self._check_like(where, spec, array)
+                outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
+            pulls.append(Pull(spec, outs))
+        return pulls
+
+    def _check_like(self, where: str, spec: Spec, array: Any) -> None:
+        """Raise unless an array has the shape and dtype of its key."""
+        shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+        if shape is None or dtype is None:
+            raise DTypeError(
+                f"{self._name}: {where}: key {spec.key!r} needs a Tensor or array, got {type(array).__name__}"
+            )
+        if tuple(shape) != spec.shape:
+            raise ShapeError(
+                f"{self._name}: {where}: key {spec.key!r} has shape {spec.shape}, got {tuple(shape)}"
+            )
+        if dtype != spec.dtype:
+            raise DTypeError(f"{self._name}: {where}: key {spec.key!r} is {spec.dtype}, got {dtype}")
+
+    def check_float(self, where: str, spec: Spec) -> None:
+        if spec.dtype.kind != "f":
+            raise DTypeError(
+                f"{self._name}: {where}: key {spec.key!r} is {spec.dtype}; an optimizer, a scale and a mean need floats"
+            )
+
+    def total(self, where: str, key: Key, arrays: list[Any]) -> Tensor:
+        """Return a Tensor around the array of a key, or a new one with the sum of several."""
+        given = [
+            GivenArray.of(f"{self._name}: {where}: key {key!r}", array, writes=False).tensor
+            for array in arrays
+        ]
+        if len(given) == 1:
+            return given[0]
+        total = given[0].clone()
+        for other in given[1:]:
+            if other.shape != total.shape or other.dtype != total.dtype:
+                raise ShapeError(
+                    f"{self._name}: {where}: the arrays of key {key!r} differ: {total.dtype}{total.shape} and "
+                    f"{other.dtype}{other.shape}"
+                )
+            total += other
+        return total
+
+    def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
+        limit = float(np.finfo(np.float32).max)
+        factor = check_number(f"{self._name}: {where}", "scale", scale, -limit, limit)
+        return PushOptions(factor, bool(mean), bool(allow_none))

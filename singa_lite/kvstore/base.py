@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a key-value store: what a ``gluon.Trainer`` needs of one. The package's own are in store.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from ..errors import check_choice
+from .calls import Keys
+
+OPTIMIZER = "optimizer"  # the one capability: updating the values that are kept
+
+
+class KVStoreBase(ABC):
+    """What a ``gluon.Trainer`` needs of a store. A subclass with ``names`` is found by ``kvstore.create``.
+
+    Attributes:
+        names: what ``create`` calls it; it is made without arguments.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def type(self) -> str:
+        """The name it was created by."""
+        return self.names[0] if self.names else type(self).__name__.lower()
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers use the store."""
+        return 1
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Return whether the store can update the values it keeps ("optimizer"); OptionError for another word."""
+        check_choice("is_capable", "capability", capability, (OPTIMIZER,))
+        return False
+
+    @abstractmethod
+    def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:
+        """Set ``out`` to worker 0's ``value`` of each key."""
+
+    @abstractmethod
+    def pushpull(self, key: Keys, value: Any, out: Any = None, priority: int = 0) -> Any:
+        """Set ``out`` (None: ``value``) to the sum of all workers' ``value`` of each key."""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of a store is about: keys, what is pushed, where what is pulled goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..tensor import Tensor
+
+Key = int | str
+Keys = Key | Sequence[Key]
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is kept under a key.
+
+    Attributes:
+        key: int or text.
+        number: how many keys were made before.
+        shape: of the value.
+        dtype: of the value, one of float16/32/64 or int32/64.
+    """
+
+    key: Key
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class Push(NamedTuple):
+    """One key's part of a push: its array, or None where this worker adds nothing."""
+
+    spec: Spec
+    value: Tensor | None
+
+
+class Pull(NamedTuple):
+    """One key's part of a pull: where its value goes."""
+
+    spec: Spec
+    outs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """What becomes of the sum of a push.
+
+    Attributes:
+        scale: this worker's factor of its values.
+        mean: the sum is divided by the number of workers.
+        allow_none: workers may leave keys out. Equal on all workers.
+    """
+
+    scale: float = 1.0
+    mean: bool = False
+    allow_none: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what must be equal on all workers."""
+        return {"mean": self.mean, "allow_none": self.allow_none}
+
+
+def difference(call: str, one: Mapping[str, Any], worker: int, other: Mapping[str, Any], number: int) -> str:
+    """Return the text of what two workers gave a call differently, the first entry that differs."""
+    name = next(name for name in [*one, *other] if one.get(name) != other.get(name))
+    first, second = (str(found[name]) if name in found else "not there" for found in (one, other))
+    return (
+        f"the workers differ in {call}: {name} is {first} on worker {worker} but {second} on worker {number}; all "
+        "workers must call it alike"
+    )

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store whose values are on servers: the worker's side of it.
+
+What lives here: which message goes to which server, and waiting for answers. What does not: what a server does with it
+(server.py, where Note [messages] is), the checks of a call (base.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..comm.base import Communicator, Work
+from ..comm.p2p import Message, MessageTraffic, Messenger, SendWork
+from ..device import get_default_device
+from ..errors import CheckpointError, CommError, OptionError
+from ..graph.recorder import break_graph
+from ..tensor import Tensor, to_numpy
+from .calls import Key, Pull, Push, PushOptions, Spec
+from .compression import Compression
+from .sharding import Part, Sharding
+from .store import KVStore
+from .stored import Arrays, Description
+
+Array = np.ndarray[Any, Any]
+BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
+
+
+class Request(Work):
+    """Messages on their way to servers, and the answers that are to come.
+
+    Args:
+        store: whose it is.
+        name: the call and its keys, for errors.
+        targets: server -> where the arrays of its answer go; None makes new ones.
+        finish: called once, when all answers are there.
+    """
+
+    def __init__(
+        self,
+        store: DistStore,
+        name: str,
+        targets: dict[int, list[Array] | None],
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name
+        self.sends: list[SendWork] = []
+        self.answers: dict[int, tuple[Any, list[Array]]] = {}  # server -> content and arrays
+        self._store, self._targets, self._finish = store, targets, finish
+        self._failure: Exception | None = None
+
+    @property
+    def waits_for(self) -> list[int]:
+        """The servers that have not answered."""
+        return [server for server in self._targets if server not in self.answers]
+
+    def take(self, server: int, message: Message) -> None:
+        """Read the answer of a server."""
+        kind, _, content = message.header
+        if kind == "error":
+            self._failure = (OptionError if content[0] == "OptionError" else CheckpointError)(content[1])
+        self.answers[server] = content, message.read(into=self._targets[server] if kind == "values" else None)
+        if not self.waits_for and self._failure is None:
+            self._finish()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the arrays of the call may be touched, and what was pulled is there.
+
+        Raises:
+            CommError: a server is gone, or has not answered in time; naming it and the keys.
+        """
+        for send in self.sends:
+            self._store.finish_send(self, send, timeout_s)
+        while self.waits_for:
+            self._store.receive_answer(self, timeout_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        return not self.waits_for and all(send.done() for send in self.sends)
+
+
+class DistStore(KVStore):
+    """Values kept by the servers of a job, in parts; see ``Sharding``. Arrays are those of the host or of a GPU.
+
+    Args:
+        name: what it was created by.
+        communicator: the workers.
+        messenger: joins this worker with the servers.
+        staleness: how many pushes of a key a worker may be ahead of the slowest, with "dist_async"; None: any number.
+        big_array: elements from which a key is cut into parts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        messenger: Messenger,
+        staleness: int | None = None,
+        big_array: int = BIG_ARRAY,
+    ) -> None:
+        super().__init__(name, communicator)
+        self._messenger = messenger
+        self._is_async = "async" in name
+        self._sharding = Sharding(messenger.job.num_servers, big_array)
+        self._parts: dict[Key, list[Part]] = {}
+        self._requests: dict[int, Request] = {}  # without all answers
+        self._num_requests = 0
+        self._is_closed = False
+        join = {"is_async": self._is_async, "staleness": staleness}
+        self._together("create", {**join, "big_array": big_array}, lambda: self._command("join", join))
+
+    @property
+    def num_servers(self) -> int:
+        return self._messenger.job.num_servers
+
+    @property
+    def traffic(self) -> MessageTraffic:
+        return self._messenger.traffic
+
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Return for each server: keys, elements, rounds, bytes_in, bytes_out, idle_s, since it started."""
+        request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
+        return [request.answers[server][0] for server in range(self.num_servers)]
+
+    def close(self) -> None:
+        """Leave the servers, which end when all workers have; called at the end of the process at the latest.
+
+        Raises:
+            CommError: a server has failed meanwhile, or this worker pushed a key more or less often than another.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request in list(self._requests.values()):
+            request.wait()
+        self._ask("close", dict.fromkeys(range(self.num_servers)))
+        self._messenger.close()
+
+    # ---- what KVStore asks for -----------------------------------------------------------------------
+
+    def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
+        for spec in specs:
+            self._parts[spec.key] = self._sharding.place(spec)
+        self._spread("init", list(zip(specs, values, strict=True)))
+
+    def _overwrite(self, pushes: list[Push]) -> None:
+        self._spread("overwrite", [(push.spec, push.value) for push in pushes if push.value is not None])
+
+    def _spread(self, verb: str, values: list[tuple[Spec, Tensor]]) -> None:
+        """Have worker 0 give the servers its values."""
+        keys: dict[int, list[Key]] = {server: [] for server in range(self.num_servers)}
+        arrays: dict[int, list[Array]] = {server: [] for server in range(self.num_servers)}
+        for spec, value in values:
+            for part, piece in self._pieces(spec, on_host(value)):
+                keys[part.server].append(spec.key)
+                arrays[part.server].append(piece)
+        if self.rank == 0:
+            self._ask(verb, dict.fromkeys(keys), keys, arrays)
+
+    def _set_optimizer(self, description: Description) -> None:
+        self._command("set_optimizer", dict(description))
+
+    def _set_lr(self, lr: float) -> None:
+        self._command("set_lr", lr)
+
+    def _set_compression(self, compression: Compression) -> None:
+        self._command("set_compression", {"type": compression.type, "threshold": compression.threshold})
+
+    def _command(self, verb: str, content: Any) -> None:
+        """Have worker 0 tell all servers."""
+        if self.rank == 0:
+            servers = range(self.num_servers)
+            self._ask(verb, dict.fromkeys(servers), dict.fromkeys(servers, content))
+
+    def _flush(self) -> None:
+        self._ask("flush", dict.fromkeys(range(self.num_servers)))
+
+    def _get_states(self) -> dict[Key, Arrays]:
+        """Return the states of whole keys on worker 0, {} on others."""
+        if self.rank != 0:
+            return {}
+        request = self._ask("get_states", dict.fromkeys(range(self.num_servers)))
+        found: dict[tuple[Key, str], list[Array]] = {}
+        for server in range(self.num_servers):
+            names, arrays = request.answers[server]
+            for (key, name), array in zip(names, arrays, strict=True):
+                found.setdefault((key, name), []).append(array)
+        states: dict[Key, Arrays] = {key: {} for key in self._parts}
+        for (key, name), arrays in found.items():
+            is_cut = len(arrays) > 1 and arrays[0].ndim == 1  # a part's number of steps is that of the key
+            shape = self._arguments.specs[key].shape
+            states[key][name] = np.concatenate(arrays).reshape(shape) if is_cut else arrays[0]
+        return states
+
+    def _set_states(self, states: dict[Key, Arrays]) -> None:
+        if self.rank != 0:
+            return
+        names: dict[int, list[Any]] = {server: [] for server in range(self.num_servers)}
+        arrays: dict[int, list[Array]] = {server: [] for server in range(self.num_servers)}
+        for key, each in states.items():
+            spec = self._arguments.specs[key]
+            for name, array in each.items():
+                pieces = (
+                    self._pieces(spec, array)
+                    if array.shape == spec.shape
+                    else [(part, array) for part in self._parts[key]]
+                )
+                for part, piece in pieces:
+                    names[part.server].append([key, name])
+                    arrays[part.server].append(np.ascontiguousarray(piece))
+        self._ask("set_states", dict.fromkeys(names), names, arrays)
+
+    def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
+        break_graph("it uses a key-value store")
+        if pushes and self._is_async and self._optimizer is None:
+            raise OptionError(
+                f"{self.type}: {what}: set_optimizer() comes first; without one there is no update"
+            )
+        contents: dict[int, dict[str, Any]] = {}
+        arrays: dict[int, list[Array]] = {}
+        for spec, part, piece in self._pushed(what, pushes):
+            content = contents.setdefault(part.server, {"push": [], "left_out": [], "pull": []})
+            content["push"].append(spec.key)
+            if piece is None:
+                content["left_out"].append(spec.key)
+            else:
+                arrays.setdefault(part.server, []).append(piece)
+        targets: dict[int, list[Array] | None] = {}
+        staging = [(pull, _host_array(pull.outs[0])) for pull in pulls]
+        for pull, array in staging:
+            for part, piece in self._pieces(pull.spec, array):
+                content = contents.setdefault(part.server, {"push": [], "left_out": [], "pull": []})
+                content["pull"].append(pull.spec.key)
+                wanted = targets.setdefault(part.server, [])
+                assert wanted is not None
+                wanted.append(piece)
+        for content in contents.values():
+            content["options"] = vars(options)
+
+        def finish() -> None:
+            for pull, array in staging:
+                _give(array, pull.outs)
+
+        keys = [push.spec.key for push in pushes] or [pull.spec.key for pull in pulls]
+        return self._send(f"{what} of {_shown(keys)}", "exchange", contents, arrays, targets, finish)
+
+    def _pushed(self, what: str, pushes: list[Push]) -> Iterable[tuple[Spec, Part, Array | None]]:
+        """Yield each part of what is pushed, as it travels."""
+        pieces: dict[Key, list[Any]] = {
+            push.spec.key: [piece for _, piece in self._pieces(push.spec, on_host(push.value))]
+            for push in pushes
+            if push.value is not None
+        }
+        if self._compression is not None:
+            flat = {key: [piece.reshape(-1) for piece in each] for key, each in pieces.items()}
+            codes = iter(self._residuals.encode(f"{self.type}: {what}", self._compression, flat))
+            pieces = {key: [next(codes) for _ in each] for key, each in pieces.items()}
+        for push in pushes:
+            parts = self._parts[push.spec.key]
+            for part, piece in zip(parts, pieces.get(push.spec.key, [None] * len(parts)), strict=True):
+                yield push.spec, part, piece
+
+    def _pieces(self, spec: Spec, array: Array) -> list[tuple[Part, Array]]:
+        """Return the parts of a key, each with its elements of an array: all of it, or a flat slice."""
+        parts = self._parts[spec.key]
+        if len(parts) == 1:
+            return [(parts[0], array)]
+        flat = array.reshape(-1)
+        return [(part, flat[part.start : part.stop]) for part in parts]
+
+    # ---- messages ------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        verb: str,
+        targets: dict[int, list[Array] | None],
+        contents: dict[int, Any] | None = None,
+        arrays: dict[int, list[Array]] | None = None,
+    ) -> Request:
+        """Send each server of ``targets`` a message and wait for the answers."""
+        contents = contents or dict.fromkeys(targets)
+        request = self._send(verb, verb, contents, arrays or {}, targets)
+        request.wait()
+        return request
+
+    def _send(
+        self,
+        name: str,
+        verb: str,
+        contents: dict[int, Any],
+        arrays: dict[int, list[Array]],
+        targets: dict[int, list[Array] | None],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Request:
+        request, number = Request(self, name, targets, finish), self._num_requests
+        self._num_requests += 1
+        if targets:
+            self._requests[number] = request
+        for server, content in contents.items():
+            to = self._rank_of(server)
+            request.sends.append(self._messenger.send(to, [verb, number, content], arrays.get(server, ())))
+        return request
+
+    def _rank_of(self, server: int) -> int:
+        return self.num_workers + server
+
+    def finish_send(self, request: Request, send: SendWork, timeout_s: float | None) -> None:
+        """Wait until a message of ``request`` has been sent."""
+        try:
+            send.wait(timeout_s)
+        except CommError as error:
+            raise CommError(f"{self.type}: {request.name}: {error}") from None
+
+    def receive_answer(self, request: Request, timeout_s: float | None) -> None:
+        """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""
+        try:
+            message = self._messenger.receive(timeout_s)
+        except CommError as error:
+            raise CommError(f"{self.type}: {request.name}: {error}") from None
+        server = message.source - self.num_workers
+        if message.header is None:
+            if self._is_closed and server not in request.waits_for:
+                return  # it has answered close() and ended, since all workers have closed
+            raise CommError(f"{self.type}: {self._messenger.name}: {request.name}: {message.reason}")
+        number = message.header[1]
+        answered = self._requests[number]
+        answered.take(server, message)
+        if not answered.waits_for:
+            del self._requests[number]
+
+
+def on_host(value: Tensor) -> Array:
+    """Return a Tensor's own memory, or a copy of what is on a GPU."""
+    return value.array if isinstance(value.array, np.ndarray) else to_numpy(value)
+
+
+def _host_array(out: Tensor) -> Array:
+    """Return where a pulled value is read to: the Tensor's own memory, or a new array for one on a GPU."""
+    array = out.array
+    return array if isinstance(array, np.ndarray) else np.empty(out.shape, out.dtype)
+
+
+def _give(array: Array, outs: Sequence[Tensor]) -> None:
+    """Copy a pulled value to those Tensors that it was not read into."""
+    for out in outs:
+        if out.array is not array:
+            out.copy_data(Tensor.wrap(array, get_default_device()))
+
+
+def _shown(keys: list[Key]) -> str:
+    """Return the first keys as text."""
+    more = f" and {len(keys) - 3} more keys" if len(keys) > 3 else ""
+    return ", ".join(map(repr, keys[:3])) + more

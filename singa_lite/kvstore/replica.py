@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store without servers: every worker keeps all values and updates them by the same sums.
+
+What lives here: the stores of one process, and of the workers of a job, whose sums are all-reduces on their
+communicator. What does not: servers (dist.py, server.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..comm.base import Communicator, FinishedWork, Work
+from ..comm.local import LocalCommunicator
+from ..comm.p2p import MessageTraffic
+from ..device import Device
+from ..errors import DeviceError, OptionError
+from ..graph.recorder import break_graph
+from ..tensor import Tensor, to_numpy
+from .calls import Key, Pull, Push, PushOptions, Spec
+from .compression import Compression
+from .residuals import add_decoded
+from .states import broadcast_states
+from .store import KVStore
+from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
+
+LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
+UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
+MAX_KEYS_SHOWN = 3
+
+
+class ReplicaStore(KVStore):
+    """Values kept by every worker of ``communicator``; a push is an all-reduce, so all workers push the same keys.
+
+    CUDA arrays travel by NCCL. float16 is summed in float32.
+
+    Args:
+        name: what it was created by.
+        communicator: the workers; one of this process alone for a store of one process.
+    """
+
+    def __init__(self, name: str, communicator: Communicator) -> None:
+        super().__init__(name, communicator)
+        self._stored: dict[Key, StoredArray] = {}
+        self._traffic = MessageTraffic()
+        self._updater: Updater | None = None
+
+    @property
+    def traffic(self) -> MessageTraffic:
+        self._traffic.wait_s = self._communicator.traffic.wait_s
+        return self._traffic
+
+    def set_updater(self, updater: Updater) -> None:
+        if not isinstance(self._communicator, LocalCommunicator) or self.type not in LOCAL_NAMES:
+            super().set_updater(updater)
+        if not callable(updater):
+            raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
+        self._updater = updater
+        for stored in self._stored.values():
+            stored.updater = updater
+
+    _set_updater = set_updater
+
+    # ---- what KVStore asks for -----------------------------------------------------------------------
+
+    def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
+        for spec, value in zip(specs, values, strict=True):
+            stored = StoredArray(spec.key, value.clone())
+            self._copy_of_worker_0(stored.param)
+            if self._optimizer is not None:
+                stored.set_optimizer(self._optimizer)
+            stored.updater = self._updater
+            self._stored[spec.key] = stored
+
+    def _overwrite(self, pushes: list[Push]) -> None:
+        for push in pushes:
+            param = self._stored[push.spec.key].param
+            assert push.value is not None
+            param.copy_data(push.value)
+            self._copy_of_worker_0(param)
+
+    def _copy_of_worker_0(self, param: Tensor) -> None:
+        param.device.backend.activate()
+        self._communicator.broadcast(param.array, 0, name=f"kvstore.init({param.name})").wait()
+
+    def _set_optimizer(self, description: Description) -> None:
+        make_optimizer(description)
+        for stored in self._stored.values():
+            stored.set_optimizer(description)
+
+    def _set_lr(self, lr: float) -> None:
+        for stored in self._stored.values():
+            stored.set_lr(lr)
+
+    def _set_compression(self, compression: Compression) -> None:
+        if self.type in UNCOMPRESSED:
+            raise OptionError(f"{self.type}: set_gradient_compression is for the stores device and dist")
+
+    def _get_states(self) -> dict[Key, Arrays]:
+        return {key: stored.get_states() for key, stored in self._stored.items()}
+
+    def _set_states(self, states: dict[Key, Arrays]) -> None:
+        for key, arrays in broadcast_states(self._communicator, states).items():
+            self._stored[key].set_states(arrays)
+
+    def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
+        break_graph("it uses a key-value store")
+        groups: dict[tuple[Device, np.dtype[Any]], list[Push]] = {}
+        for push in pushes:
+            device = self._stored[push.spec.key].param.device
+            if push.value is not None and push.value.device is not device:
+                raise DeviceError(
+                    f"{self.type}: {what}: key {push.spec.key!r} is on {device}, its value on {push.value.device}"
+                )
+            groups.setdefault((device, push.spec.dtype), []).append(push)
+        for (device, _), group in groups.items():
+            self._push(group, device, options)
+        for pull in pulls:
+            for out in pull.outs:
+                out.copy_data(self._stored[pull.spec.key].param)
+        return FinishedWork()
+
+    # ---- one sum -------------------------------------------------------------------------------------
+
+    def _push(self, pushes: list[Push], device: Device, options: PushOptions) -> None:
+        """Sum pushes of one device and dtype over the workers and apply the sums."""
+        backend, dtype = device.backend, pushes[0].spec.dtype
+        backend.activate()
+        name = _name_of(pushes, options)
+        has_value = self._gather_has_value(pushes, options, name)
+        if self._compression is None:
+            total = self._all_reduce(pushes, device, options, name)
+        else:
+            total = self._gather_codes(pushes, device, options, has_value, name)
+        if options.mean and self.num_workers > 1:
+            total /= self.num_workers
+        if total.dtype != dtype:
+            total = total.as_type(dtype)
+        start = 0
+        for push, is_given in zip(pushes, list(has_value.any(axis=0)), strict=True):
+            part = total.array[start : start + push.spec.size].reshape(push.spec.shape)
+            start += push.spec.size
+            if is_given:
+                self._stored[push.spec.key].apply(part)
+
+    def _gather_has_value(
+        self, pushes: list[Push], options: PushOptions, name: str
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return for each worker, and each key in order, whether it has a value."""
+        mine = np.array([push.value is not None for push in pushes])
+        if not options.allow_none:
+            return np.tile(mine, (self.num_workers, 1))
+        every = self._communicator.all_gather(mine.astype(np.int32), name=f"{name}, given").wait()
+        assert every is not None
+        return every.reshape(self.num_workers, -1) != 0
+
+    def _all_reduce(self, pushes: list[Push], device: Device, options: PushOptions, name: str) -> Tensor:
+        """Return the sum of all workers' values, scaled, end to end; that of float16 in float32."""
+        backend, dtype = device.backend, pushes[0].spec.dtype
+        values = [
+            backend.zeros(push.spec.shape, dtype) if push.value is None else push.value.array
+            for push in pushes
+        ]
+        flat = Tensor.wrap(backend.empty((sum(value.size for value in values),), dtype), device)
+        backend.run("pack", *values, out=flat.array)
+        if dtype == np.float16:
+            flat = flat.as_type(np.float32)
+        if options.scale != 1:
+            flat *= options.scale
+        work = self._communicator.all_reduce(flat.array, "sum", name=name)
+        self._count(work)
+        work.wait()
+        return flat
+
+    def _gather_codes(
+        self,
+        pushes: list[Push],
+        device: Device,
+        options: PushOptions,
+        has_value: np.ndarray[Any, np.dtype[np.bool_]],
+        name: str,
+    ) -> Tensor:
+        """Return the sum of what all workers' codes stand for, each with its worker's scale, end to end."""
+        assert self._compression is not None
+        given = {push.spec.key: [to_numpy(push.value).ravel()] for push in pushes if push.value is not None}
+        codes = iter(self._residuals.encode(f"{self.type}: push", self._compression, given))
+        sizes = [self._compression.code_size(push.spec.size) for push in pushes]
+        mine = [
+            np.zeros(size, np.int32) if push.value is None else next(codes)
+            for push, size in zip(pushes, sizes, strict=True)
+        ]
+        work = self._communicator.all_gather(np.concatenate(mine), name=name)
+        self._count(work)
+        every = work.wait()
+        scales = self._communicator.all_gather(np.array([options.scale]), name=f"{name}, scale").wait()
+        assert every is not None and scales is not None
+        total = np.zeros(sum(push.spec.size for push in pushes), np.float32)
+        for worker, row in enumerate(every.reshape(self.num_workers, -1)):
+            start = first = 0
+            for number, (push, size) in enumerate(zip(pushes, sizes, strict=True)):
+                if has_value[worker, number]:
+                    part = total[start : start + push.spec.size]
+                    add_decoded(
+                        self._compression, row[first : first + size], float(scales.flat[worker]), part
+                    )
+                start, first = start + push.spec.size, first + size
+        return Tensor.wrap(device.backend.asarray(total), device)
+
+    def _count(self, work: Work) -> None:
+        self._traffic.bytes_sent += work.bytes_payload
+        self._traffic.bytes_received += work.bytes_payload
+
+
+def _name_of(pushes: list[Push], options: PushOptions) -> str:
+    """Return the name of a sum, of which the communicator compares the workers'."""
+    keys = ", ".join(repr(push.spec.key) for push in pushes[:MAX_KEYS_SHOWN])
+    more = f" and {len(pushes) - MAX_KEYS_SHOWN} more keys" if len(pushes) > MAX_KEYS_SHOWN else ""
+    shown = "".join(
+        f", {name}={value}" for name, value in options.as_json().items() if value not in (None, False)
+    )
+    return f"kvstore.push({keys}{more}{shown})"

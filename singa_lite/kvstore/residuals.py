@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoding of what this worker pushes, and what encoding lost of it, key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+from .compression import Compression
+
+Array = np.ndarray[Any, Any]
+
+
+class Residuals:
+    """What earlier pushes have lost, which the next push of the key adds: flat float32 arrays, zeros at first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int | str, Array] = {}
+
+    def encode(
+        self, where: str, compression: Compression, values: Mapping[int | str, Sequence[Array]]
+    ) -> list[Array]:
+        """Return the codes of flat float32 arrays, the consecutive pieces of each key.
+
+        Raises:
+            OptionError: a value is not finite, or too large with what was lost before; nothing has changed.
+        """
+        codes, changed = [], {}
+        for key, pieces in values.items():
+            size = sum(piece.size for piece in pieces)
+            changed[key] = residual = (
+                self._kept[key].copy() if key in self._kept else np.zeros(size, np.float32)
+            )
+            start = 0
+            for piece in pieces:
+                code = np.empty(compression.code_size(piece.size), np.int32)
+                if not compression.encode(piece, residual[start : start + piece.size], code):
+                    raise OptionError(
+                        f"{where}: the values of key {key!r} are not all finite, or too large; nothing was sent"
+                    )
+                codes.append(code)
+                start += piece.size
+        self._kept.update(changed)
+        return codes
+
+    def get(self, key: int | str, size: int) -> Array:
+        """Return what was lost of a key."""
+        return self._kept.get(key, np.zeros(size, np.float32))
+
+    def set(self, key: int | str, values: Array) -> None:
+        """Go on from what ``get`` gave."""
+        self._kept[key] = values.astype(np.float32).ravel()
+
+
+def add_decoded(compression: Compression, codes: Array, scale: float, total: Array) -> None:
+    """Add what codes stand for, times ``scale``, to a flat float32 array."""
+    if scale == 1:
+        compression.decode_add(codes, total)
+        return
+    values = np.empty_like(total)
+    compression.decode(codes, values)
+    values *= np.float32(scale)
+    total += values

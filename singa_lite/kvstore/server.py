@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server: it keeps its parts of the keys, adds up what workers push, updates, and answers pulls.
+
+What lives here: the server's side of a message. What does not: the workers' (dist.py), one value (stored.py).
+
+Note [messages]: a worker's header is [verb, request, content]; ``request`` is a number that the answer repeats:
+["values", request, content], with arrays, or ["error", request, [class, text]]. "exchange", push and pull in one, comes
+from every worker and is answered if it pulls. What changes the store comes from worker 0 alone, after all workers have
+compared it and have had an answer to "flush", so after all that they had pushed.
+Note [rounds]: what workers push of a part waits in a queue for each worker until every one has an entry; these are a
+round. With ``is_async`` each push is a round of its own. A pull waits for the rounds of what its worker pushed before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from ..comm.p2p import Message, Messenger, SendWork
+from ..device import get_default_device
+from ..errors import CheckpointError, CommError, OptionError
+from ..tensor import Tensor
+from .calls import Key, PushOptions, difference
+from .compression import Compression
+from .residuals import add_decoded
+from .stored import Description, StoredArray, make_optimizer
+
+Array = np.ndarray[Any, Any]
+
+
+class Contribution(NamedTuple):
+    """What one worker pushed of a part: values, codes, or None if it leaves the key out."""
+
+    array: Array | None
+    options: PushOptions
+
+
+class ServerPart:
+    """The elements of a key that this server keeps.
+
+    Attributes:
+        stored: their value and optimizer.
+        queues: for each worker its pushes that wait for those of the others.
+        num_pushes: how many have come from each worker.
+        num_rounds: how many sums were applied.
+    """
+
+    def __init__(self, key: Key, value: Array, num_workers: int) -> None:
+        self.stored = StoredArray(key, Tensor.wrap(value, get_default_device()))
+        self.queues: list[deque[Contribution]] = [deque() for _ in range(num_workers)]
+        self.num_pushes = [0] * num_workers
+        self.num_rounds = 0
+        self._answers: list[SendWork] = []  # on their way, from the value's memory
+        self._spare: list[Array] = []  # memory for what is pushed
+
+    @property
+    def key(self) -> Key:
+        return self.stored.key
+
+    @property
+    def value(self) -> Array:
+        array: Array = self.stored.param.array
+        return array
+
+    def new_array(self, compression: Compression | None) -> Array:
+        """Return an array to read a push into."""
+        if compression is not None:
+            return np.empty(compression.code_size(self.value.size), np.int32)
+        return self._spare.pop() if self._spare else np.empty_like(self.value)
+
+    def note_answer(self, answer: SendWork) -> None:
+        """Remember that the value's memory is read until ``answer`` has been sent."""
+        self._answers = [other for other in self._answers if not other.done()] + [answer]
+
+    def apply(self, contributions: list[Contribution], compression: Compression | None, divisor: int) -> None:
+        """Update the value by a round; nothing if all workers leave the key out."""
+        self.num_rounds += 1
+        given = [(each.array, each.options.scale) for each in contributions if each.array is not None]
+        if not given:
+            return
+        total = self._sum(given, compression)
+        if contributions[0].options.mean and divisor > 1:
+            total /= divisor
+        if any(not answer.done() for answer in self._answers):
+            self.stored.param.array = self.value.copy()
+        self._answers.clear()
+        before = self.value
+        self.stored.apply(total.astype(before.dtype, copy=False))
+        self._spare += [array for array, _ in given if array is not self.value and compression is None]
+        del self._spare[len(self.queues) :]
+
+    def _sum(self, given: list[tuple[Array, float]], compression: Compression | None) -> Array:
+        """Return the sum of arrays, or of what codes stand for, each times its scale; float16 in float32."""
+        if compression is not None:
+            flat = np.zeros(self.value.size, np.float32)
+            for codes, scale in given:
+                add_decoded(compression, codes, scale, flat)
+            return flat.reshape(self.value.shape)
+        total: Array | None = None
+        for array, scale in given:
+            values = array.astype(np.float32) if array.dtype == np.float16 else array
+            if scale != 1:
+                values *= scale
+            total = values if total is None else np.add(total, values, out=total)
+        assert total is not None
+        return total
+
+
+class PendingPull(NamedTuple):
+    """A pull that waits.
+
+    Attributes:
+        worker: whose it is.
+        request: its number.
+        parts: what is pulled.
+        counts: how many pushes of each the worker had made before.
+    """
+
+    worker: int
+    request: int
+    parts: list[ServerPart]
+    counts: list[int]
+
+
+class Server:
+    """What a server process does until all workers have closed.
+
+    Args:
+        messenger: joins it with the workers.
+    """
+
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
+        self._num_workers = messenger.job.num_workers
+        self._parts: dict[Key, ServerPart] = {}
+        self._pulls: list[PendingPull] = []
+        self._left: set[int] = set()
+        self._last_answers: list[SendWork] = []
+        self._optimizer: Description | None = None
+        self._compression: Compression | None = None
+        self._is_async = False
+        self._staleness: int | None = None
+
+    def serve(self) -> None:
+        """Answer messages until all workers have closed.
+
+        Raises:
+            CommError: a worker died, failed, or disagrees with another; naming it and the key.
+        """
+        with np.errstate(all="ignore"):  # infinite sums are the workers' to notice
+            while len(self._left) < self._num_workers:
+                self._handle(self._messenger.receive(math.inf))
+        for answer in self._last_answers:
+            answer.wait()
+
+    def _handle(self, message: Message) -> None:
+        if message.header is None:
+            if message.source not in self._left:
+                raise self._error(message.reason)
+            return
+        verb, request, content = message.header
+        if verb == "exchange":
+            self._exchange(message.source, request, content, message)
+        else:
+            try:
+                answer, arrays = self.VERBS[verb](self, content, message)
+                work = self._messenger.send(message.source, ["values", request, answer], arrays)
+                if verb == "close":
+                    self._last_answers.append(work)
+            except (OptionError, CheckpointError) as error:
+                self._messenger.send(message.source, ["error", request, [type(error).__name__, str(error)]])
+        self._pulls = [pull for pull in self._pulls if not self._answer(pull)]
+
+    def _error(self, text: str) -> CommError:
+        return CommError(f"{self._messenger.name}: {text}")
+
+    # ---- push and pull -------------------------------------------------------------------------------
+
+    def _exchange(self, worker: int, request: int, content: dict[str, Any], message: Message) -> None:
+        """Take in what a worker pushes, and note what it pulls."""
+        pushed = [self._parts[key] for key in content["push"]]
+        options = PushOptions(**content["options"])
+        left_out = set(content["left_out"])
+        arrays = [None if part.key in left_out else part.new_array(self._compression) for part in pushed]
+        message.read(into=[array for array in arrays if array is not None])
+        for part, array in zip(pushed, arrays, strict=True):
+            part.num_pushes[worker] += 1
+            part.queues[worker].append(Contribution(array, options))
+            self._check_counts(part)
+            self._apply_rounds(part, worker)
+        if content["pull"]:
+            parts = [self._parts[key] for key in content["pull"]]
+            self._pulls.append(
+                PendingPull(worker, request, parts, [part.num_pushes[worker] for part in parts])
+            )
+
+    def _apply_rounds(self, part: ServerPart, worker: int) -> None:
+        queues = [part.queues[worker]] if self._is_async else part.queues
+        while all(queues):
+            contributions = [queue.popleft() for queue in queues]
+            first = contributions[0].options.as_json()
+            for number, each in enumerate(contributions):
+                if each.options.as_json() != first:
+                    text = difference(f"push of {part.key!r}", first, 0, each.options.as_json(), number)
+                    raise self._error(text)
+            part.apply(contributions, self._compression, len(queues))
+
+    def _answer(self, pull: PendingPull) -> bool:
+        """Answer a pull if its values are ready; return whether they were."""
+        if not all(self._is_ready(part, count) for part, count in zip(pull.parts, pull.counts, strict=True)):
+            return False
+        answer = self._messenger.send(
+            pull.worker, ["values", pull.request, None], [part.value for part in pull.parts]
+        )
+        for part in pull.parts:
+            part.note_answer(answer)
+        return True
+
+    def _is_ready(self, part: ServerPart, count: int) -> bool:
+        """Return whether the value is what a pull after ``count`` pushes of its worker may see."""
+        if not self._is_async:
+            return part.num_rounds >= count
+        if self._staleness is None:
+            return True
+        others = [part.num_pushes[worker] for worker in range(self._num_workers) if worker not in self._left]
+        return count - min(others, default=count) <= self._staleness
+
+    def _check_counts(self, part: ServerPart) -> None:
+        """Raise if a worker has left that would have to push a part once more."""
+        if self._is_async:
+            return
+        most = max(part.num_pushes)
+        for worker in self._left:
+            if part.num_pushes[worker] < most:
+                other = part.num_pushes.index(most)
+                raise self._error(
+                    f"worker {worker} has left after {part.num_pushes[worker]} pushes of {part.key!r}, but worker "
+                    f"{other} has pushed it {most} times; all workers must push a key equally often"
+                )
+
+    # ---- what changes the store: each returns content and arrays of the answer --------------------------
+
+    def _join(self, content: dict[str, Any], message: Message) -> tuple[Any, Sequence[Array]]:
+        self._is_async, self._staleness = content["is_async"], content["staleness"]
+        return None, ()
+
+    def _flush(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+        return None, ()
+
+    def _init(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:
+        for key, value in zip(keys, message.read(), strict=True):
+            part = ServerPart(key, value, self._num_workers)
+            if self._optimizer is not None:
+                part.stored.set_optimizer(self._optimizer)
+            self._parts[key] = part
+        return None, ()
+
+    def _overwrite(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:
+        for key, value in zip(keys, message.read(), strict=True):
+            self._parts[key].stored.param.array = value
+        return None, ()
+
+    def _set_optimizer(self, description: Description, message: Message) -> tuple[Any, Sequence[Array]]:
+        make_optimizer(description)  # which may raise, before anything has changed
+        for part in self._parts.values():
+            part.stored.set_optimizer(description)
+        self._optimizer = description
+        return None, ()
+
+    def _set_lr(self, lr: float, message: Message) -> tuple[Any, Sequence[Array]]:
+        assert self._optimizer is not None
+        self._optimizer = {**self._optimizer, "lr": lr}
+        for part in self._parts.values():
+            part.stored.set_lr(lr)
+        return None, ()
+
+    def _set_compression(self, params: dict[str, Any], message: Message) -> tuple[Any, Sequence[Array]]:
+        self._compression = Compression.of(params)
+        return None, ()
+
+    def _get_states(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+        """Answer with the names [key, state] and the arrays of all states."""
+        states = [
+            (part.key, name, np.ascontiguousarray(array))
+            for part in self._parts.values()
+            for name, array in part.stored.get_states().items()
+        ]
+        return [[key, name] for key, name, _ in states], [array for *_, array in states]
+
+    def _set_states(self, names: list[list[Any]], message: Message) -> tuple[Any, Sequence[Array]]:
+        states: dict[Key, dict[str, Array]] = {}
+        for (key, name), array in zip(names, message.read(), strict=True):
+            states.setdefault(key, {})[name] = array
+        for key, arrays in states.items():
+            self._parts[key].stored.set_states(arrays)
+        return None, ()
+
+    def _stats(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+        traffic = self._messenger.traffic
+        return {
+            "keys": len(self._parts),
+            "elements": sum(part.value.size for part in self._parts.values()),
+            "rounds": sum(part.num_rounds for part in self._parts.values()),
+            "bytes_in": traffic.bytes_received,
+            "bytes_out": traffic.bytes_sent,
+            "idle_s": traffic.wait_s,
+        }, ()
+
+    def _close(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+        self._left.add(message.source)
+        for part in self._parts.values():
+            self._check_counts(part)
+        return None, ()
+
+    VERBS: ClassVar[dict[str, Callable[..., tuple[Any, Sequence[Array]]]]] = {
+        "join": _join,
+        "flush": _flush,
+        "init": _init,
+        "overwrite": _overwrite,
+        "set_optimizer": _set_optimizer,
+        "set_lr": _set_lr,
+        "set_compression": _set_compression,
+        "get_states": _get_states,
+        "set_states": _set_states,
+        "stats": _stats,
+        "close": _close,
+    }

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving the optimizers' states of a store, and what compression has lost, and going on from them.
+
+What lives here: what is in the file. What does not: the file's format and safe reading (checkpoint.py), collecting
+states from servers (dist.py). Both functions are called on all workers, and only worker 0 has the file.
+
+Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
+shape (workers, elements), and ``store``, JSON as bytes: the keys with shapes and dtypes, how many workers, the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from ..comm.base import Communicator
+from ..errors import CheckpointError
+from .calls import Key, Path, Spec
+from .residuals import Residuals
+from .stored import Arrays
+
+HEAD = "store"
+RESIDUAL = "residual"
+
+
+def describe_store(specs: Iterable[Spec], num_workers: int) -> dict[str, Any]:
+    """Return what a file must have in common with the store that reads it."""
+    keys = [[spec.key, list(spec.shape), spec.dtype.name] for spec in specs]
+    return {"keys": keys, "num_workers": num_workers}
+
+
+def write_states(
+    path: Path, head: Mapping[str, Any], specs: list[Spec], states: Mapping[Key, Arrays], residuals: Arrays
+) -> None:
+    """Write the file; CheckpointError if that is not possible."""
+    arrays = {
+        f"{spec.number}:{name}": array for spec in specs for name, array in states.get(spec.key, {}).items()
+    }
+    text = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    write_checkpoint(path, Checkpoint({}, optimizer={HEAD: text, **arrays, **residuals}))
+
+
+def read_states(
+    path: Path, store: Mapping[str, Any], specs: list[Spec]
+) -> tuple[dict[str, Any], dict[Key, Arrays], Arrays]:
+    """Return the head of a file, the states by key, and the residuals; CheckpointError if it is of another store."""
+    arrays = dict(read_checkpoint(path, {}, {}).optimizer or {})
+    try:
+        head = json.loads(arrays.pop(HEAD).tobytes())
+        found = {name: head[name] for name in store}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no file of a key-value store's states") from error
+    for name, mine in store.items():
+        if found[name] != mine:
+            raise CheckpointError(f"{path} is of another store: its {name} are {found[name]}, here {mine}")
+    residuals = {name: arrays.pop(name) for name in [*arrays] if name.endswith(f":{RESIDUAL}")}
+    states: dict[Key, Arrays] = {spec.key: {} for spec in specs}
+    for name, array in arrays.items():
+        number, _, state = name.partition(":")
+        if not number.isdecimal() or int(number) >= len(specs):
+            raise CheckpointError(f"{path} has a state {name!r} of no key")
+        states[specs[int(number)].key][state] = array
+    return head, states, residuals
+
+
+def check_states(path: Path, mine: Mapping[Key, Arrays], found: Mapping[Key, Arrays]) -> None:
+    """Raise CheckpointError unless the states have the names, shapes and dtypes that the optimizers have here."""
+    for key, states in mine.items():
+        shapes, others = (
+            {name: f"{array.dtype}{list(array.shape)}" for name, array in each.items()}
+            for each in (states, found.get(key, {}))
+        )
+        if shapes != others:
+            raise CheckpointError(f"{path}: key {key!r} has states {others}, but the optimizer here {shapes}")
+
+
+def gather_residuals(communicator: Communicator, specs: list[Spec], residuals: Residuals) -> Arrays:
+    """Return what compression has lost on each worker, by the name in the file; a collective."""
+    found = {}
+    for spec in specs:
+        rows = communicator.all_gather(
+            residuals.get(spec.key, spec.size), name="kvstore.save residual"
+        ).wait()
+        assert rows is not None
+        found[f"{spec.number}:{RESIDUAL}"] = rows
+    return found
+
+
+def scatter_residuals(
+    communicator: Communicator, specs: list[Spec], residuals: Residuals, found: Arrays
+) -> None:
+    """Give each worker its row of what worker 0 has ``found``; a collective."""
+    for spec in specs:
+        rows = np.zeros((communicator.size, spec.size), np.float32)
+        if communicator.rank == 0:
+            rows[...] = found[f"{spec.number}:{RESIDUAL}"]
+        communicator.broadcast(rows, 0, name="kvstore.load residual").wait()
+        residuals.set(spec.key, rows[communicator.rank])
+
+
+def broadcast_states(communicator: Communicator, states: dict[Key, Arrays]) -> dict[Key, Arrays]:
+    """Return worker 0's states on all workers; a collective."""
+    mine = [
+        [key, name, array.dtype.name, list(array.shape)]
+        for key, each in states.items()
+        for name, array in each.items()
+    ]
+    manifest = communicator.all_gather_object(mine, name="kvstore.load states")[0]
+    found: dict[Key, Arrays] = {}
+    for key, name, dtype, shape in manifest:
+        array = np.empty(shape, dtype)
+        if communicator.rank == 0:
+            array[...] = states[key][name]
+        communicator.broadcast(array, 0, name="kvstore.load states").wait()
+        found.setdefault(key, {})[name] = array
+    return found

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stores of the package: MXNet's calls, checked and compared over the workers before anything changes.
+
+What lives here: what all stores have in common. What does not: the checks of arguments (arguments.py), where values are
+kept and how they travel (replica.py, dist.py), the file of saved states (states.py).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..comm.base import Communicator, Work
+from ..comm.p2p import MessageTraffic
+from ..errors import CheckpointError, CommError, OptionError, check_choice, check_number
+from ..graph.recorder import break_graph
+from ..opt.base import Optimizer
+from ..tensor import Tensor
+from .arguments import Arguments
+from .base import OPTIMIZER, KVStoreBase
+from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec, difference
+from .compression import Compression
+from .residuals import Residuals
+from .states import (
+    check_states,
+    describe_store,
+    gather_residuals,
+    read_states,
+    scatter_residuals,
+    write_states,
+)
+from .stored import Arrays, Description, Updater
+
+
+class KVStore(KVStoreBase):
+    """Arrays by key, shared by the workers of a job: pushed, summed, updated, pulled. MXNet's names.
+
+    A key is an int or text, one kind in a store; a call takes one key or a list. A value is a Tensor, a numpy or a CUDA
+    array, contiguous, or a list of such (of several devices in MXNet), which is summed first. All workers call
+    ``init``, ``broadcast``, ``set_*``, ``save_*``, ``load_*`` and ``barrier`` alike; what a worker does otherwise is
+    a CommError on all that names it and the key. ``priority`` is accepted and changes nothing.
+
+    A recorded step that calls it runs eagerly.
+
+    Args:
+        name: what it was created by.
+        communicator: the workers.
+    """
+
+    def __init__(self, name: str, communicator: Communicator) -> None:
+        self._name = name
+        self._communicator = communicator
+        self._arguments = Arguments(name)
+        self._optimizer: Description | None = None
+        self._compression: Compression | None = None
+        self._residuals = Residuals()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r}, worker {self.rank} of {self.num_workers})"
+
+    @property
+    def type(self) -> str:
+        return self._name
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._communicator.size
+
+    @property
+    def num_servers(self) -> int:
+        """How many servers keep the values; 0: every worker keeps them all."""
+        return 0
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        check_choice("is_capable", "capability", capability, (OPTIMIZER,))
+        return True
+
+    @property
+    @abstractmethod
+    def traffic(self) -> MessageTraffic:
+        """What this worker has moved so far; callers take differences."""
+
+    # ---- keys ----------------------------------------------------------------------------------------
+
+    def init(self, key: Keys, value: Any) -> None:
+        """Make keys with worker 0's values; return once they are there.
+
+        Args:
+            key: new ones.
+            value: an array for each, of equal shape and dtype on all workers.
+
+        Raises:
+            OptionError: a key is there already, or keys of both kinds.
+            DTypeError, ShapeError: what cannot be a value.
+            CommError: workers give other keys, shapes or dtypes.
+        """
+        keys, values = self._arguments.keys("init", key), self._arguments.values("init", key, value)
+        for one in keys:
+            if one in self._arguments.specs:
+                raise OptionError(
+                    f"{self._name}: init: there is a key {one!r} already; broadcast() sets it anew"
+                )
+        given = [self._arguments.total("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
+        specs = [
+            Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype)
+            for number, (one, each) in enumerate(zip(keys, given, strict=True))
+        ]
+        if self._optimizer is not None:
+            for spec in specs:
+                self._arguments.check_float("init", spec)
+        manifest = {f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}" for spec in specs}
+        self._together("init", manifest, lambda: self._init(specs, given))
+        self._arguments.specs.update({spec.key: spec for spec in specs})
+
+    def broadcast(self, key: Keys, value: Any, out: Any, priority: int = 0) -> None:
+        """Set keys to worker 0's ``value``, new ones too, and ``out`` to that; the optimizer's state stays."""
+        keys, values = self._arguments.keys("broadcast", key), self._arguments.values("broadcast", key, value)
+        known = [one for one in keys if one in self._arguments.specs]
+        if known and len(known) < len(keys):
+            raise OptionError(
+                f"{self._name}: broadcast: key {known[0]!r} is there already but others are new"
+            )
+        if not known:
+            self.init(key, value)
+        else:
+            pairs = list(zip(keys, values, strict=True))
+            pushes = [self._arguments.as_push("broadcast", one, arrays) for one, arrays in pairs]
+            manifest = {f"key {one!r}": True for one in keys}
+            self._together("broadcast", manifest, lambda: self._overwrite(pushes))
+        self.pull(key, out)
+
+    # ---- values --------------------------------------------------------------------------------------
+
+    def push(
+        self, key: Keys, value: Any, priority: int = 0, *, scale: float = 1.0, mean: bool = False
+    ) -> None:
+        """Add this worker's values to the sums of this round; return when the arrays may be touched again.
+
+        Once all workers have pushed a key (``dist_async``: at once), the optimizer updates it by the sum; without one
+        the sum replaces it.
+
+        Args:
+            key, value: see the class; values of the shape and dtype of the key.
+            priority: accepted.
+            scale: factor of this worker's values, such as 1 / batch size.
+            mean: divide the sum by the number of workers; floats only, equal on all workers.
+
+        Raises:
+            OptionError: an unknown key. DTypeError, ShapeError: values that are not like the key's.
+            CommError: a worker or server is gone, or disagrees.
+        """
+        options = self._arguments.options("push", scale, mean)
+        self._exchange("push", self._arguments.pushes("push", key, value, options), [], options).wait()
+
+    def pull(self, key: Keys, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Set ``out`` to the values after this worker's last push of each key.
+
+        Args:
+            key: one or several.
+            out: for each an array of the key's shape and dtype, or a list of such, which is changed.
+            priority, ignore_sparse: accepted.
+        """
+        self._exchange("pull", [], self._arguments.pulls("pull", key, out), PushOptions()).wait()
+
+    def pushpull(
+        self,
+        key: Keys,
+        value: Any,
+        out: Any = None,
+        priority: int = 0,
+        *,
+        scale: float = 1.0,
+        mean: bool = False,
+        allow_none: bool = False,
+        wait: bool = True,
+    ) -> Work:
+        """Do ``push`` and ``pull`` as one message to each server; ``out`` None is ``value``.
+
+        Args:
+            key, value, scale, mean: see ``push``.
+            out: see ``pull``.
+            priority: accepted.
+            allow_none: a ``value`` may be None: this worker's part of the key's sum is zero, and a key that all workers
+                leave out is not updated.
+            wait: with False neither ``value`` nor ``out`` may be touched before the result's wait() has returned.
+
+        Returns:
+            Work.
+        """
+        options = self._arguments.options("pushpull", scale, mean, allow_none)
+        pushes = self._arguments.pushes("pushpull", key, value, options)
+        pulls = self._arguments.pulls("pushpull", key, value if out is None else out)
+        work = self._exchange("pushpull", pushes, pulls, options)
+        if wait:
+            work.wait()
+        return work
+
+    # ---- how sums become values ----------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Have the store update its values by an optimizer like this one, one for each key; states begin anew.
+
+        Raises:
+            OptionError: no optimizer, one that ``Optimizer.describe`` cannot describe, or whose class a server does not
+                know. DTypeError: a key holds integers. CommError: the workers give different ones.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise OptionError(f"{self._name}: set_optimizer: expected an opt.Optimizer, got {optimizer!r}")
+        description = optimizer.describe()
+        for spec in self._arguments.specs.values():
+            self._arguments.check_float("set_optimizer", spec)
+        self._together("set_optimizer", description, lambda: self._set_optimizer(description))
+        self._optimizer, self._arguments.needs_floats = description, True
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
+
+        Raises:
+            OptionError: there is no optimizer, or ``lr`` is no number >= 0.
+        """
+        if self._optimizer is None:
+            raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")
+        number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0)
+        self._together("set_learning_rate", {"the learning rate": number}, lambda: self._set_lr(number))
+        self._optimizer = {**self._optimizer, "lr": number}
+
+    def set_updater(self, updater: Updater) -> None:
+        """Have ``updater(key, pushed, stored)`` change the stored Tensor in place; stores of one process only."""
+        raise OptionError(
+            f"{self._name}: set_updater: a function cannot travel to other processes; write an Optimizer with apply() "
+            "at the top of the script and use set_optimizer()"
+        )
+
+    _set_updater = set_updater
+
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Send pushes as 1 or 2 bits a value from now on; what that loses is added to the next push of the key.
+
+        Args:
+            compression_params: {"type": "1bit" or "2bit", "threshold": number, 0.5 if left out}.
+
+        Raises:
+            OptionError: another type or threshold, a store of one process, or a key was made already.
+            CommError: the workers give different ones.
+        """
+        compression = Compression.of(compression_params)
+        if self._arguments.specs:
+            raise OptionError(f"{self._name}: set_gradient_compression comes before the first key is made")
+        manifest = {"type": compression.type, "threshold": compression.threshold}
+        self._together("set_gradient_compression", manifest, lambda: self._set_compression(compression))
+        self._compression, self._arguments.needs_float32 = compression, True
+
+    # ---- saved states --------------------------------------------------------------------------------
+
+    def save_optimizer_states(self, fname: Path, dump_optimizer: bool = False) -> None:
+        """Save the optimizers' states, and what compression has lost on each worker; worker 0 writes, all call it.
+
+        Args:
+            fname: the file, see Note [states file]; it is written atomically.
+            dump_optimizer: the optimizer itself as well, which ``load_optimizer_states`` then sets.
+
+        Raises:
+            OptionError: there is no optimizer. CheckpointError: the file cannot be written.
+        """
+        if self._optimizer is None:
+            raise OptionError(f"{self._name}: save_optimizer_states: set_optimizer() comes first")
+        optimizer = self._optimizer
+        head = {"optimizer": optimizer if dump_optimizer else None, "class": optimizer["class"]}
+
+        def save() -> None:
+            states = self._get_states()
+            specs = list(self._arguments.specs.values())
+            lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
+            if self.rank == 0:
+                write_states(fname, {**describe_store(specs, self.num_workers), **head}, specs, states, lost)
+
+        self._together("save_optimizer_states", head, save)
+
+    def load_optimizer_states(self, fname: Path) -> None:
+        """Go on from ``save_optimizer_states``, with the same keys and workers and any number of servers.
+
+        Raises:
+            CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
+        """
+        self._together("load_optimizer_states", {}, lambda: self._load(fname))
+
+    def _load(self, fname: Path) -> None:
+        specs, mine = list(self._arguments.specs.values()), self._get_states()
+        optimizer: Description | None = None
+        states: dict[Key, Arrays] = {}
+        lost: Arrays = {}
+        failure = None
+        if self.rank == 0:
+            try:
+                head, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
+                optimizer = head["optimizer"]
+                if optimizer is None:
+                    check_states(fname, mine, states)
+                if bool(lost) != bool(self._compression):
+                    raise CheckpointError(
+                        f"{fname}: it was saved {'with' if lost else 'without'} compression"
+                    )
+            except CheckpointError as error:
+                failure = str(error)
+        failure, optimizer = self._communicator.all_gather_object([failure, optimizer], name="kvstore.load")[
+            0
+        ]
+        if failure:
+            raise CheckpointError(failure)
+        if optimizer is not None:
+            self._set_optimizer(optimizer)
+            self._optimizer, self._arguments.needs_floats = optimizer, True
+        self._set_states(states)
+        if self._compression:
+            scatter_residuals(self._communicator, specs, self._residuals, lost)
+
+    # ---- the workers ---------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return once every worker has called it."""
+        self._communicator.barrier(name="kvstore.barrier")
+
+    def _barrier(self) -> None:
+        self.barrier()
+
+    def _together(self, call: str, mine: Mapping[str, Any], action: Callable[[], None]) -> None:
+        """Do ``action`` on all workers, once all have called it with equal entries; fail on all or none.
+
+        Raises:
+            CommError: naming worker and entry, where they differ.
+            OptionError, CheckpointError: on all workers, what one of them raised.
+        """
+        break_graph("it changes a key-value store")
+        self._flush()
+        everyone = self._communicator.all_gather_object(dict(mine), name=f"kvstore.{call}")
+        for worker, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                text = difference(call, everyone[0], 0, theirs, worker)
+                raise CommError(f"{self._name}: worker {self.rank}: {text}")
+        failure = None
+        try:
+            action()
+        except (OptionError, CheckpointError) as error:
+            failure = [type(error).__name__, str(error)]
+        failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
+        for kind, text in filter(None, failures):
+            raise (OptionError if kind == "OptionError" else CheckpointError)(text)
+
+    # ---- what a store writes -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
+        """Make keys with worker 0's values; called on all workers, as the next five."""
+
+    @abstractmethod
+    def _overwrite(self, pushes: list[Push]) -> None:
+        """Set keys to worker 0's values."""
+
+    @abstractmethod
+    def _set_optimizer(self, description: Description) -> None:
+        """Give all keys, also later ones, an optimizer."""
+
+    @abstractmethod
+    def _set_lr(self, lr: float) -> None:
+        """Set the learning rate of all optimizers."""
+
+    @abstractmethod
+    def _set_compression(self, compression: Compression) -> None:
+        """Raise where the store cannot compress."""
+
+    @abstractmethod
+    def _get_states(self) -> dict[Key, Arrays]:
+        """Return the states of each key's optimizer, of whole keys; on worker 0 alone or on all."""
+
+    @abstractmethod
+    def _set_states(self, states: dict[Key, Arrays]) -> None:
+        """Set the states to worker 0's."""
+
+    @abstractmethod
+    def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
+        """Begin what ``pushpull`` does; ``what`` is the caller, for errors."""
+
+    def _flush(self) -> None:
+        """Return once what this worker has pushed was taken in."""
