@@ -21,7 +21,7 @@ LEVELS = {
     11: {FACE, "__main__"},
     10: {"cli", "communicators", "data", "singa_wrap"},
     9: {"model"},
-    8: {"record"},
+    8: {"kvstore", "record"},
     7: {"layer", "opt"},
     6: {"autograd", "sync", "initializer"},
     5: {"tensor"},

@@ -258,6 +258,7 @@ PYBIND11_MODULE(_kernels, m) {
   bind_windows(m);
   bind_norms(m);
   bind_plan(m);
+  bind_quantize(m);
   m.def("pack", &bind_pack, "out"_a, "alignment"_a = 1);
   m.def("unpack", &bind_unpack, "flat"_a, kw, "out"_a);
   m.def("top_k", &bind_top_k, "values"_a, kw, "out"_a, "k"_a);

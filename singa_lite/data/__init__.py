@@ -7,11 +7,14 @@ from .loader import make_batch
 from .mnist import Mnist, load_mnist
 from .prefetch import prefetch
 from .sampler import ShardedSampler, partition
+from .split import SplitSampler, batches
 
 __all__ = [
     "Cifar",
     "Mnist",
     "ShardedSampler",
+    "SplitSampler",
+    "batches",
     "fetch_cifar10",
     "load_cifar10",
     "load_mnist",

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXNet's way to divide a data set: every worker keeps one part of it and shuffles that; batches of any sampler.
+
+``ShardedSampler`` (sampler.py) is the better choice where all workers can read all samples: it plans batches of the
+whole data set anew every epoch, and in every step the workers' batches differ by at most one sample.
+
+Note [equal batches]: all parts make ceil(smallest part / batch_size) batches, so no worker waits at the end of an epoch
+for one that has none left. The last batch takes what is left: of a larger part batch_size + 1 samples at most.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_int
+from .sampler import partition
+
+Array = np.ndarray[Any, Any]
+
+
+class Sampler(Protocol):
+    """What ``batches`` takes: one index at a time, and how many there are in an epoch."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class SplitSampler:
+    """Iterates over the indices of one part of the data set, one int at a time, in a new order each epoch.
+
+    The parts are consecutive, differ by at most one sample (the lower ones are larger), and together have every sample
+    once; MXNet's loses the rest of the division. An iteration continues from ``(epoch, position)`` and leaves the
+    sampler at the next epoch's start, as that of ``ShardedSampler`` does.
+
+    Args:
+        length: size of the data set, >= num_parts.
+        num_parts: number of workers, >= 1.
+        part_index: 0 <= part_index < num_parts, such as the worker's rank.
+        shuffle: a new order of the part each epoch, the same in every run; False keeps the order of the data.
+        seed: >= 0.
+
+    Raises:
+        DataError: fewer samples than parts.
+        OptionError: another argument is out of range.
+
+    Example:
+        >>> [list(SplitSampler(7, 3, part, shuffle=False)) for part in range(3)]
+        [[0, 1, 2], [3, 4], [5, 6]]
+    """
+
+    def __init__(
+        self, length: int, num_parts: int = 1, part_index: int = 0, *, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        self.length = check_int("SplitSampler", "length", length, 0)
+        self.num_parts = check_int("SplitSampler", "num_parts", num_parts, 1)
+        self.part_index = check_int("SplitSampler", "part_index", part_index, 0)
+        self.seed = check_int("SplitSampler", "seed", seed, 0)
+        if self.part_index >= self.num_parts:
+            raise OptionError(f"SplitSampler: part_index = {part_index} must be < num_parts = {num_parts}")
+        if self.length < self.num_parts:
+            raise DataError(
+                f"SplitSampler: {length} samples cannot be split into {num_parts} parts; use fewer workers"
+            )
+        self.shuffle = bool(shuffle)
+        self.epoch = 0
+        self.position = 0
+        self._part = partition(self.length, self.part_index, self.num_parts)
+
+    @property
+    def smallest_part(self) -> int:
+        """Samples of the smallest part, equal on every worker."""
+        return self.length // self.num_parts
+
+    def __len__(self) -> int:
+        """Samples of this part."""
+        return self._part.stop - self._part.start
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch`` (>= 0); within that epoch already, stay at the position."""
+        check_int("SplitSampler", "epoch", epoch, 0)
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the index of every sample of this part that is left in the epoch."""
+        epoch, order, count = self.epoch, self._order(), len(self)
+        for position in range(self.position, count):
+            # counted before the index is returned: a checkpoint made in the loop means "this one is done"
+            self.epoch, self.position = (epoch, position + 1) if position + 1 < count else (epoch + 1, 0)
+            yield order[position]
+
+    def _order(self) -> list[int]:
+        indices = np.arange(self._part.start, self._part.stop)
+        if self.shuffle:
+            indices = np.random.default_rng([self.seed, self.epoch, self.part_index]).permutation(indices)
+        return indices.tolist()  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint keeps; equal on every worker after as many ``batches``."""
+        return {"epoch": self.epoch, "position": self.position, **self._plan()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go where ``state_dict()`` was taken, on this worker or another.
+
+        Raises:
+            CheckpointError: it was taken with another plan (data size, number of parts, shuffle or seed).
+        """
+        plan = {name: state.get(name) for name in self._plan()}
+        if plan != self._plan():
+            raise CheckpointError(
+                f"SplitSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
+            )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        # the last sample of a larger part comes when this one has begun its next epoch
+        self.epoch, self.position = (epoch, position) if position < len(self) else (epoch + 1, 0)
+
+    def _plan(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in ("length", "num_parts", "shuffle", "seed")}
+
+
+class Batches:
+    """Iterates over the index arrays of one epoch of a sampler, anew each time; ``batches`` makes it."""
+
+    def __init__(self, sampler: Sampler, batch_size: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, equal on every worker, see Note [equal batches]."""
+        return self._steps_after(0)
+
+    def __iter__(self) -> Iterator[Array]:
+        """Yield the indices of each batch that is left in the sampler's epoch, int64, shape (n,)."""
+        position = self.sampler.position if isinstance(self.sampler, SplitSampler) else 0
+        left = len(self.sampler) - position
+        indices = iter(self.sampler)
+        for _ in range(1, self._steps_after(position)):
+            yield _take(indices, self.batch_size)
+            left -= self.batch_size
+        if left > 0:
+            yield _take(indices, left)
+
+    def _steps_after(self, position: int) -> int:
+        sampler = self.sampler
+        smallest = sampler.smallest_part if isinstance(sampler, SplitSampler) else len(sampler)
+        return -(-(smallest - position) // self.batch_size)
+
+
+def batches(sampler: Sampler, batch_size: int) -> Batches:
+    """Return an iterable of one epoch's batches of ``sampler``: index arrays, such as ``make_batch`` takes.
+
+    Each loop over it is the next epoch, or what is left of one in whose middle the sampler was put.
+
+    Args:
+        sampler: a ``SplitSampler``, all of whose parts make the same number of batches (Note [equal batches]); or
+            anything with a length that yields one index at a time, such as ``range(100)``, whose last batch is smaller.
+        batch_size: samples a batch, >= 1.
+
+    Raises:
+        OptionError: ``batch_size`` is no int >= 1, or ``sampler`` has no length or cannot be iterated over.
+        DTypeError, DataError: while iterating, if the sampler yields something else than ints, or ends too early.
+
+    Example:
+        >>> [batch.tolist() for batch in batches(SplitSampler(5, 2, 0, shuffle=False), 2)]
+        [[0, 1, 2]]
+    """
+    check_int("batches", "batch_size", batch_size, 1)
+    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
+        raise OptionError(
+            f"batches: {sampler!r} is no sampler; it needs a length and indices to iterate over"
+        )
+    return Batches(sampler, batch_size)
+
+
+def _take(indices: Iterator[int], count: int) -> Array:
+    """Return the next ``count`` indices, int64, shape (count,)."""
+    try:
+        taken = [operator.index(index) for index in islice(indices, count)]
+    except TypeError as error:
+        raise DTypeError(
+            f"batches: the sampler must yield ints ({error}); a ShardedSampler's are batches already"
+        ) from None
+    if len(taken) < count:
+        raise DataError(
+            f"batches: the sampler ended after {len(taken)} of a batch's {count} indices; its length says more"
+        )
+    return np.array(taken, np.int64)
