@@ -37,7 +37,8 @@ class Arguments:
             raise OptionError(f"{self._name}: {where}: give at least one key")
         kinds = {str if isinstance(one, str) else int for one in [*given, *list(self.specs)[:1]]}
         keys: list[Key] = [
-            one if isinstance(one, str) else check_int(f"{self._name}: {where}", "key", one, 0) for one in given
+            one if isinstance(one, str) else check_int(f"{self._name}: {where}", "key", one, 0)
+            for one in given
         ]
         if len(kinds) > 1:
             raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")

@@ -210,7 +210,7 @@ class DistStore(KVStore):
                 )
                 for part, piece in pieces:
                     names[part.server].append([key, name])
-                    arrays[part.server].append(np.ascontiguousarray(piece))
+                    arrays[part.server].append(np.asarray(piece, order="C"))
         self._ask("set_states", dict.fromkeys(names), names, arrays)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:

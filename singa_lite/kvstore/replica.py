@@ -21,7 +21,6 @@ from ..tensor import Tensor, to_numpy
 from .calls import Key, Pull, Push, PushOptions, Spec
 from .compression import Compression
 from .residuals import add_decoded
-from .states import broadcast_states
 from .store import KVStore
 from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 
@@ -69,7 +68,7 @@ class ReplicaStore(KVStore):
             stored = StoredArray(spec.key, value.clone())
             self._copy_of_worker_0(stored.param)
             if self._optimizer is not None:
-                stored.set_optimizer(self._optimizer)
+                stored.set_optimizer(self._optimizer, self._lr)
             stored.updater = self._updater
             self._stored[spec.key] = stored
 
@@ -101,7 +100,7 @@ class ReplicaStore(KVStore):
         return {key: stored.get_states() for key, stored in self._stored.items()}
 
     def _set_states(self, states: dict[Key, Arrays]) -> None:
-        for key, arrays in broadcast_states(self._communicator, states).items():
+        for key, arrays in self.broadcast_states(states).items():
             self._stored[key].set_states(arrays)
 
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
@@ -138,10 +137,10 @@ class ReplicaStore(KVStore):
         if total.dtype != dtype:
             total = total.as_type(dtype)
         start = 0
-        for push, is_given in zip(pushes, list(has_value.any(axis=0)), strict=True):
+        for number, push in enumerate(pushes):
             part = total.array[start : start + push.spec.size].reshape(push.spec.shape)
             start += push.spec.size
-            if is_given:
+            if has_value[:, number].any():
                 self._stored[push.spec.key].apply(part)
 
     def _gather_has_value(

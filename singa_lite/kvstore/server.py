@@ -141,6 +141,7 @@ class Server:
         self._left: set[int] = set()
         self._last_answers: list[SendWork] = []
         self._optimizer: Description | None = None
+        self._lr: float | None = None  # set after the optimizer
         self._compression: Compression | None = None
         self._is_async = False
         self._staleness: int | None = None
@@ -255,7 +256,7 @@ class Server:
         for key, value in zip(keys, message.read(), strict=True):
             part = ServerPart(key, value, self._num_workers)
             if self._optimizer is not None:
-                part.stored.set_optimizer(self._optimizer)
+                part.stored.set_optimizer(self._optimizer, self._lr)
             self._parts[key] = part
         return None, ()
 
@@ -268,12 +269,11 @@ class Server:
         make_optimizer(description)  # which may raise, before anything has changed
         for part in self._parts.values():
             part.stored.set_optimizer(description)
-        self._optimizer = description
+        self._optimizer, self._lr = description, None
         return None, ()
 
     def _set_lr(self, lr: float, message: Message) -> tuple[Any, Sequence[Array]]:
-        assert self._optimizer is not None
-        self._optimizer = {**self._optimizer, "lr": lr}
+        self._lr = lr
         for part in self._parts.values():
             part.stored.set_lr(lr)
         return None, ()
@@ -285,7 +285,7 @@ class Server:
     def _get_states(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
         """Answer with the names [key, state] and the arrays of all states."""
         states = [
-            (part.key, name, np.ascontiguousarray(array))
+            (part.key, name, np.asarray(array, order="C"))
             for part in self._parts.values()
             for name, array in part.stored.get_states().items()
         ]

@@ -5,7 +5,7 @@ What lives here: what is in the file. What does not: the file's format and safe 
 states from servers (dist.py). Both functions are called on all workers, and only worker 0 has the file.
 
 Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
-shape (workers, elements), and ``store``, JSON as bytes: the keys with shapes and dtypes, how many workers, the optimizer.
+shape (workers, elements), and ``store``, JSON as bytes: keys with shapes and dtypes, number of workers, optimizer.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ kept and how they travel (replica.py, dist.py), the file of saved states (states
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..comm.base import Communicator, Work
@@ -23,6 +23,7 @@ from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec, difference
 from .compression import Compression
 from .residuals import Residuals
 from .states import (
+    broadcast_states,
     check_states,
     describe_store,
     gather_residuals,
@@ -31,6 +32,8 @@ from .states import (
     write_states,
 )
 from .stored import Arrays, Description, Updater
+
+States = dict[Key, Arrays]
 
 
 class KVStore(KVStoreBase):
@@ -53,6 +56,7 @@ class KVStore(KVStoreBase):
         self._communicator = communicator
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
+        self._lr: float | None = None  # set after the optimizer
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -70,6 +74,11 @@ class KVStore(KVStoreBase):
     @property
     def num_workers(self) -> int:
         return self._communicator.size
+
+    @property
+    def optimizer_description(self) -> Description | None:
+        """The optimizer that was set last, as ``Optimizer.describe`` gives it."""
+        return self._optimizer
 
     @property
     def num_servers(self) -> int:
@@ -216,7 +225,7 @@ class KVStore(KVStoreBase):
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
         self._together("set_optimizer", description, lambda: self._set_optimizer(description))
-        self._optimizer, self._arguments.needs_floats = description, True
+        self._optimizer, self._lr, self._arguments.needs_floats = description, None, True
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
@@ -228,7 +237,7 @@ class KVStore(KVStoreBase):
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")
         number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0)
         self._together("set_learning_rate", {"the learning rate": number}, lambda: self._set_lr(number))
-        self._optimizer = {**self._optimizer, "lr": number}
+        self._lr = number
 
     def set_updater(self, updater: Updater) -> None:
         """Have ``updater(key, pushed, stored)`` change the stored Tensor in place; stores of one process only."""
@@ -262,7 +271,7 @@ class KVStore(KVStoreBase):
         """Save the optimizers' states, and what compression has lost on each worker; worker 0 writes, all call it.
 
         Args:
-            fname: the file, see Note [states file]; it is written atomically.
+            fname: the file, see Note [states file] in states.py; it is written atomically.
             dump_optimizer: the optimizer itself as well, which ``load_optimizer_states`` then sets.
 
         Raises:
@@ -270,17 +279,8 @@ class KVStore(KVStoreBase):
         """
         if self._optimizer is None:
             raise OptionError(f"{self._name}: save_optimizer_states: set_optimizer() comes first")
-        optimizer = self._optimizer
-        head = {"optimizer": optimizer if dump_optimizer else None, "class": optimizer["class"]}
-
-        def save() -> None:
-            states = self._get_states()
-            specs = list(self._arguments.specs.values())
-            lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
-            if self.rank == 0:
-                write_states(fname, {**describe_store(specs, self.num_workers), **head}, specs, states, lost)
-
-        self._together("save_optimizer_states", head, save)
+        optimizer = {"description": dict(self._optimizer), "lr": self._lr} if dump_optimizer else None
+        self.save_states("save_optimizer_states", fname, {"optimizer": optimizer}, self._get_states)
 
     def load_optimizer_states(self, fname: Path) -> None:
         """Go on from ``save_optimizer_states``, with the same keys and workers and any number of servers.
@@ -288,37 +288,80 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
         """
-        self._together("load_optimizer_states", {}, lambda: self._load(fname))
+        self.load_states("load_optimizer_states", fname, self._get_states, self._set_states)
 
-    def _load(self, fname: Path) -> None:
-        specs, mine = list(self._arguments.specs.values()), self._get_states()
-        optimizer: Description | None = None
-        states: dict[Key, Arrays] = {}
-        lost: Arrays = {}
-        failure = None
-        if self.rank == 0:
-            try:
-                head, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
-                optimizer = head["optimizer"]
-                if optimizer is None:
-                    check_states(fname, mine, states)
-                if bool(lost) != bool(self._compression):
-                    raise CheckpointError(
-                        f"{fname}: it was saved {'with' if lost else 'without'} compression"
-                    )
-            except CheckpointError as error:
-                failure = str(error)
-        failure, optimizer = self._communicator.all_gather_object([failure, optimizer], name="kvstore.load")[
-            0
-        ]
-        if failure:
-            raise CheckpointError(failure)
-        if optimizer is not None:
-            self._set_optimizer(optimizer)
-            self._optimizer, self._arguments.needs_floats = optimizer, True
-        self._set_states(states)
-        if self._compression:
-            scatter_residuals(self._communicator, specs, self._residuals, lost)
+    def save_states(
+        self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
+    ) -> None:
+        """Save states by key, such as those of a Trainer's own optimizer; a collective of the workers.
+
+        Args:
+            where: the caller, for errors.
+            fname: the file.
+            head: what else is kept, JSON values.
+            get_states: gives the states on worker 0; called on all.
+        """
+
+        def save() -> None:
+            states, specs = get_states(), list(self._arguments.specs.values())
+            lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
+            if self.rank == 0:
+                write_states(fname, {**describe_store(specs, self.num_workers), **head}, specs, states, lost)
+
+        self._together(where, head, save)
+
+    def load_states(
+        self, where: str, fname: Path, get_states: Callable[[], States], set_states: Callable[[States], None]
+    ) -> dict[str, Any]:
+        """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
+
+        Returns:
+            What the file keeps beside states, on all workers.
+
+        Raises:
+            CheckpointError: see ``load_optimizer_states``.
+        """
+        head: dict[str, Any] = {}
+
+        def load() -> None:
+            specs, mine = list(self._arguments.specs.values()), get_states()
+            states: States = {}
+            lost: Arrays = {}
+            failure = None
+            if self.rank == 0:
+                try:
+                    found, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
+                    head.update(found)
+                    if head.get("optimizer") is None:
+                        check_states(fname, mine, states)
+                    if bool(lost) != bool(self._compression):
+                        raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
+                except CheckpointError as error:
+                    failure = str(error)
+            failure, shared = self._communicator.all_gather_object([failure, head], name="kvstore.load")[0]
+            if failure:
+                raise CheckpointError(failure)
+            head.update(shared)
+            if head.get("optimizer") is not None:
+                self._set_dumped(head["optimizer"])
+            set_states(states)
+            if self._compression:
+                scatter_residuals(self._communicator, specs, self._residuals, lost)
+
+        self._together(where, {}, load)
+        return head
+
+    def broadcast_states(self, states: States) -> States:
+        """Return worker 0's states on all workers; a collective."""
+        return broadcast_states(self._communicator, states)
+
+    def _set_dumped(self, optimizer: dict[str, Any]) -> None:
+        """Set the optimizer of a file."""
+        self._set_optimizer(optimizer["description"])
+        self._optimizer, self._lr, self._arguments.needs_floats = optimizer["description"], None, True
+        if optimizer["lr"] is not None:
+            self._set_lr(optimizer["lr"])
+            self._lr = optimizer["lr"]
 
     # ---- the workers ---------------------------------------------------------------------------------
 
@@ -328,6 +371,17 @@ class KVStore(KVStoreBase):
 
     def _barrier(self) -> None:
         self.barrier()
+
+    def agree(self, call: str, mine: Mapping[str, Any]) -> None:
+        """Raise a CommError that names worker and entry unless all workers call this with equal JSON values."""
+        self._together(call, mine, lambda: None)
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Set float Tensors to their mean over the workers; all call it alike."""
+        for tensor in tensors:
+            tensor.device.backend.activate()
+            name = f"kvstore.average({tensor.name})"
+            self._communicator.all_reduce(tensor.array, "mean", name=name).wait()
 
     def _together(self, call: str, mine: Mapping[str, Any], action: Callable[[], None]) -> None:
         """Do ``action`` on all workers, once all have called it with equal entries; fail on all or none.
@@ -375,11 +429,11 @@ class KVStore(KVStoreBase):
         """Raise where the store cannot compress."""
 
     @abstractmethod
-    def _get_states(self) -> dict[Key, Arrays]:
+    def _get_states(self) -> States:
         """Return the states of each key's optimizer, of whole keys; on worker 0 alone or on all."""
 
     @abstractmethod
-    def _set_states(self, states: dict[Key, Arrays]) -> None:
+    def _set_states(self, states: States) -> None:
         """Set the states to worker 0's."""
 
     @abstractmethod

@@ -48,9 +48,11 @@ class StoredArray:
         """The backend of the device it lives on."""
         return self.param.device.backend
 
-    def set_optimizer(self, description: Description) -> None:
-        """Have a new optimizer, without state, update the value from now on."""
+    def set_optimizer(self, description: Description, lr: float | None = None) -> None:
+        """Have a new optimizer, without state, update the value from now on; ``lr`` None is the one described."""
         self.optimizer = make_optimizer(description)
+        if lr is not None:
+            self.optimizer.lr = lr
         self.optimizer.prepare({str(self.key): self.param}, {})
 
     def set_lr(self, lr: float) -> None:

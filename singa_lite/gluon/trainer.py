@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXNet's Trainer: sums the gradients of all workers through a key-value store and updates the parameters.
+
+    trainer = gluon.Trainer(model.get_params(), "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
+    loss.backward()
+    trainer.step(batch_size)
+
+What lives here: when gradients are pushed and by what they are scaled. What does not: sums (kvstore/), computing
+gradients (autograd/), updates (opt/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import kvstore as stores
+from ..errors import DTypeError, GraphError, OptionError, check_choice, check_number
+from ..kvstore.base import KVStoreBase
+from ..kvstore.calls import Path
+from ..kvstore.store import KVStore, States
+from ..layer.base import Layer
+from ..opt.base import Optimizer, create, unique_names
+from ..opt.schedule import Constant
+from ..tensor import Tensor
+
+# MXNet's name of an optimizer -> ours, and the learning rate it has unless told
+OPTIMIZERS = {
+    "sgd": ("SGD", 0.01),
+    "adam": ("Adam", 0.001),
+    "adamw": ("AdamW", 0.001),
+    "rmsprop": ("RMSProp", 0.001),
+    "adagrad": ("AdaGrad", 0.01),
+}
+ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
+GIVEN = "which gradients are given"  # a key of its own, where the Trainer updates by itself
+
+
+class Trainer:
+    """Updates parameters by the sum of all workers' gradients, scaled by each worker's batch size.
+
+    All workers must make it and call it alike. A gradient is ``Tensor.grad``: backward adds to it while it is fresh,
+    and ``step`` makes it stale, so that the next backward replaces it.
+
+    Args:
+        params: parameters by name, such as ``model.get_params()`` gives once the model has them, or a list.
+        optimizer: an opt.Optimizer, or a name: "sgd", "adam", "adamw", "rmsprop", "adagrad", or one of the script's
+            classes.
+        optimizer_params: arguments for a name: ours, or MXNet's learning_rate, wd, beta1, beta2.
+        kvstore: a store, a name for ``kvstore.create``, or None: nothing is summed.
+        compression_params: see ``KVStore.set_gradient_compression``.
+        update_on_kvstore: whether the store keeps and updates the parameters, on its servers if it has any; None: if it
+            is a dist store. With False each worker updates by itself.
+        reduction: "sum" as in MXNet: with N workers and ``step`` of this worker's batch size, N times the gradient of
+            the mean; "mean" divides the sum by N.
+
+    Raises:
+        OptionError: an unknown name or argument; a store that cannot do what is asked.
+        DTypeError: what is no parameter.
+        CommError: the workers differ in parameters or optimizer.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor] | Sequence[Tensor],
+        optimizer: str | Optimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: str | KVStoreBase | None = "device",
+        compression_params: Mapping[str, Any] | None = None,
+        update_on_kvstore: bool | None = None,
+        reduction: str = "sum",
+    ) -> None:
+        check_choice("Trainer", "reduction", reduction, ("sum", "mean"))
+        self._params = _parameters(params)
+        self._names = list(self._params)
+        self._optimizer = _optimizer(optimizer, optimizer_params)
+        self._is_mean = reduction == "mean"
+        self._store = stores.create(kvstore) if isinstance(kvstore, str) else kvstore
+        if self._store is not None and not isinstance(self._store, KVStoreBase):
+            raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
+        self._updates_on_store = self._where_to_update(update_on_kvstore)
+        self._attributes = self._optimizer_attributes()
+        self._before, self._last = (0, 0, 0, 0.0), (0, 0, 0, 0.0)
+        self._optimizer.prepare(self._params, {})
+        self._keeper = self._connect(compression_params)
+
+    def __repr__(self) -> str:
+        where = "on the store" if self._updates_on_store else "here"
+        return (
+            f"Trainer({len(self._params)} parameters, {self._optimizer!r}, {self._store!r}, updates {where})"
+        )
+
+    # ---- what it is ----------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer; where the store updates, one like it is there for each parameter."""
+        return self._optimizer
+
+    @property
+    def kvstore(self) -> KVStoreBase | None:
+        """The store."""
+        return self._store
+
+    @property
+    def update_on_kvstore(self) -> bool:
+        """Whether the store updates the parameters."""
+        return self._updates_on_store
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return self._optimizer.lr_value
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on, here and on the servers; all workers must set the same.
+
+        Raises:
+            OptionError: no number >= 0. CommError: the workers set different ones.
+        """
+        number = check_number("Trainer: set_learning_rate", "lr", lr, 0)
+        if isinstance(self._store, KVStore):
+            if self._updates_on_store:
+                self._store.set_learning_rate(number)
+            else:
+                self._store.agree("set_learning_rate", {"the learning rate": number})
+        self._optimizer.lr = number
+        self._attributes = self._optimizer_attributes()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of the arrays that this worker sent in the last step."""
+        return self._last[0]
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of the arrays that this worker received in the last step."""
+        return self._last[1]
+
+    @property
+    def bytes_heads(self) -> int:
+        """Bytes of the headers of messages in the last step, both ways."""
+        return self._last[2]
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds this worker waited in the last step."""
+        return self._last[3]
+
+    # ---- a step --------------------------------------------------------------------------------------
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Sum the gradients over the workers, each divided by its worker's batch size, and update the parameters.
+
+        Args:
+            batch_size: of this worker, > 0; 1 for gradients that are means already.
+            ignore_stale_grad: a gradient that no backward has computed since the last step counts as zero here, and a
+                parameter whose gradient is stale on all workers is not touched. Equal on all workers.
+
+        Raises:
+            GraphError: a gradient is stale; nothing has moved.
+            CommError: a worker or server is gone, or disagrees.
+        """
+        check_number("Trainer: step", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        stale = self._stale("step", ignore_stale_grad)
+        self._check_optimizer()
+        self._count()
+        if self._updates_on_store:
+            grads = [None if name in stale else param.grad for name, param in self._params.items()]
+            assert isinstance(self._store, KVStore)
+            self._store.pushpull(
+                self._names,
+                grads,
+                out=list(self._params.values()),
+                scale=1 / batch_size,
+                mean=self._is_mean,
+                allow_none=ignore_stale_grad,
+            )
+            self._optimizer.step()
+        else:
+            self._update(self._sum_grads(1 / batch_size, stale, ignore_stale_grad))
+        self._finish()
+
+    def allreduce_grads(self) -> None:
+        """Set all gradients to their sum over the workers, or mean; ``update`` comes next. They stay fresh.
+
+        Raises:
+            OptionError: the store updates the parameters. GraphError: a gradient is stale.
+        """
+        self._check_by_hand("allreduce_grads")
+        self._stale("allreduce_grads", False)
+        self._count()
+        self._sum_grads(1.0, set(), False)
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the parameters by ``grad / batch_size``; all workers give the same batch size.
+
+        Raises:
+            OptionError: the store updates the parameters. GraphError: a gradient is stale.
+            CommError: the batch sizes or stale gradients differ.
+        """
+        self._check_by_hand("update")
+        check_number("Trainer: update", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        stale = self._stale("update", ignore_stale_grad)
+        self._check_optimizer()
+        if isinstance(self._store, KVStore):
+            self._store.agree("update", {"the batch size": batch_size, "the stale gradients": sorted(stale)})
+        names = [name for name in self._names if name not in stale]
+        for name in names:
+            _scale(self._params[name], 1 / batch_size)
+        self._update(names)
+        self._finish()
+
+    def synchronize(self, model: Layer | None = None) -> None:
+        """Set the parameters to the newest ones, and a model's float buffers to their mean over the workers.
+
+        Afterwards all workers have equal bits, also with "dist_async". All of them call it, such as before evaluating.
+
+        Args:
+            model: whose buffers are averaged, such as the running statistics of batch norm; None: none.
+
+        Raises:
+            OptionError: the Trainer has no store of the package.
+        """
+        if not isinstance(self._store, KVStore):
+            raise OptionError(f"Trainer: synchronize needs a store of kvstore.create(), not {self._store!r}")
+        if self._updates_on_store:
+            self._store.agree("synchronize", {})
+            self._store.pull(self._names, list(self._params.values()))
+            self._store.barrier()
+        if model is not None:
+            params = set(model.get_params())
+            buffers = [tensor for name, tensor in model.get_states().items() if name not in params]
+            self._store.average([tensor for tensor in buffers if tensor.dtype.kind == "f"])
+
+    # ---- saved states --------------------------------------------------------------------------------
+
+    def save_states(self, fname: Path) -> None:
+        """Save the optimizer's states, step counts and what compression has lost; worker 0 writes, all call it.
+
+        Parameters are the model's to save. CheckpointError: the file cannot be written.
+        """
+        states = self._keeper._get_states if self._updates_on_store else self._own_states
+        head = {"optimizer": None, "steps": self._optimizer.step_counter}
+        self._keeper.save_states("save_states", fname, head, states)
+
+    def load_states(self, fname: Path) -> None:
+        """Go on from ``save_states``, with as many workers and any number of servers.
+
+        Raises:
+            CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
+        """
+        if self._updates_on_store:
+            head = self._keeper.load_states(
+                "load_states", fname, self._keeper._get_states, self._keeper._set_states
+            )
+        else:
+            head = self._keeper.load_states("load_states", fname, self._own_states, self._set_own_states)
+        self._optimizer.step_counter = int(head.get("steps", 0))
+
+    def _own_states(self) -> States:
+        """Return the states of this worker's optimizer by parameter."""
+        found: States = {name: {} for name in self._names}
+        for key, array in self._optimizer.get_states().items():
+            name, _, state = key.rpartition(":")
+            found[name if name in found else self._names[0]][state if name in found else key] = array
+        return found
+
+    def _set_own_states(self, states: States) -> None:
+        shared = self._keeper.broadcast_states(states)
+        mine = {f"{name}:{state}": array for name, each in shared.items() for state, array in each.items()}
+        own = self._optimizer.get_states()
+        self._optimizer.set_states(
+            {key: mine[key if key in mine else f"{self._names[0]}:{key}"] for key in own}
+        )
+
+    # ---- parts of a step -----------------------------------------------------------------------------
+
+    def _sum_grads(self, scale: float, stale: set[str], ignores: bool) -> list[str]:
+        """Set the gradients to their sum, scaled; return the names of those that some worker has given."""
+        params, store = list(self._params.values()), self._store
+        names = self._given_anywhere(stale) if ignores else self._names
+        for name in stale:
+            grad = self._params[name].grad
+            assert grad is not None
+            grad.set_value(0)
+        grads = [self._params[name].grad for name in names]
+        if isinstance(store, KVStore):
+            if names:
+                store.pushpull(names, grads, out=grads, scale=scale, mean=self._is_mean)
+            return names
+        for param in params:
+            _scale(param, scale)
+        if store is not None and names:
+            store.pushpull(names, grads, out=grads)
+            if self._is_mean:
+                for name in names:
+                    _scale(self._params[name], 1 / store.num_workers)
+        return names
+
+    def _given_anywhere(self, stale: set[str]) -> list[str]:
+        """Return the names of the parameters whose gradient is fresh on some worker."""
+        given = np.array([name not in stale for name in self._names], np.int64)
+        if self._store is not None:
+            self._store.pushpull(GIVEN, given, out=given)
+        return [name for name, count in zip(self._names, given, strict=True) if count]
+
+    def _update(self, names: list[str]) -> None:
+        pairs = [(self._params[name], self._params[name].grad) for name in names]
+        self._optimizer.update_pairs([(param, grad) for param, grad in pairs if grad is not None])
+        self._optimizer.step()
+
+    def _stale(self, where: str, ignores: bool) -> set[str]:
+        """Return the names of stale gradients; GraphError if there are some and they are not to be ignored."""
+        stale = {name for name, param in self._params.items() if not param.has_fresh_grad}
+        if stale and not ignores:
+            raise GraphError(
+                f"Trainer: {where}: no backward has computed the gradient of {', '.join(sorted(stale))} since the last "
+                "step; compute all of them, leave these out of the Trainer, or call step(..., ignore_stale_grad=True) "
+                "on all workers"
+            )
+        return stale
+
+    def _count(self) -> None:
+        """Remember what has moved before this step."""
+        self._before = self._moved()
+
+    def _finish(self) -> None:
+        """Make the gradients stale and note what has moved."""
+        for param in self._params.values():
+            param.mark_grad_stale()
+        sent, received, heads, wait_s = self._moved()
+        before = self._before
+        self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
+
+    def _moved(self) -> tuple[int, int, int, float]:
+        if not isinstance(self._store, KVStore):
+            return 0, 0, 0, 0.0
+        traffic = self._store.traffic
+        return traffic.bytes_sent, traffic.bytes_received, traffic.bytes_heads, traffic.wait_s
+
+    # ---- the store and the optimizer -----------------------------------------------------------------
+
+    def _where_to_update(self, wanted: bool | None) -> bool:
+        """Return whether the store updates; OptionError if it cannot what is wanted."""
+        store = self._store
+        can = store is not None and store.is_capable("optimizer") and isinstance(store, KVStore)
+        if wanted and not can:
+            raise OptionError(f"Trainer: update_on_kvstore=True, but {store!r} cannot update")
+        if wanted is False and store is not None and "async" in store.type:
+            raise OptionError(f"Trainer: {store.type} updates on its servers; leave update_on_kvstore out")
+        return can and store is not None and store.type.startswith("dist") if wanted is None else wanted
+
+    def _connect(self, compression_params: Mapping[str, Any] | None) -> KVStore:
+        """Make the keys with worker 0's parameters, which all workers get; return the store that saves states."""
+        store, params = self._store, list(self._params.values())
+        if compression_params is not None:
+            if not isinstance(store, KVStore):
+                raise OptionError(
+                    f"Trainer: compression_params need a store of kvstore.create(), not {store!r}"
+                )
+            store.set_gradient_compression(compression_params)
+        if store is not None:
+            if isinstance(store, KVStore):
+                store.agree(
+                    "Trainer", {"the optimizer": self._optimizer.settings(), "reduction": self._is_mean}
+                )
+            store.broadcast(self._names, params, out=params)
+            if not self._updates_on_store:
+                given = np.zeros(len(params), np.int64)
+                store.broadcast(GIVEN, given, out=given)
+        if isinstance(store, KVStore):
+            if self._updates_on_store:
+                store.set_optimizer(self._optimizer)
+            return store
+        keeper = stores.create("local", alone=True)
+        assert isinstance(keeper, KVStore)
+        keeper.init(self._names, params)
+        return keeper
+
+    def _check_by_hand(self, where: str) -> None:
+        if self._updates_on_store:
+            raise OptionError(
+                f"Trainer: {where} is for update_on_kvstore=False; here the store updates, in step(batch_size)"
+            )
+
+    def _optimizer_attributes(self) -> dict[str, Any]:
+        """Return the attributes that say what the optimizer does, to notice when a script has set one."""
+        return {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
+
+    def _check_optimizer(self) -> None:
+        """Take over a learning rate that the script has set; OptionError for what the servers would not see."""
+        now, before = self._optimizer_attributes(), self._attributes
+        changed = [name for name in now if now[name] is not before.get(name)]
+        if not changed:
+            return
+        if self._updates_on_store:
+            assert isinstance(self._store, KVStore)
+            if self._store.optimizer_description == self._optimizer.describe():
+                self._attributes = now
+                return
+            if changed != ["lr"] or type(now["lr"]) is not Constant:
+                raise OptionError(
+                    f"Trainer: step: {', '.join(changed)} of the optimizer was set, which the store does not see; call "
+                    "trainer.kvstore.set_optimizer(trainer.optimizer), which begins its state anew"
+                )
+            self.set_learning_rate(now["lr"].init_value)
+        elif isinstance(self._store, KVStore):
+            self._store.agree("step", {"the optimizer": self._optimizer.settings()})
+        self._attributes = self._optimizer_attributes()
+
+
+def _parameters(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return parameters by name, each once, those of a dict in the order of their names."""
+    if isinstance(params, Mapping):
+        pairs = [(name, params[name]) for name in sorted(params)]
+    elif isinstance(params, (list, tuple)) and all(isinstance(param, Tensor) for param in params):
+        pairs = [(name, param) for param, name in unique_names(dict.fromkeys(params)).items()]
+    else:
+        raise OptionError(f"Trainer: params must be a dict or a list of Tensors, not {params!r}")
+    if not pairs:
+        raise OptionError("Trainer: there are no parameters; call model.compile() or a forward pass before")
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, param in pairs:
+        if not isinstance(param, Tensor) or param.grad is None:
+            raise DTypeError(
+                f"Trainer: {name} is no parameter, a Tensor with stores_grad=True, but {param!r}"
+            )
+        found.setdefault(id(param), (name, param))
+    return dict(found.values())
+
+
+def _optimizer(optimizer: str | Optimizer, arguments: Mapping[str, Any] | None) -> Optimizer:
+    """Return the optimizer that was given, or made of a name and arguments."""
+    if isinstance(optimizer, Optimizer):
+        if arguments:
+            raise OptionError("Trainer: optimizer_params are for an optimizer given by name")
+        return optimizer
+    if not isinstance(optimizer, str):
+        raise OptionError(f"Trainer: optimizer must be a name or an opt.Optimizer, not {optimizer!r}")
+    name, lr = OPTIMIZERS.get(optimizer.lower(), (optimizer, None))
+    given = {ARGUMENTS.get(key, key): value for key, value in (arguments or {}).items()}
+    if lr is not None:
+        given.setdefault("lr", lr)
+    return create(name, **given)
+
+
+def _scale(param: Tensor, factor: float) -> None:
+    """Multiply a gradient in place."""
+    if factor != 1:
+        grad = param.grad
+        assert grad is not None
+        grad *= factor
