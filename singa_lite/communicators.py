@@ -270,10 +270,10 @@ class MultiProcessDataParallelCommunicator(_Copies):
         """
         communicator, op = self._member("all_reduce", group), _op(division)
 
-        def start(arrays: list[Any]) -> Work:
-            return communicator.all_reduce(arrays, op, name="communicators.all_reduce")
+        def start(arrays: list[Any], name: str) -> Work:
+            return communicator.all_reduce(arrays, op, name=name)
 
-        change_arrays(start, given_arrays("all_reduce", data, division), inplace)
+        change_arrays(start, "communicators.all_reduce", given_arrays("all_reduce", data, division), inplace)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
@@ -282,20 +282,20 @@ class MultiProcessDataParallelCommunicator(_Copies):
         communicator, op = self._member("reduce", group), _op(division)
         root = self._root("reduce", "dst", dst, group)
 
-        def start(arrays: list[Any]) -> Work:
-            return communicator.reduce(arrays, op, root, name="communicators.reduce")
+        def start(arrays: list[Any], name: str) -> Work:
+            return communicator.reduce(arrays, op, root, name=name)
 
-        change_arrays(start, given_arrays("reduce", data, division), inplace)
+        change_arrays(start, "communicators.reduce", given_arrays("reduce", data, division), inplace)
 
     def bcast(self, data: RawOrTensors, src: int, inplace: bool = False, group: str = WORLD) -> None:
         """Replace the values by those of rank ``src``, a rank of the world in the group."""
         communicator = self._member("bcast", group)
         root = self._root("bcast", "src", src, group)
 
-        def start(arrays: list[Any]) -> Work:
-            return communicator.broadcast(arrays, root, name="communicators.bcast")
+        def start(arrays: list[Any], name: str) -> Work:
+            return communicator.broadcast(arrays, root, name=name)
 
-        change_arrays(start, given_arrays("bcast", data), inplace)
+        change_arrays(start, "communicators.bcast", given_arrays("bcast", data), inplace)
 
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD

@@ -110,7 +110,15 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
     needs = metadata.get_all("Requires-Dist")
     always = {need.split(">")[0] for need in needs if "extra ==" not in need}
     assert always <= {"numpy", "threadpoolctl"}
-    assert set(metadata.get_all("Provides-Extra")) == {"mpi", "plot", "test", "onnx", "cuda12", "cuda13"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "mpi",
+        "plot",
+        "notebook",
+        "test",
+        "onnx",
+        "cuda12",
+        "cuda13",
+    }
     for extra in ("cuda12", "cuda13"):  # the headers that cupy's own kernels include, such as float16's
         assert any("nvidia-cuda-runtime" in need and f'"{extra}"' in need for need in needs), extra
     assert metadata["Requires-Python"] == ">=3.10"

@@ -243,6 +243,13 @@ def bad_calls_raise_before_anything_is_sent(comm: Any) -> None:
         (OptionError, f"a list of {comm.size} arrays", lambda: comm.all_gather(x, [*rows, x])),
         (OptionError, "not ndarray", lambda: comm.all_gather(x, np.zeros((comm.size, 4), np.float32))),
         (ShapeError, r"ndarray_list\[0\] is float32\(4,\) but", lambda: comm.all_gather(x[:3], rows)),
+        (
+            ShapeError,
+            "two of the arrays overlap",
+            lambda: (
+                comm.all_gather(x, rows[:1] * comm.size) if comm.size > 1 else comm.all_reduce([x, x[1:]])
+            ),
+        ),
         (ShapeError, "but ndarray float64", lambda: comm.reduce_scatter(rows, np.zeros(4))),
         (OptionError, r"expected \(name, ranks\)", lambda: comm.new_group("g")),
         (OptionError, "the name must be text", lambda: comm.new_group((1, [0]))),
@@ -603,6 +610,14 @@ def two_sums(comm: Any, pack_size: int) -> None:
 
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "number": (lambda comm: comm.all_reduce([np.ones(3)] + [np.ones(2)] * (comm.rank == 1)), "float64[5]"),
+    "order": (
+        lambda comm: comm.all_reduce([np.ones(3), np.ones(2)][:: -1 if comm.rank == 1 else 1]),
+        "of 2, 3 elements",
+    ),
+    "parts of one length": (
+        lambda comm: comm.reduce([np.ones(5)] if comm.rank == 1 else [np.ones(3), np.ones(2)], 0),
+        "of 3, 2 elements",
+    ),
     "division": (lambda comm: comm.all_reduce(np.ones(3), comm.rank == 1), "mean"),
     "dtype": (lambda comm: comm.all_reduce(np.ones(3, np.int32 if comm.rank == 1 else np.float32)), "int32"),
     "inplace": (lambda comm: comm.all_reduce([np.ones(3), np.ones(4)], inplace=comm.rank == 1), "float64[7]"),

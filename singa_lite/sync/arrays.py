@@ -60,11 +60,10 @@ def given_arrays(where: str, data: RawOrTensors, division: bool = False) -> list
     for value in as_list(data):
         given = GivenArray.of(where, value)
         found.setdefault((address_of(given.array), given.array.nbytes, given.array.dtype), given)
-    spans = sorted((start, start + num_bytes) for start, num_bytes, _ in found if num_bytes)
-    if any(later < end for (_, end), (later, _) in pairwise(spans)):
-        raise ShapeError(f"{where}: two of the arrays overlap in memory; pass copies")
-    check_division(where, list(found.values()), division)
-    return list(found.values())
+    arrays = list(found.values())
+    check_apart(where, arrays)
+    check_division(where, arrays, division)
+    return arrays
 
 
 def one_a_rank(
@@ -87,21 +86,34 @@ def one_a_rank(
             raise DeviceError(
                 f"{where}: ndarray_list[{number}] is on {other.tensor.device} but ndarray on {like.tensor.device}"
             )
+    if writes:
+        check_apart(where, found)
     return found
 
 
-def change_arrays(start: Callable[[list[Any]], Work], given: list[GivenArray], inplace: bool) -> None:
-    """Run a collective that changes arrays: one by one, or those of a device and dtype as one message."""
+def change_arrays(
+    start: Callable[[list[Any], str], Work], name: str, given: list[GivenArray], inplace: bool
+) -> None:
+    """Run a collective that changes arrays: one by one, or those of a device and dtype as one message.
+
+    Args:
+        start: starts it on the arrays to send, under a name that must be equal on all ranks.
+        name: of the collective; the lengths of arrays that are packed are added, as a message has only their sum.
+        given: the arrays.
+        inplace: one by one.
+    """
     for backend in {each.backend for each in given}:
         backend.activate()
     if inplace:
-        start([each.array for each in given]).wait()
+        start([each.array for each in given], name).wait()
         return
     alike: dict[tuple[Backend, Any], list[Any]] = {}
     for each in given:
         alike.setdefault((each.backend, each.array.dtype), []).append(each.array)
     messages = [_packed(backend, arrays) for (backend, _), arrays in alike.items()]
-    start(messages).wait()
+    if len(messages) < len(given):
+        name += f" of {', '.join(str(each.array.size) for each in given)} elements"
+    start(messages, name).wait()
     for (backend, _), arrays, message in zip(alike, alike.values(), messages, strict=True):
         if message is not arrays[0]:
             backend.run("unpack", message, out=tuple(arrays))
@@ -114,6 +126,13 @@ def _packed(backend: Backend, arrays: list[Any]) -> Any:
     flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
     backend.run("pack", *arrays, out=flat)
     return flat
+
+
+def check_apart(where: str, given: list[GivenArray]) -> None:
+    """Raise ShapeError if two arrays that are written overlap."""
+    starts = [(address_of(each.array), each.array.nbytes) for each in given if each.array.nbytes]
+    if any(start + num_bytes > later for (start, num_bytes), (later, _) in pairwise(sorted(starts))):
+        raise ShapeError(f"{where}: two of the arrays overlap in memory; pass copies")
 
 
 def check_division(where: str, given: list[GivenArray], division: bool) -> None:
