@@ -24,7 +24,7 @@ from . import (
 from .singa_wrap import NcclIdHolder
 
 if TYPE_CHECKING:
-    from . import data
+    from . import data, gluon, kvstore
 
 __version__ = "0.1.0"
 
@@ -34,9 +34,9 @@ for _name in vars(layer)["__all__"]:
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import ``data`` at its first use: what it fetches data sets with takes longer to import than the rest."""
-    if name == "data":
-        return import_module(f"{__name__}.data")
+    """Import what most scripts do without at its first use: what fetches data sets takes longer than all the rest."""
+    if name in ("data", "gluon", "kvstore"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -48,7 +48,9 @@ __all__ = [
     "data",
     "device",
     "errors",
+    "gluon",
     "initializer",
+    "kvstore",
     "layer",
     "model",
     "opt",

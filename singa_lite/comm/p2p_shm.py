@@ -37,7 +37,7 @@ class ShmSendWork(SendWork):
 
 
 class ShmMessenger(Messenger):
-    """Processes of one host, over /dev/shm/singa_lite-<rendezvous_id>-p2p (256 KB a ring, at most 32 MB).
+    """Processes of one host, over /dev/shm/singa_lite-<rendezvous_id>-p2p (2 MB a ring, at most 32 MB).
 
     The file is as that of ``ShmCommunicator``: readable by this user only, really allocated, and gone from /dev/shm
     once all have attached; a peer's death is noticed by the lock it held.

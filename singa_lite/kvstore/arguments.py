@@ -68,35 +68,34 @@ class Arguments:
                 )
         return [self.specs[one] for one in keys]
 
-    def pushes(self, where: str, key: Keys, value: Any, options: PushOptions) -> list[Push]:
-        self.known(where, key)
-        pairs = zip(self.keys(where, key), self.values(where, key, value), strict=True)
-        pushes = [
-            Push(self.specs[one], None) if arrays[0] is None else self.as_push(where, one, arrays)
-            for one, arrays in pairs
-        ]
-        for push in pushes:
-            if push.value is None and not options.allow_none:
-                raise DTypeError(
-                    f"{self._name}: {where}: key {push.spec.key!r} needs a Tensor or array, got None"
-                )
+    def pushes(
+        self, where: str, specs: list[Spec], key: Keys, value: Any, options: PushOptions
+    ) -> list[Push]:
+        """Return what is pushed of each key; a typed error for what cannot be."""
+        pushes = []
+        for spec, arrays in zip(specs, self.values(where, key, value), strict=True):
             if self.needs_floats or options.mean or options.scale != 1:
-                self.check_float(where, push.spec)
-            if self.needs_float32 and push.spec.dtype != np.float32:
+                self.check_float(where, spec)
+            if self.needs_float32 and spec.dtype != np.float32:
                 raise DTypeError(
-                    f"{self._name}: {where}: compression is for float32, and key {push.spec.key!r} is {push.spec.dtype}"
+                    f"{self._name}: {where}: compression is for float32, and key {spec.key!r} is {spec.dtype}"
                 )
+            if len(arrays) == 1 and arrays[0] is None and options.allow_none:
+                pushes.append(Push(spec, None))
+            else:
+                pushes.append(self.as_push(where, spec, arrays))
         return pushes
 
-    def as_push(self, where: str, key: Key, arrays: list[Any]) -> Push:
-        spec = self.specs[key]
+    def as_push(self, where: str, spec: Spec, arrays: list[Any]) -> Push:
+        """Return what is pushed of a key: an array like the key's, or the sum of several."""
         for array in arrays:
             self._check_like(where, spec, array)
-        return Push(spec, self.total(where, key, arrays))
+        return Push(spec, self.total(where, spec.key, arrays))
 
-    def pulls(self, where: str, key: Keys, out: Any) -> list[Pull]:
+    def pulls(self, where: str, specs: list[Spec], key: Keys, out: Any) -> list[Pull]:
+        """Return where what is pulled of each key goes; a typed error for what cannot be changed."""
         pulls = []
-        for spec, arrays in zip(self.known(where, key), self.values(where, key, out), strict=True):
+        for spec, arrays in zip(specs, self.values(where, key, out), strict=True):
             outs = []
             for array in arrays:
                 self._check_like(where, spec, array)
@@ -119,6 +118,7 @@ class Arguments:
             raise DTypeError(f"{self._name}: {where}: key {spec.key!r} is {spec.dtype}, got {dtype}")
 
     def check_float(self, where: str, spec: Spec) -> None:
+        """Raise DTypeError for a key of integers."""
         if spec.dtype.kind != "f":
             raise DTypeError(
                 f"{self._name}: {where}: key {spec.key!r} is {spec.dtype}; an optimizer, a scale and a mean need floats"
@@ -143,6 +143,7 @@ class Arguments:
         return total
 
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
+        """Return the options of a push; OptionError for a scale that is no finite number."""
         limit = float(np.finfo(np.float32).max)
         factor = check_number(f"{self._name}: {where}", "scale", scale, -limit, limit)
         return PushOptions(factor, bool(mean), bool(allow_none))

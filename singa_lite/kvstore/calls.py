@@ -26,17 +26,14 @@ class Spec:
         number: how many keys were made before.
         shape: of the value.
         dtype: of the value, one of float16/32/64 or int32/64.
+        size: number of elements.
     """
 
     key: Key
     number: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+    size: int
 
 
 class Push(NamedTuple):

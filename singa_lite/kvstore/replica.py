@@ -44,6 +44,7 @@ class ReplicaStore(KVStore):
         self._stored: dict[Key, StoredArray] = {}
         self._traffic = MessageTraffic()
         self._updater: Updater | None = None
+        self._buffers: dict[tuple[Key, ...], Any] = {}  # keys that are pushed together -> memory of their sum
 
     @property
     def traffic(self) -> MessageTraffic:
@@ -161,7 +162,7 @@ class ReplicaStore(KVStore):
             backend.zeros(push.spec.shape, dtype) if push.value is None else push.value.array
             for push in pushes
         ]
-        flat = Tensor.wrap(backend.empty((sum(value.size for value in values),), dtype), device)
+        flat = Tensor.wrap(self._buffer(pushes, device, options), device)
         backend.run("pack", *values, out=flat.array)
         if dtype == np.float16:
             flat = flat.as_type(np.float32)
@@ -171,6 +172,14 @@ class ReplicaStore(KVStore):
         self._count(work)
         work.wait()
         return flat
+
+    def _buffer(self, pushes: list[Push], device: Device, options: PushOptions) -> Any:
+        """Return memory for a sum; that of the same keys again, whose values the sum replaces if they are there."""
+        keys = tuple(push.spec.key for push in pushes)
+        if options.allow_none or keys not in self._buffers:
+            size = sum(push.spec.size for push in pushes)
+            self._buffers[keys] = device.backend.empty((size,), pushes[0].spec.dtype)
+        return self._buffers[keys]
 
     def _gather_codes(
         self,

@@ -117,7 +117,7 @@ class KVStore(KVStoreBase):
                 )
         given = [self._arguments.total("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
         specs = [
-            Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype)
+            Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype, each.size())
             for number, (one, each) in enumerate(zip(keys, given, strict=True))
         ]
         if self._optimizer is not None:
@@ -139,7 +139,10 @@ class KVStore(KVStoreBase):
             self.init(key, value)
         else:
             pairs = list(zip(keys, values, strict=True))
-            pushes = [self._arguments.as_push("broadcast", one, arrays) for one, arrays in pairs]
+            pushes = [
+                self._arguments.as_push("broadcast", self._arguments.specs[one], arrays)
+                for one, arrays in pairs
+            ]
             manifest = {f"key {one!r}": True for one in keys}
             self._together("broadcast", manifest, lambda: self._overwrite(pushes))
         self.pull(key, out)
@@ -164,8 +167,8 @@ class KVStore(KVStoreBase):
             OptionError: an unknown key. DTypeError, ShapeError: values that are not like the key's.
             CommError: a worker or server is gone, or disagrees.
         """
-        options = self._arguments.options("push", scale, mean)
-        self._exchange("push", self._arguments.pushes("push", key, value, options), [], options).wait()
+        options, specs = self._arguments.options("push", scale, mean), self._arguments.known("push", key)
+        self._exchange("push", self._arguments.pushes("push", specs, key, value, options), [], options).wait()
 
     def pull(self, key: Keys, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Set ``out`` to the values after this worker's last push of each key.
@@ -175,7 +178,8 @@ class KVStore(KVStoreBase):
             out: for each an array of the key's shape and dtype, or a list of such, which is changed.
             priority, ignore_sparse: accepted.
         """
-        self._exchange("pull", [], self._arguments.pulls("pull", key, out), PushOptions()).wait()
+        pulls = self._arguments.pulls("pull", self._arguments.known("pull", key), key, out)
+        self._exchange("pull", [], pulls, PushOptions()).wait()
 
     def pushpull(
         self,
@@ -203,8 +207,9 @@ class KVStore(KVStoreBase):
             Work.
         """
         options = self._arguments.options("pushpull", scale, mean, allow_none)
-        pushes = self._arguments.pushes("pushpull", key, value, options)
-        pulls = self._arguments.pulls("pushpull", key, value if out is None else out)
+        specs = self._arguments.known("pushpull", key)
+        pushes = self._arguments.pushes("pushpull", specs, key, value, options)
+        pulls = self._arguments.pulls("pushpull", specs, key, value if out is None else out)
         work = self._exchange("pushpull", pushes, pulls, options)
         if wait:
             work.wait()
