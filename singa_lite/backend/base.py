@@ -209,14 +209,18 @@ class Backend(ABC):
         """Size of the uint8 array that a call of the kernel ``recurrent`` fills; dtype: x's; its attributes."""
         raise OptionError(f"{self.name} backend: no kernel 'recurrent'")
 
-    def to_numpy(self, array: Array) -> np.ndarray[Any, Any]:
-        """Return a numpy copy of ``array``, after all kernels that write it."""
+    def to_numpy(self, array: Array, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+        """Return a numpy copy of ``array``, after all kernels that write it; in ``out`` if that is given."""
         break_graph("it reads values on the host, and a replay runs no Python that could use them")
-        return self.copy_to_host(array)
+        return self.copy_to_host(array, out)
 
     @abstractmethod
-    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+    def copy_to_host(self, array: Array, out: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
         """Do what ``to_numpy`` does."""
+
+    def host_array(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        """Return a numpy array of undefined content, in memory that copies to and from this backend fastest."""
+        return np.empty(tuple(shape), dtype)
 
     @abstractmethod
     def may_share_memory(self, a: Array, b: Array) -> bool:

@@ -14,10 +14,9 @@ import numpy as np
 
 from ..comm.base import Communicator, Work
 from ..comm.p2p import Message, MessageTraffic, Messenger, SendWork
-from ..device import get_default_device
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import break_graph
-from ..tensor import Tensor, to_numpy
+from ..tensor import Tensor
 from .calls import Key, Pull, Push, PushOptions, Spec
 from .compression import Compression
 from .sharding import Part, Sharding
@@ -333,21 +332,26 @@ class DistStore(KVStore):
 
 
 def on_host(value: Tensor) -> Array:
-    """Return a Tensor's own memory, or a copy of what is on a GPU."""
-    return value.array if isinstance(value.array, np.ndarray) else to_numpy(value)
+    """Return a Tensor's own memory, or a copy, in page-locked memory, of what is on a GPU."""
+    array, backend = value.array, value.device.backend
+    if isinstance(array, np.ndarray):
+        return array
+    return backend.to_numpy(array, out=backend.host_array(value.shape, value.dtype))
 
 
 def _host_array(out: Tensor) -> Array:
     """Return where a pulled value is read to: the Tensor's own memory, or a new array for one on a GPU."""
     array = out.array
-    return array if isinstance(array, np.ndarray) else np.empty(out.shape, out.dtype)
+    return array if isinstance(array, np.ndarray) else out.device.backend.host_array(out.shape, out.dtype)
 
 
 def _give(array: Array, outs: Sequence[Tensor]) -> None:
     """Copy a pulled value to those Tensors that it was not read into."""
     for out in outs:
         if out.array is not array:
-            out.copy_data(Tensor.wrap(array, get_default_device()))
+            backend = out.device.backend
+            source = array if isinstance(out.array, np.ndarray) else backend.asarray(array)
+            backend.run("copy", source, out=out.array)
 
 
 def _shown(keys: list[Key]) -> str:

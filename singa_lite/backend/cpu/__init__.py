@@ -63,8 +63,11 @@ class NumpyBackend(
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
         return np.array(values, order="C")
 
-    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
-        return np.array(array, order="C")
+    def copy_to_host(self, array: Array, out: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+        if out is None:
+            return np.array(array, order="C")
+        out[...] = array
+        return out
 
     def may_share_memory(self, a: Array, b: Array) -> bool:
         return np.may_share_memory(a, b)

@@ -7,6 +7,7 @@ our own, a ``.cu`` file beside it; launch.py starts those. cupy gives memory, st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,12 +99,17 @@ class CudaBackend(
         memory = GraphMemory()
         return [CapturedPart(self, part, memory) if isinstance(part, list) else part for part in split(nodes)]
 
-    def copy_to_host(self, array: Array) -> np.ndarray[Any, Any]:
+    def host_array(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
+        count = math.prod(shape)
+        memory = cupy.cuda.alloc_pinned_memory(max(1, count * np.dtype(dtype).itemsize))
+        return np.frombuffer(memory, dtype, count).reshape(tuple(shape))
+
+    def copy_to_host(self, array: Array, out: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
         self._check_not_capturing("reads values of the device")
         self.synchronize()
         with self.lock:
             self.activate()
-            values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C")
+            values: np.ndarray[Any, Any] = array.get(stream=self.stream, order="C", out=out)
         return values
 
     def may_share_memory(self, a: Array, b: Array) -> bool:

@@ -238,9 +238,14 @@ class ndarray:
     def __len__(self) -> int:
         return len(self.host)
 
-    def get(self, stream: Any = None, order: str = "C") -> np.ndarray:
+    def get(self, stream: Any = None, order: str = "C", out: np.ndarray | None = None) -> np.ndarray:
         cuda.get_current_stream().synchronize()
-        return np.array(self.host, order="C")
+        if out is None:
+            return np.array(self.host, order="C")
+        if out.shape != self.shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise ValueError("get: out must be contiguous and of the array's shape and dtype")
+        np.copyto(out, self.host)
+        return out
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("implicit conversion to a numpy array is not allowed; use get()")
