@@ -377,7 +377,8 @@ class KVStore(KVStoreBase):
     # ---- the workers ---------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return once every worker has called it."""
+        """Return once every worker has called it and the servers have taken in what all had pushed before."""
+        self._flush()
         self._communicator.barrier(name="kvstore.barrier")
 
     def _barrier(self) -> None:
