@@ -136,15 +136,15 @@ class Rig:
         return self._tell("report")[self.num_workers :]
 
     def barrier(self) -> None:
-        """Wait for all workers, not through a store."""
+        """Wait for all workers and servers; there is no store meanwhile."""
         self._tell("report")
 
     def _tell(self, command: str) -> list[Any]:
         return self.everyone.all_gather_object(command)
 
     def values(self, what: Any) -> list[Any]:
-        """Return what each worker gave, a JSON value."""
-        return self._tell(what)[: self.num_workers]
+        """Return what each worker gave, a JSON value, while there is a store."""
+        return self._open[-1][2].all_gather_object(what)
 
     def rng(self, *seeds: int, worker: int | None = None) -> np.random.Generator:
         """Return random numbers of a worker, the same whoever asks."""
