@@ -120,16 +120,10 @@ class DistStore(KVStore):
         return self._messenger.traffic
 
     def server_stats(self) -> list[dict[str, Any]]:
-        """Return for each server: keys, elements, rounds, bytes_in, bytes_out, idle_s, since it started."""
         request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
         return [request.answers[server][0] for server in range(self.num_servers)]
 
     def close(self) -> None:
-        """Leave the servers, which end when all workers have; called at the end of the process at the latest.
-
-        Raises:
-            CommError: a server has failed meanwhile, or this worker pushed a key more or less often than another.
-        """
         if self._is_closed:
             return
         self._is_closed = True

@@ -95,6 +95,17 @@ class KVStore(KVStoreBase):
     def traffic(self) -> MessageTraffic:
         """What this worker has moved so far; callers take differences."""
 
+    def server_stats(self) -> list[dict[str, Any]]:
+        """Return for each server: keys, elements, rounds, bytes_in, bytes_out, idle_s, since it started."""
+        return []
+
+    def close(self) -> None:
+        """Leave the servers, which end when all workers have; called at the end of the process at the latest.
+
+        Raises:
+            CommError: a server has failed meanwhile, or this worker pushed a key more or less often than another.
+        """
+
     # ---- keys ----------------------------------------------------------------------------------------
 
     def init(self, key: Keys, value: Any) -> None:
@@ -371,7 +382,8 @@ class KVStore(KVStoreBase):
     # ---- the workers ---------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return once every worker has called it."""
+        """Return once every worker has called it and the servers have taken in what all had pushed before."""
+        self._flush()
         self._communicator.barrier(name="kvstore.barrier")
 
     def _barrier(self) -> None:
