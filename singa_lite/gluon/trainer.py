@@ -23,8 +23,9 @@ from ..kvstore.calls import Path
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
 from ..opt.base import Optimizer, create, unique_names
+from ..opt.dist import DistOpt
 from ..opt.schedule import Constant
-from ..tensor import Tensor
+from ..tensor import Tensor, to_numpy
 
 # MXNet's name of an optimizer -> ours, and the learning rate it has unless told
 OPTIMIZERS = {
@@ -35,7 +36,7 @@ OPTIMIZERS = {
     "adagrad": ("AdaGrad", 0.01),
 }
 ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
-GIVEN = "which gradients are given"  # a key of its own, where the Trainer updates by itself
+GIVEN = "which gradients are given"  # a key of its own, in a store of the script's
 
 
 class Trainer:
@@ -49,7 +50,8 @@ class Trainer:
         optimizer: an opt.Optimizer, or a name: "sgd", "adam", "adamw", "rmsprop", "adagrad", or one of the script's
             classes.
         optimizer_params: arguments for a name: ours, or MXNet's learning_rate, wd, beta1, beta2.
-        kvstore: a store, a name for ``kvstore.create``, or None: nothing is summed.
+        kvstore: a store, a name for ``kvstore.create``, or None: nothing is summed. Several Trainers on one store need
+            ``update_on_kvstore=False`` and parameters of different names.
         compression_params: see ``KVStore.set_gradient_compression``.
         update_on_kvstore: whether the store keeps and updates the parameters, on its servers if it has any; None: if it
             is a dist store. With False each worker updates by itself.
@@ -57,7 +59,7 @@ class Trainer:
             the mean; "mean" divides the sum by N.
 
     Raises:
-        OptionError: an unknown name or argument; a store that cannot do what is asked.
+        OptionError: an unknown name or argument; a store that cannot do what is asked, or has an optimizer already.
         DTypeError: what is no parameter.
         CommError: the workers differ in parameters or optimizer.
     """
@@ -82,9 +84,10 @@ class Trainer:
             raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
         self._updates_on_store = self._where_to_update(update_on_kvstore)
         self._attributes = self._optimizer_attributes()
-        self._before, self._last = (0, 0, 0, 0.0), (0, 0, 0, 0.0)
+        self._last = (0, 0, 0, 0.0)
         self._optimizer.prepare(self._params, {})
-        self._keeper = self._connect(compression_params)
+        self._connect(compression_params)
+        self._before = self._moved()
 
     def __repr__(self) -> str:
         where = "on the store" if self._updates_on_store else "here"
@@ -163,7 +166,7 @@ class Trainer:
             GraphError: a gradient is stale; nothing has moved.
             CommError: a worker or server is gone, or disagrees.
         """
-        check_number("Trainer: step", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        scale = 1 / check_number("Trainer: step", "batch_size", batch_size, np.finfo(np.float32).tiny)
         stale = self._stale("step", ignore_stale_grad)
         self._check_optimizer()
         self._count()
@@ -174,13 +177,13 @@ class Trainer:
                 self._names,
                 grads,
                 out=list(self._params.values()),
-                scale=1 / batch_size,
+                scale=scale,
                 mean=self._is_mean,
                 allow_none=ignore_stale_grad,
             )
             self._optimizer.step()
         else:
-            self._update(self._sum_grads(1 / batch_size, stale, ignore_stale_grad))
+            self._update(self._sum_grads("step", scale, stale, ignore_stale_grad))
         self._finish()
 
     def allreduce_grads(self) -> None:
@@ -192,7 +195,7 @@ class Trainer:
         self._check_by_hand("allreduce_grads")
         self._stale("allreduce_grads", False)
         self._count()
-        self._sum_grads(1.0, set(), False)
+        self._sum_grads("allreduce_grads", 1.0, set(), False)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by ``grad / batch_size``; all workers give the same batch size.
@@ -202,14 +205,16 @@ class Trainer:
             CommError: the batch sizes or stale gradients differ.
         """
         self._check_by_hand("update")
-        check_number("Trainer: update", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        size = check_number("Trainer: update", "batch_size", batch_size, np.finfo(np.float32).tiny)
         stale = self._stale("update", ignore_stale_grad)
         self._check_optimizer()
         if isinstance(self._store, KVStore):
-            self._store.agree("update", {"the batch size": batch_size, "the stale gradients": sorted(stale)})
+            self._store.agree("update", {"the batch size": size, "the stale gradients": sorted(stale)})
         names = [name for name in self._names if name not in stale]
         for name in names:
-            _scale(self._params[name], 1 / batch_size)
+            grad = self._params[name].grad
+            assert grad is not None
+            grad *= 1 / size
         self._update(names)
         self._finish()
 
@@ -222,8 +227,10 @@ class Trainer:
             model: whose buffers are averaged, such as the running statistics of batch norm; None: none.
 
         Raises:
-            OptionError: the Trainer has no store of the package.
+            OptionError: the Trainer has no store of the package, or ``model`` is no Layer.
         """
+        if not (model is None or isinstance(model, Layer)):
+            raise OptionError(f"Trainer: synchronize: expected a Model or Layer, got {model!r}")
         if not isinstance(self._store, KVStore):
             raise OptionError(f"Trainer: synchronize needs a store of kvstore.create(), not {self._store!r}")
         if self._updates_on_store:
@@ -242,9 +249,10 @@ class Trainer:
 
         Parameters are the model's to save. CheckpointError: the file cannot be written.
         """
-        states = self._keeper._get_states if self._updates_on_store else self._own_states
+        keeper = self._keeper()
+        states = keeper._get_states if self._updates_on_store else self._own_states
         head = {"optimizer": None, "steps": self._optimizer.step_counter}
-        self._keeper.save_states("save_states", fname, head, states)
+        keeper.save_states("save_states", fname, head, states)
 
     def load_states(self, fname: Path) -> None:
         """Go on from ``save_states``, with as many workers and any number of servers.
@@ -252,13 +260,25 @@ class Trainer:
         Raises:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
         """
+        keeper = self._keeper()
         if self._updates_on_store:
-            head = self._keeper.load_states(
-                "load_states", fname, self._keeper._get_states, self._keeper._set_states
-            )
+            head = keeper.load_states("load_states", fname, keeper._get_states, keeper._set_states)
         else:
-            head = self._keeper.load_states("load_states", fname, self._own_states, self._set_own_states)
+
+            def set_states(states: States) -> None:
+                self._set_own_states(keeper.broadcast_states(states))
+
+            head = keeper.load_states("load_states", fname, self._own_states, set_states)
         self._optimizer.step_counter = int(head.get("steps", 0))
+
+    def _keeper(self) -> KVStore:
+        """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
+        if isinstance(self._store, KVStore):
+            return self._store
+        keeper = stores.create("local", alone=True)
+        assert isinstance(keeper, KVStore)
+        keeper.init(self._names, list(self._params.values()))
+        return keeper
 
     def _own_states(self) -> States:
         """Return the states of this worker's optimizer by parameter."""
@@ -269,8 +289,7 @@ class Trainer:
         return found
 
     def _set_own_states(self, states: States) -> None:
-        shared = self._keeper.broadcast_states(states)
-        mine = {f"{name}:{state}": array for name, each in shared.items() for state, array in each.items()}
+        mine = {f"{name}:{state}": array for name, each in states.items() for state, array in each.items()}
         own = self._optimizer.get_states()
         self._optimizer.set_states(
             {key: mine[key if key in mine else f"{self._names[0]}:{key}"] for key in own}
@@ -278,34 +297,41 @@ class Trainer:
 
     # ---- parts of a step -----------------------------------------------------------------------------
 
-    def _sum_grads(self, scale: float, stale: set[str], ignores: bool) -> list[str]:
+    def _sum_grads(self, where: str, scale: float, stale: set[str], ignores: bool) -> list[str]:
         """Set the gradients to their sum, scaled; return the names of those that some worker has given."""
-        params, store = list(self._params.values()), self._store
-        names = self._given_anywhere(stale) if ignores else self._names
-        for name in stale:
-            grad = self._params[name].grad
-            assert grad is not None
-            grad.set_value(0)
-        grads = [self._params[name].grad for name in names]
+        names, store = self._given_anywhere(stale) if ignores else self._names, self._store
+        grads = {name: self._params[name].grad for name in names}
         if isinstance(store, KVStore):
+            if store.optimizer_description is not None:
+                raise OptionError(
+                    f"Trainer: {where}: the store has got an optimizer, so it has no sums of gradients any more; use it for "
+                    "one Trainer with update_on_kvstore=True, or for several with False"
+                )
+            given = [None if name in stale else grad for name, grad in grads.items()]
             if names:
-                store.pushpull(names, grads, out=grads, scale=scale, mean=self._is_mean)
+                outs = list(grads.values())
+                store.pushpull(names, given, out=outs, scale=scale, mean=self._is_mean, allow_none=ignores)
             return names
-        for param in params:
-            _scale(param, scale)
+        for name, grad in grads.items():
+            assert grad is not None
+            if name in stale:
+                grad.set_value(0)
+            grad *= scale
         if store is not None and names:
-            store.pushpull(names, grads, out=grads)
-            if self._is_mean:
-                for name in names:
-                    _scale(self._params[name], 1 / store.num_workers)
+            store.pushpull(names, list(grads.values()), out=list(grads.values()))
+            for grad in grads.values() if self._is_mean else ():
+                assert grad is not None
+                grad /= store.num_workers
         return names
 
     def _given_anywhere(self, stale: set[str]) -> list[str]:
         """Return the names of the parameters whose gradient is fresh on some worker."""
-        given = np.array([name not in stale for name in self._names], np.int64)
-        if self._store is not None:
+        given = Tensor(data=np.array([name not in stale for name in self._names], np.float32))
+        if isinstance(self._store, KVStore):
+            self._store.average([given])
+        elif self._store is not None:
             self._store.pushpull(GIVEN, given, out=given)
-        return [name for name, count in zip(self._names, given, strict=True) if count]
+        return [name for name, share in zip(self._names, to_numpy(given), strict=True) if share > 0]
 
     def _update(self, names: list[str]) -> None:
         pairs = [(self._params[name], self._params[name].grad) for name in names]
@@ -334,6 +360,7 @@ class Trainer:
         sent, received, heads, wait_s = self._moved()
         before = self._before
         self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
+        self._before = sent, received, heads, wait_s
 
     def _moved(self) -> tuple[int, int, int, float]:
         if not isinstance(self._store, KVStore):
@@ -346,6 +373,13 @@ class Trainer:
     def _where_to_update(self, wanted: bool | None) -> bool:
         """Return whether the store updates; OptionError if it cannot what is wanted."""
         store = self._store
+        if wanted is not None and not isinstance(wanted, bool):
+            raise OptionError(f"Trainer: update_on_kvstore must be True, False or None, not {wanted!r}")
+        if isinstance(store, KVStore) and store.optimizer_description is not None:
+            raise OptionError(
+                f"Trainer: {store!r} has an optimizer already, which updates every key; make all Trainers of a store with "
+                "update_on_kvstore=False"
+            )
         can = store is not None and store.is_capable("optimizer") and isinstance(store, KVStore)
         if wanted and not can:
             raise OptionError(f"Trainer: update_on_kvstore=True, but {store!r} cannot update")
@@ -353,32 +387,31 @@ class Trainer:
             raise OptionError(f"Trainer: {store.type} updates on its servers; leave update_on_kvstore out")
         return can and store is not None and store.type.startswith("dist") if wanted is None else wanted
 
-    def _connect(self, compression_params: Mapping[str, Any] | None) -> KVStore:
-        """Make the keys with worker 0's parameters, which all workers get; return the store that saves states."""
+    def _connect(self, compression_params: Mapping[str, Any] | None) -> None:
+        """Make the keys with worker 0's parameters, which all workers get."""
         store, params = self._store, list(self._params.values())
-        if compression_params is not None:
-            if not isinstance(store, KVStore):
+        if store is None or not isinstance(store, KVStore):
+            if compression_params is not None:
                 raise OptionError(
                     f"Trainer: compression_params need a store of kvstore.create(), not {store!r}"
                 )
-            store.set_gradient_compression(compression_params)
-        if store is not None:
-            if isinstance(store, KVStore):
-                store.agree(
-                    "Trainer", {"the optimizer": self._optimizer.settings(), "reduction": self._is_mean}
-                )
-            store.broadcast(self._names, params, out=params)
-            if not self._updates_on_store:
-                given = np.zeros(len(params), np.int64)
+            if store is not None:
+                store.broadcast(self._names, params, out=params)
+                given = Tensor((len(params),))
                 store.broadcast(GIVEN, given, out=given)
-        if isinstance(store, KVStore):
-            if self._updates_on_store:
-                store.set_optimizer(self._optimizer)
-            return store
-        keeper = stores.create("local", alone=True)
-        assert isinstance(keeper, KVStore)
-        keeper.init(self._names, params)
-        return keeper
+            return
+        mine = {
+            "the optimizer": self._optimizer.settings(),
+            "reduction": "mean" if self._is_mean else "sum",
+            "update_on_kvstore": self._updates_on_store,
+            "compression_params": compression_params is not None,
+        }
+        store.agree("Trainer", mine)
+        if compression_params is not None:
+            store.set_gradient_compression(compression_params)
+        store.broadcast(self._names, params, out=params)
+        if self._updates_on_store:
+            store.set_optimizer(self._optimizer)
 
     def _check_by_hand(self, where: str) -> None:
         if self._updates_on_store:
@@ -414,12 +447,12 @@ class Trainer:
 
 def _parameters(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
     """Return parameters by name, each once, those of a dict in the order of their names."""
-    if isinstance(params, Mapping):
+    if isinstance(params, Mapping) and all(isinstance(name, str) for name in params):
         pairs = [(name, params[name]) for name in sorted(params)]
     elif isinstance(params, (list, tuple)) and all(isinstance(param, Tensor) for param in params):
         pairs = [(name, param) for param, name in unique_names(dict.fromkeys(params)).items()]
     else:
-        raise OptionError(f"Trainer: params must be a dict or a list of Tensors, not {params!r}")
+        raise OptionError(f"Trainer: params must be a dict by name or a list of Tensors, not {params!r}")
     if not pairs:
         raise OptionError("Trainer: there are no parameters; call model.compile() or a forward pass before")
     found: dict[int, tuple[str, Tensor]] = {}
@@ -434,22 +467,25 @@ def _parameters(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Te
 
 def _optimizer(optimizer: str | Optimizer, arguments: Mapping[str, Any] | None) -> Optimizer:
     """Return the optimizer that was given, or made of a name and arguments."""
-    if isinstance(optimizer, Optimizer):
-        if arguments:
-            raise OptionError("Trainer: optimizer_params are for an optimizer given by name")
-        return optimizer
-    if not isinstance(optimizer, str):
-        raise OptionError(f"Trainer: optimizer must be a name or an opt.Optimizer, not {optimizer!r}")
+    if not (arguments is None or isinstance(arguments, Mapping)):
+        raise OptionError(f"Trainer: optimizer_params must be a dict, not {arguments!r}")
+    if isinstance(optimizer, Optimizer) and arguments:
+        raise OptionError("Trainer: optimizer_params are for an optimizer given by name")
+    made = _made(optimizer, arguments or {}) if isinstance(optimizer, str) else optimizer
+    if not isinstance(made, Optimizer):
+        raise OptionError(f"Trainer: optimizer must be a name or an opt.Optimizer, not {made!r}")
+    if isinstance(made, DistOpt):
+        raise OptionError("Trainer: it sums gradients itself; give it the optimizer that DistOpt wraps")
+    return made
+
+
+def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer of a name, ours or MXNet's, with arguments of either."""
     name, lr = OPTIMIZERS.get(optimizer.lower(), (optimizer, None))
-    given = {ARGUMENTS.get(key, key): value for key, value in (arguments or {}).items()}
-    if lr is not None:
-        given.setdefault("lr", lr)
+    given: dict[str, Any] = {} if lr is None else {"lr": lr}
+    for key, value in arguments.items():
+        ours = ARGUMENTS.get(key, key)
+        if ours != key and ours in arguments:
+            raise OptionError(f"Trainer: optimizer_params has {key} and {ours}, which are the same")
+        given[ours] = value
     return create(name, **given)
-
-
-def _scale(param: Tensor, factor: float) -> None:
-    """Multiply a gradient in place."""
-    if factor != 1:
-        grad = param.grad
-        assert grad is not None
-        grad *= factor

@@ -1,0 +1,683 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Trainer must do, in jobs of 1, 2, 3 and 7 workers with 0, 1 and 2 servers, over shm and MPI.
+
+One launch for each job runs all facts one after the other (each a function of FACTS) and every test reports its own.
+Whole training runs that must have equal bits are in test_trainer_bits.py, arrays of a GPU in test_trainer_on_cuda.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, gluon, kvstore, layer, model, opt
+from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError, CommError, DTypeError, GraphError, OptionError
+from singa_lite.kvstore import KVStoreBase
+from singa_lite.kvstore.replica import ReplicaStore
+from singa_lite.tensor import Tensor, to_numpy
+from tests.gluon.jobs import Rig, backward, bits, parameter, run_facts, values
+from tests.ranks import mpi_missing, run_ranks
+
+F32 = np.float32
+# transport, workers, servers
+JOBS = [
+    ("shm", 1, 0),
+    ("shm", 2, 0),
+    ("shm", 2, 1),
+    ("shm", 2, 2),
+    ("shm", 3, 0),
+    ("shm", 3, 2),
+    ("mpi", 2, 1),
+    ("mpi", 3, 0),
+]
+LARGE = 66_000  # elements: more than big_array, so cut into a part for each server
+CNN_SHAPES = [(20, 1, 5, 5), (20,), (50, 20, 5, 5), (50,), (800, 500), (500,), (500, 10), (10,)]
+
+FACTS: list[Callable[[Rig], Any]] = []
+
+
+def fact(function: Callable[[Rig], Any]) -> Callable[[Rig], Any]:
+    FACTS.append(function)
+    return function
+
+
+def caught(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def two(start: float = 1.0) -> dict[str, Tensor]:
+    """A small parameter, and one that servers share."""
+    return {
+        "small": parameter(np.full((2, 3), start), "small"),
+        "large": parameter(np.full(LARGE, start), "large"),
+    }
+
+
+def all_equal(params: dict[str, Tensor], expected: float) -> bool:
+    return all((to_numpy(param) == F32(expected)).all() for param in params.values())
+
+
+def trainer_of(rig: Rig, params: Any, on_store: bool, optimizer: Any = "sgd", **arguments: Any) -> gluon.Trainer:
+    """A Trainer with a new store."""
+    options = {} if isinstance(optimizer, opt.Optimizer) else {"learning_rate": 1.0}
+    options |= arguments.pop("optimizer_params", {})
+    return gluon.Trainer(
+        params, optimizer, options, kvstore=rig.store(), update_on_kvstore=on_store, **arguments
+    )
+
+
+BOTH = (True, False)  # update_on_kvstore
+
+# ---- a step ----------------------------------------------------------------------------------------------
+
+
+@fact
+def a_step_subtracts_the_sum_over_the_workers_and_none_with_lr_0(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = two()
+        trainer = trainer_of(rig, params, on_store)
+        backward(dict.fromkeys(params.values(), rig.rank + 1))
+        trainer.step(1)
+        expected = 1 - rig.size * (rig.size + 1) / 2
+        assert all_equal(params, expected), values(params)["small"]
+        assert trainer.learning_rate == 1
+        trainer.set_learning_rate(0)
+        backward(dict.fromkeys(params.values(), rig.rank + 1))
+        trainer.step(1)
+        assert all_equal(params, expected) and trainer.learning_rate == 0
+
+
+@fact
+def reduction_mean_divides_by_the_number_of_workers(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = two()
+        trainer = trainer_of(rig, params, on_store, reduction="mean")
+        backward(dict.fromkeys(params.values(), 2 * (rig.rank + 1)))
+        trainer.step(2)
+        assert all_equal(params, 1 - (rig.size + 1) / 2)
+
+
+@fact
+def each_worker_has_a_batch_size_of_its_own_in_each_step(rig: Rig) -> list[str]:
+    """65 and 64: total = the sum, in order, of gradient / batch size."""
+    found = []
+    for on_store in BOTH:
+        params = two(0.0)
+        trainer = trainer_of(rig, params, on_store)
+        totals = np.zeros(LARGE)
+        rngs = [np.random.default_rng([worker, 5]) for worker in range(rig.size)]
+        for step in range(3):
+            grads = [rng.standard_normal(LARGE).astype(F32) for rng in rngs]
+            sizes = [65 - (worker + step) % 2 for worker in range(rig.size)]
+            totals -= np.sum([g.astype(np.float64) / n for g, n in zip(grads, sizes, strict=True)], axis=0)
+            backward({params["large"]: grads[rig.rank], params["small"]: 0})
+            trainer.step(sizes[rig.rank])
+        np.testing.assert_allclose(to_numpy(params["large"]), totals, rtol=1e-5, atol=1e-6)
+        found.append(bits(params)["large"])
+    assert found[0] == found[1]
+    return found[:1]
+
+
+@fact
+def gradients_of_several_backwards_add_up_until_a_step(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = two(0.0)
+        trainer = trainer_of(rig, params, on_store)
+        for grad in (1, 2, 4):
+            backward(dict.fromkeys(params.values(), grad))
+        trainer.step(1)
+        assert all_equal(params, -7 * rig.size)
+        assert not any(param.has_fresh_grad for param in params.values())
+        if on_store:  # what backward computed stays readable
+            assert all((to_numpy(param.grad) == 7).all() for param in params.values())
+        backward(dict.fromkeys(params.values(), 8))
+        trainer.step(1)
+        assert all_equal(params, -15 * rig.size)
+
+
+@fact
+def all_workers_begin_with_the_parameters_of_worker_0(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = two(10.0 + rig.rank)
+        trainer_of(rig, params, on_store)
+        assert all_equal(params, 10)
+
+
+@fact
+def names_and_arguments_of_mxnet_make_our_optimizers(rig: Rig) -> None:
+    params = {"w": parameter([1.0, -2.0])}
+    trainer = trainer_of(rig, params, True, optimizer_params={"learning_rate": 0.5, "wd": 0.1, "momentum": 0.9})
+    grad = np.array([0.5, 0.25])
+    value, velocity = np.array([1.0, -2.0]), np.zeros(2)
+    for _ in range(3):
+        backward({params["w"]: grad * (rig.rank + 1)})
+        trainer.step(4)
+        velocity = 0.9 * velocity + grad * rig.size * (rig.size + 1) / 8 + 0.1 * value
+        value = value - 0.5 * velocity
+        np.testing.assert_allclose(to_numpy(params["w"]), value, rtol=1e-5)
+    trainer = trainer_of(rig, params, True, "adam", optimizer_params={"beta1": 0.5, "epsilon": 1e-6, "learning_rate": 0.01})
+    assert trainer.optimizer.value_of("beta_1") == 0.5 and trainer.learning_rate == 0.01
+    before = to_numpy(params["w"]).copy()
+    backward({params["w"]: [1, -1]})
+    trainer.step(1)
+    np.testing.assert_allclose(to_numpy(params["w"]), before + [-0.01, 0.01], rtol=1e-5)
+
+
+# ---- gradients that no backward has computed -----------------------------------------------------------
+
+
+@fact
+def stale_gradients_are_all_named_before_anything_moves(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = {name: parameter([1.0, 2.0]) for name in ("a", "b", "c")}
+        trainer = trainer_of(rig, params, on_store)
+        backward({params["b"]: 1})
+        traffic = trainer.kvstore.traffic.bytes_sent
+        calls = [trainer.step] if on_store else [trainer.step, trainer.update, lambda n: trainer.allreduce_grads()]
+        for call in calls:
+            text = caught(lambda call=call: call(1), GraphError)
+            assert "the gradient of a, c since" in text and "ignore_stale_grad" in text
+        assert trainer.kvstore.traffic.bytes_sent == traffic
+        assert values(params) == dict.fromkeys("abc", [1.0, 2.0])
+        backward({params["a"]: 1, params["c"]: 1})  # b's stays fresh
+        trainer.step(1)
+        assert values(params) == dict.fromkeys("abc", [1.0 - rig.size, 2.0 - rig.size])
+        assert "the gradient of a, b, c since" in caught(lambda: trainer.step(1), GraphError)
+
+
+@fact
+def a_gradient_stale_on_some_workers_counts_as_zero_and_on_all_is_not_applied(rig: Rig) -> None:
+    """Weight decay and momentum neither: "never" stays, also when it comes back later."""
+    for on_store in BOTH:
+        params = {"some": parameter([1.0]), "never": parameter([1.0]), "all": parameter([1.0])}
+        arguments = {"optimizer_params": {"wd": 0.5, "momentum": 0.5}}
+        trainer = trainer_of(rig, params, on_store, **arguments)
+        backward({params["all"]: 3, params["never"]: 1, params["some"]: rig.rank + 1})
+        trainer.step(1)
+        start = {name: np.float64(value[0]) for name, value in values(params).items()}
+        sums = {"all": 3 * rig.size, "never": rig.size, "some": rig.size * (rig.size + 1) / 2}
+        assert start == {name: 1 - (total + 0.5) for name, total in sums.items()}
+        grads = {params["all"]: 3}
+        if rig.rank > 0:
+            grads[params["some"]] = rig.rank + 1
+        backward(grads)
+        trainer.step(2, ignore_stale_grad=True)
+        now = {name: value[0] for name, value in values(params).items()}
+        given = {"all": 3 * rig.size / 2, "some": (rig.size * (rig.size + 1) / 2 - 1) / 2}
+        for name in ("all", "some") if rig.size > 1 else ("all",):
+            velocity = 0.5 * (sums[name] + 0.5) + given[name] + 0.5 * start[name]
+            assert now[name] == F32(start[name] - velocity), (name, now)
+        assert now["never"] == F32(start["never"])
+        backward({params["never"]: 1})
+        trainer.step(1, ignore_stale_grad=True)
+        velocity = 0.5 * (rig.size + 0.5) + rig.size + 0.5 * start["never"]
+        assert values(params)["never"] == [F32(start["never"] - velocity)]
+        before = values(params)
+        trainer.step(1, ignore_stale_grad=True)  # none at all
+        assert values(params) == before
+
+
+@fact
+def a_stale_gradient_is_not_compressed(rig: Rig) -> None:
+    """1 bit would make +-1 of a zero, and its residual would grow."""
+    for on_store in BOTH:
+        params = {"a": parameter([0.0] * 3), "b": parameter([0.0] * 3)}
+        compression = {"type": "1bit", "threshold": 0.0}
+        trainer = trainer_of(rig, params, on_store, compression_params=compression)
+        backward({params["a"]: 1} if rig.rank == 0 else {params["a"]: 1, params["b"]: 1})
+        trainer.step(1, ignore_stale_grad=True)
+        assert values(params) == {"a": [-rig.size] * 3, "b": [-(rig.size - 1.0)] * 3}
+        backward(dict.fromkeys(params.values(), 0.5))
+        trainer.step(1)  # residuals 0, so .5 is sent as 1
+        assert values(params) == {"a": [-2.0 * rig.size] * 3, "b": [1.0 - 2 * rig.size] * 3}
+
+
+# ---- by hand ---------------------------------------------------------------------------------------------
+
+
+@fact
+def allreduce_grads_leaves_the_sum_to_be_clipped_and_update_divides_it(rig: Rig) -> None:
+    for reduction in ("sum", "mean"):
+        params = two(0.0)
+        trainer = trainer_of(rig, params, False, reduction=reduction)
+        backward({params["small"]: rig.rank + 1, params["large"]: 4 * (rig.rank + 1)})
+        trainer.allreduce_grads()
+        total = rig.size * (rig.size + 1) / 2 / (rig.size if reduction == "mean" else 1)
+        assert (to_numpy(params["small"].grad) == total).all()
+        assert (to_numpy(params["large"].grad) == 4 * total).all()
+        for param in params.values():
+            grad = to_numpy(param.grad)
+            param.grad.copy_from_numpy(np.minimum(grad, 2))
+        trainer.update(np.int64(4))
+        assert (to_numpy(params["small"]) == -min(total, 2) / 4).all()
+        assert (to_numpy(params["large"]) == -min(4 * total, 2) / 4).all()
+        assert "no backward" in caught(lambda: trainer.update(4), GraphError)
+        assert trainer.bytes_sent == 4 * (6 + LARGE)
+
+
+@fact
+def allreduce_grads_and_update_are_not_for_a_store_that_updates(rig: Rig) -> None:
+    params = two()
+    trainer = trainer_of(rig, params, True)
+    assert trainer.update_on_kvstore
+    backward(dict.fromkeys(params.values(), 1))
+    for call in (trainer.allreduce_grads, lambda: trainer.update(1)):
+        assert "update_on_kvstore=False" in caught(call, OptionError)
+    trainer.step(1)
+    assert all_equal(params, 1 - rig.size)
+
+
+@fact
+def update_alone_can_leave_out_gradients(rig: Rig) -> None:
+    params = {"a": parameter([1.0]), "b": parameter([1.0])}
+    trainer = trainer_of(rig, params, False, optimizer_params={"wd": 0.5})
+    backward({params["a"]: 2})
+    trainer.update(2, ignore_stale_grad=True)
+    assert values(params) == {"a": [-0.5], "b": [1.0]} and trainer.bytes_sent == 0
+
+
+# ---- the learning rate and the optimizer ---------------------------------------------------------------
+
+
+@fact
+def a_schedule_is_the_same_on_servers_and_on_workers(rig: Rig) -> str:
+    found = []
+    for on_store in BOTH:
+        params = two(0.0)
+        sgd = opt.SGD(lr=opt.ExponentialDecay(1.0, 2, 0.5, staircase=True), momentum=0.5)
+        trainer = trainer_of(rig, params, on_store, sgd)
+        value = velocity = 0.0
+        for rate in (1.0, 1.0, 0.5, 0.5, 0.25):
+            assert trainer.learning_rate == rate
+            backward(dict.fromkeys(params.values(), 1))
+            trainer.step(1)
+            velocity = 0.5 * velocity + rig.size
+            value -= rate * velocity
+            assert all_equal(params, value)
+        trainer.set_learning_rate(2)
+        backward(dict.fromkeys(params.values(), 1))
+        trainer.step(1)
+        assert all_equal(params, value - 2 * (0.5 * velocity + rig.size))
+        found.append(bits(params)["small"])
+    assert found[0] == found[1]
+    return found[0]
+
+
+@fact
+def an_attribute_set_by_hand_arrives_or_is_an_error(rig: Rig) -> None:
+    for on_store in BOTH:
+        params = two(0.0)
+        trainer = trainer_of(rig, params, on_store, opt.SGD(lr=1.0, momentum=0.5))
+        trainer.optimizer.lr = 0.5
+        assert trainer.learning_rate == 0.5
+        backward(dict.fromkeys(params.values(), 2))
+        trainer.step(1)
+        assert all_equal(params, -rig.size)
+        trainer.optimizer.momentum = 0.5  # as before
+        trainer.optimizer.momentum = 0.0
+        backward(dict.fromkeys(params.values(), 2))
+        if on_store:
+            text = caught(lambda: trainer.step(1), OptionError)
+            assert "momentum of the optimizer was set" in text and "set_optimizer" in text
+            assert all_equal(params, -rig.size)
+            trainer.kvstore.set_optimizer(trainer.optimizer)
+        trainer.step(1)
+        assert all_equal(params, -2 * rig.size)
+        trainer.optimizer.lr = opt.ExponentialDecay(1.0, 1, 0.5)
+        backward(dict.fromkeys(params.values(), 2))
+        if on_store:
+            assert "lr of the optimizer was set" in caught(lambda: trainer.step(1), OptionError)
+
+
+# ---- workers that differ -------------------------------------------------------------------------------
+
+
+@fact
+def workers_that_differ_have_an_error_that_names_one_and_what(rig: Rig) -> None:
+    if rig.size == 1:
+        return
+    odd = rig.rank == rig.size - 1
+
+    def differs(what: str, call: Callable[[], Any]) -> None:
+        text = caught(call, CommError)
+        assert f"worker {rig.size - 1}" in text and what in text, text
+
+    store = rig.store()
+
+    def make(params: Any = None, optimizer: Any = "sgd", reduction: str = "sum", **arguments: Any) -> Any:
+        return gluon.Trainer(
+            params or {"w": parameter([1.0])}, optimizer, kvstore=store, reduction=reduction, **arguments
+        )
+
+    differs("the optimizer", lambda: make(optimizer="adam" if odd else "sgd"))
+    differs("the optimizer", lambda: make(optimizer=opt.SGD(lr=0.5 if odd else 0.25)))
+    differs("reduction is sum on worker 0 but mean", lambda: make(reduction="mean" if odd else "sum"))
+    differs("update_on_kvstore", lambda: make(update_on_kvstore=not odd))
+    differs("compression_params", lambda: make(compression_params={"type": "2bit"} if odd else None))
+    differs("threshold", lambda: make(compression_params={"type": "2bit", "threshold": 2.0 if odd else 1.0}))
+    differs("key 'w' is float32[1] on worker 0 but not there", lambda: make({"vw"[not odd]: parameter([1.0])}))
+    differs("key 'w' is float32[1] on worker 0 but float32[2]", lambda: make({"w": parameter([1.0] * (1 + odd))}))
+    params = {"w": parameter([1.0])}
+    trainer = make(params, update_on_kvstore=False)
+    differs("the learning rate is 0.5 on worker 0 but 0.25", lambda: trainer.set_learning_rate(0.25 if odd else 0.5))
+    assert trainer.learning_rate == 0.01
+    backward({params["w"]: 1})
+    trainer.allreduce_grads()
+    differs("the batch size is 1.0 on worker 0 but 2.0", lambda: trainer.update(2 if odd else 1))
+    if odd:
+        params["w"].mark_grad_stale()
+    differs("the stale gradients", lambda: trainer.update(1, ignore_stale_grad=True))
+    trainer.optimizer.lr = 0.5 if odd else 0.25
+    backward({params["w"]: 1})
+    differs("the optimizer", lambda: trainer.step(1))
+    assert values(params) == {"w": [1.0]}
+    trainer = gluon.Trainer(params, "sgd", kvstore=rig.store())
+    differs("the learning rate is", lambda: trainer.set_learning_rate(0.25 if odd else 0.5))
+    assert trainer.learning_rate == 0.01
+    params["w"].mark_grad_stale()
+    backward({params["w"]: rig.size})
+    trainer.step(rig.size)
+    assert values(params) == {"w": [F32(1 - 0.01 * rig.size)]}  # and all is well
+
+
+@fact
+def workers_that_differ_in_ignore_stale_grad_have_an_error(rig: Rig) -> None:
+    if rig.size == 1:
+        return
+    params = {"w": parameter([1.0])}
+    trainer = gluon.Trainer(params, "sgd", kvstore=rig.store(will_break=True))
+    backward({params["w"]: 1})
+    text = caught(lambda: trainer.step(1, ignore_stale_grad=rig.rank > 0), CommError)
+    assert "allow_none" in text and "'w'" in text, text
+    assert values(params) == {"w": [1.0]}
+
+
+# ---- compression and bytes -----------------------------------------------------------------------------
+
+
+@fact
+def bytes_of_a_step_are_those_of_the_formula(rig: Rig) -> None:
+    """The MNIST CNN: 431,080 parameters."""
+    dense = 4 * 431_080
+    for kind, sent in ((None, dense), ("2bit", 107_788), ("1bit", 53_900)):
+        for on_store in BOTH:
+            params = [parameter(np.zeros(shape)) for shape in CNN_SHAPES]
+            compression = None if kind is None else {"type": kind, "threshold": 0.5}
+            trainer = trainer_of(rig, params, on_store, compression_params=compression)
+            assert trainer.bytes_sent == trainer.bytes_received == trainer.bytes_heads == trainer.wait_s == 0
+            for _ in range(2):
+                backward(dict.fromkeys(params, 0.5))
+                trainer.step(1)
+                assert trainer.bytes_sent == sent, (kind, on_store)
+                assert trainer.bytes_received == (dense if rig.num_servers else sent)
+                assert (trainer.bytes_heads > 0) == (rig.num_servers > 0) and trainer.bytes_heads < 8000
+                assert trainer.wait_s >= 0
+            expected = 0 if kind == "1bit" else -rig.size  # which sends -1, then 1
+            assert all((to_numpy(param) == expected).all() for param in params)
+
+
+# ---- saved states --------------------------------------------------------------------------------------
+
+
+def optimizers() -> list[opt.Optimizer]:
+    decay = opt.ExponentialDecay(0.01, 10, 0.5)
+    return [opt.SGD(lr=0.01, momentum=0.9, weight_decay=0.01), opt.Adam(lr=decay)]
+
+
+def train(rig: Rig, trainer: gluon.Trainer, params: dict[str, Tensor], steps: range) -> None:
+    for step in steps:
+        rng = np.random.default_rng([rig.rank, step])
+        backward({param: rng.standard_normal(param.shape) for param in params.values()})
+        trainer.step(3)
+
+
+@fact
+def saved_states_go_on_bit_for_bit(rig: Rig) -> None:
+    """20 steps, save, new stores and servers, load, 20 more, against 40 at one go."""
+    for number in range(2):
+        for on_store in BOTH:
+            for kind in (None, "2bit"):
+                arguments: dict[str, Any] = {"compression_params": kind and {"type": kind, "threshold": 0.5}}
+                path = Path(rig.folder) / f"{number}{on_store}{kind}"
+                whole, first = two(), two()
+                train(rig, trainer_of(rig, whole, on_store, optimizers()[number], **arguments), whole, range(40))
+                trainer = trainer_of(rig, first, on_store, optimizers()[number], **arguments)
+                train(rig, trainer, first, range(20))
+                trainer.save_states(path)
+                second = {name: parameter(to_numpy(param)) for name, param in first.items()}
+                trainer = trainer_of(rig, second, on_store, optimizers()[number], **arguments)
+                trainer.load_states(str(path))
+                assert trainer.optimizer.step_counter == 20
+                train(rig, trainer, second, range(20, 40))
+                assert bits(second) == bits(whole), (number, on_store, kind)
+
+
+@fact
+def states_of_another_trainer_are_an_error_and_change_nothing(rig: Rig) -> None:
+    folder = Path(rig.folder)
+    own = {on_store: folder / f"own {on_store}" for on_store in BOTH}
+    others: dict[str, Path] = {name: folder / name for name in ("optimizer", "shape", "compression", "workers")}
+    for on_store in BOTH:
+        params = two()
+        trainer = trainer_of(rig, params, on_store, opt.SGD(lr=0.1, momentum=0.9))
+        train(rig, trainer, params, range(2))
+        trainer.save_states(own[on_store])
+    makers: dict[str, Callable[[], gluon.Trainer]] = {
+        "optimizer": lambda: trainer_of(rig, two(), True, "adam"),
+        "shape": lambda: trainer_of(rig, {**two(), "small": parameter([1.0])}, True, opt.SGD(0.1, momentum=0.9)),
+        "compression": lambda: trainer_of(
+            rig, two(), True, opt.SGD(0.1, momentum=0.9), compression_params={"type": "2bit"}
+        ),
+    }
+    for name, maker in makers.items():
+        maker().save_states(others[name])
+    if rig.rank == 0:  # a job of one more worker
+        alone = ReplicaStore("dist_sync", LocalCommunicator(World()))
+        gluon.Trainer(two(), opt.SGD(0.1, momentum=0.9), kvstore=alone).save_states(others["workers"])
+        (folder / "broken").write_bytes(own[True].read_bytes()[:-99])
+    rig.workers.barrier()
+    for on_store in BOTH:
+        params = two()
+        trainer = trainer_of(rig, params, on_store, opt.SGD(lr=0.1, momentum=0.9))
+        train(rig, trainer, params, range(1))
+        trainer.save_states(folder / "before")
+        bad = {"mode": own[not on_store], "missing": folder / "missing", "broken": folder / "broken", **others}
+        if rig.size == 1:
+            del bad["workers"]
+        for name, path in bad.items():
+            text = caught(lambda path=path: trainer.load_states(path), CheckpointError)  # type: ignore[misc]
+            assert str(path) in text, (name, text)
+            if name == "workers":
+                assert f"num_workers are 1, here {rig.size}" in text
+        trainer.save_states(folder / "after")
+        rig.workers.barrier()
+        assert (folder / "before").read_bytes() == (folder / "after").read_bytes()
+        trainer.load_states(own[on_store])
+        assert trainer.optimizer.step_counter == 2
+        assert "no folder" in caught(lambda: trainer.save_states(folder / "no folder" / "x"), CheckpointError)
+
+
+# ---- other stores --------------------------------------------------------------------------------------
+
+
+class TwelveLines(KVStoreBase):
+    names = ("twelve lines",)
+    workers: ClassVar[Communicator]
+    num_workers = property(lambda self: self.workers.size)  # type: ignore[assignment]
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        for one, target in zip(*(x if isinstance(x, list) else [x] for x in (value, out)), strict=True):
+            self.workers.broadcast(target.copy_data(one) or target.array, 0).wait()
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        for one, target in zip(*(x if isinstance(x, list) else [x] for x in (value, out)), strict=True):
+            self.workers.all_reduce(target.copy_data(one) or target.array, "sum").wait()
+
+
+@fact
+def a_store_of_the_scripts_own_drives_a_trainer(rig: Rig) -> None:
+    TwelveLines.workers = rig.workers
+    for reduction in ("sum", "mean"):
+        share = rig.size if reduction == "mean" else 1
+        params = {"a": parameter([1.0 + rig.rank]), "b": parameter([1.0]), "c": parameter([1.0])}
+        trainer = gluon.Trainer(params, opt.SGD(1.0, momentum=0.5), kvstore="twelve lines", reduction=reduction)
+        assert not trainer.update_on_kvstore and values(params)["a"] == [1.0]
+        backward(dict.fromkeys(params.values(), 2 * (rig.rank + 1)))
+        trainer.step(2)
+        total = rig.size * (rig.size + 1) / 2 / share
+        assert values(params) == dict.fromkeys("abc", [F32(1 - total)])
+        given = [params["a"]] if rig.rank == 0 else [params["a"], params["b"]]
+        backward(dict.fromkeys(given, 1))
+        trainer.step(1, ignore_stale_grad=True)
+        found = values(params)
+        assert found["a"] == [F32(1 - total - (total / 2 + rig.size / share))]
+        assert found["b"] == [F32(1 - total - (total / 2 + (rig.size - 1) / share if rig.size > 1 else 0))]
+        assert found["c"] == [F32(1 - total)]
+        backward(dict.fromkeys(params.values(), 1))
+        trainer.allreduce_grads()
+        assert to_numpy(params["a"].grad).tolist() == [rig.size / share]
+        trainer.update(1)
+        path = Path(rig.folder) / f"twelve {rig.rank}"
+        trainer.save_states(path)
+        again = {name: parameter(to_numpy(param)) for name, param in params.items()}
+        other = gluon.Trainer(again, opt.SGD(1.0, momentum=0.5), kvstore="twelve lines", reduction=reduction)
+        other.load_states(path)
+        for one, its in ((trainer, params), (other, again)):
+            backward(dict.fromkeys(its.values(), 1))
+            one.step(1)
+        assert bits(params) == bits(again)
+    for bad in ({"update_on_kvstore": True}, {"compression_params": {"type": "2bit"}}):
+        caught(lambda bad=bad: gluon.Trainer(two(), "sgd", kvstore=TwelveLines(), **bad), OptionError)  # type: ignore[misc]
+    assert "store of kvstore.create" in caught(trainer.synchronize, OptionError)
+
+
+@fact
+def without_a_store_every_worker_trains_alone(rig: Rig) -> None:
+    params = two()
+    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 1}, kvstore=None, reduction="mean")
+    assert trainer.kvstore is None and not trainer.update_on_kvstore
+    backward(dict.fromkeys(params.values(), rig.rank + 1))
+    trainer.step(2)
+    assert all_equal(params, 1 - (rig.rank + 1) / 2) and trainer.bytes_sent == 0 and trainer.wait_s == 0
+
+
+@fact
+def several_trainers_share_a_store_that_does_not_update(rig: Rig) -> None:
+    store = rig.store()
+    one, other = {"a": parameter([1.0])}, {"b": parameter([1.0, 1.0]), "c": parameter([1.0])}
+    first = gluon.Trainer(one, "sgd", {"lr": 1}, kvstore=store, update_on_kvstore=False)
+    second = gluon.Trainer(other, "sgd", {"lr": 2}, kvstore=store, update_on_kvstore=False)
+    for _ in range(2):
+        backward(dict.fromkeys([*one.values(), *other.values()], 1))
+        first.step(1)
+        second.step(1)
+    assert values({**one, **other}) == {
+        "a": [1 - 2.0 * rig.size],
+        "b": [1 - 4.0 * rig.size] * 2,
+        "c": [1 - 4.0 * rig.size],
+    }
+    third = gluon.Trainer({"d": parameter([1.0])}, "sgd", kvstore=store)
+    assert third.update_on_kvstore
+    for wanted in (None, *BOTH):
+        text = caught(
+            lambda wanted=wanted: gluon.Trainer(  # type: ignore[misc]
+                {"e": parameter([1.0])}, "sgd", kvstore=store, update_on_kvstore=wanted
+            ),
+            OptionError,
+        )
+        assert "has an optimizer already" in text
+    backward(dict.fromkeys(one.values(), 1))
+    assert "no sums of gradients any more" in caught(lambda: first.step(1), OptionError)
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------
+
+
+class Normed(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.flatten, self.linear = layer.BatchNorm2d(), layer.Flatten(), layer.Linear(3)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.flatten(self.norm(x)))
+
+
+@fact
+def synchronize_gives_all_workers_the_same_bits(rig: Rig) -> list[dict[str, str]]:
+    """Parameters and the statistics of batch norm, in sync and, where there are servers, async."""
+    found = []
+    for name in ("dist_sync", "dist_async")[: 1 + (rig.num_servers > 0)]:
+        net = Normed()
+        rng = np.random.default_rng([rig.rank])
+        x = Tensor(data=rng.standard_normal((4, 2, 3, 3)).astype(F32) + rig.rank)
+        y = Tensor(data=np.arange(4, dtype=np.int32) % 3)
+        net.compile([x], is_train=True)
+        trainer = gluon.Trainer(net.get_params(), "sgd", {"lr": 0.01}, kvstore=rig.store(name))
+        for _ in range(3 + (rig.rank if name == "dist_async" else 0)):
+            with autograd.record():
+                loss = net.loss(net.forward(x), y)
+            loss.backward()
+            trainer.step(1)
+        own = to_numpy(net.norm.running_mean).astype(np.float64)
+        means = rig.workers.all_gather(own).wait().reshape(rig.size, -1)
+        trainer.synchronize(net)
+        np.testing.assert_allclose(to_numpy(net.norm.running_mean), means.mean(0), rtol=1e-5)
+        assert rig.size == 1 or abs(own - means.mean(0)).max() > 0.1
+        states = bits(net.get_states())
+        assert all(other == states for other in rig.workers.all_gather_object(states))
+        trainer.synchronize()
+        assert bits(net.get_states()) == states
+        found.append(states)
+    assert "expected a Model or Layer" in caught(lambda: trainer.synchronize("net"), OptionError)  # type: ignore[arg-type]
+    return found[:1]
+
+
+# ---- running the facts ---------------------------------------------------------------------------------
+
+STEP_ONE = FACTS[:4]  # what seven workers check
+
+
+@functools.cache
+def outcomes(transport: str, num_workers: int, num_servers: int) -> list[dict[str, tuple[str, Any]]]:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        found = run_ranks(
+            run_facts,
+            num_workers + num_servers,
+            num_servers,
+            f"trainer{time.monotonic_ns()}",
+            folder,
+            STEP_ONE if num_workers == 7 else FACTS,
+            transport=transport,
+        )
+    return found[:num_workers]
+
+
+def check_outcome(job: tuple[str, int, int], name: str) -> None:
+    texts = [outcome.get(name, ("not reached", None))[0] for outcome in outcomes(*job)]
+    assert not any(texts), "\n".join(f"-- worker {rank}: {text}" for rank, text in enumerate(texts) if text)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in FACTS])
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[1]}+{job[2]}")
+def test_that(job: tuple[str, int, int], name: str) -> None:
+    check_outcome(job, name)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in STEP_ONE])
+def test_seven_workers_know_that(name: str) -> None:
+    check_outcome(("shm", 7, 1), name)
