@@ -55,8 +55,9 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         "run",
         help="run a script as the workers and servers of a job",
         usage=USAGE,
-        description="Run SCRIPT as W workers and S servers, on this host or with -H on several. Every line of output "
-        "begins with its rank or role; when a process fails all are ended, and the exit code is that of the first failure.",
+        description="Run SCRIPT as W workers and S servers, on this host or with -H on several. Every line of "
+        "output begins with its rank or role; when a process fails all are ended, and the exit code is that of the "
+        "first failure.",
     )
     add = run.add_argument
     add("-n", "--num-workers", type=int, required=True, metavar="W", help="workers (ranks), >= 1")
@@ -66,7 +67,7 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         "--hosts",
         type=Path,
         metavar="FILE",
-        help="file with a host a line (HOST, HOST:COUNT or HOST slots=COUNT), where MPICH's mpiexec starts the processes",
+        help="file with a host a line: HOST, HOST:COUNT or HOST slots=COUNT; MPICH's mpiexec starts processes there",
     )
     add(
         "--sync-dst-dir",
@@ -105,7 +106,8 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         "--exit-timeout",
         type=float,
         metavar="T",
-        help=f"seconds the other processes have to end after one has ended with 0 (default {EXIT_TIMEOUT_S:g}); not with -H",
+        help=f"seconds the other processes have to end after one has ended with 0 (default {EXIT_TIMEOUT_S:g}); not "
+        "with -H",
     )
     add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
@@ -139,7 +141,46 @@ def package_version() -> str:
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Start the processes and wait for them; return the exit code."""
+    try:
+        return _launch(parser, options)
+    except OptionError as error:
+        parser.error(str(error))
+    except CommError as error:
+        sys.exit(f"singa-lite run: {error}")
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+        return 141  # 128 + SIGPIPE, as in a shell
+
+
+def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    _check_numbers(parser, options)
+    launch_options = LaunchOptions(
+        timeout_s=options.timeout_s,
+        exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
+        log_dir=options.log_dir,
+        num_servers=options.num_servers,
+        worker_env=_variables(parser, "--env-worker", options.env_worker),
+        server_env=_variables(parser, "--env-server", options.env_server),
+    )
+    is_local = _is_local(parser, options)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("which script? singa-lite run -n 2 train.py")
+    if options.is_module:
+        command = ["-m", *command]
+    elif not Path(command[0]).exists():
+        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
+    if is_local:
+        return launch(command, options.num_workers, launch_options)
+    placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
+    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
+        line = srun_line(command, options.num_workers, launch_options)
+        parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
+    return launch_on_hosts(command, options.num_workers, placement, launch_options)
+
+
+def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.num_workers < 1:
         parser.error(f"-n {options.num_workers}: at least one rank is needed")
     if (options.num_servers or 0) < 0:
@@ -150,39 +191,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
     if options.exit_timeout is not None and not options.exit_timeout > 0:
         parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
-    if not command:
-        parser.error("which script? singa-lite run -n 2 train.py")
-    if options.is_module:
-        command = ["-m", *command]
-    elif not Path(command[0]).exists():
-        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
-    launch_options = LaunchOptions(
-        timeout_s=options.timeout_s,
-        exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
-        log_dir=options.log_dir,
-        num_servers=options.num_servers,
-        worker_env=_variables(parser, "--env-worker", options.env_worker),
-        server_env=_variables(parser, "--env-server", options.env_server),
-    )
-    try:
-        if _is_local(parser, options):
-            return launch(command, options.num_workers, launch_options)
-        placement = Placement(read_hosts(options.hosts), shlex.split(options.rsh), options.sync_dst_dir)
-        if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-            line = srun_line(command, options.num_workers, launch_options)
-            raise OptionError(f"this is a Slurm allocation, in which srun starts processes: {line}")
-        return launch_on_hosts(command, options.num_workers, placement, launch_options)
-    except OptionError as error:
-        parser.error(str(error))
-    except CommError as error:
-        sys.exit(f"singa-lite run: {error}")
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-        return 141  # 128 + SIGPIPE, as in a shell
 
 
 def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Return whether the processes are to run on this host without MPI, after checking the options that depend on it."""
+    """Return whether the processes run on this host without MPI; check the options that depend on it."""
     launcher = options.launcher or ("mpi" if options.hosts else "local")
     if launcher in ("sge", "yarn"):
         parser.error(
@@ -207,6 +219,17 @@ def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
             f"-n {options.num_workers}: shared memory works on Linux only; use mpiexec on {sys.platform}"
         )
     return True
+
+
+def _rsh(parser: argparse.ArgumentParser, given: str) -> list[str]:
+    """Return the words of the remote shell's command."""
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        parser.error(f"--rsh {given!r}: {error}")
+    if not words:
+        parser.error("--rsh: expected a command, for example ssh")
+    return words
 
 
 def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:

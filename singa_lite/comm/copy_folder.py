@@ -43,8 +43,7 @@ class FolderCopy:
             raise OptionError(f"{where}: expected an absolute path, the same on all hosts")
         if destination.resolve() == source.resolve():
             raise OptionError(
-                f"{where} is the current folder itself; name another one, or leave the option out if all hosts see this "
-                "folder"
+                f"{where} is the current folder itself; name another one, or leave the option out if all hosts see it"
             )
         self._source, self._destination, self._rsh = source, destination, list(rsh)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -100,7 +99,7 @@ class FolderCopy:
         return [str(path.relative_to(self._source)) for path in places]
 
     def _run(self, *commands: list[str]) -> str:
-        """Run commands of which each reads the output of the one before; return "" or what they wrote as they failed."""
+        """Run commands that each read the output of the one before; return "" or what they wrote as they failed."""
         with tempfile.TemporaryFile() as errors:
             pipeline: list[subprocess.Popen[bytes]] = []
             for command in commands:

@@ -49,8 +49,8 @@ def read_hosts(path: Path) -> list[Host]:
         num_slots = int(match[2] or match[3] or 1) if match else 0
         if match is None or num_slots < 1:
             raise OptionError(
-                f"read_hosts: line {number} of {str(path)!r} is {text!r}; expected HOST, HOST:COUNT or HOST slots=COUNT, "
-                "with COUNT >= 1"
+                f"read_hosts: line {number} of {str(path)!r} is {text!r}; expected HOST, HOST:COUNT or "
+                "HOST slots=COUNT, with COUNT >= 1"
             )
         hosts.append(Host(match[1], num_slots))
     if not hosts:

@@ -373,7 +373,7 @@ def die_with_launcher() -> Callable[[], None]:
 def open_standard_descriptors() -> None:
     """Open /dev/null in place of closed standard streams, or a pipe would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 

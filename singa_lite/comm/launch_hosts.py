@@ -58,8 +58,8 @@ class Placement:
     Attributes:
         hosts: at least one.
         rsh: the remote shell and its options; it takes what ssh takes, and is called as "CMD -x HOST COMMAND".
-        copy_to: a folder on every host, to which the current folder is copied and where the processes run; None: nothing
-            is copied, and all hosts have the current folder at the same path.
+        copy_to: a folder on every host, to which the current folder is copied and where the processes run; None:
+            nothing is copied, and all hosts have the current folder at the same path.
     """
 
     hosts: Sequence[Host]
@@ -156,8 +156,8 @@ def _in_folder(command: Sequence[str], folder: Path) -> list[str]:
         return list(command)
     if folder.resolve() not in script.resolve().parents:
         raise OptionError(
-            f"--sync-dst-dir copies the current folder, {folder}, and the script {str(script)!r} is not in it; start from "
-            "the script's folder"
+            f"--sync-dst-dir copies the current folder, {folder}, and the script {str(script)!r} is not in it; start "
+            "from the script's folder"
         )
     return [str(script.resolve().relative_to(folder.resolve())), *command[1:]]
 

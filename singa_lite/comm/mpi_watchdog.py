@@ -8,8 +8,8 @@ Note [lost ranks]: MPI_Init and MPI_Finalize wait for every rank, without a dead
 thread of the rank can end them. And mpiexec of MPICH takes the exit code of a rank that vanished for the job's, which
 is 0 after ``os._exit(0)``. It notices by the end of the rank's PMI socket; this process holds that open, so it is first
 to notice, and requests an abort with exit code 1. MPICH's shared-memory files, which a killed job leaves behind, are
-removed here for the same reason: nothing else is left to do it. Where rank_wrapper.py has
-started the rank, it requests the abort, as it knows how the rank ended, and this process tells it that the rank is lost.
+removed here for the same reason: nothing else is left to do it. Where rank_wrapper.py has started the rank, this
+process only tells it that the rank is lost; it knows how the rank ended, and requests the abort.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Output:
-    """The lines of one process, written behind a prefix and into its log.
+    """The lines of one process, written behind a prefix, and whole into its log.
 
     Args:
         prefix: before each line.
@@ -60,11 +60,16 @@ class Output:
         self._open_lines[stream] = rest
 
     def write(self, stream: int, prefix: bytes, line: bytes) -> None:
-        """Write a line, as a terminal shows one that was redrawn with carriage returns: its last state."""
+        """Write a line, as a terminal shows one that was redrawn with carriage returns: its last state.
+
+        mpiexec would mix a line that does not fit into one write to a pipe with those of others: it is cut in pieces.
+        """
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
             _write_all(self._log, line + b"\n")
-        _write_all(stream, prefix + line + b"\n")
+        room = select.PIPE_BUF - len(prefix) - 1
+        for start in range(0, len(line) or 1, room):
+            _write_all(stream, prefix + line[start : start + room] + b"\n")
 
     def end_lines(self) -> None:
         """Write the lines that never ended."""
