@@ -34,7 +34,7 @@ def read_hosts(path: Path) -> list[Host]:
     """Return the hosts of a file with one a line: "host", "host:count" or "host slots=count"; "#" begins a comment.
 
     Raises:
-        OptionError: the file cannot be read, a line is none of these, or there is none.
+        OptionError: the file cannot be read, a line is none of these or names a host again, or there is none.
     """
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -51,6 +51,10 @@ def read_hosts(path: Path) -> list[Host]:
             raise OptionError(
                 f"read_hosts: line {number} of {str(path)!r} is {text!r}; expected HOST, HOST:COUNT or "
                 "HOST slots=COUNT, with COUNT >= 1"
+            )
+        if match[1] in [host.name for host in hosts]:
+            raise OptionError(
+                f"read_hosts: line {number} of {str(path)!r} names {match[1]!r} again; write {match[1]}:COUNT once"
             )
         hosts.append(Host(match[1], num_slots))
     if not hosts:

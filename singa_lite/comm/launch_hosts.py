@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -90,12 +91,17 @@ def launch_on_hosts(
         OptionError: of ``placement.copy_to``, see ``FolderCopy``; or the script is not in the folder that is copied.
     """
     open_standard_descriptors()
-    mpiexec = find_mpiexec()
+    mpiexec, major_version = find_mpiexec()
     rsh = shutil.which(placement.rsh[0])
     if rsh is None:
         raise CommError(f"launch: there is no remote shell {placement.rsh[0]!r}; name one with --rsh")
+    if re.search(r"\s", rsh):
+        raise CommError(
+            f"launch: mpiexec takes no remote shell with a blank in its path, {rsh!r}; make a link to it"
+        )
     folder = Path.cwd()
     hosts = place(placement.hosts, num_workers, options.num_servers or 0)
+    where = _host_arguments(placement.hosts, hosts, major_version)
     copy = FolderCopy(folder, placement.copy_to, placement.rsh) if placement.copy_to else None
     if copy:
         command = _in_folder(command, folder)
@@ -107,7 +113,7 @@ def launch_on_hosts(
         environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement.copy_to or folder, options)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
-    start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, "-hosts", ",".join(hosts), "-wdir", "/"]
+    start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
     with noted_signals() as signals:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals))
@@ -121,8 +127,8 @@ def launch_on_hosts(
     return code
 
 
-def find_mpiexec() -> str:
-    """Return the path of MPICH's mpiexec: the one beside this Python, else on PATH.
+def find_mpiexec() -> tuple[str, int]:
+    """Return the path of MPICH's mpiexec, the one beside this Python or else on PATH, and its major version.
 
     Raises:
         CommError: there is none, or it belongs to another MPI.
@@ -132,9 +138,25 @@ def find_mpiexec() -> str:
     if mpiexec is None:
         raise CommError(f"launch: there is no mpiexec, which starts processes on several hosts; {CURE}")
     answer = subprocess.run([mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if "HYDRA" not in answer.stdout:
+    version = re.search(r"^HYDRA.*^\s*Version:\s*(\d+)", answer.stdout, re.MULTILINE | re.DOTALL)
+    if version is None:
         raise CommError(f"launch: {mpiexec} is not the mpiexec of MPICH; {CURE}")
-    return mpiexec
+    return mpiexec, int(version[1])
+
+
+def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version: int) -> list[str]:
+    """Return mpiexec's arguments that start each process on the host where it is ``placed``."""
+    arguments = ["-hosts", ",".join(f"{host.name}:{host.num_slots}" for host in hosts)]
+    slots = [host.name for host in hosts for _ in range(host.num_slots)]
+    if list(placed) == [slots[rank % len(slots)] for rank in range(len(placed))]:
+        return arguments
+    if major_version < 5:
+        raise CommError(
+            "launch: mpiexec of MPICH before version 5 cannot place servers on hosts with several slots; "
+            "pip install 'mpich>=5', or leave the counts out of the host file"
+        )
+    names = [host.name for host in hosts]
+    return [*arguments, "-rankmap", ",".join(str(names.index(name)) for name in placed)]
 
 
 def srun_line(command: Sequence[str], num_workers: int, options: LaunchOptions) -> str:
