@@ -40,7 +40,7 @@ def read_hosts(path: Path) -> list[Host]:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise OptionError(f"read_hosts: cannot read the host file {str(path)!r}: {error.strerror}") from error
-    hosts = []
+    hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
