@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
-from singa_lite.comm import launch_hosts
+from singa_lite.comm import launch_hosts, rank_wrapper
 from singa_lite.comm.copy_folder import FolderCopy
 from singa_lite.comm.hosts import Host, place, read_hosts
 from singa_lite.comm.rendezvous import threads_per_rank
@@ -292,6 +293,31 @@ def test_lines_of_several_hosts_stay_whole_and_long_ones_are_cut(tmp_path):
         assert log[:-2] == lines[:-1] and sorted(log[-2:]) == ["last", "no newline"]
     assert sorted(result.stdout.splitlines()) == sorted(expected)
     assert sorted(result.stderr.splitlines()) == [f"[{name}] no newline" for name in ("s0", "s1", "w0", "w1")]
+
+
+def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
+    """Without a request over PMI that alone ends the others."""
+    process = {"name": "worker 0", "prefix": "[w0] ", "log": "worker-0.log", "host": "d1"}
+    job = {
+        "processes": [process],
+        "environ": {"worker": {}},
+        "log_dir": str(tmp_path / "logs"),
+        "folder": str(tmp_path),
+    }
+    text = "import os, resource, signal\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+    script = write_script(tmp_path, text + "print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", rank_wrapper.__file__, sys.executable, str(script)],
+        env=fresh_environment(PMI_RANK="0", SINGA_LITE_WRAPPER=json.dumps(job)),
+        capture_output=True,
+        text=True,
+        start_new_session=True,  # it kills what its script leaves in its process group
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == -signal.SIGSEGV
+    assert result.stdout == "[w0] up\n"
+    assert result.stderr == "singa-lite run: worker 0 on d1 was killed by SIGSEGV\n"
+    assert (tmp_path / "logs" / "worker-0.log").read_text() == "up\n" + result.stderr
 
 
 FAILS = "if rank == 2:\n    sys.exit('no more')\ntime.sleep(600)\n"
