@@ -116,12 +116,13 @@ class Script:
         while (code := self._process.poll()) is None:
             self._pump(output, PARENT_S)
         kill_others_of_group()
-        if code == 0:  # the end of this pipe is that of the watchdog
-            self.is_lost = bool(select.select([self._lost], [], [], WATCHDOG_S)[0]) and bool(
-                os.read(self._lost, 100)
-            )
+        has_time = code >= 0  # a signal ends the job at once
+        if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
+            self.is_lost = (
+                os.read(self._lost, 100) != b""
+            )  # else it is the end of the pipe, as the watchdog has ended
         deadline = time.monotonic() + DRAIN_S
-        while self._pump(output, 0 if code else POLL_S) and time.monotonic() < deadline and not code:
+        while self._pump(output, POLL_S if has_time else 0) and has_time and time.monotonic() < deadline:
             pass
         output.end_lines()
         return code
