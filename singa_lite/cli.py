@@ -7,6 +7,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,16 @@ from typing import Any
 
 from . import _native
 from .comm import find_transports
+from .comm.hosts import read_hosts
 from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
+from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
 from .comm.rendezvous import threads_per_rank
-from .errors import CommError
+from .errors import CommError, OptionError
 
 USAGE = (
-    "singa-lite run -n W [-s S] [--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--timeout-s T] "
-    "[--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
+    "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
+    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--timeout-s T] [--exit-timeout T] [-m] "
+    "SCRIPT [ARGUMENT ...]"
 )
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
@@ -51,12 +55,37 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         "run",
         help="run a script as the workers and servers of a job",
         usage=USAGE,
-        description="Run SCRIPT as W workers and S servers of this host. Every line of output begins with its rank or "
-        "role; when a process fails all are ended, and the exit code is that of the first failure.",
+        description="Run SCRIPT as W workers and S servers, on this host or with -H on several. Every line of "
+        "output begins with its rank or role; when a process fails all are ended, and the exit code is that of the "
+        "first failure.",
     )
     add = run.add_argument
     add("-n", "--num-workers", type=int, required=True, metavar="W", help="workers (ranks), >= 1")
     add("-s", "--num-servers", type=int, metavar="S", help="servers of a kvstore, >= 0 (default 0)")
+    add(
+        "-H",
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="file with a host a line: HOST, HOST:COUNT or HOST slots=COUNT; MPICH's mpiexec starts processes there",
+    )
+    add(
+        "--sync-dst-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder on every host to which the current folder is copied first, and in which the processes run",
+    )
+    add(
+        "--launcher",
+        metavar="local|mpi|ssh",
+        help="local: without MPI, the default without -H; mpi, ssh: the other",
+    )
+    add(
+        "--rsh",
+        default="ssh",
+        metavar="CMD",
+        help="the remote shell for -H, with its options (default %(default)s)",
+    )
     for role in ("worker", "server"):
         add(
             f"--env-{role}",
@@ -76,9 +105,9 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     add(
         "--exit-timeout",
         type=float,
-        default=EXIT_TIMEOUT_S,
         metavar="T",
-        help="seconds the other processes have to end after one has ended with 0 (default %(default)g)",
+        help=f"seconds the other processes have to end after one has ended with 0 (default {EXIT_TIMEOUT_S:g}); not "
+        "with -H",
     )
     add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
@@ -112,7 +141,46 @@ def package_version() -> str:
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Start the processes and wait for them; return the exit code."""
+    try:
+        return _launch(parser, options)
+    except OptionError as error:
+        parser.error(str(error))
+    except CommError as error:
+        sys.exit(f"singa-lite run: {error}")
+    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+        return 141  # 128 + SIGPIPE, as in a shell
+
+
+def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    _check_numbers(parser, options)
+    launch_options = LaunchOptions(
+        timeout_s=options.timeout_s,
+        exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
+        log_dir=options.log_dir,
+        num_servers=options.num_servers,
+        worker_env=_variables(parser, "--env-worker", options.env_worker),
+        server_env=_variables(parser, "--env-server", options.env_server),
+    )
+    is_local = _is_local(parser, options)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("which script? singa-lite run -n 2 train.py")
+    if options.is_module:
+        command = ["-m", *command]
+    elif not Path(command[0]).exists():
+        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
+    if is_local:
+        return launch(command, options.num_workers, launch_options)
+    placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
+    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
+        line = srun_line(command, options.num_workers, launch_options)
+        parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
+    return launch_on_hosts(command, options.num_workers, placement, launch_options)
+
+
+def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.num_workers < 1:
         parser.error(f"-n {options.num_workers}: at least one rank is needed")
     if (options.num_servers or 0) < 0:
@@ -121,33 +189,47 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("--env-server: there are no servers; start some with -s")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
-    if not options.exit_timeout > 0:
+    if options.exit_timeout is not None and not options.exit_timeout > 0:
         parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
-    if not command:
-        parser.error("which script? singa-lite run -n 2 train.py")
+
+
+def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
+    """Return whether the processes run on this host without MPI; check the options that depend on it."""
+    launcher = options.launcher or ("mpi" if options.hosts else "local")
+    if launcher in ("sge", "yarn"):
+        parser.error(
+            f"--launcher {launcher}: not supported; in a job of that scheduler start the script with mpiexec or srun"
+        )
+    if launcher not in ("local", "mpi", "ssh"):
+        parser.error(f"--launcher {launcher}: expected local, mpi or ssh")
+    if launcher != "local":
+        if options.hosts is None:
+            parser.error(f"--launcher {launcher}: needs a host file, -H FILE")
+        if options.exit_timeout is not None:
+            parser.error(
+                "--exit-timeout: not with -H; MPI waits for all processes, as long as --timeout-s says"
+            )
+        return False
+    if options.hosts is not None:
+        parser.error("--launcher local: starts processes on this host only; leave out -H")
+    if options.sync_dst_dir is not None:
+        parser.error("--sync-dst-dir: there are no hosts to copy to; give -H FILE")
     if options.num_workers + (options.num_servers or 0) > 1 and sys.platform != "linux":
         parser.error(
             f"-n {options.num_workers}: shared memory works on Linux only; use mpiexec on {sys.platform}"
         )
-    if options.is_module:
-        command = ["-m", *command]
-    elif not Path(command[0]).exists():
-        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
-    launch_options = LaunchOptions(
-        timeout_s=options.timeout_s,
-        exit_timeout_s=options.exit_timeout,
-        log_dir=options.log_dir,
-        num_servers=options.num_servers,
-        worker_env=_variables(parser, "--env-worker", options.env_worker),
-        server_env=_variables(parser, "--env-server", options.env_server),
-    )
+    return True
+
+
+def _rsh(parser: argparse.ArgumentParser, given: str) -> list[str]:
+    """Return the words of the remote shell's command."""
     try:
-        return launch(command, options.num_workers, launch_options)
-    except CommError as error:
-        sys.exit(f"singa-lite run: {error}")
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-        return 141  # 128 + SIGPIPE, as in a shell
+        words = shlex.split(given)
+    except ValueError as error:
+        parser.error(f"--rsh {given!r}: {error}")
+    if not words:
+        parser.error("--rsh: expected a command, for example ssh")
+    return words
 
 
 def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:

@@ -22,6 +22,8 @@ SWITCHES = {
     "SINGA_LITE_NUM_SERVERS": "how many processes of a job are servers, the last ones (default 0)",
     "SINGA_LITE_RENDEZVOUS_ID": "name shared by the ranks of one world, set by `singa-lite run`",
     "SINGA_LITE_LAUNCHER_PID": "the `singa-lite run` whose child has these, set by itself",
+    "SINGA_LITE_WRAPPER": "what `singa-lite run -H` tells rank_wrapper.py on each host",
+    "SINGA_LITE_LOST_FD": "where a rank's watchdog tells rank_wrapper.py that the rank is lost, set by that",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
     "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
     "SINGA_LITE_NCCL_BLOCKING": "1: NCCL's calls return sooner, but its start and connections have no deadline",

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -85,7 +85,7 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         CommError: the system gives no more processes, pipes or files.
         BrokenPipeError: the reader of the output has gone.
     """
-    _open_standard_descriptors()
+    open_standard_descriptors()
     options = options or LaunchOptions()
     rendezvous_id = secrets.token_hex(16)
     names = role_names(num_workers, options.num_servers) if options.num_servers else rank_names(num_workers)
@@ -94,7 +94,7 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
-    with job.stopped_by_signals():
+    with noted_signals() as job.signals:
         try:
             _start_all(job, reaper, command, num_workers, options)
             job.supervise()
@@ -108,8 +108,29 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         return job.report()
 
 
+@contextlib.contextmanager
+def noted_signals() -> Iterator[Sequence[int]]:
+    """Inside: SIGINT, SIGTERM and SIGHUP do not end this process but are appended to the sequence that this gives."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, note) for number in noted}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Job:
-    """The ranks while they run, who failed first, and how far the ending of the others is."""
+    """The ranks while they run, who failed first, and how far the ending of the others is.
+
+    Attributes:
+        signals: those that have come to this process, see ``noted_signals``.
+    """
 
     def __init__(self, rendezvous_id: str, names: Sequence[ProcessName], options: LaunchOptions) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -120,7 +141,7 @@ class Job:
         self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
-        self._signals: list[int] = []
+        self.signals: Sequence[int] = ()
         self._exit_timeout_s, self._exit_deadline = options.exit_timeout_s, float("inf")
         self._late: list[int] = []  # ranks that did not end in time
         self._deadline = float("inf")  # when the next of _endings goes to those that still run
@@ -135,21 +156,6 @@ class Job:
             pipe: IO[bytes] = getattr(process, name)
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (rank, name))
-
-    @contextlib.contextmanager
-    def stopped_by_signals(self) -> Iterator[None]:
-        """Note SIGINT, SIGTERM and SIGHUP instead of dying by them; supervise() acts on them."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
-        before = {number: signal.signal(number, note) for number in noted}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def supervise(self) -> None:
         """Pass output on until every rank has ended; end all of them after a failure or a signal."""
@@ -190,14 +196,14 @@ class Job:
         code = self._report()
         deadline = time.monotonic() + DRAIN_S
         may_give_up = self.output.has_logs
-        self.output.flush(lambda: (may_give_up or bool(self._signals)) and time.monotonic() > deadline)
+        self.output.flush(lambda: (may_give_up or bool(self.signals)) and time.monotonic() > deadline)
         self.output.check()
         return code
 
     def _report(self) -> int:
-        if self._signals and not self._failures:
-            self.output.report(f"ended all ranks by {signal.Signals(self._signals[0]).name}")
-            return 128 + self._signals[0]
+        if self.signals and not self._failures:
+            self.output.report(f"ended all ranks by {signal.Signals(self.signals[0]).name}")
+            return 128 + self.signals[0]
         if self._late:
             self.output.report(
                 f"{self._names_of(self._late)} had not ended {self._exit_timeout_s:g} s after the others and was "
@@ -244,11 +250,11 @@ class Job:
                 self._ended_before.append(rank)
 
     def _notice_signals(self) -> None:
-        if len(self._signals) == 1 and not self._ending:
-            self._signal_running(self._signals[0])
+        if len(self.signals) == 1 and not self._ending:
+            self._signal_running(self.signals[0])
             self._ending = True
             self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
-        elif len(self._signals) > 1:  # a second signal: now
+        elif len(self.signals) > 1:  # a second signal: now
             self._signal_running(signal.SIGKILL)
 
     def _end_after(self, seconds: float, signals: list[int]) -> None:
@@ -339,15 +345,6 @@ def _start_all(
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start one rank, which dies with this process."""
-    launcher = os.getpid()
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def die_with_launcher() -> None:
-        if libc is not None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it died before the call above
-                os._exit(1)
-
     return subprocess.Popen(
         [sys.executable, *command],
         stdin=subprocess.DEVNULL,
@@ -355,14 +352,28 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
         stderr=subprocess.PIPE,
         env=environ,
         start_new_session=True,
-        preexec_fn=die_with_launcher,
+        preexec_fn=die_with_launcher(),
     )
 
 
-def _open_standard_descriptors() -> None:
+def die_with_launcher() -> Callable[[], None]:
+    """Return what a child of this process calls first to be killed when this process ends; on Linux only."""
+    launcher = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def call() -> None:
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:  # it died before the call above
+                os._exit(1)
+
+    return call
+
+
+def open_standard_descriptors() -> None:
     """Open /dev/null in place of closed standard streams, or a pipe would get their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 

@@ -8,7 +8,8 @@ Note [lost ranks]: MPI_Init and MPI_Finalize wait for every rank, without a dead
 thread of the rank can end them. And mpiexec of MPICH takes the exit code of a rank that vanished for the job's, which
 is 0 after ``os._exit(0)``. It notices by the end of the rank's PMI socket; this process holds that open, so it is first
 to notice, and requests an abort with exit code 1. MPICH's shared-memory files, which a killed job leaves behind, are
-removed here for the same reason: nothing else is left to do it.
+removed here for the same reason: nothing else is left to do it. Where rank_wrapper.py has started the rank, this
+process only tells it that the rank is lost; it knows how the rank ended, and requests the abort.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 0.1  # how soon the end of a rank is noticed whose pipe a forked child holds as well
@@ -74,24 +76,35 @@ def shared_files(pid: int) -> set[str]:
 def main() -> None:
     rank_pid, pipe, lost_error = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     pmi = int(os.environ.get("PMI_FD", -1))  # other launchers than MPICH's notice by themselves
+    wrapper = int(os.environ.get("SINGA_LITE_LOST_FD", -1))
     os.setsid()  # mpiexec kills the rank's process group
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     for descriptor in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
-        if descriptor > 2 and descriptor not in (pipe, pmi):
+        if descriptor > 2 and descriptor not in (pipe, pmi, wrapper):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
     error = watch(rank_pid, pipe, lost_error)
     if error is None:
         return
     if error:
-        os.write(2, f"singa_lite: {error}\n".encode())
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.fstat(pmi).st_mode):  # and not what some wrapper of the rank has opened since
-            os.write(pmi, ABORT)
+        with contextlib.suppress(OSError):  # a wrapper that has ended reads no more
+            os.write(2, f"singa_lite: {error}\n".encode())
+    # each is what it was, and not what some program between has opened since
+    if not _write_if(stat.S_ISFIFO, wrapper, b"lost\n"):
+        _write_if(stat.S_ISSOCK, pmi, ABORT)
     if os.getppid() == rank_pid:
         os.kill(rank_pid, signal.SIGKILL)
+
+
+def _write_if(is_of_kind: Callable[[int], bool], descriptor: int, message: bytes) -> bool:
+    """Write ``message`` if ``descriptor`` is open and of the kind; return whether it was written."""
+    with contextlib.suppress(OSError):
+        if is_of_kind(os.fstat(descriptor).st_mode):
+            os.write(descriptor, message)
+            return True
+    return False
 
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one command as the workers and servers of a job on several hosts, by MPICH's mpiexec, and leave nothing behind.
+
+What lives here: starting mpiexec and ending it. What does not: processes of one host without MPI (launch.py), which
+hosts there are (hosts.py), copying the script there (copy_folder.py), and what runs there around each script
+(rank_wrapper.py).
+
+Note [ends of mpiexec]: it passes SIGINT and SIGTERM on to all processes; when it is killed, its processes on the hosts
+end theirs. That also happens when this process is killed. Remote shells that it leaves, as it does when one of them
+fails, become children of this process and are killed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CommError, OptionError
+from .copy_folder import FolderCopy
+from .hosts import Host, place
+from .launch import (
+    FINAL_OUTPUT_S,
+    POLL_S,
+    TERM_S,
+    LaunchOptions,
+    die_with_launcher,
+    noted_signals,
+    open_standard_descriptors,
+)
+from .process_names import role_names
+
+CURE = "pip install 'singa-lite[mpi]'"
+ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+OF_ANOTHER_JOB = (
+    "SINGA_LITE_RANK",
+    "SINGA_LITE_WORLD_SIZE",
+    "SINGA_LITE_RENDEZVOUS_ID",
+    "SINGA_LITE_LAUNCHER_PID",
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the processes of a job run, and how to reach them.
+
+    Attributes:
+        hosts: at least one.
+        rsh: the remote shell and its options; it takes what ssh takes, and is called as "CMD -x HOST COMMAND".
+        copy_to: a folder on every host, to which the current folder is copied and where the processes run; None:
+            nothing is copied, and all hosts have the current folder at the same path.
+    """
+
+    hosts: Sequence[Host]
+    rsh: Sequence[str] = ("ssh",)
+    copy_to: Path | None = None
+
+
+def launch_on_hosts(
+    command: Sequence[str], num_workers: int, placement: Placement, options: LaunchOptions
+) -> int:
+    """Run ``sys.executable command...`` as the workers and servers of one MPI job and wait for all of them.
+
+    Every host has this Python at this path, with MPICH and mpi4py. Lines come out behind "[w0] " or "[s1] ".
+    A process that fails ends the others: at once if a signal ended it, else after two seconds in which they report why.
+
+    Args:
+        command, num_workers: see ``launch``.
+        placement: which hosts.
+        options: ``exit_timeout_s`` is not used: MPI itself waits for all processes. The folder of logs is made on each
+            host.
+
+    Returns:
+        0, or the exit code of the process that failed first (128 + signal number if a signal ended it), or 128 + signal
+        number when a signal stopped this process.
+
+    Raises:
+        CommError: there is no mpiexec of MPICH, no remote shell, or the folder cannot be copied.
+        OptionError: of ``placement.copy_to``, see ``FolderCopy``; or the script is not in the folder that is copied.
+    """
+    open_standard_descriptors()
+    mpiexec, major_version = find_mpiexec()
+    rsh = shutil.which(placement.rsh[0])
+    if rsh is None:
+        raise CommError(f"launch: there is no remote shell {placement.rsh[0]!r}; name one with --rsh")
+    if re.search(r"\s", rsh):
+        raise CommError(
+            f"launch: mpiexec takes no remote shell with a blank in its path, {rsh!r}; make a link to it"
+        )
+    folder = Path.cwd()
+    hosts = place(placement.hosts, num_workers, options.num_servers or 0)
+    where = _host_arguments(placement.hosts, hosts, major_version)
+    copy = FolderCopy(folder, placement.copy_to, placement.rsh) if placement.copy_to else None
+    if copy:
+        command = _in_folder(command, folder)
+    environ = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_JOB}
+    environ |= {"PYTHONUNBUFFERED": "1", "SINGA_LITE_NUM_SERVERS": str(options.num_servers or 0)}
+    if options.timeout_s is not None:
+        environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
+    if len(placement.rsh) > 1:
+        environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
+    environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement.copy_to or folder, options)
+    wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
+    start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
+    with noted_signals() as signals:
+        if copy:
+            copy.run(sorted(set(hosts)), lambda: bool(signals))
+        code = 0
+        if not signals:
+            code = _supervise([*start, "-n", str(len(hosts)), *wrapper, *command], environ, signals)
+    if signals:
+        name = signal.Signals(signals[0]).name
+        os.write(2, f"singa-lite run: ended all processes by {name}\n".encode())
+        return 128 + signals[0]
+    return code
+
+
+def find_mpiexec() -> tuple[str, int]:
+    """Return the path of MPICH's mpiexec, the one beside this Python or else on PATH, and its major version.
+
+    Raises:
+        CommError: there is none, or it belongs to another MPI.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise CommError(f"launch: there is no mpiexec, which starts processes on several hosts; {CURE}")
+    answer = subprocess.run([mpiexec, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    version = re.search(r"^HYDRA.*^\s*Version:\s*(\d+)", answer.stdout, re.MULTILINE | re.DOTALL)
+    if version is None:
+        raise CommError(f"launch: {mpiexec} is not the mpiexec of MPICH; {CURE}")
+    return mpiexec, int(version[1])
+
+
+def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version: int) -> list[str]:
+    """Return mpiexec's arguments that start each process on the host where it is ``placed``."""
+    arguments = ["-hosts", ",".join(f"{host.name}:{host.num_slots}" for host in hosts)]
+    slots = [host.name for host in hosts for _ in range(host.num_slots)]
+    if list(placed) == [slots[rank % len(slots)] for rank in range(len(placed))]:
+        return arguments
+    if major_version < 5:
+        raise CommError(
+            "launch: mpiexec of MPICH before version 5 cannot place servers on hosts with several slots; "
+            "pip install 'mpich>=5', or leave the counts out of the host file"
+        )
+    names = [host.name for host in hosts]
+    return [*arguments, "-rankmap", ",".join(str(names.index(name)) for name in placed)]
+
+
+def srun_line(command: Sequence[str], num_workers: int, options: LaunchOptions) -> str:
+    """Return the shell line that starts the job by Slurm's srun."""
+    values = {
+        "SINGA_LITE_NUM_SERVERS": options.num_servers or None,
+        "SINGA_LITE_TIMEOUT_S": options.timeout_s,
+    }
+    variables = [f"{name}={value}" for name, value in values.items() if value is not None]
+    size = num_workers + (options.num_servers or 0)
+    words = ["srun", "-n", str(size), "--distribution=cyclic", "--label", sys.executable, *command]
+    return shlex.join([*variables, *words])
+
+
+def _in_folder(command: Sequence[str], folder: Path) -> list[str]:
+    """Return ``command`` with the path of its script relative to ``folder``, which is copied."""
+    script = Path(command[0])
+    if command[0] == "-m":
+        return list(command)
+    if folder.resolve() not in script.resolve().parents:
+        raise OptionError(
+            f"--sync-dst-dir copies the current folder, {folder}, and the script {str(script)!r} is not in it; start "
+            "from the script's folder"
+        )
+    return [str(script.resolve().relative_to(folder.resolve())), *command[1:]]
+
+
+def _describe(hosts: Sequence[str], num_workers: int, folder: Path, options: LaunchOptions) -> str:
+    """Return what rank_wrapper.py must know. It travels in the environment, which other users cannot read."""
+    names = role_names(num_workers, len(hosts) - num_workers)
+    processes = [
+        {"name": name.text, "prefix": name.prefix, "log": name.log, "host": host}
+        for name, host in zip(names, hosts, strict=True)
+    ]
+    environs = {"worker": dict(options.worker_env), "server": dict(options.server_env)}
+    log_dir = str(options.log_dir.absolute()) if options.log_dir else None
+    return json.dumps(
+        {"processes": processes, "environ": environs, "log_dir": log_dir, "folder": str(folder)}
+    )
+
+
+def _supervise(command: Sequence[str], environ: dict[str, str], signals: Sequence[int]) -> int:
+    """Run mpiexec to its end and pass ``signals``, which grow, on to its processes; return its exit code."""
+    before = _children()
+    adopt_orphans(True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, env=environ, start_new_session=True, preexec_fn=die_with_launcher()
+    )
+    endings = [signal.SIGTERM, signal.SIGKILL]
+    deadline = float("inf")
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            if signals and deadline == float("inf"):
+                process.send_signal(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM)
+                deadline = time.monotonic() + FINAL_OUTPUT_S
+            if time.monotonic() >= deadline or len(signals) > 1:
+                process.send_signal(endings.pop(0) if len(signals) == 1 else signal.SIGKILL)
+                deadline = time.monotonic() + TERM_S
+    finally:
+        process.kill()
+        process.wait()
+        end_orphans(before)
+        adopt_orphans(False)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def adopt_orphans(is_on: bool) -> None:
+    """Make processes whose parent ends children of this one, if it is an ancestor; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(is_on))
+
+
+def end_orphans(before: set[int]) -> None:
+    """Reap all children of this process and theirs but for those of ``before``; kill them if they do not end soon."""
+    deadline = time.monotonic() + ORPHANS_S
+    while children := _children() - before:
+        for pid in children:
+            if time.monotonic() >= deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found

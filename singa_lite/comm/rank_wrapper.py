@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the script of one process of a job under mpiexec: pass its lines on behind its name, and tell how it ended.
+
+What lives here: a program that launch_hosts.py has mpiexec start by its path on every host, so it imports nothing of
+the package. What does not: starting mpiexec (launch_hosts.py), ending an MPI job from inside of it (mpi_job.py).
+
+Note [ended ranks]: mpiexec of MPICH goes on when a process ends with an exit code, and the others wait for it for
+ever. It ends them all when a signal ends a process, but with an exit code that says nothing. So an abort with the right
+exit code is requested first, over PMI, the socket between mpiexec and its ranks, and then this process ends as its
+script did. mpiexec kills process groups: script and children stay in the group of this process. A script that ends with
+0 inside an MPI job is lost too; the watchdog of the rank (mpi_watchdog.py) writes that into a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import selectors
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own errors, as in launch.py
+DRAIN_S = 0.5  # output that children of the script may still send, likewise
+WATCHDOG_S = 5.0  # a rank's watchdog takes milliseconds to notice its end
+POLL_S = 0.05
+PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
+LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Output:
+    """The lines of one process, written behind a prefix, and whole into its log.
+
+    Args:
+        prefix: before each line.
+        log: a descriptor; None: no log.
+    """
+
+    def __init__(self, prefix: str, log: int | None) -> None:
+        self._prefix, self._log = prefix.encode(), log
+        self._open_lines = {1: b"", 2: b""}
+
+    def feed(self, stream: int, chunk: bytes) -> None:
+        """Take ``chunk`` from stream 1 or 2; b"" means the stream has ended."""
+        *lines, rest = (self._open_lines[stream] + chunk).split(b"\n")
+        if rest and (not chunk or len(rest) > LINE_BYTES):
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            self.write(stream, self._prefix, line)
+        self._open_lines[stream] = rest
+
+    def write(self, stream: int, prefix: bytes, line: bytes) -> None:
+        """Write a line, as a terminal shows one that was redrawn with carriage returns: its last state.
+
+        mpiexec would mix a line that does not fit into one write to a pipe with those of others: it is cut in pieces.
+        """
+        line = next((state for state in reversed(line.split(b"\r")) if state), b"")
+        if self._log is not None:
+            _write_all(self._log, line + b"\n")
+        room = select.PIPE_BUF - len(prefix) - 1
+        for start in range(0, len(line) or 1, room):
+            _write_all(stream, prefix + line[start : start + room] + b"\n")
+
+    def end_lines(self) -> None:
+        """Write the lines that never ended."""
+        for stream in (1, 2):
+            self.feed(stream, b"")
+
+
+class Script:
+    """The script while it runs.
+
+    Attributes:
+        is_lost: it has ended without leaving the MPI job.
+        stop_signals: those that this process got, as the whole group does.
+    """
+
+    def __init__(self, command: list[str], environ: dict[str, str]) -> None:
+        self.is_lost = False
+        self.stop_signals: list[int] = []
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: self.stop_signals.append(number))
+        self._parent = os.getppid()
+        self._selector = selectors.DefaultSelector()
+        self._watch_children()
+        self._lost, writer = os.pipe()
+        os.set_inheritable(writer, True)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environ, "SINGA_LITE_LOST_FD": str(writer)},
+            close_fds=False,  # the socket of PMI is the script's
+            preexec_fn=_die_with_parent,
+        )
+        os.close(writer)
+        assert self._process.stdout and self._process.stderr
+        for stream, descriptor in enumerate(
+            (self._process.stdout.fileno(), self._process.stderr.fileno()), 1
+        ):
+            self._selector.register(descriptor, selectors.EVENT_READ, stream)
+
+    def wait(self, output: Output) -> int:
+        """Pass output on until the script has ended; return its exit code, negative for a signal."""
+        while (code := self._process.poll()) is None:
+            self._pump(output, PARENT_S)
+        kill_others_of_group()
+        has_time = code >= 0  # a signal ends the job at once
+        if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
+            self.is_lost = (
+                os.read(self._lost, 100) != b""
+            )  # else it is the end of the pipe, as the watchdog has ended
+        deadline = time.monotonic() + DRAIN_S
+        while self._pump(output, POLL_S if has_time else 0) and has_time and time.monotonic() < deadline:
+            pass
+        output.end_lines()
+        return code
+
+    def pause(self, seconds: float) -> None:
+        """Wait, unless mpiexec ends meanwhile."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._end_with_parent()
+            time.sleep(POLL_S)
+
+    def _watch_children(self) -> None:
+        """Have the selector wake at every signal, the end of the script among them."""
+        reader, writer = os.pipe()
+        for descriptor in (reader, writer):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ, 0)
+
+    def _pump(self, output: Output, timeout_s: float) -> bool:
+        """Read what there is within ``timeout_s``; return whether more may come."""
+        for key, _ in self._selector.select(timeout_s):
+            chunk = os.read(key.fd, 1 << 16)
+            if key.data and not chunk:
+                self._selector.unregister(key.fd)
+            if key.data:
+                output.feed(key.data, chunk)
+        self._end_with_parent()
+        return len(self._selector.get_map()) > 1
+
+    def _end_with_parent(self) -> None:
+        if os.getppid() != self._parent:  # mpiexec's process on this host was killed
+            os.killpg(0, signal.SIGKILL)
+
+
+def main(command: list[str]) -> int:
+    """Run ``command``; the variable SINGA_LITE_WRAPPER is the JSON text that ``launch_hosts._describe`` returns."""
+    job: dict[str, Any] = json.loads(os.environ.pop("SINGA_LITE_WRAPPER"))
+    process = job["processes"][int(os.environ["PMI_RANK"])]
+    name = f"{process['name']} on {process['host']}"
+    try:
+        os.chdir(job["folder"])
+        output = Output(process["prefix"], open_log(job["log_dir"], process["log"]))
+        script = Script(command, environ_of(job, process))
+    except OSError as error:
+        _report(None, f"{name} cannot start: {error}")
+        abort_job(1)
+        return 1
+    code = script.wait(output)
+    if script.stop_signals:  # the others have them too, and end in their own time
+        return code if code >= 0 else 128 - code
+    if code >= 0 and (code or script.is_lost):
+        _report(output, f"{name} failed (exit code {code})")
+        script.pause(FINAL_OUTPUT_S)
+        abort_job(code or 1)
+    if code >= 0:
+        return code
+    _report(output, f"{name} was killed by {signal.Signals(-code).name}")
+    abort_job(128 - code)
+    end_by_signal(-code)
+    return 128 - code
+
+
+def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
+    """Return the script's environment: its role's variables, and its part of this host's cores."""
+    role = process["name"].partition(" ")[0]
+    environ = {**os.environ, **job["environ"][role]}
+    here = [other["name"] for other in job["processes"] if other["host"] == process["host"]]
+    num_servers = sum(name.startswith("server") for name in here)
+    if not environ.get("OMP_NUM_THREADS") and (len(here) > 1 or role == "server"):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_threads = 1 if role == "server" else max(1, (cores - num_servers) // (len(here) - num_servers))
+        environ["OMP_NUM_THREADS"] = str(num_threads)
+    return environ
+
+
+def open_log(folder: str | None, name: str) -> int | None:
+    """Return a descriptor that appends to the log ``name`` in ``folder``; None without a folder."""
+    if folder is None:
+        return None
+    os.makedirs(folder, exist_ok=True)
+    return os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+
+
+def kill_others_of_group() -> None:
+    """Kill the children that the script has left."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            group = int(path.read_text(errors="replace").rpartition(")")[2].split()[2])
+            if group == os.getpgrp() and int(path.parent.name) != os.getpid():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def abort_job(exit_code: int) -> None:
+    """Request the end of the whole job from mpiexec, over PMI's wire protocol, version 1."""
+    pmi = int(os.environ.get("PMI_FD", -1))
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(pmi).st_mode):
+            os.write(pmi, f"cmd=abort exitcode={exit_code}\n".encode())
+
+
+def end_by_signal(number: int) -> None:
+    """End this process by signal ``number``, without a core file of its own."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _report(output: Output | None, text: str) -> None:
+    """Write a line of the launcher itself to the error stream, and to the log if there is one."""
+    with contextlib.suppress(OSError):
+        (output or Output("", None)).write(2, b"", f"singa-lite run: {text}".encode(errors="surrogateescape"))
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:  # mpiexec's process on this host has gone
+        os.killpg(0, signal.SIGKILL)
