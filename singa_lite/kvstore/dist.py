@@ -107,6 +107,7 @@ class DistStore(KVStore):
         self._parts: dict[Key, list[Part]] = {}
         self._requests: dict[int, Request] = {}  # without all answers
         self._num_requests = 0
+        self._gone: dict[int, str] = {}  # server -> why it has left
         self._is_closed = False
         join = {"is_async": self._is_async, "staleness": staleness}
         self._together("create", {**join, "big_array": big_array}, lambda: self._command("join", join))
@@ -127,9 +128,13 @@ class DistStore(KVStore):
         if self._is_closed:
             return
         self._is_closed = True
-        for request in list(self._requests.values()):
-            request.wait()
-        self._ask("close", dict.fromkeys(range(self.num_servers)))
+        try:
+            for request in list(self._requests.values()):
+                request.wait()
+            self._ask("close", dict.fromkeys(range(self.num_servers)))
+        except CommError as error:
+            self._messenger.abort(str(error))  # servers that are left would wait for this worker
+            raise
         self._messenger.close()
 
     # ---- what KVStore asks for -----------------------------------------------------------------------
@@ -307,8 +312,14 @@ class DistStore(KVStore):
         except CommError as error:
             raise CommError(f"{self.type}: {request.name}: {error}") from None
 
+    def _is_gone(self, request: Request, server: int) -> CommError:
+        return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
+
     def receive_answer(self, request: Request, timeout_s: float | None) -> None:
         """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""
+        for server in request.waits_for:
+            if server in self._gone:
+                raise self._is_gone(request, server)
         try:
             message = self._messenger.receive(timeout_s)
         except CommError as error:
@@ -317,7 +328,8 @@ class DistStore(KVStore):
         if message.header is None:
             if self._is_closed and server not in request.waits_for:
                 return  # it has answered close() and ended, since all workers have closed
-            raise CommError(f"{self.type}: {self._messenger.name}: {request.name}: {message.reason}")
+            self._gone[server] = message.reason
+            raise self._is_gone(request, server)
         number = message.header[1]
         answered = self._requests[number]
         answered.take(server, message)
