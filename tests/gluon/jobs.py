@@ -150,12 +150,11 @@ def parameter(value: Any, name: str | None = None, dtype: str = "float32") -> Te
 def backward(gradients: dict[Tensor, Any]) -> None:
     """Have each parameter's gradient be exactly these numbers, in one backward pass."""
     with autograd.record():
-        terms = [
-            autograd.reduce_sum(
-                param * Tensor(data=np.broadcast_to(np.asarray(grad, param.dtype), param.shape)), keepdims=0
-            )
-            for param, grad in gradients.items()
-        ]
+        terms = []
+        for param, grad in gradients.items():
+            factor = np.broadcast_to(np.asarray(grad, param.dtype), param.shape)
+            product = param * Tensor(data=factor, device=param.device)
+            terms.append(autograd.reduce_sum(product, keepdims=0))
         loss = terms[0]
         for term in terms[1:]:
             loss = loss + term

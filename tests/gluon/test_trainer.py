@@ -34,8 +34,7 @@ JOBS = [
     ("shm", 2, 2),
     ("shm", 3, 0),
     ("shm", 3, 2),
-    ("mpi", 2, 1),
-    ("mpi", 3, 0),
+    ("mpi", 3, 1),
 ]
 LARGE = 1003  # elements: more than BIG_ARRAY, so cut into a part for each server
 CNN_SHAPES = [(20, 1, 5, 5), (20,), (50, 20, 5, 5), (50,), (800, 500), (500,), (500, 10), (10,)]
