@@ -132,7 +132,7 @@ def run_facts(
             outcomes[check.__name__] = ("", check(rig))
             rig.close()
             workers.barrier()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcomes[check.__name__] = (traceback.format_exc(), None)
             rig.abort(f"the fact {check.__name__} does not hold")
             return outcomes

@@ -301,6 +301,12 @@ def update_alone_can_leave_out_gradients(rig: Rig) -> None:
     backward({params["a"]: 2})
     trainer.update(2, ignore_stale_grad=True)
     assert values(params) == {"a": [-0.5], "b": [1.0]} and trainer.bytes_sent == 0
+    backward(dict.fromkeys(params.values(), 0))
+    trainer.step(1)
+    assert trainer.bytes_sent == 8
+    backward({params["a"]: 0})
+    trainer.update(1, ignore_stale_grad=True)
+    assert trainer.bytes_sent == 0
 
 
 # ---- the learning rate and the optimizer ---------------------------------------------------------------
