@@ -152,6 +152,35 @@ def test_the_tutorial_of_the_communicator_prints_the_gradients_of_nnabla(tmp_pat
         assert any(abs(float(loss) - value) < 1e-3 for loss in losses), losses
 
 
+def test_mnist_over_a_key_value_store_has_equal_bits_wherever_gradients_are_summed(digits):
+    """Servers change none, nor do slices the accuracy."""
+    script = [ROOT / "examples" / "mnist_kvstore.py", "--epochs", 3]
+    sums = set()
+    for workers, servers, options in (
+        (1, 0, ["--slices", 3, "--reduction", "mean"]),
+        (2, 0, []),
+        (2, 1, []),
+        (2, 2, []),
+    ):
+        launch = [sys.executable, "-m", "singa_lite", "run", "-n", workers, "-s", servers]
+        output = run(digits, *(launch if workers > 1 else launch[:1]), *script, *options)
+        assert output.count(f"Total number of workers: {workers}\n") == workers
+        assert {int(rank) for rank in re.findall(r"This worker's rank: (\d)", output)} == set(range(workers))
+        assert f"{workers} workers, {servers} servers, device Device(cpu): gradients are summed" in output
+        by = " and by 1 workers" if "mean" in options else ""
+        where = f"{servers} servers" if servers else "every worker"
+        assert f"divided by each worker's batch of 64{by}, and applied by {where}\n" in output
+        tested = re.findall(r"Epoch (\d): Test accuracy = ([\d.]+)", output)
+        assert sorted(int(epoch) for epoch, _ in tested) == sorted([0, 1, 2] * workers)
+        assert len(set(tested)) == 3  # all workers print the same
+        first, last = (float(dict(tested)[epoch]) for epoch in "02")
+        assert last > first + 0.1
+        printed = re.findall(r"crc32 of all parameters: (\w{8})", output)
+        assert len(printed) == workers
+        sums |= {(workers, crc) for crc in printed}
+    assert len(sums) == 2
+
+
 def test_train_adding_learns_to_add_on_two_processes(tmp_path):
     script = [
         ROOT / "examples" / "train_adding.py",

@@ -96,6 +96,29 @@ def test_a_run_repeats_bit_for_bit(tmp_path):
     assert re.findall(pattern, first) == re.findall(pattern, again) != []
 
 
+def test_workers_of_a_key_value_store_print_the_same_accuracy(folder):
+    """Each has its own statistics of batch norm, and with dist_async weights of its own, until synchronize()."""
+    script = ROOT / "examples" / "cifar_kvstore.py"
+    random = ["--synthetic", 100, "--steps", 5, "--epochs", 2]
+    files = ["--cifar-dir", folder, "--model", "resnet18", "--steps", 1, "--epochs", 1]
+    for store, options, what, how in (
+        (
+            "dist",
+            random,
+            "resnet20, data random images, not CIFAR-10",
+            "summed over the workers and divided by 2",
+        ),
+        ("dist_async", files, "resnet18, data CIFAR-10", "applied as they come, each worker's on its own"),
+    ):
+        output = run(*LAUNCH_2, "-s", 1, script, "--batch-size", 8, "--kvstore", store, *options)
+        assert f"2 workers, 1 servers, {store}, device Device(cpu)" in output
+        assert f"model {what}; gradients of batch means are {how}" in output
+        tested = re.findall(r"Epoch (\d): Test accuracy = ([\d.]+)", output)
+        assert len(tested) == 2 * options[-1] and len(set(tested)) == options[-1]
+        losses = numbers("mean loss of this worker", output)
+        assert len(losses) == len(set(losses)) == 2 * options[-1]
+
+
 def test_without_data_it_says_what_to_do_and_makes_nothing_up(tmp_path):
     done = start(sys.executable, SCRIPT, "--cifar-dir", tmp_path)
     assert done.returncode != 0 and "DataError" in done.stderr and str(tmp_path) in done.stderr

@@ -123,7 +123,7 @@ class Trainer:
         Raises:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
-        number = check_number("Trainer: set_learning_rate", "lr", lr, 0)
+        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, np.finfo(np.float32).max)
         if isinstance(self._store, KVStore):
             if self._updates_on_store:
                 self._store.set_learning_rate(number)
@@ -166,7 +166,7 @@ class Trainer:
             GraphError: a gradient is stale; nothing has moved.
             CommError: a worker or server is gone, or disagrees.
         """
-        scale = 1 / check_number("Trainer: step", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        scale = 1 / _checked_batch_size("step", batch_size)
         stale = self._stale("step", ignore_stale_grad)
         self._check_optimizer()
         self._count()
@@ -205,7 +205,7 @@ class Trainer:
             CommError: the batch sizes or stale gradients differ.
         """
         self._check_by_hand("update")
-        size = check_number("Trainer: update", "batch_size", batch_size, np.finfo(np.float32).tiny)
+        size = _checked_batch_size("update", batch_size)
         stale = self._stale("update", ignore_stale_grad)
         self._check_optimizer()
         if isinstance(self._store, KVStore):
@@ -304,8 +304,8 @@ class Trainer:
         if isinstance(store, KVStore):
             if store.optimizer_description is not None:
                 raise OptionError(
-                    f"Trainer: {where}: the store has got an optimizer, so it has no sums of gradients any more; use it for "
-                    "one Trainer with update_on_kvstore=True, or for several with False"
+                    f"Trainer: {where}: the store has got an optimizer, so it has no sums of gradients any more; use "
+                    "it for one Trainer with update_on_kvstore=True, or for several with False"
                 )
             given = [None if name in stale else grad for name, grad in grads.items()]
             if names:
@@ -377,8 +377,8 @@ class Trainer:
             raise OptionError(f"Trainer: update_on_kvstore must be True, False or None, not {wanted!r}")
         if isinstance(store, KVStore) and store.optimizer_description is not None:
             raise OptionError(
-                f"Trainer: {store!r} has an optimizer already, which updates every key; make all Trainers of a store with "
-                "update_on_kvstore=False"
+                f"Trainer: {store!r} has an optimizer already, which updates every key; make all Trainers of a store "
+                "with update_on_kvstore=False"
             )
         can = store is not None and store.is_capable("optimizer") and isinstance(store, KVStore)
         if wanted and not can:
@@ -489,3 +489,9 @@ def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
             raise OptionError(f"Trainer: optimizer_params has {key} and {ours}, which are the same")
         given[ours] = value
     return create(name, **given)
+
+
+def _checked_batch_size(where: str, size: float) -> float:
+    """Return a batch size as a float; OptionError unless float32 has it and its reciprocal."""
+    limits = np.finfo(np.float32)
+    return check_number(f"Trainer: {where}", "batch_size", size, limits.tiny, limits.max)

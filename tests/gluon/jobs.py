@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs of workers and servers for tests of a Trainer: one launch runs many facts, each with stores of its own.
 
-What lives here: starting them. What does not: the facts (test_trainer.py).
+What lives here: starting them. What does not: the facts (test_trainer*.py).
 """
 
 from __future__ import annotations
 
+import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from singa_lite import autograd
 from singa_lite.comm import find_messengers
@@ -25,8 +28,10 @@ from singa_lite.kvstore.server import Server
 from singa_lite.kvstore.store import KVStore
 from singa_lite.tensor import Tensor, to_numpy
 from tests.limits import LIMIT_S
+from tests.ranks import mpi_missing, run_ranks
 
 Array = np.ndarray[Any, Any]
+BIG_ARRAY = 1000  # elements, instead of 65,536: from here a key is cut into a part for each server
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Rig:
     rendezvous_id: str
     folder: str
     _count: int = 0
+    _is_broken: bool = False
     _open: list[DistStore] = field(default_factory=list)
 
     @property
@@ -55,7 +61,7 @@ class Rig:
     def size(self) -> int:
         return self.workers.size
 
-    def store(self, name: str = "dist_sync", will_break: bool = False, **options: Any) -> KVStore:
+    def store(self, name: str = "dist_sync", will_break: bool = False, big_array: int = BIG_ARRAY) -> KVStore:
         """A new store with new servers; the one before is closed. One that will break has a communicator of its own."""
         self.close()
         workers = self.workers.new_group(list(range(self.size))) if will_break else self.workers
@@ -65,17 +71,20 @@ class Rig:
         self._count += 1
         self.everyone.all_gather_object(self._count, name="test: serve")
         messenger = make_messenger(self.everyone, self.num_servers, f"{self.rendezvous_id}{self._count}")
-        store = DistStore(name, workers, messenger, **options)
+        store = DistStore(name, workers, messenger, big_array=big_array)
         self._open.append(store)
+        self._is_broken = will_break
         return store
 
     def close(self) -> None:
-        """Close the store, after a failure too."""
+        """Close the store."""
         for store in self._open:
-            with suppress(CommError):
+            if self._is_broken:  # DistStore.close would wait again for the server that has failed
+                self.workers.barrier()
+                store._messenger.abort("the test has ended")
+            else:
                 store.close()
         self._open.clear()
-
 
     def abort(self, reason: str) -> None:
         """Have all others fail too."""
@@ -123,7 +132,7 @@ def run_facts(
             outcomes[check.__name__] = ("", check(rig))
             rig.close()
             workers.barrier()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcomes[check.__name__] = (traceback.format_exc(), None)
             rig.abort(f"the fact {check.__name__} does not hold")
             return outcomes
@@ -141,12 +150,11 @@ def parameter(value: Any, name: str | None = None, dtype: str = "float32") -> Te
 def backward(gradients: dict[Tensor, Any]) -> None:
     """Have each parameter's gradient be exactly these numbers, in one backward pass."""
     with autograd.record():
-        terms = [
-            autograd.reduce_sum(
-                param * Tensor(data=np.broadcast_to(np.asarray(grad, param.dtype), param.shape)), keepdims=0
-            )
-            for param, grad in gradients.items()
-        ]
+        terms = []
+        for param, grad in gradients.items():
+            factor = np.broadcast_to(np.asarray(grad, param.dtype), param.shape)
+            product = param * Tensor(data=factor, device=param.device)
+            terms.append(autograd.reduce_sum(product, keepdims=0))
         loss = terms[0]
         for term in terms[1:]:
             loss = loss + term
@@ -159,3 +167,30 @@ def values(params: dict[str, Tensor]) -> dict[str, list[Any]]:
 
 def bits(params: dict[str, Tensor]) -> dict[str, str]:
     return {name: to_numpy(param).tobytes().hex() for name, param in params.items()}
+
+
+def run_job(
+    transport: str, num_workers: int, num_servers: int, facts: Sequence[Callable[[Rig], Any]]
+) -> list[dict[str, tuple[str, Any]]]:
+    """Launch a job and return the outcomes of each worker."""
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        found = run_ranks(
+            run_facts,
+            num_workers + num_servers,
+            num_servers,
+            f"trainer{time.monotonic_ns()}",
+            folder,
+            facts,
+            transport=transport,
+        )
+    return found[:num_workers]
+
+
+def check_outcome(outcomes: list[dict[str, tuple[str, Any]]], name: str) -> list[Any]:
+    """Fail with the tracebacks of a fact that does not hold; return its results by worker."""
+    found = [outcome.get(name, ("not reached", None)) for outcome in outcomes]
+    texts = [f"-- worker {rank}: {text}" for rank, (text, _) in enumerate(found) if text]
+    assert not texts, "\n".join(texts)
+    return [result for _, result in found]
