@@ -7,7 +7,8 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -293,27 +294,34 @@ class DistStore(KVStore):
         self._num_requests += 1
         if targets:
             self._requests[number] = request
-        for server, content in contents.items():
-            to = self._rank_of(server)
-            request.sends.append(self._messenger.send(to, [verb, number, content], arrays.get(server, ())))
+        with self._naming(request):
+            for server, content in contents.items():
+                to = self._rank_of(server)
+                request.sends.append(
+                    self._messenger.send(to, [verb, number, content], arrays.get(server, ()))
+                )
         return request
+
+    @contextmanager
+    def _naming(self, request: Request) -> Iterator[None]:
+        """Have a CommError say which call and keys it ends."""
+        try:
+            yield
+        except CommError as error:
+            raise CommError(f"{self.type}: {request.name}: {error}") from None
 
     def _rank_of(self, server: int) -> int:
         return self.num_workers + server
 
     def finish_send(self, request: Request, send: SendWork, timeout_s: float | None) -> None:
         """Wait until a message of ``request`` has been sent."""
-        try:
+        with self._naming(request):
             send.wait(timeout_s)
-        except CommError as error:
-            raise CommError(f"{self.type}: {request.name}: {error}") from None
 
     def receive_answer(self, request: Request, timeout_s: float | None) -> None:
         """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""
-        try:
+        with self._naming(request):
             message = self._messenger.receive(timeout_s)
-        except CommError as error:
-            raise CommError(f"{self.type}: {request.name}: {error}") from None
         server = message.source - self.num_workers
         if message.header is None:
             if self._is_closed and server not in request.waits_for:
@@ -321,7 +329,8 @@ class DistStore(KVStore):
             raise CommError(f"{self.type}: {self._messenger.name}: {request.name}: {message.reason}")
         number = message.header[1]
         answered = self._requests[number]
-        answered.take(server, message)
+        with self._naming(answered):
+            answered.take(server, message)
         if not answered.waits_for:
             del self._requests[number]
 
