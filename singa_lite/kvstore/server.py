@@ -173,7 +173,8 @@ class Server:
                 if verb == "close":
                     self._last_answers.append(work)
             except (OptionError, CheckpointError) as error:
-                self._messenger.send(message.source, ["error", request, [type(error).__name__, str(error)]])
+                text = f"{self._messenger.name}: {error}"
+                self._messenger.send(message.source, ["error", request, [type(error).__name__, text]])
         self._pulls = [pull for pull in self._pulls if not self._answer(pull)]
 
     def _error(self, text: str) -> CommError:
