@@ -126,7 +126,7 @@ class KVStore(KVStoreBase):
                 raise OptionError(
                     f"{self._name}: init: there is a key {one!r} already; broadcast() sets it anew"
                 )
-        given = [self._arguments.total("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
+        given = [self._arguments.first("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
         specs = [
             Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype)
             for number, (one, each) in enumerate(zip(keys, given, strict=True))
