@@ -134,7 +134,9 @@ class KVStore(KVStoreBase):
         if self._optimizer is not None:
             for spec in specs:
                 self._arguments.check_float("init", spec)
-        manifest = {f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}" for spec in specs}
+        manifest = {
+            f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}, number {spec.number}" for spec in specs
+        }
         self._together("init", manifest, lambda: self._init(specs, given))
         self._arguments.specs.update({spec.key: spec for spec in specs})
 
