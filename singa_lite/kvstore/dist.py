@@ -27,6 +27,7 @@ from .stored import Arrays, Description
 
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
+EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
 
 class Request(Work):
@@ -321,7 +322,13 @@ class DistStore(KVStore):
     def receive_answer(self, request: Request, timeout_s: float | None) -> None:
         """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""
         with self._naming(request):
-            message = self._messenger.receive(timeout_s)
+            try:
+                message = self._messenger.receive(timeout_s)
+            except CommError as error:
+                raise CommError(f"{error}{self._what_servers_wait_for(request)}") from None
+        self._handle(request, message)
+
+    def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers
         if message.header is None:
             if self._is_closed and server not in request.waits_for:
@@ -333,6 +340,20 @@ class DistStore(KVStore):
             answered.take(server, message)
         if not answered.waits_for:
             del self._requests[number]
+
+    def _what_servers_wait_for(self, request: Request) -> str:
+        """Return which workers' pushes a request that is late needs, as the servers say; "" if they say nothing."""
+        number = next(number for number, each in self._requests.items() if each is request)
+        servers = request.waits_for
+        try:
+            asked = self._send(
+                "explain", "explain", dict.fromkeys(servers, number), {}, dict.fromkeys(servers)
+            )
+            while asked.waits_for:
+                self._handle(asked, self._messenger.receive(EXPLAIN_S))
+        except CommError:
+            return ""
+        return "".join(f"; {asked.answers[server][0]}" for server in servers if asked.answers[server][0])
 
 
 def on_host(value: Tensor) -> Array:
