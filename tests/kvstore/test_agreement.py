@@ -47,7 +47,11 @@ def bad_arguments_raise_before_anything_moves(rig):
         (OptionError, "there is no key 'b'", lambda: store.pushpull(["a", "b"], [good, good], [out, out])),
         (OptionError, "there is a key 'a' already", lambda: store.init("a", good)),
         (OptionError, "there is a key 'a' already", lambda: store.init(["b", "a"], [good, good])),
-        (OptionError, "key 'a' is there already but others", lambda: store.broadcast(["b", "a"], [good] * 2, [out] * 2)),
+        (
+            OptionError,
+            "key 'a' is there already but others",
+            lambda: store.broadcast(["b", "a"], [good] * 2, [out] * 2),
+        ),
         (OptionError, "ints or texts, not both", lambda: store.init(3, good)),
         (OptionError, "ints or texts, not both", lambda: store.push(3, good)),
         (OptionError, "ints or texts, not both", lambda: store.init(["b", 3], [good, good])),
@@ -68,7 +72,11 @@ def bad_arguments_raise_before_anything_moves(rig):
         (DTypeError, "'a'", lambda: store.pushpull("a", [None, good], out, allow_none=True)),
         (DTypeError, "'a'", lambda: store.pushpull("a", [good, None], out, allow_none=True)),
         (DTypeError, "key 'a' needs a Tensor or array, got None", lambda: store.pull("a", None)),
-        (DTypeError, "key 'a' needs a Tensor or array, got None", lambda: store.pushpull("a", None, allow_none=True)),
+        (
+            DTypeError,
+            "key 'a' needs a Tensor or array, got None",
+            lambda: store.pushpull("a", None, allow_none=True),
+        ),
         (DTypeError, "key 'a' needs a Tensor or array, got float", lambda: store.push("a", 1.0)),
         (DTypeError, "key 'a' is float32, got float64", lambda: store.push("a", np.ones((2, 3)))),
         (DTypeError, "key 'a' is float32, got float64", lambda: store.pull("a", np.ones((2, 3)))),
@@ -102,7 +110,11 @@ def bad_arguments_raise_before_anything_moves(rig):
         (OptionError, "comes before the first key", lambda: store.set_gradient_compression({"type": "2bit"})),
         (OptionError, "expected a dict", lambda: store.set_gradient_compression({"threshold": 1.0})),
         (OptionError, "type = '3bit'", lambda: store.set_gradient_compression({"type": "3bit"})),
-        (OptionError, "must be > 0", lambda: store.set_gradient_compression({"type": "2bit", "threshold": 0})),
+        (
+            OptionError,
+            "must be > 0",
+            lambda: store.set_gradient_compression({"type": "2bit", "threshold": 0}),
+        ),
         (OptionError, "capability = 'sparse'", lambda: store.is_capable("sparse")),
     ]
     before = store.traffic.bytes_sent, store.traffic.bytes_heads
@@ -156,6 +168,7 @@ def an_optimizer_that_cannot_be_described_is_refused(rig):
 
 # ---- workers that disagree ---------------------------------------------------------------------------
 
+
 def disagree(store, call, piece, last):
     """Have the last worker's call differ: a CommError on all that names it."""
     text = caught(call, CommError)
@@ -169,7 +182,9 @@ def workers_that_disagree_are_named_on_all_with_the_key(rig):
     odd = rig.rank == last
     ones = np.ones(3, F32)
     store.init("before", ones)
-    disagree(store, lambda: store.init("b" if odd else "a", ones), "the workers differ in init: key 'a' is", last)
+    disagree(
+        store, lambda: store.init("b" if odd else "a", ones), "the workers differ in init: key 'a' is", last
+    )
     disagree(store, lambda: store.init("a", np.ones(4 if odd else 3, F32)), "key 'a' is float32[3]", last)
     disagree(store, lambda: store.init("a", ones.astype(np.float16) if odd else ones), "but float16[3]", last)
     keys = ["a", "b"]
@@ -177,11 +192,15 @@ def workers_that_disagree_are_named_on_all_with_the_key(rig):
     disagree(store, lambda: store.init(keys if odd else keys[:1], [ones] * (1 + odd)), "init: key 'b'", last)
     out = np.zeros(3, F32)
     disagree(store, lambda: store.set_optimizer(opt.SGD(lr=0.2 if odd else 0.1)), "lr is", last)
-    disagree(store, lambda: store.set_optimizer(opt.Adam(lr=0.1) if odd else opt.SGD(lr=0.1)), "class is", last)
+    disagree(
+        store, lambda: store.set_optimizer(opt.Adam(lr=0.1) if odd else opt.SGD(lr=0.1)), "class is", last
+    )
     disagree(store, lambda: store.set_optimizer(opt.SGD(lr=0.1, momentum=0.9 * odd)), "momentum is", last)
     store.set_optimizer(opt.SGD(lr=0.5))
     disagree(store, lambda: store.set_learning_rate(0.1 * rig.rank), "the learning rate is 0.0", 1)
-    disagree(store, lambda: store.agree("step", {"batch size": 8 + odd}), "differ in step: batch size is 8", last)
+    disagree(
+        store, lambda: store.agree("step", {"batch size": 8 + odd}), "differ in step: batch size is 8", last
+    )
     disagree(store, lambda: store.agree("step", {} if odd else {"x": None}), "x is None", last)
     store.pushpull("before", ones, out, mean=True)  # nothing has changed
     assert (out == 0.5).all()
@@ -279,7 +298,9 @@ def a_push_too_many_is_an_error_of_close(rig):
         store.push("a", np.ones(2, F32))
     close_or_leave(rig, "has left after 3 pushes of 'a'")
     errors = rig.server_errors()
-    assert any("has left after 3 pushes of 'a', but worker 0 has pushed it 4 times" in e for e in errors), errors
+    assert any("has left after 3 pushes of 'a', but worker 0 has pushed it 4 times" in e for e in errors), (
+        errors
+    )
 
 
 def close_or_leave(rig, piece):
@@ -289,6 +310,47 @@ def close_or_leave(rig, piece):
     except CommError as error:
         assert piece in str(error), error
         rig.leave(str(error))
+
+
+@fact(with_servers)
+def who_waits_too_long_hears_for_whom(rig):
+    store = rig.store()
+    store.init(["a", "b"], [np.ones(2, F32), np.ones(100_000, F32)])
+    out = [np.zeros(2, F32), np.zeros(100_000, F32)]
+    mine = [np.ones(2, F32), np.ones(100_000, F32)]
+    store.pushpull(["a", "b"], mine, out)
+    last = rig.num_workers - 1
+    if rig.rank != last:
+        work = store.pushpull(["b", "a"], mine[::-1], out[::-1], wait=False)
+    store.barrier()
+    if rig.rank == 0:
+        text = caught(lambda: work.wait(0.01))
+        assert text.startswith(
+            "dist_sync: pushpull of 'b', 'a': worker 0: waited 0.01 s for a message from"
+        ), text
+        assert f"; server 0 waits for pushes of 'b' by worker {last} (1 so far)" in text, text
+    store.barrier()
+    if rig.rank == last:
+        store.push("b", mine[1])
+        store.push("a", mine[0])
+    else:
+        work.wait()  # is of use still
+        assert all((each == rig.num_workers).all() for each in out)
+
+
+@fact(with_servers)
+def a_stale_worker_hears_for_whom_it_waits(rig):
+    store = rig.store("dist_async", staleness=1)
+    store.init("a", np.ones(2, F32))
+    store.set_optimizer(Rate(1.0))
+    if rig.rank == 0:
+        works = [store.pushpull("a", np.ones(2, F32), wait=False) for _ in range(2)]
+        text = caught(lambda: works[1].wait(0.01))
+        assert "server 0 waits for pushes of 'a' by worker 1 (0 so far)" in text, text
+        assert ("worker 2 (0 so far)" in text) == (rig.num_workers == 3), text
+    store.barrier()
+    if rig.rank:
+        store.push("a", np.ones(2, F32))
 
 
 @fact(with_servers)

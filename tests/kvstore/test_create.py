@@ -54,7 +54,9 @@ def test_one_process_has_one_dist_store(name):
     assert kvstore.create(name) is store and kvstore.create(name, timeout_s=3) is store
     other = SYNC[(SYNC.index(name) + 1) % 4]
     for make in (lambda: kvstore.create(other), lambda: kvstore.create(name, big_array=7)):
-        with pytest.raises(OptionError, match="this process has a store made with .* it cannot have another"):
+        with pytest.raises(
+            OptionError, match=r"this process has a store made with .* it cannot have another"
+        ):
             make()
     assert kvstore.create("local") is not kvstore.create("local")
 
@@ -68,7 +70,9 @@ def test_an_unknown_name_lists_those_there_are(name):
 
 @pytest.mark.parametrize("name", ASYNC)
 def test_async_needs_servers(name):
-    with pytest.raises(OptionError, match=f"'{name}' needs servers; start the script with `singa-lite run -n 1 -s 1`"):
+    with pytest.raises(
+        OptionError, match=f"'{name}' needs servers; start the script with `singa-lite run -n 1 -s 1`"
+    ):
         kvstore.create(name)
 
 
@@ -96,7 +100,9 @@ def test_an_option_out_of_range_is_refused(name, options, piece):
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_local_store_in_a_job_of_several_workers_is_refused(of_a_job, name):
-    with pytest.raises(OptionError, match=f"'{name}' is a store of this process, one of 2 workers, .*alone=True"):
+    with pytest.raises(
+        OptionError, match=rf"'{name}' is a store of this process, one of 2 workers, .*alone=True"
+    ):
         kvstore.create(name)
     store = kvstore.create(name, alone=True)
     store.init(1, np.ones(2))

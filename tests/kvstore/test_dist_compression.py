@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores whose pushes travel as 1 or 2 bits a value: MXNet's tables, a model in numpy, and bytes, with 0 to 2 servers."""
+"""Stores whose pushes travel as 1 or 2 bits a value: MXNet's tables, a model in numpy, bytes; 0 to 2 servers."""
 
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -81,7 +82,10 @@ def random_model(rig, kind, threshold, shapes, rounds):
     outs = [np.zeros(shape, F32) for shape in shapes]
     for i in range(rounds):
         everyone = [
-            [rig.rng(i, number, worker=worker).uniform(-0.6, 0.6, shape).astype(F32) for number, shape in enumerate(shapes)]
+            [
+                rig.rng(i, number, worker=worker).uniform(-0.6, 0.6, shape).astype(F32)
+                for number, shape in enumerate(shapes)
+            ]
             for worker in range(rig.num_workers)
         ]
         store.pushpull(list(range(len(shapes))), everyone[rig.rank], outs)
@@ -137,7 +141,7 @@ def bytes_pushed_are_those_of_the_formula(rig):
             per_word, size = (16, 32)[kind == "1bit"], int(np.prod(shape))
             if rig.num_servers > 1 and size > 65_536:
                 cuts = [round(size * k / rig.num_servers) for k in range(rig.num_servers + 1)]
-                number = sum(4 * -(-(b - a) // per_word) for a, b in zip(cuts, cuts[1:], strict=False))
+                number = sum(4 * -(-(b - a) // per_word) for a, b in pairwise(cuts))
             found, pulled = pushed(rig, store, [key], [np.ones(shape, F32)])
             assert found == number, (kind, shape, found)
             assert pulled == (4 * size if rig.num_servers else 0)

@@ -74,7 +74,9 @@ def worker_0_gives_the_first_value(rig):
 @fact(most)
 def every_dtype_and_shape_can_be_a_value(rig):
     store, shapes = rig.store(), [(), (1,), (0,), (2, 0, 3), (2, 3, 4)]
-    kinds = [(shape, dtype) for shape in shapes for dtype in (np.float16, F32, np.float64, np.int32, np.int64)]
+    kinds = [
+        (shape, dtype) for shape in shapes for dtype in (np.float16, F32, np.float64, np.int32, np.int64)
+    ]
     keys = list(range(len(kinds)))
     store.init(keys, [np.full(shape, 5, dtype) for shape, dtype in kinds])
     outs = [np.zeros(shape, dtype) for shape, dtype in kinds]

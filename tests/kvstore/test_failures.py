@@ -107,7 +107,9 @@ FAULTS = {
         "worker 1 has left after 3 pushes of 'fc.W', but worker ",
         "has pushed it 4 times",
     ],
-    Fault("ends", "mpi", 2, 1): ["worker 1 has left after 3 pushes of 'fc.W', but worker 0 has pushed it 4 times"],
+    Fault("ends", "mpi", 2, 1): [
+        "worker 1 has left after 3 pushes of 'fc.W', but worker 0 has pushed it 4 times"
+    ],
     Fault("killed", "shm", 3, 0): ["rank 1 (process ", ") died"],
     Fault("raises", "shm", 2, 0): ["rank 1 aborted: ValueError: the loss is NaN"],
     Fault("ends", "shm", 2, 0): ["rank 1 (process ", ") has closed its communicator"],
@@ -158,9 +160,12 @@ def inject(folder, fault):
     ended = time.monotonic()
     began = at(folder / "fault")[0]
     errors = {
-        path.name.removeprefix("error-"): (at(path)[0] - began, at(path)[1]) for path in folder.glob("error-*")
+        path.name.removeprefix("error-"): (at(path)[0] - began, at(path)[1])
+        for path in folder.glob("error-*")
     }
-    with contextlib.suppress(AssertionError):  # MPI's are removed by a process that outlives the launcher a little
+    with contextlib.suppress(
+        AssertionError
+    ):  # MPI's are removed by a process that outlives the launcher a little
         wait_until(lambda: not shared_files(folder), "the removal of files", GRACE_S)
     return Outcome(result, errors, ended - began, shared_files(folder))
 
@@ -204,7 +209,9 @@ def test_every_survivor_names_process_key_and_reason_and_the_job_ends(outcomes, 
 def test_servers_that_survive_give_the_reason_too(outcomes, fault):
     text = outcomes[fault].result.stderr
     for number in range(fault.kind == "server", fault.servers):
-        lines = [line for line in text.splitlines() if line.startswith(f"[s{number}] singa_lite.errors.CommError")]
+        lines = [
+            line for line in text.splitlines() if line.startswith(f"[s{number}] singa_lite.errors.CommError")
+        ]
         assert len(lines) == 1, text
         if fault.kind != "server":  # else a worker's error comes first, or the other's death
             assert all(piece in lines[0] for piece in FAULTS[fault]), text
@@ -322,7 +329,9 @@ def test_an_optimizer_that_a_server_does_not_know_is_an_error_on_every_worker(tm
     assert [process.returncode for process in processes] == [0, 0, 0], ends
     for rank, (out, _) in enumerate(ends[:2]):
         error, value = out.splitlines()
-        assert error.startswith(f"error {rank} ") and "server 0: create: no Optimizer is called 'Mine'" in error, error
+        assert (
+            error.startswith(f"error {rank} ") and "server 0: create: no Optimizer is called 'Mine'" in error
+        ), error
         assert "before this call, at the top of the script that every process runs" in error, error
         assert value == f"value {rank} -1.0"
     assert ends[2] == ("", "")

@@ -142,7 +142,9 @@ def test_scale_mean_and_none_work_alone_too(store):
 
 @pytest.mark.parametrize("name", ["local", "local_update_cpu", "local_allreduce_cpu", "nccl"])
 def test_stores_that_send_nothing_do_not_compress(name):
-    with pytest.raises(OptionError, match=f"{name}: set_gradient_compression is for the stores device and dist"):
+    with pytest.raises(
+        OptionError, match=f"{name}: set_gradient_compression is for the stores device and dist"
+    ):
         kvstore.create(name).set_gradient_compression({"type": "2bit"})
 
 

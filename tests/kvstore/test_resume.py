@@ -11,7 +11,7 @@ import pytest
 
 from singa_lite import opt
 from singa_lite.errors import CheckpointError, OptionError
-from tests.kvstore.rig import Facts, Launch, Rate, Rig, caught, run_server
+from tests.kvstore.rig import Launch, Rate, Rig, caught, run_server
 from tests.ranks import mpi_missing, run_ranks
 
 F32 = np.float32
@@ -119,7 +119,9 @@ def test_training_goes_on_in_new_processes_with_equal_bits(folder, servers):
     another = (servers + 1) % 3
     expected = {number: whole(number, folder) for number in (servers, another)}
     calls = [
-        (kind, folder, saved_with, saved_with == another) for kind in TYPES for saved_with in (servers, another)
+        (kind, folder, saved_with, saved_with == another)
+        for kind in TYPES
+        for saved_with in (servers, another)
     ]
     for found in run(Launch("shm", 3, servers), go_on, *calls):
         for (kind, _, saved_with, _), weights in zip(calls, found, strict=True):
@@ -175,7 +177,9 @@ def refuses(rig, folder):
                 file.write(wrong)
     store.barrier()
     for name in ("no such", "cut", "text", "empty"):
-        assert fits in caught(lambda name=name: store.load_optimizer_states(f"{fits}-{name}"), CheckpointError)
+        assert fits in caught(
+            lambda name=name: store.load_optimizer_states(f"{fits}-{name}"), CheckpointError
+        )
     if rig.rank == 0:  # the others' path is not looked at
         store.load_optimizer_states(fits)
     else:
