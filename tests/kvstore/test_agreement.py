@@ -248,17 +248,23 @@ def another_call_is_an_error_on_all(rig):
 
 
 @fact(several)
-def one_that_divides_by_the_number_of_workers_alone_is_named_with_the_key(rig):
-    store = rig.store()
-    store.init(["a", "b"], [np.ones(2, F32)] * 2)
-    text = caught(lambda: store.pushpull("b", np.ones(2, F32), mean=rig.rank == 1))
-    assert "'b'" in text and "mean" in text and "1" in text, text
-    if rig.num_servers:
-        assert "mean is False on worker 0 but True on worker 1" in text, text
-    rig.leave(text)
-    if rig.num_servers:
-        errors = rig.server_errors()
-        assert any("mean is False on worker 0 but True on worker 1" in error for error in errors), errors
+def other_options_of_a_push_are_named_with_the_key(rig):
+    for option in ("mean", "allow_none"):
+        store = rig.store()
+        store.init(["a", "b"], [np.ones(2, F32)] * 2)
+        text = caught(
+            lambda store=store, option=option: store.pushpull("b", np.ones(2, F32), **{option: rig.rank == 1})
+        )
+        assert "'b'" in text and "1" in text, text
+        differ = f"{option} is False on worker 0 but True on worker 1"
+        if rig.num_servers:
+            assert f"the workers differ in push of 'b': {differ}" in text, text
+        else:
+            assert f"{option}=True" in text, text
+        rig.leave(text)
+        if rig.num_servers:
+            errors = rig.server_errors()
+            assert any(differ in error for error in errors), errors
 
 
 @fact(lambda launch: several(launch) and not launch.servers)
