@@ -104,7 +104,7 @@ def random_pushes_give_what_a_model_in_numpy_gives(rig):
     random_model(rig, "1bit", 0.0, [(2, 3), (301, 300), (33,)], 7)
 
 
-@fact(lambda launch: launch.transport == "shm" and launch.workers == 3)
+@fact(lambda launch: launch.transport == "shm" and launch.servers == 2)
 def so_do_large_ones(rig):
     random_model(rig, "2bit", 0.5, SHAPES, 2)
 

@@ -97,9 +97,7 @@ class Fault(NamedTuple):
 
 # -> what every other worker says, beside the key
 FAULTS = {
-    Fault("killed", "shm", 2, 1): ["worker 1 (process ", ") died"],
     Fault("killed", "shm", 3, 2): ["worker 1 (process ", ") died"],
-    Fault("server", "shm", 2, 1): ["server 0 (process ", ") died"],
     Fault("server", "shm", 2, 2): ["server 0 (process ", ") died"],
     Fault("raises", "shm", 2, 1): ["worker 1 aborted: ValueError: the loss is NaN"],
     Fault("raises", "mpi", 2, 1): ["worker 1 aborted: ValueError: the loss is NaN"],
@@ -111,7 +109,6 @@ FAULTS = {
         "worker 1 has left after 3 pushes of 'fc.W', but worker 0 has pushed it 4 times"
     ],
     Fault("killed", "shm", 3, 0): ["rank 1 (process ", ") died"],
-    Fault("raises", "shm", 2, 0): ["rank 1 aborted: ValueError: the loss is NaN"],
     Fault("ends", "shm", 2, 0): ["rank 1 (process ", ") has closed its communicator"],
 }
 
@@ -251,7 +248,7 @@ store.init("a", np.zeros(3, np.float32))
 mine = np.full(3, store.rank + 1, np.float32)
 store.push("a", mine)  # is nowhere waited for
 store.pushpull("a", mine, wait=False)
-print(store.num_workers, store.num_servers, store.rank)
+sys.stdout.write(f"{store.num_workers} {store.num_servers} {store.rank}\n")
 if sys.argv[1] == "close":
     store.close()
     store.close()

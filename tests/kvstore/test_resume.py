@@ -15,7 +15,7 @@ from tests.kvstore.rig import Launch, Rate, Rig, caught, run_server
 from tests.ranks import mpi_missing, run_ranks
 
 F32 = np.float32
-SIZES = {"conv": (20, 5, 5), "fc": (300, 301), "bias": (7,)}  # fc is cut
+SIZES = {"conv": (20, 5, 5), "fc": (220, 301), "bias": (7,)}  # fc is cut
 TYPES = {"2bit": {"type": "2bit", "threshold": 0.5}, "none": None}
 STEPS = 40
 
@@ -129,8 +129,7 @@ def test_training_goes_on_in_new_processes_with_equal_bits(folder, servers):
 
 
 def test_training_goes_on_over_mpi(folder):
-    expected = run(Launch("mpi", 2, 1), save_and_go_on, ("2bit", folder), ("none", folder))
-    assert all(found == [True, True] for found in expected)
+    assert run(Launch("mpi", 2, 1), save_and_go_on, ("2bit", folder)) == [[True], [True]]
 
 
 def save_and_go_on(rig, kind, folder):
