@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 GLUE = " :;,'()."
 LEAST = 8  # shorter pieces of a message are glue such as " of "
+TEXTS = ("difference",)  # functions that return such a text, or an end of one
 # raised with the text of another error, which the page has
 PASSED_ON = {
     "new_group {}: {}",
@@ -22,15 +23,26 @@ PASSED_ON = {
 
 
 def python_messages() -> list[str]:
-    """The message of each `CommError(...)`, {} for what is filled in."""
+    """The message of each `CommError(...)` and `..._error(...)`, {} for what is filled in, and those of TEXTS."""
     found = []
     for path in sorted((ROOT / "singa_lite").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "CommError" and node.args:
-                parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
-                texts = [str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts]
-                found.append("".join(texts))
+            if isinstance(node, ast.Call) and node.args:
+                name = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
+                if name in ("CommError", "_error"):
+                    found.append(text_of(node.args[0]))
+            if isinstance(node, ast.FunctionDef) and node.name in TEXTS:
+                found += [
+                    text_of(inner.value)
+                    for inner in ast.walk(node)
+                    if isinstance(inner, ast.Return) and isinstance(inner.value, ast.JoinedStr)
+                ]
     return found
+
+
+def text_of(node: ast.expr) -> str:
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
 
 
 def native_messages() -> list[str]:

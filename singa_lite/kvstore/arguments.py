@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..comm.base import DTYPES
 from ..errors import DTypeError, OptionError, ShapeError, check_int, check_number
 from ..sync.arrays import GivenArray
 from ..tensor import Tensor
@@ -123,6 +124,14 @@ class Arguments:
             raise DTypeError(
                 f"{self._name}: {where}: key {spec.key!r} is {spec.dtype}; an optimizer, a scale and a mean need floats"
             )
+
+    def first(self, where: str, key: Key, arrays: list[Any]) -> Tensor:
+        """Return the value of a new key; DTypeError if its dtype cannot be sent."""
+        value = self.total(where, key, arrays)
+        if value.dtype not in DTYPES:
+            known = ", ".join(dtype.name for dtype in DTYPES)
+            raise DTypeError(f"{self._name}: {where}: key {key!r} is {value.dtype}; use one of {known}")
+        return value
 
     def total(self, where: str, key: Key, arrays: list[Any]) -> Tensor:
         """Return a Tensor around the array of a key, or a new one with the sum of several."""

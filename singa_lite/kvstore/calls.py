@@ -71,9 +71,10 @@ class PushOptions:
 
 def difference(call: str, one: Mapping[str, Any], worker: int, other: Mapping[str, Any], number: int) -> str:
     """Return the text of what two workers gave a call differently, the first entry that differs."""
-    name = next(name for name in [*one, *other] if one.get(name) != other.get(name))
-    first, second = (str(found[name]) if name in found else "not there" for found in (one, other))
+    texts = [{name: str(value) for name, value in found.items()} for found in (one, other)]
+    first, second = ({**dict.fromkeys([*one, *other], "not there"), **each} for each in texts)
+    name = next(name for name in first if first[name] != second[name])
     return (
-        f"the workers differ in {call}: {name} is {first} on worker {worker} but {second} on worker {number}; all "
-        "workers must call it alike"
+        f"the workers differ in {call}: {name} is {first[name]} on worker {worker} but {second[name]} on worker "
+        f"{number}; all workers must call it alike"
     )

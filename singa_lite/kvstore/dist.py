@@ -7,7 +7,8 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from .stored import Arrays, Description
 
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
+EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
 
 class Request(Work):
@@ -297,20 +299,29 @@ class DistStore(KVStore):
         self._num_requests += 1
         if targets:
             self._requests[number] = request
-        for server, content in contents.items():
-            to = self._rank_of(server)
-            request.sends.append(self._messenger.send(to, [verb, number, content], arrays.get(server, ())))
+        with self._naming(request):
+            for server, content in contents.items():
+                to = self._rank_of(server)
+                request.sends.append(
+                    self._messenger.send(to, [verb, number, content], arrays.get(server, ()))
+                )
         return request
+
+    @contextmanager
+    def _naming(self, request: Request) -> Iterator[None]:
+        """Have a CommError say which call and keys it ends."""
+        try:
+            yield
+        except CommError as error:
+            raise CommError(f"{self.type}: {request.name}: {error}") from None
 
     def _rank_of(self, server: int) -> int:
         return self.num_workers + server
 
     def finish_send(self, request: Request, send: SendWork, timeout_s: float | None) -> None:
         """Wait until a message of ``request`` has been sent."""
-        try:
+        with self._naming(request):
             send.wait(timeout_s)
-        except CommError as error:
-            raise CommError(f"{self.type}: {request.name}: {error}") from None
 
     def _is_gone(self, request: Request, server: int) -> CommError:
         return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
@@ -320,10 +331,14 @@ class DistStore(KVStore):
         for server in request.waits_for:
             if server in self._gone:
                 raise self._is_gone(request, server)
-        try:
-            message = self._messenger.receive(timeout_s)
-        except CommError as error:
-            raise CommError(f"{self.type}: {request.name}: {error}") from None
+        with self._naming(request):
+            try:
+                message = self._messenger.receive(timeout_s)
+            except CommError as error:
+                raise CommError(f"{error}{self._what_servers_wait_for(request)}") from None
+        self._handle(request, message)
+
+    def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers
         if message.header is None:
             if self._is_closed and server not in request.waits_for:
@@ -332,9 +347,24 @@ class DistStore(KVStore):
             raise self._is_gone(request, server)
         number = message.header[1]
         answered = self._requests[number]
-        answered.take(server, message)
+        with self._naming(answered):
+            answered.take(server, message)
         if not answered.waits_for:
             del self._requests[number]
+
+    def _what_servers_wait_for(self, request: Request) -> str:
+        """Return which workers' pushes a request that is late needs, as the servers say; "" if they say nothing."""
+        number = next(number for number, each in self._requests.items() if each is request)
+        servers = request.waits_for
+        try:
+            asked = self._send(
+                "explain", "explain", dict.fromkeys(servers, number), {}, dict.fromkeys(servers)
+            )
+            while asked.waits_for:
+                self._handle(asked, self._messenger.receive(EXPLAIN_S))
+        except CommError:
+            return ""
+        return "".join(f"; {asked.answers[server][0]}" for server in servers if asked.answers[server][0])
 
 
 def on_host(value: Tensor) -> Array:

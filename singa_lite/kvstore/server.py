@@ -173,7 +173,8 @@ class Server:
                 if verb == "close":
                     self._last_answers.append(work)
             except (OptionError, CheckpointError) as error:
-                self._messenger.send(message.source, ["error", request, [type(error).__name__, str(error)]])
+                text = f"{self._messenger.name}: {error}"
+                self._messenger.send(message.source, ["error", request, [type(error).__name__, text]])
         self._pulls = [pull for pull in self._pulls if not self._answer(pull)]
 
     def _error(self, text: str) -> CommError:
@@ -229,6 +230,17 @@ class Server:
             return True
         others = [part.num_pushes[worker] for worker in range(self._num_workers) if worker not in self._left]
         return count - min(others, default=count) <= self._staleness
+
+    def _late_workers(self, part: ServerPart, count: int) -> list[int]:
+        """Return the workers that must push a part before a pull after ``count`` pushes of it is answered."""
+        if self._is_ready(part, count):
+            return []
+        least = count - (self._staleness or 0)
+        return [
+            worker
+            for worker, number in enumerate(part.num_pushes)
+            if number < least and worker not in self._left
+        ]
 
     def _check_counts(self, part: ServerPart) -> None:
         """Raise if a worker has left that would have to push a part once more."""
@@ -299,6 +311,18 @@ class Server:
             self._parts[key].stored.set_states(arrays)
         return None, ()
 
+    def _explain(self, number: int, message: Message) -> tuple[Any, Sequence[Array]]:
+        """Answer with what a pull waits for, "" if it does not."""
+        for pull in self._pulls:
+            if (pull.worker, pull.request) == (message.source, number):
+                for part, count in zip(pull.parts, pull.counts, strict=True):
+                    if late := self._late_workers(part, count):
+                        counts = ", ".join(
+                            f"worker {worker} ({part.num_pushes[worker]} so far)" for worker in late
+                        )
+                        return f"{self._messenger.name} waits for pushes of {part.key!r} by {counts}", ()
+        return "", ()
+
     def _stats(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
         traffic = self._messenger.traffic
         return {
@@ -327,5 +351,6 @@ class Server:
         "get_states": _get_states,
         "set_states": _set_states,
         "stats": _stats,
+        "explain": _explain,
         "close": _close,
     }

@@ -19,8 +19,8 @@ class Part(NamedTuple):
 class Sharding:
     """Places keys in the order in which they are made, the same on every worker.
 
-    A key of ``big_array`` elements or more is cut into one part for each server, of sizes that differ by at most one;
-    another goes whole to the server with the fewest elements so far, of several to the first.
+    A key of ``big_array`` elements or more, and as many as servers, is cut into one part for each server, of sizes that
+    differ by at most one; another goes whole to the server with the fewest elements so far, of several to the first.
 
     Args:
         num_servers: >= 1.
@@ -34,7 +34,7 @@ class Sharding:
     def place(self, spec: Spec) -> list[Part]:
         """Return the parts of a new key, in the order of its elements."""
         num_servers = len(self.loads)
-        if spec.size >= self._big_array and num_servers > 1:
+        if spec.size >= max(self._big_array, num_servers) and num_servers > 1:
             cuts = [round(spec.size * server / num_servers) for server in range(num_servers + 1)]
             parts = [Part(server, cuts[server], cuts[server + 1]) for server in range(num_servers)]
         else:

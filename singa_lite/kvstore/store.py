@@ -126,7 +126,7 @@ class KVStore(KVStoreBase):
                 raise OptionError(
                     f"{self._name}: init: there is a key {one!r} already; broadcast() sets it anew"
                 )
-        given = [self._arguments.total("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
+        given = [self._arguments.first("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
         specs = [
             Spec(one, len(self._arguments.specs) + number, each.shape, each.dtype, each.size())
             for number, (one, each) in enumerate(zip(keys, given, strict=True))
@@ -134,7 +134,9 @@ class KVStore(KVStoreBase):
         if self._optimizer is not None:
             for spec in specs:
                 self._arguments.check_float("init", spec)
-        manifest = {f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}" for spec in specs}
+        manifest = {
+            f"key {spec.key!r}": f"{spec.dtype}{list(spec.shape)}, number {spec.number}" for spec in specs
+        }
         self._together("init", manifest, lambda: self._init(specs, given))
         self._arguments.specs.update({spec.key: spec for spec in specs})
 

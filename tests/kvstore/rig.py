@@ -110,9 +110,7 @@ class Rig:
         if self.num_workers == 1:
             return LocalCommunicator(World())
         transport = self.launch.transport
-        world = World(
-            self.rank, self.num_workers, self.rank, self.num_workers, f"{rendezvous}-w", transport
-        )
+        world = World(self.rank, self.num_workers, self.rank, self.num_workers, f"{rendezvous}-w", transport)
         return find_transports()[transport](world, LIMIT_S)
 
     def close(self) -> None:
@@ -187,7 +185,9 @@ class Facts(dict[str, Fact]):
     def cases(self, launches: list[Launch]) -> list[Any]:
         """Return (launch, name of fact) for pytest.mark.parametrize."""
         return [
-            pytest.param(launch, name, id=f"{launch}-{name}") for launch in launches for name in self.of(launch)
+            pytest.param(launch, name, id=f"{launch}-{name}")
+            for launch in launches
+            for name in self.of(launch)
         ]
 
 

@@ -19,7 +19,7 @@ from tests.kvstore.rig import Facts, Launch, Rate, assert_holds, caught, run_fac
 
 LAUNCHES = [
     *(Launch("shm", *job) for job in ((1, 2), (2, 1), (3, 2))),
-    *(Launch("mpi", *job) for job in ((2, 1), (3, 2))),
+    Launch("mpi", 2, 1),
 ]
 FACTS = Facts()
 F32 = np.float32

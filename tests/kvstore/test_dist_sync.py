@@ -24,8 +24,8 @@ F32 = np.float32
 
 
 def most(launch):
-    """All launches but the largest, which is for one fact."""
-    return launch.workers < 7
+    """All launches but some that are for one fact."""
+    return launch not in (Launch("shm", 7, 7), Launch("mpi", 1, 0), Launch("mpi", 2, 3))
 
 
 fact = FACTS.fact
@@ -74,7 +74,9 @@ def worker_0_gives_the_first_value(rig):
 @fact(most)
 def every_dtype_and_shape_can_be_a_value(rig):
     store, shapes = rig.store(), [(), (1,), (0,), (2, 0, 3), (2, 3, 4)]
-    kinds = [(shape, dtype) for shape in shapes for dtype in (np.float16, F32, np.float64, np.int32, np.int64)]
+    kinds = [
+        (shape, dtype) for shape in shapes for dtype in (np.float16, F32, np.float64, np.int32, np.int64)
+    ]
     keys = list(range(len(kinds)))
     store.init(keys, [np.full(shape, 5, dtype) for shape, dtype in kinds])
     outs = [np.zeros(shape, dtype) for shape, dtype in kinds]
@@ -182,7 +184,7 @@ def sums_are_those_of_the_workers_in_order(rig):
             assert out.tobytes() == expected.tobytes(), (size, dtype, each)
 
 
-@fact(lambda launch: launch.workers == 3)
+@fact(lambda launch: launch.workers == 3 and most(launch))
 def float16_is_summed_in_float32(rig):
     store = rig.store()
     store.init("a", np.zeros(2, np.float16))
@@ -295,7 +297,7 @@ def a_worker_may_leave_keys_out(rig):
     assert (outs[0] == 1 - (n + 0.5)).all() and (outs[1] == 1 - 1.5).all() and (outs[2] == 1).all()
 
 
-@fact(lambda launch: launch.workers == 2 and launch.servers < 2)
+@fact(lambda launch: launch.workers == 2 and launch.servers == 1)
 def sixty_four_megabytes_go_both_ways(rig):
     store, size = rig.store(), 1 << 23
     store.init("a", np.zeros(size))
@@ -303,8 +305,7 @@ def sixty_four_megabytes_go_both_ways(rig):
     out = np.zeros(size)
     store.pushpull("a", mine + rig.rank, out)
     assert (out == 2 * mine + 1).all()
-    if rig.num_servers:
-        assert store.traffic.bytes_received >= size * 8
+    assert store.traffic.bytes_received >= size * 8
 
 
 # ---- servers -----------------------------------------------------------------------------------------

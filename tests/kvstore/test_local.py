@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stores of one process: MXNet's documented values, updaters, saved states, recorded steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, kvstore, layer, model, opt
+from singa_lite.errors import CheckpointError, OptionError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.kvstore.rig import Rate
+
+F32 = np.float32
+NAMES = ["local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl"]
+
+
+@pytest.fixture
+def store():
+    return kvstore.create()
+
+
+def pulled(store, key, shape=(2, 3)):
+    out = np.full(shape, 99, F32)
+    store.pull(key, out)
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_local_store_says_its_name_and_is_alone(name):
+    store = kvstore.create(name)
+    assert (store.type, store.rank, store.num_workers, store.num_servers) == (name, 0, 1, 0)
+    assert store.is_capable("optimizer") and store.server_stats() == []
+    store.barrier()
+    store._barrier()
+    store.close()
+    store.close()
+
+
+def test_each_local_store_has_keys_of_its_own(store):
+    another = kvstore.create()
+    store.init(3, np.ones(2, F32))
+    another.init(3, np.zeros(2, F32))
+    assert pulled(store, 3, 2).tolist() == [1, 1] and pulled(another, 3, 2).tolist() == [0, 0]
+
+
+def test_a_pushed_value_replaces_the_one_before(store):
+    store.init(3, np.full((2, 3), 4, F32))
+    assert (pulled(store, 3) == 4).all()
+    store.push(3, np.full((2, 3), 8, F32))
+    assert (pulled(store, 3) == 8).all()
+
+
+def test_a_list_of_arrays_is_summed_first(store):
+    store.init(3, np.ones((2, 3), F32))
+    store.push(3, [np.ones((2, 3), F32)] * 4)
+    assert (pulled(store, 3) == 4).all()
+
+
+def test_a_list_of_keys_has_a_value_each(store):
+    keys = [5, 7, 11]
+    store.init(keys, [np.ones((2, 3), F32)] * 3)
+    store.push(keys, [np.full((2, 3), number, F32) for number in (1, 2, 3)])
+    outs = [np.zeros((2, 3), F32) for _ in keys]
+    store.pull(keys, outs)
+    assert [out[0, 0] for out in outs] == [1, 2, 3]
+    devices = [[np.ones((2, 3), F32)] * 4] * 3
+    store.push(keys, devices)
+    assert all((pulled(store, key) == 4).all() for key in keys)
+
+
+@pytest.mark.parametrize("set_updater", ["set_updater", "_set_updater"])
+def test_an_updater_changes_the_value_in_place(store, set_updater):
+    seen = []
+
+    def update(key, pushed, stored):
+        seen.append(key)
+        stored += pushed * 2
+
+    store.init(3, np.full((2, 3), 4, F32))
+    getattr(store, set_updater)(update)
+    store.push(3, np.ones((2, 3), F32))
+    assert (pulled(store, 3) == 6).all()
+    store.init(4, np.zeros((2, 3), F32))  # a later key too
+    store.push(4, [np.ones((2, 3), F32)] * 4)  # once a push
+    assert (pulled(store, 4) == 8).all()
+    assert seen == [3, 4]
+    with pytest.raises(OptionError, match="expected a function, got 3"):
+        store.set_updater(3)
+
+
+def test_an_optimizer_updates_the_value(store):
+    store.init("w", np.zeros((2, 3), F32))
+    store.set_optimizer(opt.SGD(lr=0.01))
+    store.push("w", np.ones((2, 3), F32))
+    assert (pulled(store, "w") == F32(-0.01)).all()
+
+
+def test_the_value_is_the_stores_own(store):
+    given = np.ones((2, 3), F32)
+    store.init(3, given)
+    given[...] = 5
+    assert (pulled(store, 3) == 1).all()
+    out = pulled(store, 3)
+    out[...] = 7
+    assert (pulled(store, 3) == 1).all()
+    store.push(3, given)
+    given[...] = 9
+    assert (pulled(store, 3) == 5).all()
+
+
+def test_tensors_and_arrays_may_be_mixed(store):
+    store.init("w", Tensor(data=np.ones(3, F32)))
+    first, second = Tensor(data=np.zeros(3, F32)), np.zeros(3, F32)
+    store.pushpull("w", [Tensor(data=np.ones(3, F32)), np.ones(3, F32)], out=[first, second])
+    assert to_numpy(first).tolist() == second.tolist() == [2, 2, 2]
+
+
+def test_what_is_in_flight_has_ended(store):
+    store.init("w", np.ones(3, F32))
+    out = np.zeros(3, F32)
+    work = store.pushpull("w", np.full(3, 2, F32), out, wait=False)
+    assert work.done() and work.wait() is None and out.tolist() == [2, 2, 2]
+
+
+def test_priorities_and_ignore_sparse_change_nothing(store):
+    store.init("w", np.ones(3, F32))
+    store.push("w", np.full(3, 2, F32), -1)
+    out = np.zeros(3, F32)
+    store.pull("w", out, -2, ignore_sparse=False)
+    store.pushpull("w", np.full(3, 3, F32), out, priority=7)
+    store.broadcast("w", np.full(3, 4, F32), out, priority=7)
+    assert out.tolist() == [4, 4, 4]
+
+
+def test_scale_mean_and_none_work_alone_too(store):
+    store.init(["a", "b"], [np.zeros(3, F32)] * 2)
+    outs = [np.zeros(3, F32) for _ in range(2)]
+    store.pushpull(["a", "b"], [np.full(3, 4, F32), None], outs, scale=0.25, mean=True, allow_none=True)
+    assert outs[0].tolist() == [1, 1, 1] and outs[1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["local", "local_update_cpu", "local_allreduce_cpu", "nccl"])
+def test_stores_that_send_nothing_do_not_compress(name):
+    with pytest.raises(
+        OptionError, match=f"{name}: set_gradient_compression is for the stores device and dist"
+    ):
+        kvstore.create(name).set_gradient_compression({"type": "2bit"})
+
+
+def test_a_device_store_compresses():
+    store = kvstore.create("device")
+    store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    store.init("w", np.ones(3, F32))
+    store.push("w", np.full(3, 0.6, F32))
+    assert pulled(store, "w", 3).tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("dumps", [True, False])
+def test_saved_states_go_on(tmp_path, dumps):
+    def make():
+        store = kvstore.create()
+        store.init(["a", "b"], [np.ones(3, F32), np.ones((2, 2), np.float64)])
+        return store
+
+    first, second = make(), make()
+    first.set_optimizer(opt.SGD(lr=1.0, momentum=0.5))
+    first.set_learning_rate(0.25)
+    ones = [np.ones(3, F32), np.ones((2, 2))]
+    first.push(["a", "b"], ones)
+    first.save_optimizer_states(tmp_path / "states", dump_optimizer=dumps)
+    if not dumps:
+        with pytest.raises(CheckpointError, match="has states"):
+            second.load_optimizer_states(tmp_path / "states")
+        second.set_optimizer(opt.SGD(lr=0.25, momentum=0.5))
+    second.load_optimizer_states(tmp_path / "states")
+    outs = [[np.zeros(3, F32), np.zeros((2, 2))] for _ in range(2)]
+    first.pull(["a", "b"], outs[0])
+    second.broadcast(["a", "b"], outs[0], outs[1])
+    for store, out in zip((first, second), outs, strict=True):
+        store.pushpull(["a", "b"], ones, out)
+    assert all(one.tobytes() == two.tobytes() for one, two in zip(*outs, strict=True))
+    assert outs[0][0].tolist() == [1 - 0.25 - 0.375] * 3
+
+
+# ---- recorded steps ----------------------------------------------------------------------------------
+
+
+class Net(model.Model):
+    def __init__(self, store):
+        super().__init__()
+        self.fc = layer.Linear(2)
+        self.store = store
+
+    def forward(self, x):
+        return self.fc(x)
+
+    def train_one_batch(self, x, y):
+        loss = autograd.softmax_cross_entropy(self.forward(x), y)
+        for param, grad in list(autograd.backward(loss)):
+            self.store.push(param.name, grad)
+            self.store.pull(param.name, param)
+        return loss
+
+
+@pytest.mark.usefixtures("training")
+def test_a_step_that_uses_a_store_runs_eagerly_and_says_so(store):
+    net = Net(store)
+    x, y = Tensor(data=np.ones((4, 3), F32)), Tensor(data=np.zeros(4, np.int32))
+    net.compile([x], is_train=True, use_graph=True)
+    net.train()
+    for name, param in net.get_params().items():
+        param.name = name
+        store.init(name, param)
+    store.set_optimizer(Rate(-0.5))
+    losses = [float(to_numpy(net(x, y)).sum()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
+    (info,) = net.graph_info()
+    assert info.break_reason == "it uses a key-value store"
