@@ -187,15 +187,40 @@ def a_stopped_worker_does_not_hold_the_others(rig):
 @fact(several)
 def workers_may_push_as_often_as_they_like_and_leave(rig):
     store = rig.store("dist_async", staleness=1000)
-    store.init("a", np.zeros(2, F32))
+    store.init(["a", "large"], [np.zeros(2, F32), np.zeros(1 << 20, F32)])
     store.set_optimizer(Rate(1.0))
+    if rig.rank:
+        for _ in range(4):
+            store.push("large", np.ones(1 << 20, F32))  # keeps the server busy
     for _ in range(rig.rank + 1):
         store.push("a", np.ones(2, F32))
-    store.barrier()
+    store.barrier()  # behind all of these
     if rig.rank == 0:
         out = np.zeros(2, F32)
         store.pull("a", out)
         assert (out == rig.num_workers * (rig.num_workers + 1) / 2).all()
+
+
+@fact(two)
+def an_answer_on_its_way_is_not_changed_by_a_later_push(rig):
+    store, size = rig.store("dist_async"), 1 << 20
+    store.init("a", np.zeros(size, F32))
+    store.set_optimizer(Rate(1.0))
+    out = np.zeros(size, F32)
+    if rig.rank == 0:
+        work = store.pushpull("a", np.ones(size, F32), out, wait=False)
+        for send in work.sends:
+            send.wait()
+    rig.values("worker 0 has sent, and takes nothing")
+    if rig.rank == 1:
+        store.push("a", np.full(size, 10, F32))
+        store.server_stats()
+    rig.values("worker 1's push was applied")
+    if rig.rank == 0:
+        work.wait()
+        assert (out == 1).all(), (out.min(), out.max())
+    store.pull("a", out)
+    assert (out == 11).all()
 
 
 @fact(several)

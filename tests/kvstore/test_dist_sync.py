@@ -16,7 +16,7 @@ from singa_lite.tensor import Tensor
 from tests.kvstore.rig import Facts, Launch, Rate, assert_holds, run_facts, run_process
 
 LAUNCHES = [
-    *(Launch("shm", *job) for job in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 2), (2, 3), (7, 7))),
+    *(Launch("shm", *job) for job in ((1, 0), (2, 1), (3, 0), (3, 2), (2, 3), (7, 7))),
     *(Launch("mpi", *job) for job in ((1, 0), (2, 1), (3, 2), (2, 3))),
 ]
 FACTS = Facts()

@@ -248,7 +248,7 @@ store.init("a", np.zeros(3, np.float32))
 mine = np.full(3, store.rank + 1, np.float32)
 store.push("a", mine)  # is nowhere waited for
 store.pushpull("a", mine, wait=False)
-sys.stdout.write(f"{store.num_workers} {store.num_servers} {store.rank}\n")
+sys.stdout.write(f"{store.num_workers} {store.num_servers} {store.rank}\\n")
 if sys.argv[1] == "close":
     store.close()
     store.close()
