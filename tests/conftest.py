@@ -31,7 +31,14 @@ SERVANTS = (
 LONGEST_FIRST = (
     *("test_build", "test_nccl", "test_examples", "test_dist_on_cuda", "test_contract", "test_capture"),
     *("test_ways_to_start", "test_launch", "test_mpi", "test_p2p", "test_roles"),
-    *("test_every_op", "test_examples_cifar", "test_notebook", "test_dist_sync", "test_failures", "test_resume"),
+    *(
+        "test_every_op",
+        "test_examples_cifar",
+        "test_notebook",
+        "test_dist_sync",
+        "test_failures",
+        "test_resume",
+    ),
 )
 
 try:

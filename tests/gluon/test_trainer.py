@@ -388,10 +388,12 @@ def workers_that_differ_have_an_error_that_names_one_and_what(rig: Rig) -> None:
     differs("compression_params", lambda: make(compression_params={"type": "2bit"} if odd else None))
     differs("threshold", lambda: make(compression_params={"type": "2bit", "threshold": 2.0 if odd else 1.0}))
     differs(
-        "key 'w' is float32[1], number 0 on worker 0 but not there", lambda: make({"vw"[not odd]: parameter([1.0])})
+        "key 'w' is float32[1], number 0 on worker 0 but not there",
+        lambda: make({"vw"[not odd]: parameter([1.0])}),
     )
     differs(
-        "key 'w' is float32[1], number 0 on worker 0 but float32[2]", lambda: make({"w": parameter([1.0] * (1 + odd))})
+        "key 'w' is float32[1], number 0 on worker 0 but float32[2]",
+        lambda: make({"w": parameter([1.0] * (1 + odd))}),
     )
     params = {"w": parameter([1.0])}
     trainer = make(params, update_on_kvstore=False)
