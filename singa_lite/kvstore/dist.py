@@ -8,7 +8,7 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from .stored import Arrays, Description
 
 Array = np.ndarray[Any, Any]
 BIG_ARRAY = 65_536  # elements; a smaller array is one message to one server
+NOTE_S = 1.0  # after so many seconds a server is told that its worker waits
 EXPLAIN_S = 2.0  # seconds for an answer that needs no other worker
 
 
@@ -175,8 +176,13 @@ class DistStore(KVStore):
             servers = range(self.num_servers)
             self._ask(verb, dict.fromkeys(servers), dict.fromkeys(servers, content))
 
-    def _flush(self) -> None:
-        self._ask("flush", dict.fromkeys(range(self.num_servers)))
+    def _flush(self, call: str) -> None:
+        servers = range(self.num_servers)
+        self._ask("flush", dict.fromkeys(servers), dict.fromkeys(servers, call))
+
+    def _end_call(self) -> None:
+        with suppress(CommError):  # it is the next call's to raise
+            self._note("")
 
     def _get_states(self) -> dict[Key, Arrays]:
         """Return the states of whole keys on worker 0, {} on others."""
@@ -331,12 +337,29 @@ class DistStore(KVStore):
         for server in request.waits_for:
             if server in self._gone:
                 raise self._is_gone(request, server)
+        limit_s = self._messenger.timeout_s if timeout_s is None else timeout_s
         with self._naming(request):
             try:
-                message = self._messenger.receive(timeout_s)
+                message = self._receive(limit_s)
             except CommError as error:
                 raise CommError(f"{error}{self._what_servers_wait_for(request)}") from None
         self._handle(request, message)
+
+    def _receive(self, limit_s: float) -> Message:
+        """Return the next message; after a while tell the servers that this worker waits."""
+        if limit_s <= NOTE_S:
+            return self._messenger.receive(limit_s)
+        try:
+            return self._messenger.receive(NOTE_S)
+        except CommError:  # late, which is no error yet; or all have gone, which the next call says again
+            self._note("pull")
+        return self._messenger.receive(limit_s - NOTE_S)
+
+    def _note(self, what: str) -> None:
+        """Tell all servers what this worker does, see ``Server._note``."""
+        for server in range(self.num_servers):
+            if server not in self._gone:
+                self._messenger.send(self._rank_of(server), ["note", None, what])
 
     def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers

@@ -28,6 +28,7 @@ from .calls import Key, PushOptions, difference
 from .compression import Compression
 from .residuals import add_decoded
 from .stored import Description, StoredArray, make_optimizer
+from .waits import Waits
 
 Array = np.ndarray[Any, Any]
 
@@ -145,6 +146,7 @@ class Server:
         self._compression: Compression | None = None
         self._is_async = False
         self._staleness: int | None = None
+        self._waits = Waits(self._num_workers)
 
     def serve(self) -> None:
         """Answer messages until all workers have closed.
@@ -164,8 +166,11 @@ class Server:
                 raise self._error(message.reason)
             return
         verb, request, content = message.header
+        self._waits.forget(message.source)
         if verb == "exchange":
             self._exchange(message.source, request, content, message)
+        elif verb == "note":
+            self._note(message.source, content)
         else:
             try:
                 answer, arrays = self.VERBS[verb](self, content, message)
@@ -176,6 +181,7 @@ class Server:
                 text = f"{self._messenger.name}: {error}"
                 self._messenger.send(message.source, ["error", request, [type(error).__name__, text]])
         self._pulls = [pull for pull in self._pulls if not self._answer(pull)]
+        self._check_waits()
 
     def _error(self, text: str) -> CommError:
         return CommError(f"{self._messenger.name}: {text}")
@@ -220,6 +226,7 @@ class Server:
         )
         for part in pull.parts:
             part.note_answer(answer)
+        self._waits.forget(pull.worker)
         return True
 
     def _is_ready(self, part: ServerPart, count: int) -> bool:
@@ -242,6 +249,29 @@ class Server:
             if number < least and worker not in self._left
         ]
 
+    def _note(self, worker: int, content: str) -> None:
+        """Note that a worker has waited for an answer for a while ("pull"), or that a call of all has ended ("")."""
+        if content == "pull":
+            self._waits.pulling.add(worker)
+
+    def _check_waits(self) -> None:
+        """Raise if workers wait for each other."""
+        if not self._waits.pulling:
+            return
+        needs: dict[int, set[int]] = {}
+        for pull in self._pulls:
+            for part, count in zip(pull.parts, pull.counts, strict=True):
+                needs.setdefault(pull.worker, set()).update(self._late_workers(part, count))
+        for worker in self._waits.endless(needs, self._left):
+            pull = next(pull for pull in self._pulls if pull.worker == worker)
+            text = self._what_it_waits_for(pull)
+            calls = [f"worker {other} is in {call}" for other, call in sorted(self._waits.calls.items())]
+            others = [f"worker {other} waits too" for other in sorted(needs.keys() - {worker})]
+            raise self._error(
+                f"worker {worker} can never go on: it {text}, and {', '.join([*calls, *others])}; all workers must "
+                "push the same keys and make the same calls"
+            )
+
     def _check_counts(self, part: ServerPart) -> None:
         """Raise if a worker has left that would have to push a part once more."""
         if self._is_async:
@@ -261,7 +291,9 @@ class Server:
         self._is_async, self._staleness = content["is_async"], content["staleness"]
         return None, ()
 
-    def _flush(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
+    def _flush(self, call: str, message: Message) -> tuple[Any, Sequence[Array]]:
+        """Answer, behind all that the worker has pushed, which is now in ``call``, a call of all workers."""
+        self._waits.calls[message.source] = call
         return None, ()
 
     def _init(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:
@@ -315,13 +347,16 @@ class Server:
         """Answer with what a pull waits for, "" if it does not."""
         for pull in self._pulls:
             if (pull.worker, pull.request) == (message.source, number):
-                for part, count in zip(pull.parts, pull.counts, strict=True):
-                    if late := self._late_workers(part, count):
-                        counts = ", ".join(
-                            f"worker {worker} ({part.num_pushes[worker]} so far)" for worker in late
-                        )
-                        return f"{self._messenger.name} waits for pushes of {part.key!r} by {counts}", ()
+                return f"{self._messenger.name} {self._what_it_waits_for(pull)}", ()
         return "", ()
+
+    def _what_it_waits_for(self, pull: PendingPull) -> str:
+        """Return whose pushes a pull waits for, as text."""
+        for part, count in zip(pull.parts, pull.counts, strict=True):
+            if late := self._late_workers(part, count):
+                counts = ", ".join(f"worker {worker} ({part.num_pushes[worker]} so far)" for worker in late)
+                return f"waits for pushes of {part.key!r} by {counts}"
+        return "waits for nothing"
 
     def _stats(self, content: None, message: Message) -> tuple[Any, Sequence[Array]]:
         traffic = self._messenger.traffic

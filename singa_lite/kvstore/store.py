@@ -8,7 +8,8 @@ kept and how they travel (replica.py, dist.py), the file of saved states (states
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..comm.base import Communicator, Work
@@ -385,8 +386,8 @@ class KVStore(KVStoreBase):
 
     def barrier(self) -> None:
         """Return once every worker has called it and the servers have taken in what all had pushed before."""
-        self._flush()
-        self._communicator.barrier(name="kvstore.barrier")
+        with self._calling("barrier"):
+            self._communicator.barrier(name="kvstore.barrier")
 
     def _barrier(self) -> None:
         self.barrier()
@@ -410,20 +411,29 @@ class KVStore(KVStoreBase):
             OptionError, CheckpointError: on all workers, what one of them raised.
         """
         break_graph("it changes a key-value store")
-        self._flush()
-        everyone = self._communicator.all_gather_object(dict(mine), name=f"kvstore.{call}")
-        for worker, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                text = difference(call, everyone[0], 0, theirs, worker)
-                raise CommError(f"{self._name}: worker {self.rank}: {text}")
-        failure = None
-        try:
-            action()
-        except (OptionError, CheckpointError) as error:
-            failure = [type(error).__name__, str(error)]
-        failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
+        with self._calling(call):
+            everyone = self._communicator.all_gather_object(dict(mine), name=f"kvstore.{call}")
+            for worker, theirs in enumerate(everyone):
+                if theirs != everyone[0]:
+                    text = difference(call, everyone[0], 0, theirs, worker)
+                    raise CommError(f"{self._name}: worker {self.rank}: {text}")
+            failure = None
+            try:
+                action()
+            except (OptionError, CheckpointError) as error:
+                failure = [type(error).__name__, str(error)]
+            failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
         for kind, text in filter(None, failures):
             raise (OptionError if kind == "OptionError" else CheckpointError)(text)
+
+    @contextmanager
+    def _calling(self, call: str) -> Iterator[None]:
+        """Inside: this worker is in a call of all workers, behind all that it has pushed."""
+        self._flush(call)
+        try:
+            yield
+        finally:
+            self._end_call()
 
     # ---- what a store writes -------------------------------------------------------------------------
 
@@ -459,5 +469,8 @@ class KVStore(KVStoreBase):
     def _exchange(self, what: str, pushes: list[Push], pulls: list[Pull], options: PushOptions) -> Work:
         """Begin what ``pushpull`` does; ``what`` is the caller, for errors."""
 
-    def _flush(self) -> None:
-        """Return once what this worker has pushed was taken in."""
+    def _flush(self, call: str) -> None:
+        """Return once what this worker has pushed was taken in; ``call``, which all workers make, comes next."""
+
+    def _end_call(self) -> None:
+        """Called when that has ended."""

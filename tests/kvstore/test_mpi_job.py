@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mp
 SCRIPT = """
 import sys
 import numpy as np
-from singa_lite import gluon, kvstore, tensor
+from singa_lite import autograd, gluon, kvstore, tensor
 
 store = kvstore.create("dist")
 workers, rank = store.num_workers, store.rank
@@ -29,6 +29,7 @@ assert (outs[0] == 1 + 2).all() and (outs[1] == 2 + 4).all(), outs
 
 param = tensor.Tensor((2,), data=np.ones(2, np.float32), stores_grad=True, name="w")
 trainer = gluon.Trainer([param], "sgd", {"learning_rate": 1.0}, kvstore=store)
+autograd.training = True
 (param * float(rank + 1)).backward(tensor.from_numpy(np.ones(2, np.float32)))
 trainer.step(1)
 assert (tensor.to_numpy(param) == 1 - 3).all(), param
