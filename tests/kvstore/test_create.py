@@ -154,7 +154,7 @@ MNIST_CNN = [500, 20, 25_000, 50, 400_000, 500, 5_000, 10]
 def loads(sizes, num_servers, big_array=65_536):
     sharding = Sharding(num_servers, big_array)
     for number, size in enumerate(sizes):
-        parts = sharding.place(Spec(number, number, (size,), np.dtype(np.float32)))
+        parts = sharding.place(Spec(number, number, (size,), np.dtype(np.float32), size))
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == size
     return sharding.loads
