@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of every group")
     parser.add_argument("--steps", type=int, default=50, help="steps in a round")
     parser.add_argument("--mxnet-python", help="a Python that has MXNet 1.9.1")
-    parser.add_argument("--only", help="groups whose names contain this")
+    parser.add_argument("--only", nargs="+", help="groups whose names contain one of these")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -46,7 +46,9 @@ def main() -> None:
         return
     starts = groups(arguments.mxnet_python)
     if arguments.only:
-        starts = {name: start for name, start in starts.items() if arguments.only in name}
+        starts = {
+            name: start for name, start in starts.items() if any(word in name for word in arguments.only)
+        }
     print(f"{machine()}; {WORKERS} workers, {sum(map(np.prod, SHAPES)) * 4:,} bytes, 1 thread a process")
     times = time_interleaved(starts, arguments.rounds, arguments.steps, HINT)
     report({name: (statistics.median(values), np.quantile(values, 0.1)) for name, values in times.items()})

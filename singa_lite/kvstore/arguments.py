@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import DTYPES
+from ..device import get_default_device
 from ..errors import DTypeError, OptionError, ShapeError, check_int, check_number
 from ..sync.arrays import GivenArray
 from ..tensor import Tensor
@@ -89,6 +90,8 @@ class Arguments:
 
     def as_push(self, where: str, spec: Spec, arrays: list[Any]) -> Push:
         """Return what is pushed of a key: an array like the key's, or the sum of several."""
+        if len(arrays) == 1 and _is_plain(spec, arrays[0]):
+            return Push(spec, Tensor.wrap(arrays[0], get_default_device()))
         for array in arrays:
             self._check_like(where, spec, array)
         return Push(spec, self.total(where, spec.key, arrays))
@@ -99,6 +102,9 @@ class Arguments:
         for spec, arrays in zip(specs, self.values(where, key, out), strict=True):
             outs = []
             for array in arrays:
+                if _is_plain(spec, array) and array.flags.writeable:
+                    outs.append(Tensor.wrap(array, get_default_device()))
+                    continue
                 self._check_like(where, spec, array)
                 outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
             pulls.append(Pull(spec, outs))
@@ -156,3 +162,13 @@ class Arguments:
         limit = float(np.finfo(np.float32).max)
         factor = check_number(f"{self._name}: {where}", "scale", scale, -limit, limit)
         return PushOptions(factor, bool(mean), bool(allow_none))
+
+
+def _is_plain(spec: Spec, array: Any) -> bool:
+    """Return whether an array is numpy's and like its key, as most are, so that it needs no other check."""
+    return (
+        type(array) is np.ndarray
+        and array.shape == spec.shape
+        and array.dtype == spec.dtype
+        and array.flags.c_contiguous
+    )

@@ -117,8 +117,12 @@ class ReplicaStore(KVStore):
         for (device, _), group in groups.items():
             self._push(group, device, options)
         for pull in pulls:
+            param = self._stored[pull.spec.key].param
             for out in pull.outs:
-                out.copy_data(self._stored[pull.spec.key].param)
+                if out.device is param.device:
+                    param.device.backend.run("copy", param.array, out=out.array)
+                else:
+                    out.copy_data(param)
         return FinishedWork()
 
     # ---- one sum -------------------------------------------------------------------------------------
@@ -141,16 +145,16 @@ class ReplicaStore(KVStore):
         for number, push in enumerate(pushes):
             part = total.array[start : start + push.spec.size].reshape(push.spec.shape)
             start += push.spec.size
-            if has_value[:, number].any():
+            if has_value is None or has_value[:, number].any():
                 self._stored[push.spec.key].apply(part)
 
     def _gather_has_value(
         self, pushes: list[Push], options: PushOptions, name: str
-    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return for each worker, and each key in order, whether it has a value."""
-        mine = np.array([push.value is not None for push in pushes])
+    ) -> np.ndarray[Any, np.dtype[np.bool_]] | None:
+        """Return for each worker, and each key in order, whether it has a value; None: all have."""
         if not options.allow_none:
-            return np.tile(mine, (self.num_workers, 1))
+            return None
+        mine = np.array([push.value is not None for push in pushes])
         every = self._communicator.all_gather(mine.astype(np.int32), name=f"{name}, given").wait()
         assert every is not None
         return every.reshape(self.num_workers, -1) != 0
@@ -186,7 +190,7 @@ class ReplicaStore(KVStore):
         pushes: list[Push],
         device: Device,
         options: PushOptions,
-        has_value: np.ndarray[Any, np.dtype[np.bool_]],
+        has_value: np.ndarray[Any, np.dtype[np.bool_]] | None,
         name: str,
     ) -> Tensor:
         """Return the sum of what all workers' codes stand for, each with its worker's scale, end to end."""
@@ -207,7 +211,7 @@ class ReplicaStore(KVStore):
         for worker, row in enumerate(every.reshape(self.num_workers, -1)):
             start = first = 0
             for number, (push, size) in enumerate(zip(pushes, sizes, strict=True)):
-                if has_value[worker, number]:
+                if has_value is None or has_value[worker, number]:
                     part = total[start : start + push.spec.size]
                     add_decoded(
                         self._compression, row[first : first + size], float(scales.flat[worker]), part
