@@ -37,15 +37,17 @@ sys.stdout.write(f"worker {rank} of {workers} with {store.num_servers} server\\n
 """
 
 
-def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):  # of Open MPI
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
+OPEN_MPI = {  # needs leave to run as root and with more ranks than cores
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+def test_a_store_and_a_trainer_work_in_an_mpi_job_with_a_server(tmp_path: Path) -> None:
     script = write_script(tmp_path, SCRIPT)
     command = [_mpiexec() or "", "-n", "3", sys.executable, str(script)]
-    result = run_command(command, SINGA_LITE_NUM_SERVERS="1")
+    result = run_command(command, SINGA_LITE_NUM_SERVERS="1", **OPEN_MPI)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
         assert f"worker {rank} of 2 with 1 server" in result.stdout
