@@ -56,7 +56,8 @@ def create(
     Raises:
         OptionError: an unknown name, an argument out of range, "dist_async" without servers, a local store in a job of
             several workers, or a second dist store with other arguments.
-        CommError: not all workers and servers have joined in time, or the workers' arguments differ.
+        CommError: not all workers and servers have joined in time, the workers' arguments differ, or this process has
+            closed its dist store.
     """
     own = {each: kind for kind in _subclasses(BASE) for each in vars(kind).get("names", ())}
     check_choice("kvstore.create", "name", name, (*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES, *own))
@@ -110,6 +111,10 @@ def _dist(arguments: dict[str, Any], timeout_s: float | None) -> KVStore:
                 f"with {arguments}"
             )
         made: KVStore = state.store
+        if made.is_closed:
+            raise CommError(
+                f"kvstore.create: {made!r} was closed, and its servers have left; close it at the end"
+            )
         return made
     job = launched_job()
     if job.is_server:

@@ -127,6 +127,10 @@ class DistStore(KVStore):
         request = self._ask("stats", dict.fromkeys(range(self.num_servers)))
         return [request.answers[server][0] for server in range(self.num_servers)]
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def close(self) -> None:
         if self._is_closed:
             return

@@ -107,6 +107,11 @@ class KVStore(KVStoreBase):
             CommError: a server has failed meanwhile, or this worker pushed a key more or less often than another.
         """
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the servers have been left, so that no call works any more; never without servers."""
+        return False
+
     # ---- keys ----------------------------------------------------------------------------------------
 
     def init(self, key: Keys, value: Any) -> None:
@@ -362,8 +367,8 @@ class KVStore(KVStoreBase):
                 raise CheckpointError(failure)
             head.update(shared)
             if head.get("optimizer") is not None:
-                self._set_dumped(head["optimizer"])
-            set_states(states)
+                self._do("set_optimizer", lambda: self._set_dumped(head["optimizer"]))
+            self._do("set_states", lambda: set_states(states))
             if self._compression:
                 scatter_residuals(self._communicator, specs, self._residuals, lost)
 
@@ -417,12 +422,16 @@ class KVStore(KVStoreBase):
                 if theirs != everyone[0]:
                     text = difference(call, everyone[0], 0, theirs, worker)
                     raise CommError(f"{self._name}: worker {self.rank}: {text}")
-            failure = None
-            try:
-                action()
-            except (OptionError, CheckpointError) as error:
-                failure = [type(error).__name__, str(error)]
-            failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
+            self._do(call, action)
+
+    def _do(self, call: str, action: Callable[[], None]) -> None:
+        """Do ``action`` on all workers, and raise on all of them what it has raised on one."""
+        failure = None
+        try:
+            action()
+        except (OptionError, CheckpointError) as error:
+            failure = [type(error).__name__, str(error)]
+        failures = self._communicator.all_gather_object(failure, name=f"kvstore.{call} has ended")
         for kind, text in filter(None, failures):
             raise (OptionError if kind == "OptionError" else CheckpointError)(text)
 

@@ -252,6 +252,13 @@ sys.stdout.write(f"{store.num_workers} {store.num_servers} {store.rank}\\n")
 if sys.argv[1] == "close":
     store.close()
     store.close()
+    if store.num_servers:
+        try:
+            kvstore.create("dist_sync")
+        except CommError as error:
+            assert "was closed, and its servers have left" in str(error), error
+        else:
+            raise AssertionError("a store that was closed")
 """
 
 
