@@ -245,13 +245,16 @@ class Trainer:
     # ---- saved states --------------------------------------------------------------------------------
 
     def save_states(self, fname: Path) -> None:
-        """Save the optimizer's states, step counts and what compression has lost; worker 0 writes, all call it.
+        """Save the optimizer's states, learning rate, step counts and what compression has lost; all call it.
 
-        Parameters are the model's to save. CheckpointError: the file cannot be written.
+        Worker 0 writes. Parameters are the model's to save. A schedule is the script's to make again.
+        CheckpointError: the file cannot be written.
         """
         keeper = self._keeper()
         states = keeper._get_states if self._updates_on_store else self._own_states
-        head = {"optimizer": None, "steps": self._optimizer.step_counter}
+        rate = self._optimizer.lr
+        lr = rate.init_value if type(rate) is Constant else None
+        head = {"optimizer": None, "steps": self._optimizer.step_counter, "lr": lr}
         keeper.save_states("save_states", fname, head, states)
 
     def load_states(self, fname: Path) -> None:
@@ -270,6 +273,9 @@ class Trainer:
 
             head = keeper.load_states("load_states", fname, self._own_states, set_states)
         self._optimizer.step_counter = int(head.get("steps", 0))
+        rate = self._optimizer.lr
+        if head.get("lr") is not None and (type(rate) is not Constant or rate.init_value != head["lr"]):
+            self.set_learning_rate(head["lr"])
 
     def _keeper(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""

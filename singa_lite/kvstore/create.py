@@ -88,12 +88,21 @@ def serve(timeout_s: float | None = None) -> None:
         raise CommError(
             f"kvstore: {messenger.name} is no server; start more processes with `singa-lite run -s`"
         )
-    Server(messenger).serve()
+    try:
+        Server(messenger).serve()
+    except Exception as error:  # a script may catch it; the workers are told in any case
+        messenger.abort(f"{type(error).__name__}: {error}")
+        raise
     messenger.close()
 
 
 def _local(name: str, alone: bool) -> ReplicaStore:
     job = launched_job()
+    if job.is_server:
+        raise OptionError(
+            f"kvstore.create: {name!r} is a store of one process, and this one is {job.name_of(job.rank)}; start the "
+            "script without servers, or create a dist store in it"
+        )
     if job.num_workers > 1 and not alone:
         raise OptionError(
             f"kvstore.create: {name!r} is a store of this process, one of {job.num_workers} workers, which would train "

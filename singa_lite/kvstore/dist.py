@@ -36,6 +36,7 @@ class Request(Work):
     Args:
         store: whose it is.
         name: the call and its keys, for errors.
+        number: that of its messages.
         targets: server -> where the arrays of its answer go; None makes new ones.
         finish: called once, when all answers are there.
     """
@@ -44,10 +45,11 @@ class Request(Work):
         self,
         store: DistStore,
         name: str,
+        number: int,
         targets: dict[int, list[Array] | None],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name = name
+        self.name, self.number = name, number
         self.sends: list[SendWork] = []
         self.answers: dict[int, tuple[Any, list[Array]]] = {}  # server -> content and arrays
         self._store, self._targets, self._finish = store, targets, finish
@@ -81,7 +83,8 @@ class Request(Work):
             raise self._failure
 
     def done(self) -> bool:
-        return not self.waits_for and all(send.done() for send in self.sends)
+        """Return whether wait() would return at once, or raise; takes what has come."""
+        return self._store.has_ended(self)
 
 
 class DistStore(KVStore):
@@ -186,7 +189,7 @@ class DistStore(KVStore):
 
     def _end_call(self) -> None:
         with suppress(CommError):  # it is the next call's to raise
-            self._note("")
+            self._note("goes on", range(self.num_servers))
 
     def _get_states(self) -> dict[Key, Arrays]:
         """Return the states of whole keys on worker 0, {} on others."""
@@ -305,16 +308,21 @@ class DistStore(KVStore):
         targets: dict[int, list[Array] | None],
         finish: Callable[[], None] = lambda: None,
     ) -> Request:
-        request, number = Request(self, name, targets, finish), self._num_requests
+        number = self._num_requests
+        request = Request(self, name, number, targets, finish)
         self._num_requests += 1
         if targets:
             self._requests[number] = request
-        with self._naming(request):
-            for server, content in contents.items():
-                to = self._rank_of(server)
-                request.sends.append(
-                    self._messenger.send(to, [verb, number, content], arrays.get(server, ()))
-                )
+        try:
+            with self._naming(request):
+                for server, content in contents.items():
+                    header = [verb, number, content]
+                    to = self._rank_of(server)
+                    request.sends.append(self._messenger.send(to, header, arrays.get(server, ())))
+        except OptionError:  # a header that is too long
+            if not request.sends:
+                self._requests.pop(number, None)
+            raise
         return request
 
     @contextmanager
@@ -344,26 +352,36 @@ class DistStore(KVStore):
         limit_s = self._messenger.timeout_s if timeout_s is None else timeout_s
         with self._naming(request):
             try:
-                message = self._receive(limit_s)
+                message = self._receive(request, limit_s)
             except CommError as error:
                 raise CommError(f"{error}{self._what_servers_wait_for(request)}") from None
         self._handle(request, message)
 
-    def _receive(self, limit_s: float) -> Message:
-        """Return the next message; after a while tell the servers that this worker waits."""
+    def has_ended(self, request: Request) -> bool:
+        """Take the answers that have come; return whether a request needs no more, or can have none."""
+        try:
+            while request.waits_for and not self._gone.keys() & set(request.waits_for):
+                self._handle(request, self._messenger.receive(0))
+        except CommError:  # nothing has come, or a server has gone
+            if not self._gone.keys() & set(request.waits_for):
+                return False
+        return all(send.done() for send in request.sends)
+
+    def _receive(self, request: Request, limit_s: float) -> Message:
+        """Return the next message; after a while tell the servers that this worker waits for ``request``."""
         if limit_s <= NOTE_S:
             return self._messenger.receive(limit_s)
         try:
             return self._messenger.receive(NOTE_S)
         except CommError:  # late, which is no error yet; or all have gone, which the next call says again
-            self._note("pull")
-        return self._messenger.receive(limit_s - NOTE_S)
+            self._note("waits", request.waits_for, request.number)
+        return self._messenger.receive(limit_s)
 
-    def _note(self, what: str) -> None:
-        """Tell all servers what this worker does, see ``Server._note``."""
-        for server in range(self.num_servers):
+    def _note(self, what: str, servers: Iterable[int], request: int | None = None) -> None:
+        """Tell servers what this worker does, see ``Server._note``."""
+        for server in servers:
             if server not in self._gone:
-                self._messenger.send(self._rank_of(server), ["note", None, what])
+                self._messenger.send(self._rank_of(server), ["note", request, what])
 
     def _handle(self, request: Request, message: Message) -> None:
         server = message.source - self.num_workers
@@ -381,11 +399,10 @@ class DistStore(KVStore):
 
     def _what_servers_wait_for(self, request: Request) -> str:
         """Return which workers' pushes a request that is late needs, as the servers say; "" if they say nothing."""
-        number = next(number for number, each in self._requests.items() if each is request)
         servers = request.waits_for
         try:
             asked = self._send(
-                "explain", "explain", dict.fromkeys(servers, number), {}, dict.fromkeys(servers)
+                "explain", "explain", dict.fromkeys(servers, request.number), {}, dict.fromkeys(servers)
             )
             while asked.waits_for:
                 self._handle(asked, self._messenger.receive(EXPLAIN_S))

@@ -57,6 +57,7 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
+        self._buffers.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.updater = updater
 
@@ -86,6 +87,7 @@ class ReplicaStore(KVStore):
 
     def _set_optimizer(self, description: Description) -> None:
         make_optimizer(description)
+        self._buffers.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.set_optimizer(description)
 

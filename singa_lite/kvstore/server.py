@@ -170,7 +170,7 @@ class Server:
         if verb == "exchange":
             self._exchange(message.source, request, content, message)
         elif verb == "note":
-            self._note(message.source, content)
+            self._note(message.source, request, content)
         else:
             try:
                 answer, arrays = self.VERBS[verb](self, content, message)
@@ -249,10 +249,10 @@ class Server:
             if number < least and worker not in self._left
         ]
 
-    def _note(self, worker: int, content: str) -> None:
-        """Note that a worker has waited for an answer for a while ("pull"), or that a call of all has ended ("")."""
-        if content == "pull":
-            self._waits.pulling.add(worker)
+    def _note(self, worker: int, request: int | None, what: str) -> None:
+        """Note that a worker has waited for an answer for a while ("waits"), or has ended a call of all ("goes on")."""
+        if what == "waits" and request is not None:
+            self._waits.pulling[worker] = request
 
     def _check_waits(self) -> None:
         """Raise if workers wait for each other."""
@@ -260,10 +260,13 @@ class Server:
             return
         needs: dict[int, set[int]] = {}
         for pull in self._pulls:
+            if self._waits.pulling.get(pull.worker) != pull.request:
+                continue  # it may go on before this is answered
             for part, count in zip(pull.parts, pull.counts, strict=True):
                 needs.setdefault(pull.worker, set()).update(self._late_workers(part, count))
         for worker in self._waits.endless(needs, self._left):
-            pull = next(pull for pull in self._pulls if pull.worker == worker)
+            number = self._waits.pulling[worker]
+            pull = next(pull for pull in self._pulls if (pull.worker, pull.request) == (worker, number))
             text = self._what_it_waits_for(pull)
             calls = [f"worker {other} is in {call}" for other, call in sorted(self._waits.calls.items())]
             others = [f"worker {other} waits too" for other in sorted(needs.keys() - {worker})]

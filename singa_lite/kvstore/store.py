@@ -7,6 +7,7 @@ kept and how they travel (replica.py, dist.py), the file of saved states (states
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -326,6 +327,8 @@ class KVStore(KVStoreBase):
             get_states: gives the states on worker 0; called on all.
         """
 
+        _check_path(where, fname)
+
         def save() -> None:
             states, specs = get_states(), list(self._arguments.specs.values())
             lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
@@ -345,6 +348,7 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: see ``load_optimizer_states``.
         """
+        _check_path(where, fname)
         head: dict[str, Any] = {}
 
         def load() -> None:
@@ -403,10 +407,11 @@ class KVStore(KVStoreBase):
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Set float Tensors to their mean over the workers; all call it alike."""
-        for tensor in tensors:
-            tensor.device.backend.activate()
-            name = f"kvstore.average({tensor.name})"
-            self._communicator.all_reduce(tensor.array, "mean", name=name).wait()
+        with self._calling("average"):
+            for tensor in tensors:
+                tensor.device.backend.activate()
+                name = f"kvstore.average({tensor.name})" if tensor.name else "kvstore.average"
+                self._communicator.all_reduce(tensor.array, "mean", name=name).wait()
 
     def _together(self, call: str, mine: Mapping[str, Any], action: Callable[[], None]) -> None:
         """Do ``action`` on all workers, once all have called it with equal entries; fail on all or none.
@@ -483,3 +488,8 @@ class KVStore(KVStoreBase):
 
     def _end_call(self) -> None:
         """Called when that has ended."""
+
+
+def _check_path(where: str, fname: object) -> None:
+    if not isinstance(fname, (str, os.PathLike)):
+        raise OptionError(f"{where}: fname must be a path, not {fname!r}")

@@ -16,18 +16,18 @@ class Waits:
 
     Attributes:
         calls: worker -> the call of all workers it is in.
-        pulling: workers that have waited for an answer of this server for a while.
+        pulling: worker that has waited for a while -> the number of the request whose answer it waits for.
     """
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self.calls: dict[int, str] = {}
-        self.pulling: set[int] = set()
+        self.pulling: dict[int, int] = {}
 
     def forget(self, worker: int) -> None:
         """Note that a worker goes on."""
         self.calls.pop(worker, None)
-        self.pulling.discard(worker)
+        self.pulling.pop(worker, None)
 
     def endless(self, waits_for: Mapping[int, set[int]], left: set[int]) -> list[int]:
         """Return the workers whose pulls can never be answered.

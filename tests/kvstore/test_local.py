@@ -217,3 +217,31 @@ def test_a_step_that_uses_a_store_runs_eagerly_and_says_so(store):
     assert losses == sorted(losses, reverse=True) and len(set(losses)) == 4
     (info,) = net.graph_info()
     assert info.break_reason == "it uses a key-value store"
+
+
+@pytest.mark.parametrize("name", ["local", "dist"])
+def test_an_optimizer_that_comes_after_a_push_begins_from_what_that_left(name):
+    store, out = kvstore.create(name), np.zeros(2, np.float32)
+    store.init(3, np.full(2, 4, np.float32))
+    store.push(3, np.full(2, 8, np.float32))
+    store.set_optimizer(opt.SGD(lr=0.5))
+    store.pushpull(3, np.ones(2, np.float32), out)
+    assert out.tolist() == [7.5, 7.5]
+
+
+def test_an_updater_that_comes_after_a_push_begins_from_what_that_left():
+    store, out = kvstore.create("local"), np.zeros(2, np.float32)
+    store.init(3, np.full(2, 4, np.float32))
+    store.push(3, np.full(2, 8, np.float32))
+    store.set_updater(lambda key, pushed, stored: stored.copy_data(stored + pushed * 2.0))
+    store.pushpull(3, np.ones(2, np.float32), out)
+    assert out.tolist() == [10, 10]
+
+
+def test_a_path_is_checked_before_anything_moves():
+    store = kvstore.create("local")
+    store.init(1, np.zeros(2, np.float32))
+    store.set_optimizer(opt.SGD(lr=0.5))
+    for call in (store.save_optimizer_states, store.load_optimizer_states):
+        with pytest.raises(OptionError, match="fname must be a path, not None"):
+            call(None)

@@ -14,13 +14,13 @@ from singa_lite.kvstore.waits import Waits
 from tests.comm.processes import at_once, launch_command, run_command, write_script
 
 SCRIPT = """
-import sys, threading, time
+import sys, time
 import numpy as np
 from singa_lite import kvstore, opt
 
 store = kvstore.create("dist_sync")
 is_odd, values = store.rank == 1, np.zeros(3, np.float32)
-store.init(["a", "b"], [values, values])
+store.init(["a", "b", "c"], [values] * 3)
 store.set_optimizer(opt.SGD(lr=1.0))
 ones = np.ones(3, np.float32)
 kind = sys.argv[1]
@@ -34,6 +34,17 @@ if kind == "a barrier of one":
     if is_odd:
         store.barrier()
     store.pushpull("a", ones, values)
+if kind == "polled":  # 0 waits for b, of another server, then computes for longer than 1 waits for c
+    pull_a = None if is_odd else store.pushpull("a", ones, values, wait=False)
+    time.sleep(1.5 * is_odd)
+    store.pushpull("b", ones, values)
+    time.sleep(1.5 * (not is_odd))
+    store.pushpull("c", ones, values)
+    if is_odd:
+        store.pushpull("a", ones, values)
+    while pull_a and not pull_a.done():
+        time.sleep(0.01)
+    sys.stdout.write(f"ended with {values[0]}\\n")
 if kind == "slow ones":  # beyond the second after which a wait is looked at
     store.set_learning_rate(0.5)
     time.sleep(1.5 * is_odd)
@@ -55,9 +66,14 @@ ERRORS = {
 def results(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
     """One job for each kind, all at the same time: they mostly wait."""
     script = write_script(folder, SCRIPT)
-    kinds = [*ERRORS, "slow ones"]
+    kinds = [*ERRORS, "slow ones", "polled"]
     calls = [
-        functools.partial(run_command, launch_command(script, 2, kind, options=["-s", "1"], is_patient=True))
+        functools.partial(
+            run_command,
+            launch_command(
+                script, 2, kind, options=["-s", "2" if kind == "polled" else "1"], is_patient=True
+            ),
+        )
         for kind in kinds
     ]
     return dict(zip(kinds, at_once(calls), strict=True))
@@ -89,9 +105,16 @@ def test_a_slow_worker_is_waited_for(folder: Path) -> None:
     assert result.stdout.count("ended with -2.0") == 2  # two rounds of 0.5 * 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="several processes need Linux")
+def test_a_worker_that_computes_while_a_pull_is_late_does_not_wait(folder: Path) -> None:
+    result = results(folder)["polled"]
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ended with -2.0") == 2
+
+
 def waits(num_workers: int, pulling: set[int] = frozenset(), **calls: str) -> Waits:  # type: ignore[assignment]
     found = Waits(num_workers)
-    found.pulling |= pulling
+    found.pulling.update(dict.fromkeys(pulling, 7))
     found.calls.update({int(name[1:]): call for name, call in calls.items()})
     return found
 
