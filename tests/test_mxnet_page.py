@@ -66,7 +66,7 @@ def test_the_page_names_stores_that_there_are() -> None:
     row = next(ours for theirs, ours in ROWS if "mx.kv.create" in theirs)
     names = re.findall(r"`([a-z_]+)`", row.split(" Keywords")[0])
     create = sys.modules["singa_lite.kvstore.create"]
-    assert len(names) == 8 and set(names) <= {*create.LOCAL_NAMES, *create.SYNC_NAMES, *create.ASYNC_NAMES}
+    assert len(names) == 10 and set(names) <= {*create.LOCAL_NAMES, *create.SYNC_NAMES, *create.ASYNC_NAMES}
 
 
 def test_what_the_page_calls_missing_is_missing() -> None:

@@ -2,7 +2,7 @@
 """A store whose values are on servers: the worker's side of it.
 
 What lives here: which message goes to which server, and waiting for answers. What does not: what a server does with it
-(server.py, where Note [messages] is), the checks of a call (base.py).
+(server.py, where Note [messages] is), the checks of a call (arguments.py, store.py).
 """
 
 from __future__ import annotations

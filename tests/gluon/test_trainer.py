@@ -877,3 +877,14 @@ def test_recorded_steps_train_as_eager_ones(is_inside: bool) -> None:
             [info] = net.graph_info()
             assert ("key-value store" in (info.break_reason or "")) == is_inside
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("updates_on_store", [True, False])
+def test_the_learning_rate_that_was_set_is_saved(updates_on_store: bool, tmp_path: Path) -> None:
+    store = kvstore.create("local")
+    trainer = gluon.Trainer(two(), "sgd", kvstore=store, update_on_kvstore=updates_on_store)
+    trainer.set_learning_rate(0.25)
+    trainer.save_states(tmp_path / "states")
+    trainer.set_learning_rate(0.75)
+    trainer.load_states(tmp_path / "states")
+    assert trainer.learning_rate == 0.25

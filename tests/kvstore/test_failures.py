@@ -18,6 +18,7 @@ from tests.comm.processes import (
     assert_nothing_left,
     at_once,
     fresh_environment,
+    launch_command,
     run_command,
     wait_until,
     write_script,
@@ -345,3 +346,25 @@ def test_a_worker_cannot_be_a_server(tmp_path):
     (process,) = start_by_hand([["-m", "singa_lite.kvstore"]], 0)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1 and "has no servers" in errors, errors
+
+
+CAUGHT = """
+try:
+    store = kvstore.create("dist")
+    values = np.zeros(3, np.float32)
+    store.init("a", values)
+    if store.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store.pushpull("a", values, values)
+except CommError as error:  # as many scripts do
+    note(f"caught-{name}", error)
+    sys.exit(1)
+"""
+
+
+def test_a_script_that_catches_its_errors_still_learns_who_died(tmp_path):
+    script = write_script(tmp_path, HEAD + CAUGHT)
+    result = run_command(launch_command(script, 2, options=["-s", "1"], is_patient=True))
+    assert result.returncode != 0
+    text = (tmp_path / "caught-worker-0").read_text()
+    assert "server 0: worker 1 (process " in text and ") died" in text, text
