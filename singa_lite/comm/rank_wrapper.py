@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the script of one process of a job under mpiexec: pass its lines on behind its name, and tell how it ended.
+"""Run the script of one process of a job under mpiexec: prefix its lines with its name, and report how it ended.
 
 What lives here: a program that launch_hosts.py has mpiexec start by its path on every host, so it imports nothing of
 the package. What does not: starting mpiexec (launch_hosts.py), ending an MPI job from inside of it (mpi_job.py).

@@ -2,7 +2,7 @@
 """MXNet's way to divide a data set: every worker keeps one part of it and shuffles that; batches of any sampler.
 
 ``ShardedSampler`` (sampler.py) is the better choice where all workers can read all samples: it plans batches of the
-whole data set anew every epoch, and in every step the workers' batches differ by at most one sample.
+data set again every epoch, and in every step the workers' batches differ by at most one sample.
 
 Note [equal batches]: all parts make ceil(smallest part / batch_size) batches, so no worker waits at the end of an epoch
 for one that has none left. The last batch takes what is left: of a larger part batch_size + 1 samples at most.
@@ -125,7 +125,7 @@ class SplitSampler:
 
 
 class Batches:
-    """Iterates over the index arrays of one epoch of a sampler, anew each time; ``batches`` makes it."""
+    """Iterates over the index arrays of an epoch of a sampler, of the next one each time; ``batches`` makes it."""
 
     def __init__(self, sampler: Sampler, batch_size: int) -> None:
         self.sampler = sampler

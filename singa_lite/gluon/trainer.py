@@ -274,7 +274,7 @@ class Trainer:
             head = keeper.load_states("load_states", fname, self._own_states, set_states)
         self._optimizer.step_counter = int(head.get("steps", 0))
         rate = self._optimizer.lr
-        if head.get("lr") is not None and (type(rate) is not Constant or rate.init_value != head["lr"]):
+        if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
             self.set_learning_rate(head["lr"])
 
     def _keeper(self) -> KVStore:
@@ -443,7 +443,7 @@ class Trainer:
             if changed != ["lr"] or type(now["lr"]) is not Constant:
                 raise OptionError(
                     f"Trainer: step: {', '.join(changed)} of the optimizer was set, which the store does not see; call "
-                    "trainer.kvstore.set_optimizer(trainer.optimizer), which begins its state anew"
+                    "trainer.kvstore.set_optimizer(trainer.optimizer), which resets its state"
                 )
             self.set_learning_rate(now["lr"].init_value)
         elif isinstance(self._store, KVStore):

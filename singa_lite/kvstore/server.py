@@ -258,16 +258,20 @@ class Server:
         """Raise if workers wait for each other."""
         if not self._waits.pulling:
             return
-        needs: dict[int, set[int]] = {}
-        for pull in self._pulls:
-            if self._waits.pulling.get(pull.worker) != pull.request:
-                continue  # it may go on before this is answered
-            for part, count in zip(pull.parts, pull.counts, strict=True):
-                needs.setdefault(pull.worker, set()).update(self._late_workers(part, count))
+        # a worker with another pull that is late may go on before that is answered
+        pulls = {
+            pull.worker: pull for pull in self._pulls if self._waits.pulling.get(pull.worker) == pull.request
+        }
+        needs = {
+            worker: {
+                late
+                for part, count in zip(pull.parts, pull.counts, strict=True)
+                for late in self._late_workers(part, count)
+            }
+            for worker, pull in pulls.items()
+        }
         for worker in self._waits.endless(needs, self._left):
-            number = self._waits.pulling[worker]
-            pull = next(pull for pull in self._pulls if (pull.worker, pull.request) == (worker, number))
-            text = self._what_it_waits_for(pull)
+            text = self._what_it_waits_for(pulls[worker])
             calls = [f"worker {other} is in {call}" for other, call in sorted(self._waits.calls.items())]
             others = [f"worker {other} waits too" for other in sorted(needs.keys() - {worker})]
             raise self._error(

@@ -131,7 +131,7 @@ class KVStore(KVStoreBase):
         for one in keys:
             if one in self._arguments.specs:
                 raise OptionError(
-                    f"{self._name}: init: there is a key {one!r} already; broadcast() sets it anew"
+                    f"{self._name}: init: there is a key {one!r} already; broadcast() sets it again"
                 )
         given = [self._arguments.first("init", one, arrays) for one, arrays in zip(keys, values, strict=True)]
         specs = [
@@ -238,7 +238,7 @@ class KVStore(KVStoreBase):
     # ---- how sums become values ----------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Have the store update its values by an optimizer like this one, one for each key; states begin anew.
+        """Have the store update its values by an optimizer like this one, one for each key; their states are reset.
 
         Raises:
             OptionError: no optimizer, one that ``Optimizer.describe`` cannot describe, or whose class a server does not

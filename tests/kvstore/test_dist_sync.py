@@ -89,7 +89,7 @@ def every_dtype_and_shape_can_be_a_value(rig):
 
 
 @fact(most)
-def broadcast_makes_keys_and_sets_them_anew(rig):
+def broadcast_makes_keys_and_sets_them_again(rig):
     store = rig.store()
     out = np.zeros(4, F32)
     store.broadcast("a", np.full(4, 2 + rig.rank, F32), out)
