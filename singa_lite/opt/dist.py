@@ -8,6 +8,7 @@ are sent is written in sync/, what sends them in comm/.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, Protocol
@@ -22,11 +23,11 @@ from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..graph.recorder import bookkeep, guard, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
-from ..sync.base import Scheme, option_names
+from ..sync.base import Scheme, StepContext, option_names
 from ..sync.collectives import ArrayCollectives
 from ..sync.text import read_dist_option, text_of
 from ..tensor import Tensor, to_numpy
-from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .base import MomentumRule, Optimizer, Pairs, as_pairs, check_pair, unique_names
 from .options import Option, check_options, join_options, options_at, with_defaults
 from .schedule import DecayScheduler, described
 from .sgd import SGD
@@ -125,7 +126,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self.dist_option, self._options = dist_option, options
         scheme, of_text = read_dist_option(dist_option)
         join_options("DistOpt", of_text, options, {} if spars is None else {"spars": spars})
-        self._resolve(scheme, self._given(None, None, {}))
+        self._step(scheme, self._given(None, None, {}))
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         super().__init__(world)
@@ -171,6 +172,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         check_recorded(loss)
         given = self._given(dist_option, spars, options)
         scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
+        self._check_velocity(scheme)
         self._begin(scheme, given)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
@@ -182,8 +184,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
                 break
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
-        update = self.opt.update_without_momentum if scheme.takes_momentum else self.opt.update_pairs
-        update(pairs)
+        takes_momentum = scheme.takes_momentum(scheme.options)
+        (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
         scheme.end([param for param, _ in pairs])
         bookkeep(self._end_measuring)
         self._called = scheme
@@ -196,16 +198,18 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self._guard_attributes()
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard(
-            (self, offset),
-            lambda: with_defaults(self._resolve(type(scheme), given, offset), scheme.read_again),
-        )
-        guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
+        guard((self, offset), partial(self._structure, scheme, given, offset))
         bookkeep(self._begin_measuring)
-        read = partial(self._resolve, type(scheme), given)
+        read = partial(self._step, type(scheme), given)
         with unrecorded():
-            options = read()
-        scheme.begin(options, read)
+            step = read()
+        scheme.begin(step, read)
+
+    def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
+        """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
+        step = self._step(type(scheme), given, offset)
+        options = with_defaults(step.options, scheme.read_again)
+        return scheme, options, scheme.graph_key(step), scheme.state.graph_key()
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
@@ -225,9 +229,24 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         check_options(scheme, given)
         return given
 
-    def _resolve(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> Any:
-        """Return ``scheme.Options`` of the step that is ``offset`` steps ahead."""
-        return options_at(scheme, self._values(scheme, given), self.opt._step_counter + offset)
+    def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
+        """Return the step that is ``offset`` steps ahead; OptionError if ``opt`` does not fit."""
+        step = self.opt._step_counter + offset
+        options = options_at(scheme, self._values(scheme, given), step)
+        if scheme.takes_momentum(options):
+            self.opt.momentum_rule(step)
+        return StepContext(options, step, self)
+
+    def _check_velocity(self, scheme: Scheme | None) -> None:
+        """Raise OptionError if a scheme that is not ``scheme`` keeps velocities."""
+        known, others = find_schemes(), [other for other in self._schemes.values() if other is not scheme]
+        kept = {other.names[0] for other in others if other.keeps_velocity and not other.state.is_empty}
+        kept |= {name for name in self._loaded if known[name].keeps_velocity}
+        if kept:
+            raise OptionError(
+                f"DistOpt: {', '.join(kept)} keeps velocities that have not been sent, which a step without it would "
+                "lose; go on with it, or make another DistOpt"
+            )
 
     def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
         """Return ``given`` with the attribute ``spars`` where it holds."""
@@ -285,7 +304,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             return
         with unrecorded():
             name, step = scheme.names[0], self.opt._step_counter
-            mine = {"dist_option": name + text_of(self._resolve(type(scheme), given))}
+            mine = {"dist_option": name + text_of(self._step(type(scheme), given).options)}
             for key, value in self._values(type(scheme), given).items():
                 if isinstance(value, DecayScheduler):
                     mine[f"the schedule of {key}"] = described(value, step)
@@ -356,8 +375,15 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         return self.opt.slots(param)
 
-    def momentum_of_step(self) -> float:
-        return self.opt.momentum_of_step()
+    def lr_at(self, step: int) -> float:
+        return self.opt.lr_at(step)
+
+    def momentum_rule(self, step: int) -> MomentumRule:
+        return self.opt.momentum_rule(step)
+
+    def update_velocity(self, pairs: Pairs) -> None:
+        self._guard_attributes()
+        self.opt.update_velocity(pairs)
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
@@ -382,6 +408,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
         pairs = list(pairs)
+        self._check_velocity(None)
         self._guard_attributes()
         self._updated.update(dict.fromkeys(param for param, _ in pairs))
         self.opt.update_pairs(pairs)
@@ -390,6 +417,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
         [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
         check_pair("DistOpt", param, grad)
+        self._check_velocity(None)
         self._guard_attributes()
         self._updated[param] = None
         grad /= self.world_size

@@ -247,11 +247,19 @@ def test_each_scheme_is_one_file_of_at_most_sixty_lines() -> None:
 def test_momentum_is_taken_over_from_optimizers_that_have_one() -> None:
     from singa_lite.comm.local import LocalCommunicator
 
-    net = compiled(create_cpu_device(), LocalCommunicator(World()), "dgc", False)
-    net.set_optimizer(
-        opt.DistOpt(opt.Adam(), communicator=LocalCommunicator(World()), dist_option="dgc", threshold=40)
-    )
-    with pytest.raises(OptionError, match="Adam: has no momentum"):
+    local = LocalCommunicator(World())
+    for optimizer, reason in (
+        (opt.Adam(), "Adam: has no momentum"),
+        (opt.SGD(momentum=0.9, dampening=0.1), "SGD: dampening = 0.1"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            opt.DistOpt(optimizer, communicator=local, dist_option="dgc")
+        net = compiled(create_cpu_device(), local, "localSGD", False)
+        net.set_optimizer(opt.DistOpt(optimizer, communicator=local))
+        net.optimizer.dist_option = "dgc"
+        with pytest.raises(OptionError, match=reason):
+            net(*batch(create_cpu_device(), 0, 0))
+        net.optimizer.dist_option = "fp32"  # which goes on, as nothing has changed
         net(*batch(create_cpu_device(), 0, 0))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
-from ..graph.recorder import scalar
 from .base import Bucket, BucketedSync, Exchange
 from .sparse import SparseMessage
 from .sparse_top_k import check_share, send_top_k
@@ -21,7 +21,6 @@ class Dgc(BucketedSync):
 
     names = ("dgc",)
     is_selective = True
-    takes_momentum = True
     slots = MappingProxyType({"u": Slot(), "v": Slot()})
 
     @dataclass(frozen=True)
@@ -34,9 +33,13 @@ class Dgc(BucketedSync):
         def __post_init__(self) -> None:
             check_share(self.spars)
 
+    @classmethod
+    def takes_momentum(cls, options: Any) -> bool:
+        return True
+
     def exchange(self, bucket: Bucket) -> Exchange:
         u, v = self.state.of(bucket)
-        run, momentum = bucket.backend.run, scalar(self.optimizer.momentum_of_step)
+        run, momentum = bucket.backend.run, self.scalar(lambda step: step.rule.momentum)
         # u = m u + g, v += u
         run("momentum_update", bucket.flat, out=(v, u), lr=-1.0, momentum=momentum, gain=1.0)
         run("copy", v, out=bucket.flat)
