@@ -64,7 +64,7 @@ class OptimizerView(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a scheme knows of a step.
+    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``graph_key``, Note [once].
 
     Attributes:
         options: an object of the scheme's ``Options``.
@@ -79,12 +79,14 @@ class StepContext:
     @property
     def lr(self) -> float:
         """The learning rate."""
-        return self.optimizer.lr_at(self.step)
+        with unrecorded():
+            return self.optimizer.lr_at(self.step)
 
     @property
     def rule(self) -> MomentumRule:
         """The optimizer's momentum, for a scheme that ``takes_momentum``."""
-        return self.optimizer.momentum_rule(self.step)
+        with unrecorded():
+            return self.optimizer.momentum_rule(self.step)
 
 
 class Scheme:

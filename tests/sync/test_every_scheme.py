@@ -26,6 +26,7 @@ NEUTRAL = {
     "partialUpdate": None,
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
+    "dgc": {"density": 1.0, "mask": False},
 }
 
 
@@ -385,6 +386,12 @@ def test_ring_bytes_by_hand():
         ("sparseThreshold", {"spars": -1.0}),
         ("sparseThreshold", {"spars": float("nan")}),
         ("fp16", {"clip_value": 0.0}),
+        ("dgc", {"density": 0.0}),
+        ("dgc", {"density": 1.5}),
+        ("dgc", {"warmup": -1}),
+        ("dgc", {"warmup": 0.5}),
+        ("dgc", {"clip": 0.0}),
+        ("dgc", {"clip": float("nan")}),
     ],
 )
 def test_options_out_of_range_raise(name, options):
