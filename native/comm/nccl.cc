@@ -17,7 +17,7 @@ constexpr int kIdleLooks = 100;       // in a row that found nothing in flight; 
 constexpr double kGraceS = 1.0;       // for what a peer gave before it ended
 constexpr double kLeaveS = 10.0;      // NCCL's end may wait for peers that are gone
 constexpr int kSpins = 1000;          // NCCL mostly takes less than this to put a collective on the stream
-constexpr int kDTypes[] = {6, 7, 8, 2, 4, 9};  // ncclFloat16, 32, 64, ncclInt32, 64, ncclBfloat16 for each DType
+constexpr int kDTypes[] = {6, 7, 8, 2, 4, 9, 1};  // ncclFloat16, 32, 64, ncclInt32, 64, ncclBfloat16, ncclUint8
 constexpr int kOps[] = {0, 4, 2, 3, 0};     // ncclSum, Avg, Max, Min for each ReduceOp
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }

@@ -28,7 +28,9 @@ from .wire import WIRE_DTYPES
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
-_TRAVELS = frozenset(DTYPES)  # sooner searched
+UINT8 = np.dtype(np.uint8)
+MOVED_DTYPES = (*DTYPES, UINT8)  # of what is moved and not combined
+_COMBINED, _MOVED = frozenset(DTYPES), frozenset(MOVED_DTYPES)  # sooner searched
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
 MAX_DROPPED = 64  # works that nobody has waited for, until those that have ended are forgotten
@@ -197,6 +199,8 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
 
+    What is only moved may be uint8 as well; a reduction of it is a ``DTypeError``.
+
     Arrays are numpy's, unless a transport's docstring says otherwise; one of another kind is a ``DTypeError``.
 
     Every rank must call the same collectives in the same order with equal sizes, dtypes and names; a rank
@@ -324,11 +328,11 @@ class Communicator(ABC):
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = self.all_gather(np.array([text.size], np.int64), name=name).wait()
         assert lengths is not None
-        padded = np.zeros(-(-int(lengths.max()) // 4) * 4, np.uint8)
+        padded = np.zeros(int(lengths.max()), np.uint8)
         padded[: text.size] = text
-        rows = self.all_gather(padded.view(np.int32), name=name).wait()
+        rows = self.all_gather(padded, name=name).wait()
         assert rows is not None
-        raw = [bytes(rows[rank].view(np.uint8)[: int(lengths[rank, 0])]) for rank in range(self.size)]
+        raw = [rows[rank, : int(lengths[rank, 0])].tobytes() for rank in range(self.size)]
         return [json.loads(item) for item in raw]
 
     def new_group(self, ranks: Sequence[int], *, name: str = "group") -> Communicator | None:
@@ -444,9 +448,11 @@ class Communicator(ABC):
             raise CommError(f"{self!r}: this communicator is closed")
         self._check_kind(array)
         dtype, flags = array.dtype, array.flags
-        if dtype not in _TRAVELS:
+        if dtype not in (_MOVED if op is None else _COMBINED):
             known = ", ".join(str(dtype) for dtype in DTYPES)
-            raise DTypeError(f"{self!r}: dtype {dtype} cannot be sent; use one of {known}")
+            if dtype == UINT8:
+                raise DTypeError(f"{self!r}: uint8 can be moved, but not combined by {op!r}; use one of {known}")
+            raise DTypeError(f"{self!r}: dtype {dtype} cannot be sent; use one of {known}, or uint8 to be moved")
         if op == "mean" and dtype.kind != "f":
             raise DTypeError(f"{self!r}: the mean of {dtype} is not an integer; use op='sum'")
         if not flags.c_contiguous:

@@ -29,14 +29,14 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
-from .base import DTYPES, Array, Communicator, Graph, Operation, ReduceOp, Work
+from .base import DTYPES, UINT8, Array, Communicator, Graph, Operation, ReduceOp, Work
 from .gpu_arrays import CupyArrays, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
 _KINDS = {"all_reduce": 0, "reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
-_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
+_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16, UINT8))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1

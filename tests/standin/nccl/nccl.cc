@@ -113,7 +113,9 @@ void combine(const Comm& comm, std::size_t index, char* out, int op) {
   *reinterpret_cast<Element*>(out) = Element(op == 4 ? total / Wide(comm.size) : total);
 }
 
-std::size_t bytes_of(int dtype) { return dtype == 6 || dtype == 9 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8; }
+std::size_t bytes_of(int dtype) {
+  return dtype == 1 ? 1 : dtype == 6 || dtype == 9 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8;
+}
 
 void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) {
   switch (dtype) {
