@@ -4,8 +4,8 @@
 What lives here: argument checks, sequence numbers, byte counts. What does not: moving data (local.py,
 shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
 Note [bytes]: a collective reports the bytes one rank puts on a ring, whatever the transport does:
-all-reduce 2(N-1)/N*B, reduce-scatter (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce (N-1)/N*B,
-rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
+all-reduce 2(N-1)/N*B, reduce-scatter and all-to-all (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce
+(N-1)/N*B, rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from .wire import WIRE_DTYPES
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # native/comm/types.h
+HAS_BLOCKS = ("reduce_scatter", "all_to_all")  # a rank puts in a block for each rank
+HAS_RESULT = ("all_gather", *HAS_BLOCKS)  # not in place
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
 UINT8 = np.dtype(np.uint8)
 MOVED_DTYPES = (*DTYPES, UINT8)  # of what is moved and not combined
@@ -69,7 +79,7 @@ class Operation(NamedTuple):
     """A collective apart from its arrays, which every rank must call alike.
 
     Attributes:
-        kind: "all_reduce", "reduce", "broadcast", "all_gather" or "reduce_scatter".
+        kind: one of KINDS.
         name: what the caller calls it, e.g. the parameters of a bucket; shown in errors.
         op: how values are combined; None where they are only moved.
         root: rank that a reduce ends on, or a broadcast begins on.
@@ -133,7 +143,7 @@ class Work:
     _result: Array | None = None
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
-        """Block until the collective has ended; return the result of all_gather and reduce_scatter, else None.
+        """Block until the collective has ended; return the result of one with a new array, else None.
 
         Raises:
             CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
@@ -312,12 +322,26 @@ class Communicator(ABC):
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
         check_choice("reduce_scatter", "op", op, REDUCE_OPS)
         self._check_array(array, op, writes=False)
-        if array.ndim == 0 or array.shape[0] % self.size:
-            raise ShapeError(
-                f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
-            )
+        self._check_blocks("reduce_scatter", array, name)
         out = self._new_array((array.shape[0] // self.size, *array.shape[1:]), array)
         return self.launch(Operation("reduce_scatter", name, op), out, array)
+
+    def all_to_all(self, array: Array, *, name: str = "all_to_all") -> Work:
+        """Send each rank a block of ``array``; wait() returns a new array of its shape with a block of each rank.
+
+        Args:
+            array: shape (size*k, ...), unchanged; its k rows from j*k on go to rank j.
+            name: shown in errors; equal on all ranks.
+
+        Returns:
+            Work; its wait() returns (size*k, ...): the k rows from j*k on came from rank j.
+
+        Raises:
+            ShapeError: axis 0 does not divide by the ranks.
+        """
+        self._check_array(array, writes=False)
+        self._check_blocks("all_to_all", array, name)
+        return self.launch(Operation("all_to_all", name), self._new_array(array.shape, array), array)
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""
@@ -405,7 +429,7 @@ class Communicator(ABC):
             raise CommError(f"{self!r}: this communicator is closed")
         work = self._start(operation, array, out, scale)
         work.name, work._owner, work._arrays = operation.name, self, (array, out, scale)
-        if operation.kind in ("all_gather", "reduce_scatter"):
+        if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2
         work.bytes_payload, work.bytes_sent = payload, ring_bytes(operation.kind, payload, self.world.size)
@@ -451,8 +475,12 @@ class Communicator(ABC):
         if dtype not in (_MOVED if op is None else _COMBINED):
             known = ", ".join(str(dtype) for dtype in DTYPES)
             if dtype == UINT8:
-                raise DTypeError(f"{self!r}: uint8 can be moved, but not combined by {op!r}; use one of {known}")
-            raise DTypeError(f"{self!r}: dtype {dtype} cannot be sent; use one of {known}, or uint8 to be moved")
+                raise DTypeError(
+                    f"{self!r}: uint8 can be moved, but not combined by {op!r}; use one of {known}"
+                )
+            raise DTypeError(
+                f"{self!r}: dtype {dtype} cannot be sent; use one of {known}, or uint8 to be moved"
+            )
         if op == "mean" and dtype.kind != "f":
             raise DTypeError(f"{self!r}: the mean of {dtype} is not an integer; use op='sum'")
         if not flags.c_contiguous:
@@ -468,6 +496,12 @@ class Communicator(ABC):
             )
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
+
+    def _check_blocks(self, where: str, array: Array, name: str) -> None:
+        if array.ndim == 0 or array.shape[0] % self.size:
+            raise ShapeError(
+                f"{where} {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
+            )
 
     def _check_root(self, where: str, root: int) -> None:
         if not 0 <= root < self.size:

@@ -249,6 +249,32 @@ def reduce_scatter_gives_each_rank_its_rows(c: Communicator) -> None:
 
 
 @fact
+def all_to_all_sends_block_j_to_rank_j_and_keeps_rank_order(c: Communicator) -> None:
+    for dtype in MOVED_DTYPES:
+        for rows, width in ((1, 1), (3, 5), (0, 4), (5, 0), (67, 401)):
+            shape = (c.size, rows, width)
+            inputs = [v.reshape(shape) for v in everyone(c, c.size * rows * width, dtype, seed=17)]
+            array = inputs[c.rank].reshape(c.size * rows, width).copy()
+            before = array.copy()
+            result = c.all_to_all(array).wait()
+            expected = np.concatenate([values[c.rank] for values in inputs])
+            assert result is not None and same_bits(result, expected) and same_bits(array, before)
+            assert not np.shares_memory(result, array)
+
+
+@fact
+def a_large_all_to_all_goes_in_pieces_beside_others(c: Communicator) -> None:
+    inputs = everyone(c, c.size * 400_003, seed=18)
+    summed = data(c.rank, 9, seed=19)
+    work = c.all_to_all(inputs[c.rank])
+    c.all_reduce(summed, "sum").wait()
+    expected = np.concatenate([values.reshape(c.size, -1)[c.rank] for values in inputs])
+    result = work.wait()
+    assert result is not None and same_bits(result, expected)
+    assert same_bits(summed, folded(everyone(c, 9, seed=19), "sum"))
+
+
+@fact
 def more_than_64_mb_is_sent(c: Communicator) -> None:
     pattern = np.resize(np.arange(4093, dtype=np.float32), 17_000_003)
     array = pattern * (c.rank + 1)
@@ -340,6 +366,9 @@ def bytes_follow_the_ring_formula(c: Communicator) -> None:
     work = c.broadcast(array)
     work.wait()
     assert work.bytes_sent == -(-(n - 1) * 4004 // n)
+    work = c.all_to_all(np.ones(n * 7, np.uint8))
+    work.wait()
+    assert (work.bytes_payload, work.bytes_sent) == (n * 7, (n - 1) * 7)
 
 
 @fact
@@ -361,6 +390,8 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
         (DTypeError, lambda: c.all_reduce([array, [1.0]], "sum")),  # type: ignore[list-item]
         (ShapeError, lambda: c.all_reduce(np.ones((4, 4), np.float32).T[1:], "sum")),
         (ShapeError, lambda: c.all_reduce(np.broadcast_to(np.float32(1), 1), "sum")),
+        (DTypeError, lambda: c.all_to_all(np.ones(4 * c.size, np.uint16))),
+        (ShapeError, lambda: c.all_to_all(np.ones(c.size + 1 if c.size > 1 else (), np.float32))),
         (ShapeError, lambda: c.reduce_scatter(np.ones(c.size + 1 if c.size > 1 else (), np.float32), "sum")),
     ]
     for error, call in bad:
@@ -461,6 +492,12 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], Any], str]] = {
             np.ones(5, np.float32), "sum", wire_dtype="float16" if c.rank == 1 else "bfloat16"
         ),
         "as bfloat16",
+    ),
+    "uint8": (lambda c: c.all_gather(np.ones(500, np.uint8 if c.rank == 1 else np.float32)), "uint8"),
+    "block": (lambda c: c.all_to_all(np.ones(c.size * (500 + (c.rank == 1)), np.uint8)), "all_to_all"),
+    "blocks or rows": (
+        lambda c: (c.all_gather if c.rank == 1 else c.all_to_all)(np.ones(c.size * 3)),
+        "all_to_all",
     ),
     "root": (lambda c: c.broadcast(np.ones(5), int(c.rank == 1)), "root"),
     "collective": (
