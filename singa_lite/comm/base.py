@@ -23,6 +23,7 @@ from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph.recorder import break_graph
 from .gpu_arrays import is_cuda_array
+from .hosts import this_host
 from .wire import WIRE_DTYPES
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
@@ -373,6 +374,27 @@ class Communicator(ABC):
                 f"new_group {name}: ranks disagree about the members; rank {self.rank} gave {members}"
             )
         return self._new_group(members, name)
+
+    def split_by_host(self, *, name: str = "hosts") -> tuple[Communicator, Communicator | None]:
+        """Make a communicator of this host's ranks and one of a leader a host; all ranks must call it.
+
+        Two processes are on one host if ``hosts.this_host()`` gives both the same text; SINGA_LITE_HOST overrides it.
+
+        Returns:
+            inner: of the ranks of this host, in rank order; its rank 0 is the leader.
+            outer: of the leaders, in rank order; None on other ranks.
+        """
+        hosts = self.all_gather_object(this_host(), name=f"split_by_host {name}")
+        inner: Communicator | None = None
+        for host in dict.fromkeys(hosts):
+            ranks = [rank for rank, other in enumerate(hosts) if other == host]
+            group = self.new_group(ranks, name=f"{name}: that of rank {ranks[0]}")
+            inner = inner if group is None else group
+        assert inner is not None
+        leaders = [
+            hosts.index(host) for host in dict.fromkeys(hosts)
+        ]  # ascending, as hosts come in rank order
+        return inner, self.new_group(leaders, name=f"{name}: leaders")
 
     def wait_all(self) -> None:
         """Wait for all collectives in flight: those of a step that has failed still use its arrays."""

@@ -8,6 +8,7 @@ reports its own. The disagreements at the end break a communicator, so each has 
 from __future__ import annotations
 
 import functools
+import os
 import time
 import traceback
 import zlib
@@ -423,6 +424,50 @@ def groups_work_beside_their_parent(c: Communicator) -> None:
     if alone is not None:
         alone.barrier()
         alone.close()
+
+
+def hosts_are_split(c: Communicator, hosts: list[str]) -> None:
+    """Rank r runs on ``hosts[r]``: who is with whom, in which order, and that both communicators work."""
+    before = os.environ.get("SINGA_LITE_HOST")
+    os.environ["SINGA_LITE_HOST"] = hosts[c.rank]
+    try:
+        inner, outer = c.split_by_host(name="test")
+    finally:
+        os.environ.pop("SINGA_LITE_HOST")
+        if before is not None:
+            os.environ["SINGA_LITE_HOST"] = before
+    mine = [rank for rank, host in enumerate(hosts) if host == hosts[c.rank]]
+    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    assert (inner.size, inner.rank) == (len(mine), mine.index(c.rank))
+    assert (outer is None) == (inner.rank != 0) == (c.rank not in leaders)
+    array = np.array([c.rank + 1], np.int64)
+    inner.reduce(array, "sum", 0).wait()
+    if outer is not None:
+        assert (outer.size, outer.rank) == (len(leaders), leaders.index(c.rank))
+        assert array[0] == sum(mine) + len(mine)
+        outer.all_reduce(array, "sum").wait()
+        gathered = outer.all_gather(np.array([c.rank])).wait()
+        assert gathered is not None and gathered.ravel().tolist() == leaders
+        outer.close()
+    inner.broadcast(array, 0).wait()
+    assert array[0] == c.size * (c.size + 1) // 2
+    inner.close()
+
+
+@fact
+def ranks_are_split_by_host_where_hosts_are_unequal(c: Communicator) -> None:
+    for hosts in ("aaab", "abbb", "abab", "aaaa", "abcd"):  # 2 + 1 at 3 ranks, 3 + 1 and 2 + 2 at 4
+        hosts_are_split(c, list(hosts[: c.size] if c.size != 3 else hosts[1:]))
+
+
+@fact
+def ranks_of_this_machine_are_on_one_host(c: Communicator) -> None:
+    inner, outer = c.split_by_host()
+    assert (inner.rank, inner.size, outer is None) == (c.rank, c.size, c.rank != 0)
+    if outer is not None:
+        assert outer.size == 1
+        outer.close()
+    inner.close()
 
 
 def run_facts(c: Communicator, skip: Collection[str] = ()) -> dict[str, str]:
