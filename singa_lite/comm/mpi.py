@@ -168,6 +168,25 @@ class MpiCommunicator(Communicator):
 
         return small, large
 
+    def _all_to_all(self, operation: Operation, flat: Array, out: Array, *_: Any) -> Transfers:
+        block = flat.size // self.size
+        share = slice(self.rank * block, (self.rank + 1) * block)
+
+        def small(rows: list[Array]) -> None:
+            out[...] = np.concatenate([row[share] for row in rows])
+
+        def large() -> None:
+            sends, receives = flat.reshape(self.size, block), out.reshape(self.size, block)
+            step = COPY_BYTES // (self.size * flat.itemsize)
+            for start in range(0, block, step):
+                # copies only where it takes several pieces
+                part = np.ascontiguousarray(sends[:, start : start + step])
+                received = out if block <= step else np.empty(part.size, part.dtype)
+                self._comm.Alltoall(_bytes(part.reshape(-1)), _bytes(received))
+                receives[:, start : start + step] = received.reshape(part.shape)
+
+        return small, large
+
     def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
