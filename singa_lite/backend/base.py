@@ -112,6 +112,9 @@ KERNELS = {
     "threshold_select": "(values (n,)) -> (indices (count,), selected (count,)); threshold",
     "scatter_add": "(indices, values) -> flat[indices] += values in place; indices are unique",
     "scatter_fill": "(indices) -> flat[indices] = value in place; value: float",
+    # ascending indices as words, int32: Note [Elias-Fano] in cpu/indices.py; low_bits: 0 .. 31
+    "pack_indices": "(indices (k,)) -> words; low_bits",
+    "unpack_indices": "(words) -> indices (k,); low_bits",
     # the scale of half-precision exchange
     "max_abs": "(x) -> largest |x|, shape (1,); 0 for an empty x, NaN if x has one",
     "power_of_two_scale": "(largest (1,)) -> (1,), the largest power of two s with largest * s <= limit; 1 where "

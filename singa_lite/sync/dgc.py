@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CheckpointError, DTypeError, OptionError, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, Bucket, BucketedSync, Exchange, StepContext
-from .sparse import SparseMessage
+from .sparse import SparseMessage, check_values
 from .sparse_top_k import check_share, send_top_k
 from .state import Slot
 
@@ -47,6 +47,7 @@ class Dgc(BucketedSync):
             momentum: sum up by the optimizer's momentum before sending; False leaves the momentum to the optimizer.
             mask: forget the velocity of what was sent.
             clip: scale the rank's gradient down to the norm clip / sqrt(ranks) first; None does not.
+            values: "own" sends them in their dtype, "fp16" rounded; what that loses is kept.
         """
 
         density: float = 0.001
@@ -54,10 +55,12 @@ class Dgc(BucketedSync):
         momentum: bool = True
         mask: bool = True
         clip: float | None = None
+        values: str = "own"
 
         def __post_init__(self) -> None:
             check_share("dgc", "density", self.density)
             check_int("dgc", "warmup", self.warmup, 0)
+            check_values("dgc", self.values)
             if self.clip is not None and not check_number("dgc", "clip", self.clip) > 0:
                 raise OptionError(f"dgc: clip = {self.clip} must be > 0, or None")
 
@@ -127,11 +130,15 @@ class Dgc(BucketedSync):
             run("mul", flat, self._factors[bucket.dtype], out=flat)
         self._accumulate(bucket, velocity, residual)
         run("copy", residual, out=flat)
-        message = SparseMessage(self.communicator, bucket.backend, flat, None, bucket.name)
+        message = SparseMessage(
+            self.communicator, bucket.backend, flat, None, bucket.name, self.options.values
+        )
         work = send_top_k(message, self._density)
         # what is not finite has been sent, NaN first, and must not come again
         run("finite_or_zero", flat, out=residual)
         run("scatter_fill", message.indices, out=residual, value=0.0)
+        if message.lost is not None:
+            run("scatter_add", message.indices, message.lost, out=residual)
         if self.options.momentum:
             run("finite_or_zero", velocity, out=flat)
             if self.options.mask:

@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..comm.base import WorkList
+from ..comm.base import Work
 from ..errors import OptionError, check_number
 from .base import Bucket, Exchange
-from .sparse import SparseMessage, SparseSync
+from .sparse import SparseMessage, SparseSync, check_values
 
 
 def check_share(where: str, name: str, share: float) -> None:
@@ -20,17 +20,15 @@ def check_share(where: str, name: str, share: float) -> None:
         raise OptionError(f"{where}: {name} = {share} must be in (0, 1], the share of elements to send")
 
 
-def send_top_k(message: SparseMessage, spars: float) -> WorkList:
+def send_top_k(message: SparseMessage, spars: float) -> Work:
     """Start to send the K = ceil(spars * n) elements of largest magnitude.
 
     NaN counts as largest, ties go to the lowest index. ``spars`` is read as the decimal it is written as, so
     0.07 of 100 elements are 7 and not 8.
     """
     k = math.ceil(Fraction(str(float(spars))) * message.flat.size)
-    indices = message.backend.empty((k,), message.index_dtype)
-    values = message.backend.empty((k,), message.flat.dtype)
-    message.backend.run("top_k", message.flat, out=(indices, values), k=k)
-    return message.send(indices, values, [k] * message.communicator.size)
+    message.backend.run("top_k", message.flat, out=message.room(k), k=k)
+    return message.send([k] * message.communicator.size)
 
 
 class SparseTopK(SparseSync):
@@ -45,13 +43,16 @@ class SparseTopK(SparseSync):
         Attributes:
             spars: share of the elements to send, 0 < spars <= 1.
             corr: keep what was not sent and add it to the next step's gradient; False drops it.
+            values: "own" sends them in their dtype, "fp16" rounded; with ``corr`` what that loses is kept.
         """
 
         spars: float = 0.05
         corr: bool = True
+        values: str = "own"
 
         def __post_init__(self) -> None:
             check_share("sparseTopK", "spars", self.spars)
+            check_values("sparseTopK", self.values)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)

@@ -306,6 +306,9 @@ def select_samples() -> list[Sample]:
         Sample("threshold_count", (values,), (np.array([5]),), {"threshold": 3.0}),
         Sample("threshold_select", (values,), (chosen, values[chosen]), {"threshold": 3.0}),
         Sample("scatter_add", (indices, added), (after_add,), before=(flat,)),
+        # 2 low bits each: 1, 0, 3; then bits 0 + 0, 1 + 1, 1 + 2, as 4 >> 2 = 7 >> 2 = 1
+        Sample("pack_indices", (indices,), (np.array([0b110001, 0b1101], np.int32),), {"low_bits": 2}),
+        Sample("unpack_indices", (np.array([0b110001, 0b1101], np.int32),), (indices,), {"low_bits": 2}),
         Sample("max_abs", (flat,), (np.array([np.abs(flat).max()]),)),
         Sample("max_abs", (values,), (np.array([np.nan]),)),
         Sample("power_of_two_scale", (np.array([3.0]),), (np.array([16.0]),), {"limit": 50.0}),

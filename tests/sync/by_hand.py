@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
+from math import ceil, floor, log2, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,3 +130,11 @@ def joined(arrays: dict[str, np.ndarray], group: list[str], suffix: str = "") ->
 def sizes() -> list[int]:
     """Numbers of elements of each group."""
     return [sum(prod(SHAPES[name]) for name in group) for group in GROUPS]
+
+
+def sparse_bytes(n: int, k: int) -> int:
+    """Bytes of k float32 values and their indices below n, by the closed formula."""
+    if k == 0:
+        return 0
+    low_bits = floor(log2(n / k))
+    return 4 * (k + ceil(k * low_bits / 32) + ceil((k + ((n - 1) >> low_bits) + 1) / 32))

@@ -26,6 +26,7 @@ from tests.sync.by_hand import (
     new_scheme,
     run_cases,
     sizes,
+    sparse_bytes,
 )
 from tests.sync.make_scheme import begin, make_scheme
 
@@ -97,7 +98,9 @@ def test_eight_steps_are_those_of_the_equations(transport: str, size: int) -> No
             for rank, of_rank in enumerate(ranks):
                 mine = of_rank[label][step]
                 assert bits(mine.result) == bits(ranks[0][label][step].result)
-                assert mine.bytes_sent == (size - 1) * 8 * sum(math.ceil(density * n) for n in sizes())
+                assert mine.bytes_sent == (size - 1) * sum(
+                    sparse_bytes(n, math.ceil(density * n)) for n in sizes()
+                )
                 for number, group in enumerate(GROUPS):
                     note = f"{label}, step {step}, rank {rank}, group {number}"
                     mean, sent = expected[number]
@@ -268,7 +271,7 @@ def test_a_recorded_warm_up_has_one_record_a_rung() -> None:
     shares = [0.25] * 3 + [0.0625] * 3 + [0.015625] * 2 + [0.01] * 4
     assert [int(3 * step / 8) for step in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
     for sent, num_records in run_ranks(warm_up, 2):
-        assert sent == [8 * sum(math.ceil(share * n) for n in lengths) for share in shares]
+        assert sent == [sum(sparse_bytes(n, math.ceil(share * n)) for n in lengths) for share in shares]
         assert num_records == 4
 
 

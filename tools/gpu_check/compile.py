@@ -31,6 +31,7 @@ TYPES = {
         "pool": "eB fB dB ei fi di",
         "select": "ei fi di el fl dl",
         "store": "l",
+        "indices": "il ll",
         "gather": "ei fi di ii li el fl dl il ll",
         "layer_norm": "e f d",
     }.items()

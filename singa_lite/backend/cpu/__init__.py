@@ -15,6 +15,7 @@ import numpy as np
 from ..base import Array, Backend
 from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
+from .indices import IndexKernels
 from .loss import LossKernels
 from .move import MoveKernels
 from .native import NativeKernels
@@ -37,6 +38,7 @@ class NumpyBackend(
     RandomKernels,
     UpdateKernels,
     SelectKernels,
+    IndexKernels,
     Backend,
 ):
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""

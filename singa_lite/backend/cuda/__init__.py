@@ -24,6 +24,7 @@ from .conv import ConvKernels, preferred_formats, uses_tensor_cores
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
 from .graph_memory import GraphMemory
+from .indices import IndexKernels
 from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
@@ -46,6 +47,7 @@ class CudaBackend(
     RandomKernels,
     UpdateKernels,
     SelectKernels,
+    IndexKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 
