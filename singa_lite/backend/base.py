@@ -112,6 +112,11 @@ KERNELS = {
     "threshold_select": "(values (n,)) -> (indices (count,), selected (count,)); threshold",
     "scatter_add": "(indices, values) -> flat[indices] += values in place; indices are unique",
     "scatter_fill": "(indices) -> flat[indices] = value in place; value: float",
+    # 8-bit exchange, see cpu/quantize.py; messages: uint8, (rows, bytes of row_size values), a mean's of out's size
+    "quantize_int8": "(x (n,)) -> messages, rounded at random without a bias; row_size, seed, counter",
+    "quantize_int8_nearest": "(x (n,)) -> (messages, rest: x - their values, 0 where these are NaN); row_size",
+    "dequantize_int8": "(messages) -> the values of all rows one after the other, the first out.size of them; row_size",
+    "mean_of_int8": "(messages) -> the mean of the rows' values, added in float32 in their order",
     # the scale of half-precision exchange
     "max_abs": "(x) -> largest |x|, shape (1,); 0 for an empty x, NaN if x has one",
     "power_of_two_scale": "(largest (1,)) -> (1,), the largest power of two s with largest * s <= limit; 1 where "
