@@ -22,6 +22,7 @@ UNARY(floor, Real, x, floor(x))  // the largest whole number <= x
 UNARY(abs, A, x, where(x < 0, -x, x + 0))  // |x|
 UNARY(negative, A, x, -x)  // -x
 UNARY(sign, A, x, where(x > 0, A(1), where(x < 0, A(-1), x)))  // -1, 0 or 1
+UNARY(finite_or_zero, A, x, where(x - x == 0, x, A(0)))  // x, or 0 where it is infinite or NaN
 UNARY(square, A, x, x * x)  // x x
 UNARY(leakyrelu, A, x, where(x > 0, x, alpha * x), alpha)  // x, or alpha x below 0
 UNARY(elu, Real, x, where(x > 0, x, alpha * expm1(x)), alpha)  // x, or alpha (e^x - 1) below 0

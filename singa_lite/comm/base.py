@@ -22,7 +22,7 @@ import numpy as np
 from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph.recorder import break_graph
-from .gpu_arrays import is_cuda_array
+from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
 from .wire import WIRE_DTYPES
 
@@ -326,15 +326,18 @@ class Communicator(ABC):
         arrays: Array | Sequence[Array],
         op: ReduceOp,
         *,
+        out: Array | None = None,
         wire_dtype: str | None = None,
         wire_scale: Array | None = None,
         name: str = "all_reduce",
     ) -> Work:
-        """Combine ``arrays`` over the ranks in place; every rank gets the same bits.
+        """Combine ``arrays`` over the ranks, in place or into ``out``; every rank gets the same bits.
 
         Args:
             arrays: one array or a list of them, any shape, size 0 allowed.
             op: "sum", "mean", "max" or "min"; "mean" of integers is a DTypeError.
+            out: where the result goes, of the shape and dtype of ``arrays``, then one array, which stays as it is and
+                shares no memory with ``out``. None is in place. A rank's own choice: it changes no other rank's result.
             wire_dtype: "float16" sends float32 values rounded to half and rounds the result to half
                 (sums in float32); values beyond 65504 become infinite. "bfloat16" does the same with 8 bits of
                 precision and float32's range. None sends the array's own dtype.
@@ -351,6 +354,9 @@ class Communicator(ABC):
         if wire_dtype is not None or wire_scale is not None:
             for array in arrays if isinstance(arrays, (list, tuple)) else (arrays,):
                 self._check_wire(array, wire_dtype, wire_scale, name)
+        if out is not None:
+            array = self._check_out(arrays, op, out, name)
+            return self.launch(operation, out, array, wire_scale)
         return self._in_place(operation, arrays, wire_scale)
 
     def reduce(
@@ -562,6 +568,23 @@ class Communicator(ABC):
             raise ShapeError(f"{self!r}: array of shape {array.shape} is not contiguous; pass a copy")
         if writes and not getattr(flags, "writeable", True):  # cupy's always are
             raise ShapeError(f"{self!r}: array of shape {array.shape} is read-only; pass a copy")
+
+    def _check_out(self, array: Any, op: ReduceOp, out: Array, name: str) -> Array:
+        """Return ``array``; raise unless it can be combined by ``op`` into ``out``."""
+        if isinstance(array, (list, tuple)):
+            raise OptionError(f"all_reduce {name}: out is for one array, not for a list")
+        self._check_array(array, op, writes=False)
+        self._check_array(out, op)
+        if out.shape != array.shape or out.dtype != array.dtype or is_cuda_array(out) != is_cuda_array(array):
+            raise ShapeError(
+                f"all_reduce {name}: out is a {type(out).__name__} {out.dtype}{out.shape}, the array a "
+                f"{type(array).__name__} {array.dtype}{array.shape}"
+            )
+        if abs(address_of(out) - address_of(array)) < array.nbytes:
+            raise OptionError(
+                f"all_reduce {name}: out shares memory with the array; leave it out for in place"
+            )
+        return array  # type: ignore[no-any-return]
 
     def _check_kind(self, array: object) -> None:
         """Raise DTypeError for an array that this transport does not move."""

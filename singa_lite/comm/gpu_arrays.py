@@ -40,6 +40,13 @@ def is_cuda_array(array: object) -> bool:
     return type(array) is not np.ndarray and hasattr(array, "__cuda_array_interface__")
 
 
+def address_of(array: Any) -> int:
+    """Return the address of the first byte of a numpy or CUDA array."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    return int(array.__cuda_array_interface__["data"][0])
+
+
 class CupyArrays:
     """Arrays on one GPU: made, cast and found on the current stream, without waiting for it.
 
@@ -67,7 +74,7 @@ class CupyArrays:
         """Return the address of ``array``."""
         if type(array) is self.kind:
             return array.data.ptr  # type: ignore[no-any-return]
-        return int(array.__cuda_array_interface__["data"][0])
+        return address_of(array)
 
     def stream(self, array: Any) -> int:
         """Handle of the stream that is current for ``array``'s library; 1 is CUDA's default one."""

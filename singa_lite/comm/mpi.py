@@ -94,19 +94,19 @@ class MpiCommunicator(Communicator):
         op = operation.op
 
         def small(rows: list[Array]) -> None:
-            flat[...] = widen(combine(rows, op), scale)
+            out[...] = widen(combine(rows, op), scale)
 
         def large() -> None:
-            for chunk in self._chunks(flat):
+            for chunk, target in zip(self._chunks(flat), self._chunks(out), strict=True):
                 counts = self._counts(chunk.size)
                 block = self._reduced_block(narrow(chunk, wire, scale), counts, op)
-                whole = chunk if chunk.dtype == wire else np.empty(chunk.size, wire)
+                whole = target if target.dtype == wire else np.empty(chunk.size, wire)
                 if counts[0] == counts[-1]:
                     self._comm.Allgather(_bytes(block), _bytes(whole))
                 else:
                     self._comm.Allgatherv(_bytes(block), _blocks(whole, counts))
-                if whole is not chunk:
-                    widen(whole, scale, out=chunk)
+                if whole is not target:
+                    widen(whole, scale, out=target)
 
         return small, large
 

@@ -119,6 +119,10 @@ def load_mpi() -> Any:
         CommError: mpi4py is missing, finds no MPI library, or does not allow threads.
     """
     try:
+        import mpi4py
+
+        if "mpi4py.MPI" not in sys.modules:  # MpiJob.leave finalizes; mpi4py would in a forked child as well
+            mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there but no libmpi
         raise CommError(

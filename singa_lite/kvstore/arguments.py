@@ -14,6 +14,9 @@ from ..sync.arrays import GivenArray
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
+_KINDS = ({int}, {str})  # of keys
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
+
 
 class Arguments:
     """What the calls of one store take.
@@ -30,6 +33,7 @@ class Arguments:
     def __init__(self, store: str) -> None:
         self._name = store
         self.specs: dict[Key, Spec] = {}
+        self._found: dict[tuple[Key, ...], list[Spec]] = {}  # of lists of keys that were checked
         self.needs_floats = self.needs_float32 = False
 
     def keys(self, where: str, key: Keys) -> list[Key]:
@@ -46,6 +50,15 @@ class Arguments:
             raise OptionError(f"{self._name}: {where}: keys are ints or texts, not both: {keys}")
         if len(set(keys)) < len(keys):
             raise OptionError(f"{self._name}: {where}: a key is there twice: {keys}")
+        for one in keys:
+            if (
+                isinstance(one, str)
+                and not one.isascii()
+                and any("\ud800" <= char <= "\udfff" for char in one)
+            ):
+                raise OptionError(
+                    f"{self._name}: {where}: key {one!r} has a surrogate, so it is no text to send"
+                )
         return keys
 
     def values(self, where: str, key: Keys, value: Any) -> list[list[Any]]:
@@ -62,13 +75,20 @@ class Arguments:
 
     def known(self, where: str, key: Keys) -> list[Spec]:
         """Return what is kept under the keys of a call; OptionError if one was not made."""
+        given = tuple(key) if isinstance(key, (list, tuple)) else (key,)
+        is_plain = set(map(type, given)) in _KINDS  # so that equal keys are the same ones: True is no 1
+        if is_plain and given in self._found:
+            return self._found[given]
         keys = self.keys(where, key)
         for one in keys:
             if one not in self.specs:
                 raise OptionError(
                     f"{self._name}: {where}: there is no key {one!r}; init() it first, on all workers"
                 )
-        return [self.specs[one] for one in keys]
+        specs = [self.specs[one] for one in keys]
+        if is_plain:
+            self._found[given] = specs
+        return specs
 
     def pushes(
         self, where: str, specs: list[Spec], key: Keys, value: Any, options: PushOptions
@@ -159,8 +179,7 @@ class Arguments:
 
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
         """Return the options of a push; OptionError for a scale that is no finite number."""
-        limit = float(np.finfo(np.float32).max)
-        factor = check_number(f"{self._name}: {where}", "scale", scale, -limit, limit)
+        factor = check_number(f"{self._name}: {where}", "scale", scale, -_LARGEST_SCALE, _LARGEST_SCALE)
         return PushOptions(factor, bool(mean), bool(allow_none))
 
 

@@ -23,6 +23,7 @@ from .compression import Compression
 from .residuals import add_decoded
 from .store import KVStore
 from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
+from .sums import SumMemory
 
 LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
@@ -44,7 +45,7 @@ class ReplicaStore(KVStore):
         self._stored: dict[Key, StoredArray] = {}
         self._traffic = MessageTraffic()
         self._updater: Updater | None = None
-        self._buffers: dict[tuple[Key, ...], Any] = {}  # keys that are pushed together -> memory of their sum
+        self._memory: dict[tuple[Key, ...], SumMemory] = {}  # of keys that are pushed together
 
     @property
     def traffic(self) -> MessageTraffic:
@@ -57,7 +58,7 @@ class ReplicaStore(KVStore):
         if not callable(updater):
             raise OptionError(f"{self.type}: set_updater: expected a function, got {updater!r}")
         self._updater = updater
-        self._buffers.clear()  # values without an optimizer live in them
+        self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.updater = updater
 
@@ -87,7 +88,7 @@ class ReplicaStore(KVStore):
 
     def _set_optimizer(self, description: Description) -> None:
         make_optimizer(description)
-        self._buffers.clear()  # values without an optimizer live in them
+        self._memory.clear()  # values without an optimizer live in them
         for stored in self._stored.values():
             stored.set_optimizer(description)
 
@@ -131,22 +132,14 @@ class ReplicaStore(KVStore):
 
     def _push(self, pushes: list[Push], device: Device, options: PushOptions) -> None:
         """Sum pushes of one device and dtype over the workers and apply the sums."""
-        backend, dtype = device.backend, pushes[0].spec.dtype
-        backend.activate()
+        device.backend.activate()
         name = _name_of(pushes, options)
         has_value = self._gather_has_value(pushes, options, name)
         if self._compression is None:
-            total = self._all_reduce(pushes, device, options, name)
+            parts = self._all_reduce(pushes, device, options, name)
         else:
-            total = self._gather_codes(pushes, device, options, has_value, name)
-        if options.mean and self.num_workers > 1:
-            total /= self.num_workers
-        if total.dtype != dtype:
-            total = total.as_type(dtype)
-        start = 0
-        for number, push in enumerate(pushes):
-            part = total.array[start : start + push.spec.size].reshape(push.spec.shape)
-            start += push.spec.size
+            parts = self._gather_codes(pushes, device, options, has_value, name)
+        for number, (push, part) in enumerate(zip(pushes, parts, strict=True)):
             if has_value is None or has_value[:, number].any():
                 self._stored[push.spec.key].apply(part)
 
@@ -161,31 +154,26 @@ class ReplicaStore(KVStore):
         assert every is not None
         return every.reshape(self.num_workers, -1) != 0
 
-    def _all_reduce(self, pushes: list[Push], device: Device, options: PushOptions, name: str) -> Tensor:
-        """Return the sum of all workers' values, scaled, end to end; that of float16 in float32."""
-        backend, dtype = device.backend, pushes[0].spec.dtype
-        values = [
-            backend.zeros(push.spec.shape, dtype) if push.value is None else push.value.array
-            for push in pushes
+    def _all_reduce(self, pushes: list[Push], device: Device, options: PushOptions, name: str) -> list[Any]:
+        """Return for each push the sum of all workers' values, scaled, or their mean; float16 is summed in float32."""
+        memory = self._memory_of(pushes, device, options)
+        works = [
+            self._communicator.all_reduce(source, "sum", out=None if source is part else part, name=name)
+            for source, part in memory.fill(pushes, options.scale)
         ]
-        flat = Tensor.wrap(self._buffer(pushes, device, options), device)
-        backend.run("pack", *values, out=flat.array)
-        if dtype == np.float16:
-            flat = flat.as_type(np.float32)
-        if options.scale != 1:
-            flat *= options.scale
-        work = self._communicator.all_reduce(flat.array, "sum", name=name)
-        self._count(work)
-        work.wait()
-        return flat
+        for work in works:
+            self._count(work)
+            work.wait()
+        if options.mean and self.num_workers > 1:
+            memory.flat /= self.num_workers
+        return memory.parts_as(pushes[0].spec.dtype)
 
-    def _buffer(self, pushes: list[Push], device: Device, options: PushOptions) -> Any:
+    def _memory_of(self, pushes: list[Push], device: Device, options: PushOptions) -> SumMemory:
         """Return memory for a sum; that of the same keys again, whose values the sum replaces if they are there."""
-        keys = tuple(push.spec.key for push in pushes)
-        if options.allow_none or keys not in self._buffers:
-            size = sum(push.spec.size for push in pushes)
-            self._buffers[keys] = device.backend.empty((size,), pushes[0].spec.dtype)
-        return self._buffers[keys]
+        keys = tuple([push.spec.key for push in pushes])
+        if options.allow_none or keys not in self._memory:
+            self._memory[keys] = SumMemory(pushes, device)
+        return self._memory[keys]
 
     def _gather_codes(
         self,
@@ -194,8 +182,8 @@ class ReplicaStore(KVStore):
         options: PushOptions,
         has_value: np.ndarray[Any, np.dtype[np.bool_]] | None,
         name: str,
-    ) -> Tensor:
-        """Return the sum of what all workers' codes stand for, each with its worker's scale, end to end."""
+    ) -> list[Any]:
+        """Return for each push the sum of what all workers' codes stand for, each with its worker's scale."""
         assert self._compression is not None
         given = {push.spec.key: [to_numpy(push.value).ravel()] for push in pushes if push.value is not None}
         codes = iter(self._residuals.encode(f"{self.type}: push", self._compression, given))
@@ -219,7 +207,13 @@ class ReplicaStore(KVStore):
                         self._compression, row[first : first + size], float(scales.flat[worker]), part
                     )
                 start, first = start + push.spec.size, first + size
-        return Tensor.wrap(device.backend.asarray(total), device)
+        if options.mean:
+            total /= self.num_workers
+        backend, stops = device.backend, np.cumsum([push.spec.size for push in pushes])
+        return [
+            backend.asarray(total[stop - push.spec.size : stop].reshape(push.spec.shape))
+            for stop, push in zip(stops, pushes, strict=True)
+        ]
 
     def _count(self, work: Work) -> None:
         self._traffic.bytes_sent += work.bytes_payload

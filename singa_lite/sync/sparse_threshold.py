@@ -63,10 +63,10 @@ class SparseThreshold(SparseSync):
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)
-        count = count_selected(message, self.scalar("spars"))
+        count = count_selected(message, self.scalar(lambda step: step.options.spars))
         counts = yield self.communicator.all_gather(count, name=f"number selected of {bucket.name}")
         yield OnHost(partial(self._send, message), counts)
         yield OnHost(partial(message.merge, 1.0 / self.communicator.size))
 
     def _send(self, message: SparseMessage, counts: Any) -> None:
-        send_selected(message, self.now().spars, counts.ravel().tolist())
+        send_selected(message, self.now().options.spars, counts.ravel().tolist())

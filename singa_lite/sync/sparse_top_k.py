@@ -13,11 +13,11 @@ from .base import Bucket, Exchange
 from .sparse import SparseMessage, SparseSync
 
 
-def check_share(spars: float) -> None:
-    """Raise OptionError unless 0 < spars <= 1."""
-    check_number("sparseTopK", "spars", spars)
-    if not 0.0 < spars <= 1.0:
-        raise OptionError(f"sparseTopK: spars = {spars} must be in (0, 1], the share of elements to send")
+def check_share(where: str, name: str, share: float) -> None:
+    """Raise OptionError unless 0 < share <= 1."""
+    check_number(where, name, share)
+    if not 0.0 < share <= 1.0:
+        raise OptionError(f"{where}: {name} = {share} must be in (0, 1], the share of elements to send")
 
 
 def send_top_k(message: SparseMessage, spars: float) -> WorkList:
@@ -51,7 +51,7 @@ class SparseTopK(SparseSync):
         corr: bool = True
 
         def __post_init__(self) -> None:
-            check_share(self.spars)
+            check_share("sparseTopK", "spars", self.spars)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)

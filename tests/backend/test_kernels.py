@@ -254,6 +254,20 @@ def update_samples() -> list[Sample]:
             {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
             before=(p, v),
         ),
+        Sample(
+            "velocity_update",
+            (g,),
+            (p - 0.1 * (g + 0.9 * v + 0.01 * p), 0.9 * v + 0.01 * p),
+            {"lr": 0.1, "momentum": 0.9, "decay": 0.01},
+            before=(p, v),
+        ),
+        Sample(
+            "nesterov_velocity_update",
+            (g,),
+            (p - 0.1 * (g + 0.01 * p + 0.9 * (0.9 * v + 0.01 * p)), 0.9 * v + 0.01 * p),
+            {"lr": 0.1, "momentum": 0.9, "decay": 0.01},
+            before=(p, v),
+        ),
         Sample("adam_update", (g,), (p - step, m1, v1), {**adam, "weight_decay": 0.01}, before=(p, v, m)),
         Sample(
             "adamw_update",

@@ -65,6 +65,7 @@ class ThroughNccl(Communicator):
         given: dict[str, Any] = {"name": name}
         if kind == "all_reduce":
             given |= {"wire_dtype": wire_dtype, "wire_scale": None if scale is None else on_gpu(scale)}
+            given |= {"out": None if out is array else on_gpu(out)}
         arguments = [
             value for value in (op, root if kind in ("reduce", "broadcast") else None) if value is not None
         ]

@@ -92,6 +92,48 @@ def all_reduce_combines_every_dtype_and_op_in_rank_order(c: Communicator) -> Non
 
 
 @fact
+def all_reduce_writes_into_out_and_leaves_its_array(c: Communicator) -> None:
+    for size in SIZES:
+        for dtype, wire_dtype in (
+            (np.float16, None),
+            (np.float32, None),
+            (np.float32, "bfloat16"),
+            (np.int64, None),
+        ):
+            inputs = everyone(c, size, dtype, seed=7)
+            in_place, out = inputs[c.rank].copy(), np.full(size, 9, dtype)
+            c.all_reduce(in_place, "sum", wire_dtype=wire_dtype).wait()
+            array = inputs[c.rank].copy()
+            array.setflags(write=False)
+            assert c.all_reduce(array, "sum", out=out, wire_dtype=wire_dtype).wait() is None
+            assert same_bits(out, in_place), (size, dtype)
+            assert same_bits(array, data(c.rank, size, dtype, seed=7))
+    # a rank's own choice
+    array, out = data(c.rank, 9), np.zeros(9, np.float32)
+    c.all_reduce(array, "sum", out=out if c.rank == 0 else None).wait()
+    assert same_bits(out if c.rank == 0 else array, folded(everyone(c, 9), "sum"))
+
+
+@fact
+def all_reduce_refuses_an_out_that_does_not_fit(c: Communicator) -> None:
+    array = data(c.rank, 8)
+    before = array.copy()
+    for out, error in (
+        (np.zeros(7, np.float32), ShapeError),
+        (np.zeros(8, np.float64), ShapeError),
+        (np.zeros((8, 2), np.float32)[:, 0], ShapeError),
+        (array, OptionError),
+        (array[:], OptionError),
+        ([0.0] * 8, DTypeError),
+    ):
+        with pytest.raises(error):
+            c.all_reduce(array, "sum", out=out)  # type: ignore[arg-type]
+    with pytest.raises(OptionError):
+        c.all_reduce([array, array], "sum", out=np.zeros(8, np.float32))
+    assert same_bits(array, before)
+
+
+@fact
 def sums_and_means_agree_with_float64(c: Communicator) -> None:
     for dtype, tolerance in ((np.float16, 1e-3), (np.float32, 1e-6), (np.float64, 1e-14)):
         for op in ("sum", "mean"):

@@ -318,6 +318,20 @@ def test_an_mpi4py_set_not_to_start_mpi_is_started(tmp_path):
     assert (result.returncode, result.stdout) == (0, "6.0\n" * 3), result.stderr
 
 
+def test_a_forked_child_that_ends_leaves_mpi_alone(tmp_path):
+    fork = """
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+communicator.all_reduce(array, "sum", name="second").wait()
+sys.stdout.write(f"{code} {array[0]}\\n")
+"""
+    result = mpi_job(tmp_path, STEP + fork)
+    assert (result.returncode, result.stdout) == (0, "5 18.0\n" * 3), result.stderr
+    assert_nothing_left(tmp_path)
+
+
 def test_an_exception_on_one_rank_ends_the_job_and_is_shown_by_all(tmp_path):
     text = STEP + TOGETHER.format(num_ranks=3) + "if rank == 1:\n    raise ValueError('the cause')" + AGAIN
     for result in mpi_jobs(tmp_path, text):

@@ -12,6 +12,7 @@ import pytest
 from singa_lite import opt
 from singa_lite.device import get_default_device
 from singa_lite.kvstore.dist import BIG_ARRAY
+from singa_lite.kvstore.sums import DIRECT_BYTES
 from singa_lite.tensor import Tensor
 from tests.kvstore.rig import Facts, Launch, Rate, assert_holds, run_facts, run_process
 
@@ -295,6 +296,32 @@ def a_worker_may_leave_keys_out(rig):
     assert (outs[2] == 1).all()  # no weight decay either
     store.pushpull(["a", "b", "c"], [None] * 3, outs, allow_none=True)
     assert (outs[0] == 1 - (n + 0.5)).all() and (outs[1] == 1 - 1.5).all() and (outs[2] == 1).all()
+
+
+@fact(lambda launch: launch.servers < 2)
+def workers_may_differ_in_scale_and_in_what_they_leave_out(rig):
+    """Also of an array that travels by itself where there are no servers, and is changed by nothing but the sum."""
+    store, n = rig.store(), rig.num_workers
+    sizes = [3, DIRECT_BYTES // 4 + 5, 2, DIRECT_BYTES // 4]
+    keys = ["a", "b", "c", "d"]
+    store.init(keys, [np.zeros(size, F32) for size in sizes])
+    first = rig.rank == 0
+    for step in (1, 2):
+        mine = [np.arange(size, dtype=F32) * step for size in sizes]
+        before = [array.copy() for array in mine]
+        outs = [np.full(size, -1, F32) for size in sizes]
+        given = [mine[0], mine[1], None if first else mine[2], None if first else mine[3]]
+        store.pushpull(keys, given, outs, scale=0.5 if first else 1.0, mean=True, allow_none=True)
+        factors = [(n - 0.5) / n] * 2 + [(n - 1) / n] * 2
+        for array, out, factor in zip(mine, outs, factors, strict=True):
+            expected = array.astype(np.float64) * factor
+            np.testing.assert_allclose(out, expected, rtol=1e-6)
+        assert all((array == copy).all() for array, copy in zip(mine, before, strict=True))
+    store.push(keys, mine)
+    mine[1][:] = 77  # after a push the arrays are the caller's again
+    store.pull(keys, outs)
+    for array, out in zip(before, outs, strict=True):
+        np.testing.assert_array_equal(out, array * n)
 
 
 @fact(lambda launch: launch.workers == 2 and launch.servers == 1)

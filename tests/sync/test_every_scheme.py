@@ -12,7 +12,7 @@ from singa_lite.errors import CheckpointError, DTypeError, OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
-from tests.sync.make_scheme import make_scheme
+from tests.sync.make_scheme import begin, make_scheme
 
 SHAPES = [(3, 5), (40,), (7, 2, 2), (1,), (11,)]
 TOTAL = sum(math.prod(shape) for shape in SHAPES)
@@ -27,6 +27,7 @@ NEUTRAL = {
     "partialUpdate": None,
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
+    "dgc": {"density": 1.0, "mask": False},
 }
 
 
@@ -44,11 +45,6 @@ def make_params():
 def gradients_of(rank, step, scale=1.0):
     rng = np.random.default_rng([7, rank, step])
     return [(scale * rng.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
-
-
-def begin(scheme, **options):
-    """Start a step, as DistOpt does."""
-    scheme.begin(scheme.Options(**options))
 
 
 def run_step(scheme, params, gradients, options):
@@ -391,6 +387,12 @@ def test_ring_bytes_by_hand():
         ("sparseThreshold", {"spars": -1.0}),
         ("sparseThreshold", {"spars": float("nan")}),
         ("fp16", {"clip_value": 0.0}),
+        ("dgc", {"density": 0.0}),
+        ("dgc", {"density": 1.5}),
+        ("dgc", {"warmup": -1}),
+        ("dgc", {"warmup": 0.5}),
+        ("dgc", {"clip": 0.0}),
+        ("dgc", {"clip": float("nan")}),
     ],
 )
 def test_options_out_of_range_raise(name, options):

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import check_int
 from ..graph.recorder import bookkeep
 from ..tensor import Tensor
-from .base import Scheme
+from .base import Scheme, StepContext
 
 
 class LocalSgd(Scheme):
@@ -32,11 +32,11 @@ class LocalSgd(Scheme):
         super().__init__(*arguments)
         self._steps = 0
 
-    def graph_key(self) -> Hashable:
+    def graph_key(self, step: StepContext) -> Hashable:
         return self._is_due()
 
     def _is_due(self) -> bool:
-        return (self._steps + 1) % self.now().period == 0
+        return (self._steps + 1) % self.options.period == 0
 
     def after_update(self, params: list[Tensor]) -> None:
         if self._is_due():
