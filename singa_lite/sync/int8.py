@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..errors import DTypeError, check_int
-from ..graph.recorder import scalar
 from .base import Array, Bucket, BucketedSync, Exchange, Soon
 from .state import Slot
 
@@ -92,4 +91,4 @@ class Int8(BucketedSync):
         seed = int.from_bytes(
             hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"
         )  # a double holds it
-        return {"seed": seed, "counter": scalar(lambda: self.optimizer.step_counter)}
+        return {"seed": seed, "counter": self.scalar(lambda step: step.step)}

@@ -698,6 +698,7 @@ OPTIONS = [
     {"dist_option": "fp16"},
     {"dist_option": "bf16"},
     {"dist_option": "int8", "ef": True},
+    {"dist_option": "hierarchical:sparseTopK:0.3"},
     {"dist_option": "partialUpdate"},
     {"dist_option": "sparseTopK", "spars": 0.3},
     {"dist_option": "sparseThreshold", "spars": 0.02},

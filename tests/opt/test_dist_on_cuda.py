@@ -31,7 +31,16 @@ from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
 from tests.ranks import RankDied, run_ranks
 from tests.standin import compiling
 
-OPTIONS = ["fp32", "fp16", "bf16", "int8", "partialUpdate", "sparseTopK", "sparseThreshold"]
+OPTIONS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "hierarchical:int8",
+    "partialUpdate",
+    "sparseTopK",
+    "sparseThreshold",
+]
 STEPS = 9
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself")
 

@@ -20,7 +20,7 @@ from tests.backend.test_quantize import message_bytes
 from tests.backend.test_quantize import model as coded
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
-from tests.sync.make_scheme import make_scheme
+from tests.sync.make_scheme import begin, make_scheme
 
 STEPS = 8
 SHAPES = [(30, 20), (7,), (2, 3, 5)]  # two groups at a threshold of 100: the first, and the others
@@ -59,9 +59,8 @@ def several_steps(communicator: Any, options: dict[str, Any]) -> list[tuple[Any,
     params = [Tensor(shape, name=f"p{i}") for i, shape in enumerate(SHAPES)]
     log = []
     for step in range(STEPS):
-        scheme.optimizer.step_counter = step
         before = communicator.traffic.copy()
-        scheme.begin(scheme.Options(**options))
+        begin(scheme, step, **options)
         for param in params:
             scheme.add_gradient(param, Tensor(data=gradients_of(communicator.rank, step)[param.name]))
         result = {param.name: to_numpy(grad).copy() for param, grad in scheme.finish()}
@@ -188,7 +187,7 @@ def nan_on_rank_1(communicator: Any, ef: bool) -> list[tuple[bool, bool]]:
     scheme, found = make_scheme("int8", communicator, 100, 1 << 30), []
     param = Tensor((50,), name="w")
     for step in range(2):
-        scheme.begin(scheme.Options(ef=ef))
+        begin(scheme, step, ef=ef)
         grad = np.ones(50, np.float32)
         grad[7] = np.nan if step == 0 and communicator.rank == communicator.size - 1 else 1
         scheme.add_gradient(param, Tensor(data=grad))
@@ -208,7 +207,7 @@ def test_nan_reaches_all_ranks_in_its_step_and_no_later_one(size: int, ef: bool)
 
 def test_what_is_not_sent_as_int8_is_refused() -> None:
     scheme = make_scheme("int8", LocalCommunicator(World()), 100, 1 << 30)
-    scheme.begin(scheme.Options())
+    begin(scheme)
     scheme.add_gradient(Tensor((2,), dtype="float64", name="w"), Tensor((2,), dtype="float64"))
     with pytest.raises(DTypeError, match="w is float64; only float32 and float16 gradients are sent as int8"):
         list(scheme.finish())
@@ -221,7 +220,7 @@ def halves(communicator: Any, ef: bool) -> bytes:
     scheme, param = make_scheme("int8", communicator, 100, 1 << 30), Tensor((50,), dtype="float16", name="w")
     grads = np.random.default_rng(communicator.rank).standard_normal((2, 50)).astype(np.float16)
     for grad in grads:
-        scheme.begin(scheme.Options(ef=ef))
+        begin(scheme, ef=ef)
         scheme.add_gradient(param, Tensor(data=grad))
         [(_, result)] = scheme.finish()
         scheme.end([param])
@@ -259,7 +258,7 @@ def compiled(communicator: Any, use_graph: bool, ef: bool) -> Net:
     net = Net()
     sgd = opt.SGD(lr=0.1, momentum=0.9)
     net.set_optimizer(
-        opt.DistOpt(sgd, communicator=communicator, dist_option="int8", threshold=100, ef=ef, seed=3)
+        opt.DistOpt(sgd, communicator=communicator, dist_option=f"int8:{int(ef)}:seed=3", threshold=100)
     )
     net.compile([Tensor((5, 20))], use_graph=use_graph)
     rng = np.random.default_rng(2)
