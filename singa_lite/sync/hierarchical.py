@@ -73,6 +73,8 @@ class Hierarchical(BucketedSync):
             raise OptionError(
                 f"hierarchical: outer = {step.options.outer!r}, but it began with {self._text!r}; make another DistOpt"
             )
+        assert self._inner is not None
+        self._inner.wait_all()
         self._ready, self._num_fed = [], 0
         options = _outer_options(step.options.outer)
         now = read or (lambda: step)

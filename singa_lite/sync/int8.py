@@ -63,6 +63,7 @@ class Int8(BucketedSync):
             return
         share = -(-flat.size // (ranks * BLOCK)) * BLOCK  # elements that a rank averages
         message = self._quantized(bucket, flat, ranks, share)
+        # Soon, so that only the second phase is left when backward ends
         shares = yield Soon(self.communicator.all_to_all(message, name=f"shares of {bucket.name}"))
         average = bucket.backend.empty((share,), "float32")
         run("mean_of_int8", shares, out=average)

@@ -355,7 +355,7 @@ def fail_now_and_then(world: World, kind: str, option: str) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("option", ["fp32", "fp16"])
+@pytest.mark.parametrize("option", ["fp32", "fp16", "hierarchical"])
 def test_a_step_after_one_that_failed_waits_for_what_that_left_in_flight(
     kind: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

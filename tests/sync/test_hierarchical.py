@@ -275,6 +275,16 @@ def test_recorded_and_continued_runs_have_the_bits_of_eager_ones(hosts: str, out
             assert found["bytes"] == (4 * 723 + (4 * 723 if rank == 0 else 0) if rank < 2 else 4 * 723)
 
 
+def test_a_job_of_mpi_trains_to_the_same_bits_as_over_shared_memory() -> None:
+    if reason := mpi_missing():
+        pytest.skip(reason)
+    over_mpi, over_shm = (
+        run_ranks(trains, 3, "aab", "int8:ef=1", transport=transport, timeout_s=LIMIT_S)
+        for transport in ("mpi", "shm")
+    )
+    assert over_mpi == over_shm
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
