@@ -450,9 +450,8 @@ class Communicator(ABC):
             group = self.new_group(ranks, name=f"{name}: that of rank {ranks[0]}")
             inner = inner if group is None else group
         assert inner is not None
-        leaders = [
-            hosts.index(host) for host in dict.fromkeys(hosts)
-        ]  # ascending, as hosts come in rank order
+        # ascending, as hosts come in rank order
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
         return inner, self.new_group(leaders, name=f"{name}: leaders")
 
     def wait_all(self) -> None:
