@@ -29,6 +29,7 @@ NEUTRAL = {
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
     "dgc": {"density": 1.0, "mask": False},
+    "powerSGD": {"rank": 7, "rate": 0.0},
 }
 
 

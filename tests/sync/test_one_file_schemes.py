@@ -27,7 +27,12 @@ from tests.ranks import run_ranks
 from tests.standin import compiling
 
 FOLDER = Path(__file__).parent / "schemes"
-SCHEMES = {"dgc": {"density": 0.3}, "powerSGD": {}, "localSGD": {"period": 4}, "soonMean": {}}
+SCHEMES = {
+    "dgc": {"density": 0.3},
+    "powerSGD": {"rank": 2, "rate": 0.0},
+    "localSGD": {"period": 4},
+    "soonMean": {},
+}
 LR, MOMENTUM, STEPS = 0.05, 0.9, 9
 SIZES = [1, 2, 3]
 
@@ -153,7 +158,7 @@ class Reference:
         self.kept = [{slot: {k: v.copy() for k, v in zeros.items()} for slot in "muve"} for _ in range(size)]
         factor = find_schemes()["powerSGD"].slots["q"]
         tensors = {k: Tensor(v.shape, name=k) for k, v in start.items()}
-        self.q = {k: factor.start(t).astype(np.float32).astype(np.float64) for k, t in tensors.items()}
+        self.q = {k: factor.start(t)[:2].T.astype(np.float32).astype(np.float64) for k, t in tensors.items()}
 
     def step(self, number: int) -> None:
         grads = [gradients(params, rank, number) for rank, params in enumerate(self.params)]
