@@ -59,6 +59,8 @@ struct Op {
   bool is_checked = false;  // the descriptors of all ranks have been compared
   std::uint64_t first_round = 0, num_rounds = 1;
   std::size_t round_elements = 0;  // in a slot; in one of its pieces where has_blocks(kind)
+  // by monotonic_s(): the call here, the last rank's call, and the end; 0 until then
+  double called_s = 0, all_called_s = 0, ended_s = 0;
   std::atomic<int> state{0};       // 0 in flight, 1 ended, 2 failed
 };
 

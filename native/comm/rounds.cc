@@ -143,6 +143,7 @@ void Engine::post(const Op& op, std::uint64_t round) {
   if (round == op.first_round) {
     Descriptor& descriptor = slots_.descriptor(rank_, round);
     descriptor.fingerprint = op.fingerprint;
+    descriptor.called_s = op.called_s;
     copy(descriptor.name, request.name.data(), std::min(request.name.size(), kNameBytes));
   }
   if (request.is_narrow()) {
@@ -255,7 +256,10 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
                     " calls " + describe(other.fingerprint, theirs, op.fingerprint, mine) +
                     "; all ranks must make the same calls in the same order");
   }
-  if (!only_arrived) op.is_checked = true;
+  if (only_arrived) return;
+  op.is_checked = true;
+  for (int r = 0; r < size_; ++r)
+    op.all_called_s = std::max(op.all_called_s, slots_.descriptor(r, op.first_round).called_s);
 }
 
 }  // namespace singa_lite

@@ -127,6 +127,23 @@ class Traffic:
         )
 
 
+class Times(NamedTuple):
+    """When a collective was called and ended, in seconds of ``time.perf_counter``.
+
+    On Linux that is CLOCK_MONOTONIC, which all processes of a host share.
+
+    Attributes:
+        posted: when this rank called it.
+        all_there: when the last rank had called it, as far as this rank can know: that rank's own time where all are on
+            this host (shm), else when this rank had got every rank's message (mpi).
+        ended: when the result was there.
+    """
+
+    posted: float
+    all_there: float
+    ended: float
+
+
 class Work:
     """A collective in flight; keeps its arrays alive until it has ended. A transport writes ``_wait`` and ``_is_done``.
 
@@ -134,11 +151,13 @@ class Work:
         name: what the caller called it, e.g. the parameters of a bucket.
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].
         bytes_payload: bytes of the array as sent.
+        has_times: whether ``times`` knows anything; False over NCCL.
     """
 
     name: str = ""
     bytes_sent: int = 0
     bytes_payload: int = 0
+    has_times: bool = True
     _owner: Communicator | None = None
     _arrays: tuple[Array | None, ...] = ()
     _result: Array | None = None
@@ -165,15 +184,37 @@ class Work:
         break_graph("it reads whether a collective has ended")
         return self._is_done()
 
+    def times(self) -> Times | None:
+        """Return when it was called and ended; None over NCCL, where the host does not see it end.
+
+        Raises:
+            OptionError: it has not ended, or has failed.
+        """
+        break_graph("it reads when a collective ended")
+        times = self._times() if self._is_done() else None
+        if times is None and self.has_times:
+            raise OptionError(f"times: {self.name or 'the collective'} has not ended; wait() for it first")
+        return times
+
     def _wait(self, timeout_s: float | None) -> None:
         raise NotImplementedError
 
     def _is_done(self) -> bool:
         raise NotImplementedError
 
+    def _times(self) -> Times | None:
+        """Return the times of one that is done; None if it failed."""
+        return None
+
 
 class FinishedWork(Work):
-    """A collective that had ended when it was called."""
+    """A collective that had ended when its call returned."""
+
+    def __init__(self, times: Times | None = None) -> None:
+        self._known, self.has_times = times, times is not None
+
+    def _times(self) -> Times | None:
+        return self._known
 
     def _wait(self, timeout_s: float | None) -> None:
         return None
@@ -197,6 +238,18 @@ class WorkList(Work):
 
     def done(self) -> bool:
         return all(work.done() for work in self._works)
+
+    def times(self) -> Times | None:
+        """Return the first call, and the last of the others."""
+        known = [times for work in self._works if (times := work.times()) is not None]
+        if not known:
+            return None
+        return Times(
+            *(
+                choose(column)
+                for choose, column in zip((min, max, max), zip(*known, strict=True), strict=True)
+            )
+        )
 
 
 def ring_bytes(collective: str, payload: int, size: int) -> int:
@@ -397,9 +450,8 @@ class Communicator(ABC):
             group = self.new_group(ranks, name=f"{name}: that of rank {ranks[0]}")
             inner = inner if group is None else group
         assert inner is not None
-        leaders = [
-            hosts.index(host) for host in dict.fromkeys(hosts)
-        ]  # ascending, as hosts come in rank order
+        # ascending, as hosts come in rank order
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
         return inner, self.new_group(leaders, name=f"{name}: leaders")
 
     def wait_all(self) -> None:

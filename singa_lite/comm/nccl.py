@@ -43,7 +43,9 @@ SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_
 
 
 class NcclWork(Work):
-    """A collective of an NcclCommunicator in flight."""
+    """A collective of an NcclCommunicator in flight. The host never waits for it, so its ``times`` are None."""
+
+    has_times = False
 
     def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, out: Array) -> None:
         self._communicator = communicator

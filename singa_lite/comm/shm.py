@@ -14,7 +14,19 @@ from typing import Any
 
 from .. import _native
 from ..errors import CommError
-from .base import DTYPES, HAS_BLOCKS, KINDS, TIMEOUT_S, UINT8, Array, Communicator, Operation, Work, World
+from .base import (
+    DTYPES,
+    HAS_BLOCKS,
+    KINDS,
+    TIMEOUT_S,
+    UINT8,
+    Array,
+    Communicator,
+    Operation,
+    Times,
+    Work,
+    World,
+)
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .wire import BFLOAT16, WIRE_DTYPES
 
@@ -46,6 +58,9 @@ class ShmWork(Work):
 
     def _is_done(self) -> bool:
         return bool(self._engine.is_done(self._op))
+
+    def _times(self) -> Times | None:
+        return Times(*self._op.times) if self._op.has_succeeded else None
 
 
 class ShmCommunicator(Communicator):

@@ -102,6 +102,7 @@ class Scheme:
             schedule, which is read at every step. ``__post_init__`` raises OptionError for values out of range.
         read_again: names of options that reach kernels through ``scalar`` alone, so that a recorded step need not be
             recorded again when they change.
+        wraps_another: whether its first option is the text of another dist_option: all that follows its own name.
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
@@ -117,6 +118,7 @@ class Scheme:
 
     names: ClassVar[tuple[str, ...]] = ()
     read_again: ClassVar[tuple[str, ...]] = ()
+    wraps_another: ClassVar[bool] = False
     keeps_equal: ClassVar[bool] = True
     keeps_velocity: ClassVar[bool] = False
     slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})

@@ -28,6 +28,8 @@ class DistOption(NamedTuple):
 def read_dist_option(text: str) -> DistOption:
     """Return what ``name[:value][:key=value...]`` says; the bare value is that of the first field.
 
+    All behind the name is that value where a scheme ``wraps_another``.
+
     Raises:
         OptionError: an unknown name or key, a key given twice, or a value that is not of its field's type or out
             of range.
@@ -37,10 +39,12 @@ def read_dist_option(text: str) -> DistOption:
     check_choice("DistOpt", "dist_option", name, known)
     scheme = known[name]
     types = get_type_hints(scheme.Options)
+    if scheme.wraps_another and parts:
+        parts = [":".join(parts)]
     options: dict[str, Any] = {}
     for number, part in enumerate(parts):
         key, equals, value = part.partition("=")
-        if not equals and number == 0 and types:
+        if number == 0 and types and (not equals or scheme.wraps_another):
             key, value = next(iter(types)), part
         if key not in types or key in options:
             problem = f"gives {key} twice" if key in options else f"has {part!r}, which is no option"

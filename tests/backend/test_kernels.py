@@ -319,6 +319,26 @@ def select_samples() -> list[Sample]:
     ]
 
 
+def int8_samples() -> list[Sample]:
+    """Whole multiples of scales that float16 holds, which no draw changes."""
+    scales = np.array([[0.125], [2.0]], np.float32)
+    codes = np.array([[127, -3, 0, 5], [-127, 0, 64, 1]], np.int8)
+    messages = np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1)
+    values = scales * codes.astype(float)
+    x, last = values.ravel()[:7], messages.copy()
+    last[1, -1] = 0  # there is no value
+    first = last[:1].copy()
+    rest = np.array([0.0, 0.25, 0.0])
+    nearest = np.array([[*np.float32(1).tobytes(), 127, 0, 256 - 4]], np.uint8)
+    return [
+        Sample("quantize_int8", (x,), (last,), {"row_size": 4, "seed": 5, "counter": 6}),
+        Sample("quantize_int8_nearest", (np.array([127, 0.25, -4]),), (nearest, rest), {"row_size": 3}),
+        Sample("dequantize_int8", (messages,), (x,), {"row_size": 4}),
+        Sample("dequantize_int8", (first,), (values[0],), {"row_size": 4}),
+        Sample("mean_of_int8", (messages,), (values.mean(axis=0),)),
+    ]
+
+
 MASK = np.array([[True, False, True]])
 SAMPLES = [
     Sample("relu", (X,), (np.maximum(X, 0),)),
@@ -409,6 +429,7 @@ SAMPLES = [
     ),
     *update_samples(),
     *select_samples(),
+    *int8_samples(),
 ]
 for sample in SAMPLES:
     if sample.kernel == "matmul":

@@ -318,6 +318,55 @@ def a_large_all_to_all_goes_in_pieces_beside_others(c: Communicator) -> None:
 
 
 @fact
+def works_know_when_they_were_posted_and_when_all_ranks_were_there(c: Communicator) -> None:
+    for size in (3, 5000, 2_000_000):  # at once, in a thread over MPI, in the background over shared memory
+        c.barrier()
+        time.sleep(0.02 * (c.rank == c.size - 1))  # the last rank comes late
+        before = time.perf_counter()
+        work = c.all_reduce(data(c.rank, size, seed=20), "sum")
+        after = time.perf_counter()
+        work.wait()
+        times, now = work.times(), time.perf_counter()
+        if times is None:  # a stand-in of NCCL's
+            return
+        assert before <= times.posted <= after and times.posted <= times.all_there <= times.ended <= now
+        # all are on one host, whose clock they share
+        assert max(c.all_gather_object(times.posted)) <= times.all_there
+        assert times == work.times()
+
+
+@fact
+def times_of_what_has_not_ended_are_an_error(c: Communicator) -> None:
+    if c.size == 1:
+        return
+    pair, last = c.new_group([0, c.size - 1]), c.size - 1
+    if pair is not None and c.rank == last:
+        pair.barrier()  # rank 0 has looked
+    work = c.all_reduce(np.ones(40_000), "sum")
+    if pair is not None and c.rank == 0:
+        if work.has_times:
+            with pytest.raises(OptionError, match="all_reduce has not ended"):
+                work.times()
+        pair.barrier()
+    work.wait()
+    if pair is not None:
+        pair.close()
+
+
+@fact
+def times_of_a_list_are_of_the_first_and_the_last(c: Communicator) -> None:
+    work = c.all_reduce([np.ones(3), np.ones(40_000)], "sum")
+    work.wait()
+    first, last = (part.times() for part in work._works)  # type: ignore[attr-defined]
+    if first is not None:
+        assert work.times() == (
+            first.posted,
+            max(first.all_there, last.all_there),
+            max(first.ended, last.ended),
+        )
+
+
+@fact
 def more_than_64_mb_is_sent(c: Communicator) -> None:
     pattern = np.resize(np.arange(4093, dtype=np.float32), 17_000_003)
     array = pattern * (c.rank + 1)

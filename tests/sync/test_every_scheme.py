@@ -24,6 +24,8 @@ NEUTRAL = {
     "fp32": {},
     "fp16": None,
     "bf16": None,
+    "int8": None,  # test_int8.py
+    "hierarchical": {"outer": "fp32"},
     "partialUpdate": None,
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},

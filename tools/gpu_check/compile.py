@@ -27,6 +27,7 @@ TYPES = {
         "reduce": "e f d i l",
         "loss": "ei fi di el fl dl ee ff dd",
         "random": "e f d",
+        "quantize": "e f d",
         "update": "e f d",
         "pool": "eB fB dB ei fi di",
         "select": "ei fi di el fl dl",

@@ -21,6 +21,7 @@ from .move import MoveKernels
 from .native import NativeKernels
 from .norm import NormKernels
 from .pool import PoolKernels
+from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
@@ -36,6 +37,7 @@ class NumpyBackend(
     RecurrentKernels,
     LossKernels,
     RandomKernels,
+    QuantizeKernels,
     UpdateKernels,
     SelectKernels,
     IndexKernels,

@@ -29,6 +29,7 @@ from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
+from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
@@ -45,6 +46,7 @@ class CudaBackend(
     RecurrentKernels,
     LossKernels,
     RandomKernels,
+    QuantizeKernels,
     UpdateKernels,
     SelectKernels,
     IndexKernels,
