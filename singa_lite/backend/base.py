@@ -112,6 +112,12 @@ KERNELS = {
     "threshold_select": "(values (n,)) -> (indices (count,), selected (count,)); threshold",
     "scatter_add": "(indices, values) -> flat[indices] += values in place; indices are unique",
     "scatter_fill": "(indices) -> flat[indices] = value in place; value: float",
+    "random_indices": "() -> k different integers of 0 .. n - 1, the first of a permutation of them; n, seed, counter; "
+    "the same on every device",
+    # signs as bits; a segment of flat ends where the next begins
+    "pack_signs": "(x (n,)) -> uint8 (ceil(n / 8) or more,), bit i % 8 of byte i // 8 is 1 where x >= 0; others are 0",
+    "add_signs": "(bits, scales (segments,), ends (segments,)) -> flat += or, where its bit is 0, -= factor times the "
+    "scale of its segment, in place; factor: float",
     # the scale of half-precision exchange
     "max_abs": "(x) -> largest |x|, shape (1,); 0 for an empty x, NaN if x has one",
     "power_of_two_scale": "(largest (1,)) -> (1,), the largest power of two s with largest * s <= limit; 1 where "

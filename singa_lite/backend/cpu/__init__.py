@@ -23,6 +23,7 @@ from .pool import PoolKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .update import UpdateKernels
 
 
@@ -37,6 +38,7 @@ class NumpyBackend(
     RandomKernels,
     UpdateKernels,
     SelectKernels,
+    SignKernels,
     Backend,
 ):
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""

@@ -31,6 +31,7 @@ from .pool import PoolKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .streams import COMPUTE
 from .update import UpdateKernels
 
@@ -46,6 +47,7 @@ class CudaBackend(
     RandomKernels,
     UpdateKernels,
     SelectKernels,
+    SignKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 
