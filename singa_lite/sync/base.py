@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ..comm.base import Communicator, Work
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DTypeError
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
 from .grouping import Grouping, layout
@@ -419,6 +419,14 @@ def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):
         call.function(*given)
+
+
+def refuse_half(where: str, bucket: Bucket) -> None:
+    """Raise DTypeError for gradients in which a residual cannot be summed up."""
+    if bucket.dtype not in ("float32", "float64"):
+        raise DTypeError(
+            f"{where}: {bucket.name} is {bucket.dtype}, in which sums over many steps lose too much; use float32"
+        )
 
 
 def option_names(scheme: type[Scheme]) -> list[str]:

@@ -26,6 +26,7 @@ NEUTRAL = {
     "partialUpdate": None,
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
+    "sign": None,
     "dgc": {"density": 1.0, "mask": False},
 }
 

@@ -27,7 +27,13 @@ from tests.ranks import run_ranks
 from tests.standin import compiling
 
 FOLDER = Path(__file__).parent / "schemes"
-SCHEMES = {"dgc": {"density": 0.3}, "powerSGD": {}, "localSGD": {"period": 4}, "soonMean": {}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "dgc": {"density": 0.3},
+    "sign": {},
+    "powerSGD": {},
+    "localSGD": {"period": 4},
+    "soonMean": {},
+}
 LR, MOMENTUM, STEPS = 0.05, 0.9, 9
 SIZES = [1, 2, 3]
 
@@ -140,7 +146,7 @@ def gradients(params: dict[str, np.ndarray], rank: int, step: int) -> dict[str, 
     return found
 
 
-GROUPS = {"dgc": [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]}
+GROUPS = [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]
 
 
 class Reference:
@@ -178,7 +184,7 @@ class Reference:
             for key, grad in of_rank.items():
                 kept["u"][key] = MOMENTUM * kept["u"][key] + grad
                 kept["v"][key] += kept["u"][key]
-            for group in GROUPS["dgc"]:
+            for group in GROUPS:
                 flat = np.concatenate([kept["v"][key].ravel() for key in group])
                 k = -(-len(flat) * 3 // 10)
                 chosen = np.zeros(len(flat), bool)
@@ -190,6 +196,16 @@ class Reference:
                     )
                     result[key] += np.where(part, kept["v"][key], 0) / self.size
                     kept["u"][key][part] = kept["v"][key][part] = 0
+        return [result] * self.size
+
+    def sign(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for kept, of_rank in zip(self.kept, grads, strict=True):
+            for key, grad in of_rank.items():
+                p = grad + kept["e"][key]
+                sent = np.abs(p).mean() * np.where(p >= 0, 1, -1)
+                result[key] += sent / self.size
+                kept["e"][key] = p - sent
         return [result] * self.size
 
     def powerSGD(self, grads: Any) -> Any:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemes whose steps depend on their number, learning rate or momentum: recorded steps have the bits of eager ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from singa_lite import opt
+from singa_lite.sync import find_schemes
+from tests.ranks import run_ranks
+from tests.sync.by_hand import bits
+from tests.sync.training import made, steps, values
+
+OPTIONS = ["dgc:0.1:warmup=6", "dgc:0.1:clip=0.1", "sign", "sign:corr=0"]
+STEPS = 16
+
+
+class Sums(opt.DecayScheduler):
+    """A momentum that changes at every step."""
+
+    def call(self, step: int) -> float:
+        return self.init_value + 0.02 * (step % 5)
+
+
+def train(communicator: Any) -> dict[str, list[dict[str, bytes]]]:
+    """Where a rank is after each option: eager, recorded, and resumed half-way and recorded."""
+    found = {}
+    for option in OPTIONS:
+        nets = [
+            made(communicator, use_graph, option, momentum=Sums(0.8), weight_decay=0.01)
+            for use_graph in (False, True, True)
+        ]
+        for net in nets[:2]:
+            steps(net, communicator.rank, 0, STEPS // 2)
+        nets[2].set_params(values(nets[1]))
+        nets[2].optimizer.set_states(nets[1].optimizer.get_states())
+        for net in nets:
+            steps(net, communicator.rank, STEPS // 2, STEPS)
+            breaks = [info.break_reason for info in net.graph_info()]
+            assert breaks == [None] * len(breaks), (option, breaks)
+            assert len(breaks) <= 5, (option, len(breaks))
+        found[option] = [bits(values(net)) | bits(net.optimizer.get_states()) for net in nets]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_recorded_and_resumed_steps_have_the_bits_of_eager_ones(size: int) -> None:
+    ranks = run_ranks(train, size, transport="local" if size == 1 else "shm")
+    for option in OPTIONS:
+        keeps_equal = find_schemes()[option.partition(":")[0]].keeps_equal
+        for of_rank in ranks:
+            eager, recorded, resumed = of_rank[option]
+            assert eager == recorded == resumed, option
+            if keeps_equal:
+                assert {k: v for k, v in eager.items() if "sync/" not in k} == {
+                    k: v for k, v in ranks[0][option][0].items() if "sync/" not in k
+                }, option
