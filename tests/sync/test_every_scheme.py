@@ -27,6 +27,7 @@ NEUTRAL = {
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
     "sign": None,
+    "randomK": {"density": 1.0},
     "dgc": {"density": 1.0, "mask": False},
 }
 
@@ -387,6 +388,8 @@ def test_ring_bytes_by_hand():
         ("sparseThreshold", {"spars": -1.0}),
         ("sparseThreshold", {"spars": float("nan")}),
         ("fp16", {"clip_value": 0.0}),
+        ("randomK", {"density": 0.0}),
+        ("randomK", {"density": float("nan")}),
         ("dgc", {"density": 0.0}),
         ("dgc", {"density": 1.5}),
         ("dgc", {"warmup": -1}),

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.sync.by_hand import bits
 from tests.sync.training import made, steps, values
 
-OPTIONS = ["dgc:0.1:warmup=6", "dgc:0.1:clip=0.1", "sign", "sign:corr=0"]
+OPTIONS = ["dgc:0.1:warmup=6", "dgc:0.1:clip=0.1", "sign", "sign:corr=0", "randomK:0.2"]
 STEPS = 16
 
 
