@@ -73,7 +73,7 @@ class Dgc(BucketedSync):
     def takes_momentum(cls, options: Any) -> bool:
         return bool(options.momentum)
 
-    def graph_key(self, step: StepContext) -> Hashable:
+    def step_key(self, step: StepContext) -> Hashable:
         return self._density_at(step)  # Nesterov's rule is a guard of SGD's own
 
     def _density_at(self, step: StepContext) -> float:

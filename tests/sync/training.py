@@ -25,8 +25,11 @@ class Net(model.Model):
         return loss
 
 
-def made(communicator: Any, use_graph: bool, dist_option: str = "fp32", **sgd: Any) -> Net:
-    net = Net()
+def made(
+    communicator: Any, use_graph: bool, dist_option: str = "fp32", kind: type[Net] = Net, **sgd: Any
+) -> Net:
+    """Return a compiled model, with the same parameters on all ranks."""
+    net = kind()
     schedule = opt.ExponentialDecay(0.1, 10, 0.5)
     net.set_optimizer(
         opt.DistOpt(

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import check_int
 from ..graph.recorder import bookkeep
 from ..tensor import Tensor
-from .base import Scheme, StepContext
+from .base import Scheme
 
 
 class LocalSgd(Scheme):
@@ -32,7 +32,7 @@ class LocalSgd(Scheme):
         super().__init__(*arguments)
         self._steps = 0
 
-    def graph_key(self, step: StepContext) -> Hashable:
+    def graph_key(self) -> Hashable:
         return self._is_due()
 
     def _is_due(self) -> bool:
