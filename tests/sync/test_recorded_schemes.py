@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.sync.by_hand import bits
 from tests.sync.training import Net, made, steps, values
 
-OPTIONS = ["dgc:0.1:warmup=6", "dgc:0.1:clip=0.1", "sign", "sign:corr=0", "randomK:0.2"]
+OPTIONS = ["dgc:0.1:warmup=6", "dgc:0.1:clip=0.1", "sign", "sign:corr=0", "randomK:0.2", "localSGD:3:start=4"]
 STEPS = 16
 
 
@@ -87,6 +87,8 @@ SEVERAL = [
     ("partialUpdate", 0.05, 3),
     ("sparseTopK", Shares(0), 3),
     ("dgc:0.01:warmup=9", 0.05, 6),
+    ("localSGD:3", 0.05, 4),
+    ("localSGD:5:start=7", 0.05, 9),
 ]
 
 
