@@ -20,7 +20,7 @@ from ..autograd.engine import check_recorded
 from ..comm.base import Communicator, Traffic
 from ..comm.rendezvous import process_communicator
 from ..errors import CheckpointError, OptionError, check_int, check_number
-from ..graph.recorder import bookkeep, guard, host, steps_since_start, unrecorded
+from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, option_names
@@ -198,7 +198,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self._guard_attributes()
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard((self, offset), partial(self._structure, scheme, given, offset))
+        guard_ahead(self, offset, partial(self._structure, scheme, given))
+        guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
         bookkeep(self._begin_measuring)
         read = partial(self._step, type(scheme), given)
         with unrecorded():
@@ -209,7 +210,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
         step = self._step(type(scheme), given, offset)
         options = with_defaults(step.options, scheme.read_again)
-        return scheme, options, scheme.graph_key(step), scheme.state.graph_key()
+        return scheme, options, scheme.step_key(step)
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""

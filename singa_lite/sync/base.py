@@ -6,7 +6,8 @@ contract, but no transport. One scheme is one file in this folder; its class nam
 choose it, and the folder is searched for it (see sync/__init__.py).
 
 Note [once]: in a recorded step a scheme's Python runs once, while its kernels and collectives are recorded. Numbers
-that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key``;
+that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key`` or
+``step_key``;
 what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``. Memory that stays
 from step to step is ParamState's (state.py), or is made within ``unrecorded``.
 """
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ..comm.base import Communicator, Work
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DTypeError
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
 from .grouping import Grouping, layout
@@ -64,7 +65,7 @@ class OptimizerView(Protocol):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``graph_key``, Note [once].
+    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``step_key``, Note [once].
 
     Attributes:
         options: an object of the scheme's ``Options``.
@@ -152,8 +153,15 @@ class Scheme:
         """
         return False
 
-    def graph_key(self, step: StepContext) -> Hashable:
-        """Equal before steps that run the same kernels on the same arrays, ``state`` and options apart."""
+    def graph_key(self) -> Hashable:
+        """Equal before steps that run the same kernels on the same arrays, as far as what the scheme keeps decides it.
+
+        ``state`` and options need not be in it.
+        """
+        return None
+
+    def step_key(self, step: StepContext) -> Hashable:
+        """Equal for steps that run the same kernels, as far as what is known of a step decides it; options need not."""
         return None
 
     def counters(self) -> dict[str, float]:
@@ -421,6 +429,14 @@ def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):
         call.function(*given)
+
+
+def refuse_half(where: str, bucket: Bucket) -> None:
+    """Raise DTypeError for gradients in which a residual cannot be summed up."""
+    if bucket.dtype not in ("float32", "float64"):
+        raise DTypeError(
+            f"{where}: {bucket.name} is {bucket.dtype}, in which sums over many steps lose too much; use float32"
+        )
 
 
 def option_names(scheme: type[Scheme]) -> list[str]:

@@ -16,9 +16,9 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import CheckpointError, DTypeError, OptionError, check_int, check_number
+from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
-from .base import Array, Bucket, BucketedSync, Exchange, StepContext
+from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
 from .sparse import SparseMessage, check_values
 from .sparse_top_k import check_share, send_top_k
 from .state import Slot
@@ -76,7 +76,7 @@ class Dgc(BucketedSync):
     def takes_momentum(cls, options: Any) -> bool:
         return bool(options.momentum)
 
-    def graph_key(self, step: StepContext) -> Hashable:
+    def step_key(self, step: StepContext) -> Hashable:
         return self._density_at(step)  # Nesterov's rule is a guard of SGD's own
 
     def _density_at(self, step: StepContext) -> float:
@@ -116,14 +116,12 @@ class Dgc(BucketedSync):
         for pair in held:
             super().add_gradient(*pair)
         yield from super().finish()
+        self._factors = {}  # of this step alone
 
     # ---- one group ---------------------------------------------------------------------------------------
 
     def exchange(self, bucket: Bucket) -> Exchange:
-        if bucket.dtype not in ("float32", "float64"):
-            raise DTypeError(
-                f"dgc: {bucket.name} is {bucket.dtype}, in which sums over many steps lose too much; use float32"
-            )
+        refuse_half("dgc", bucket)
         run, flat = bucket.backend.run, bucket.flat
         velocity, residual = self.state.of(bucket)
         if self._factors:

@@ -153,11 +153,13 @@ class Hierarchical(BucketedSync):
             self.communicator.traffic.add(sent[-1])
         self.inside, self.between = [*sent, Traffic()][:2]
 
-    def graph_key(self, step: StepContext) -> Hashable:
+    def graph_key(self) -> Hashable:
+        return None if self._outer is None else (self._outer.graph_key(), self._outer.state.graph_key())
+
+    def step_key(self, step: StepContext) -> Hashable:
         if self._outer is None:
-            return None, ()
-        outer_step = replace(step, options=_outer_options(step.options.outer))
-        return self._outer.graph_key(outer_step), self._outer.state.graph_key()
+            return None
+        return self._outer.step_key(replace(step, options=_outer_options(step.options.outer)))
 
     # ---- checkpoints: the leaders' outer scheme ------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..graph.recorder import bookkeep
 from ..tensor import Tensor
-from .base import Scheme, StepContext
+from .base import Scheme
 from .grouping import group_all
 
 PREFIX = "next chunk of "
@@ -31,7 +31,7 @@ class PartialUpdate(Scheme):
         self._chunks: dict[tuple[Tensor, ...], list[list[Tensor]]] = {}
         self._next: dict[str, int] = {}  # number of the next chunk, by what the parameters are called
 
-    def graph_key(self, step: StepContext) -> Hashable:
+    def graph_key(self) -> Hashable:
         return frozenset((label, number) for label, number in self._next.items() if number)
 
     def after_update(self, params: list[Tensor]) -> None:

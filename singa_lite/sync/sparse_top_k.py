@@ -20,13 +20,17 @@ def check_share(where: str, name: str, share: float) -> None:
         raise OptionError(f"{where}: {name} = {share} must be in (0, 1], the share of elements to send")
 
 
-def send_top_k(message: SparseMessage, spars: float) -> Work:
-    """Start to send the K = ceil(spars * n) elements of largest magnitude.
+def count_of_share(share: float, n: int) -> int:
+    """Return ceil(share * n), reading ``share`` as the decimal it is written as: 0.07 of 100 are 7 and not 8."""
+    return math.ceil(Fraction(str(float(share))) * n)
 
-    NaN counts as largest, ties go to the lowest index. ``spars`` is read as the decimal it is written as, so
-    0.07 of 100 elements are 7 and not 8.
+
+def send_top_k(message: SparseMessage, spars: float) -> Work:
+    """Start to send the K = ceil(spars * n) elements of largest magnitude; NaN counts as largest.
+
+    Ties go to the lowest index.
     """
-    k = math.ceil(Fraction(str(float(spars))) * message.flat.size)
+    k = count_of_share(spars, message.flat.size)
     message.backend.run("top_k", message.flat, out=message.room(k), k=k)
     return message.send([k] * message.communicator.size)
 

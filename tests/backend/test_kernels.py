@@ -309,6 +309,19 @@ def select_samples() -> list[Sample]:
         # 2 low bits each: 1, 0, 3; then bits 0 + 0, 1 + 1, 1 + 2, as 4 >> 2 = 7 >> 2 = 1
         Sample("pack_indices", (indices,), (np.array([0b110001, 0b1101], np.int32),), {"low_bits": 2}),
         Sample("unpack_indices", (np.array([0b110001, 0b1101], np.int32),), (indices,), {"low_bits": 2}),
+        Sample("pack_signs", (values,), (np.array([0b01001101], np.uint8),)),
+        Sample("pack_signs", (np.array([-0.0, -1, 1] * 3),), (np.array([0b01101101, 1, 0], np.uint8),)),
+        Sample(
+            "add_signs",
+            (
+                np.array([0b01101101, 0b11111110], np.uint8),
+                np.array([2.0, 0.5, 8]),
+                np.array([3, 8, 9], np.int64),
+            ),
+            (np.arange(9) + np.array([1, -1, 1, 0.25, -0.25, 0.25, 0.25, -0.25, -4]),),
+            {"factor": 0.5},
+            before=(np.arange(9.0),),
+        ),
         Sample("max_abs", (flat,), (np.array([np.abs(flat).max()]),)),
         Sample("max_abs", (values,), (np.array([np.nan]),)),
         Sample("power_of_two_scale", (np.array([3.0]),), (np.array([16.0]),), {"limit": 50.0}),
@@ -445,7 +458,13 @@ ELSEWHERE = {
     "attention",
     "attention_backward",
 }  # called by one operator alone, tested with it
-RANDOM = {"dropout", "random_uniform", "random_normal", "random_bernoulli"}  # tested in test_random.py
+RANDOM = {
+    "random_indices",
+    "dropout",
+    "random_uniform",
+    "random_normal",
+    "random_bernoulli",
+}  # tested in test_random.py
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, model, opt
+from singa_lite import autograd
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, DTypeError, OptionError
@@ -29,6 +29,7 @@ from tests.sync.by_hand import (
     sparse_bytes,
 )
 from tests.sync.make_scheme import begin, make_scheme
+from tests.sync.training import Net, made, steps, values
 
 CASES = {
     "usual": Case({"density": 0.1}),
@@ -173,52 +174,11 @@ def test_counters_of_another_scheme_are_refused() -> None:
 # ---- within DistOpt ------------------------------------------------------------------------------------------------
 
 
-class Net(model.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.loss = layer.Linear(6), layer.Linear(3), layer.MeanSquareError()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(autograd.tanh(self.first(x)))
-
-    def train_one_batch(self, x: Tensor, y: Tensor, *options: Any) -> Tensor:
-        loss = self.loss(self.forward(x), y)
-        self.optimizer(loss, *options)
-        return loss
-
-
 SGDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "momentum": {"momentum": 0.9, "weight_decay": 0.05},
     "Nesterov": {"momentum": 0.9, "weight_decay": 0.05, "nesterov": True},
 }
-
-
-def made(communicator: Any, use_graph: bool, dist_option: str = "fp32", **sgd: Any) -> Net:
-    net = Net()
-    schedule = opt.ExponentialDecay(0.1, 10, 0.5)
-    net.set_optimizer(
-        opt.DistOpt(
-            opt.SGD(schedule, **sgd), communicator=communicator, dist_option=dist_option, threshold=20
-        )
-    )
-    net.compile([Tensor((4, 5))], use_graph=use_graph)
-    rng = np.random.default_rng(2)
-    net.set_params(
-        {name: rng.standard_normal(p.shape).astype(np.float32) / 2 for name, p in net.get_params().items()}
-    )
-    return net
-
-
-def steps(net: Net, rank: int, first: int, last: int, *options: Any) -> None:
-    for step in range(first, last):
-        rng = np.random.default_rng([rank, step])
-        net(Tensor(data=rng.standard_normal((4, 5))), Tensor(data=rng.standard_normal((4, 3))), *options)
-    autograd.training = False
-
-
-def values(net: Net) -> dict[str, np.ndarray]:
-    return {name: to_numpy(param) for name, param in net.get_params().items()}
 
 
 def twenty_steps(communicator: Any) -> dict[str, list[dict[str, np.ndarray]]]:

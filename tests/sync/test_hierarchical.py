@@ -18,6 +18,7 @@ from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
+from tests.sync.by_hand import sparse_bytes
 from tests.sync.make_scheme import begin, make_scheme
 
 STEPS = 8
@@ -163,7 +164,7 @@ def test_bytes_inside_and_between_hosts_follow_the_closed_formula(transport: str
     buckets = [2400, 4 * 37]  # by bucket_bytes
     outer_bytes = {
         "fp32": sum(ring_bytes("all_reduce", payload, num_hosts) for payload in buckets),
-        "sparseTopK:0.3": (num_hosts - 1) * 8 * (180 + 12),
+        "sparseTopK:0.3": (num_hosts - 1) * (sparse_bytes(600, 180) + sparse_bytes(37, 12)),
     }
     for rank, log in enumerate(logs_of(transport, hosts)):
         size = hosts.count(hosts[rank])

@@ -7,6 +7,7 @@ float64, and resumes bit for bit.
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt, sync
+from singa_lite.backend.cpu.random import permuted
 from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
@@ -27,8 +29,10 @@ from tests.ranks import run_ranks
 from tests.standin import compiling
 
 FOLDER = Path(__file__).parent / "schemes"
-SCHEMES = {
+SCHEMES: dict[str, dict[str, Any]] = {
     "dgc": {"density": 0.3},
+    "sign": {},
+    "randomK": {"density": 0.3},
     "powerSGD": {"rank": 2, "rate": 0.0},
     "localSGD": {"period": 4},
     "soonMean": {},
@@ -145,7 +149,7 @@ def gradients(params: dict[str, np.ndarray], rank: int, step: int) -> dict[str, 
     return found
 
 
-GROUPS = {"dgc": [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]}
+GROUPS = [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]
 
 
 class Reference:
@@ -161,6 +165,7 @@ class Reference:
         self.q = {k: factor.start(t)[:2].T.astype(np.float32).astype(np.float64) for k, t in tensors.items()}
 
     def step(self, number: int) -> None:
+        self.number = number
         grads = [gradients(params, rank, number) for rank, params in enumerate(self.params)]
         applied = getattr(self, self.name)(grads)
         for params, kept, of_rank in zip(self.params, self.kept, applied, strict=True):
@@ -183,7 +188,7 @@ class Reference:
             for key, grad in of_rank.items():
                 kept["u"][key] = MOMENTUM * kept["u"][key] + grad
                 kept["v"][key] += kept["u"][key]
-            for group in GROUPS["dgc"]:
+            for group in GROUPS:
                 flat = np.concatenate([kept["v"][key].ravel() for key in group])
                 k = -(-len(flat) * 3 // 10)
                 chosen = np.zeros(len(flat), bool)
@@ -195,6 +200,30 @@ class Reference:
                     )
                     result[key] += np.where(part, kept["v"][key], 0) / self.size
                     kept["u"][key][part] = kept["v"][key][part] = 0
+        return [result] * self.size
+
+    def randomK(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for group in GROUPS:
+            sizes = [result[key].size for key in group]
+            seed, n = zlib.crc32(", ".join(group).encode()), sum(sizes)
+            chosen = np.zeros(n, bool)
+            chosen[permuted(np.arange(-(-n * 3 // 10)), n, seed, self.number).astype(int)] = True
+            for key, part in zip(group, np.split(chosen, np.cumsum(sizes)[:-1]), strict=True):
+                for kept, of_rank in zip(self.kept, grads, strict=True):
+                    p, is_sent = of_rank[key] + kept["e"][key], part.reshape(result[key].shape)
+                    result[key] += np.where(is_sent, p, 0) / self.size
+                    kept["e"][key] = np.where(is_sent, 0, p)
+        return [result] * self.size
+
+    def sign(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for kept, of_rank in zip(self.kept, grads, strict=True):
+            for key, grad in of_rank.items():
+                p = grad + kept["e"][key]
+                sent = np.abs(p).mean() * np.where(p >= 0, 1, -1)
+                result[key] += sent / self.size
+                kept["e"][key] = p - sent
         return [result] * self.size
 
     def powerSGD(self, grads: Any) -> Any:

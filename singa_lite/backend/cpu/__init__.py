@@ -25,6 +25,7 @@ from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .update import UpdateKernels
 
 
@@ -41,6 +42,7 @@ class NumpyBackend(
     UpdateKernels,
     SelectKernels,
     IndexKernels,
+    SignKernels,
     Backend,
 ):
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""

@@ -33,6 +33,7 @@ from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .streams import COMPUTE
 from .update import UpdateKernels
 
@@ -50,6 +51,7 @@ class CudaBackend(
     UpdateKernels,
     SelectKernels,
     IndexKernels,
+    SignKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 
