@@ -26,7 +26,7 @@ SHAPES = [(30, 20), (7,), (2, 3, 5)]
 TOTAL = sum(math.prod(shape) for shape in SHAPES)
 # rank r is on the host of letter r
 HOSTS = ["a", "ab", "aa", "aab", "aba", "aaa", "aaab", "abab", "abcd"]
-OUTER = ["fp32", "fp16", "sparseTopK:0.3", "sparseThreshold:0.8", "int8:1"]
+OUTER = ["fp32", "fp16", "sparseTopK:0.3", "sparseThreshold:0.8", "int8:1", "powerSGD:2"]
 WORLDS = [
     ("local", "a"),
     *(("shm", hosts) for hosts in HOSTS),
@@ -264,7 +264,9 @@ def trains(communicator: Any, hosts: str, outer: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("hosts", ["a", "ab", "aab", "aaa"])
-@pytest.mark.parametrize("outer", ["fp32", "sparseTopK:0.3", "sparseThreshold:0.05", "int8:ef=1"])
+@pytest.mark.parametrize(
+    "outer", ["fp32", "sparseTopK:0.3", "sparseThreshold:0.05", "int8:ef=1", "powerSGD:2"]
+)
 def test_recorded_and_continued_runs_have_the_bits_of_eager_ones(hosts: str, outer: str) -> None:
     ranks = run_ranks(trains, len(hosts), hosts, outer)
     for rank, found in enumerate(ranks):
