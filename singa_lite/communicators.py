@@ -18,8 +18,9 @@ from threading import TIMEOUT_MAX
 from typing import Any
 
 from .autograd import BackwardCallback
-from .comm.base import Communicator, ReduceOp, Work
+from .comm.base import Communicator, ReduceOp
 from .comm.rendezvous import process_communicator
+from .comm.work import Work
 from .device import Device
 from .errors import (
     CommError,

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .comm.base import Array, Work, is_cuda_array
+from .comm.base import is_cuda_array
 from .comm.rendezvous import NcclIdHolder, process_communicator
+from .comm.work import Array, Work
 from .device import get_num_gpus
 from .errors import DTypeError, OptionError
 from .tensor import Tensor

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a communicator: worlds, collectives on raw arrays, and work in flight.
+"""The contract of a communicator: worlds, and collectives on raw arrays.
 
-What lives here: argument checks, sequence numbers, byte counts. What does not: moving data (local.py,
-shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
-Note [bytes]: a collective reports the bytes one rank puts on a ring, whatever the transport does:
-all-reduce 2(N-1)/N*B, reduce-scatter and all-to-all (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce
-(N-1)/N*B, rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
+What lives here: argument checks, sequence numbers. What does not: work in flight and byte counts (work.py), moving data
+(local.py, shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
 """
 
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +17,10 @@ import numpy as np
 
 from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
-from ..graph.recorder import break_graph
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
 from .wire import WIRE_DTYPES
+from .work import Array, Traffic, Work, WorkList, ring_bytes
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
@@ -43,7 +39,6 @@ UINT8 = np.dtype(np.uint8)
 MOVED_DTYPES = (*DTYPES, UINT8)  # of what is moved and not combined
 _COMBINED, _MOVED = frozenset(DTYPES), frozenset(MOVED_DTYPES)  # sooner searched
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
-Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
 MAX_DROPPED = 64  # works that nobody has waited for, until those that have ended are forgotten
 
 
@@ -92,172 +87,6 @@ class Operation(NamedTuple):
     op: ReduceOp | None = None
     root: int = 0
     wire_dtype: str | None = None
-
-
-@dataclass
-class Traffic:
-    """What a communicator has sent since it was made.
-
-    Attributes:
-        bytes_sent: bytes this rank puts on a ring, see Note [bytes].
-        bytes_payload: bytes of the arrays as sent.
-        wait_s: seconds the host waited for collectives.
-    """
-
-    bytes_sent: int = 0
-    bytes_payload: int = 0
-    wait_s: float = 0.0
-
-    def copy(self) -> Traffic:
-        """Return what was counted so far."""
-        return Traffic(self.bytes_sent, self.bytes_payload, self.wait_s)
-
-    def add(self, other: Traffic) -> None:
-        """Count what another one counts as well."""
-        self.bytes_sent += other.bytes_sent
-        self.bytes_payload += other.bytes_payload
-        self.wait_s += other.wait_s
-
-    def since(self, before: Traffic) -> Traffic:
-        """Return what was counted after ``before`` was."""
-        return Traffic(
-            self.bytes_sent - before.bytes_sent,
-            self.bytes_payload - before.bytes_payload,
-            self.wait_s - before.wait_s,
-        )
-
-
-class Times(NamedTuple):
-    """When a collective was called and ended, in seconds of ``time.perf_counter``.
-
-    On Linux that is CLOCK_MONOTONIC, which all processes of a host share.
-
-    Attributes:
-        posted: when this rank called it.
-        all_there: when the last rank had called it, as far as this rank can know: that rank's own time where all are on
-            this host (shm), else when this rank had got every rank's message (mpi).
-        ended: when the result was there.
-    """
-
-    posted: float
-    all_there: float
-    ended: float
-
-
-class Work:
-    """A collective in flight; keeps its arrays alive until it has ended. A transport writes ``_wait`` and ``_is_done``.
-
-    Attributes:
-        name: what the caller called it, e.g. the parameters of a bucket.
-        bytes_sent: bytes this rank puts on a ring, see Note [bytes].
-        bytes_payload: bytes of the array as sent.
-        has_times: whether ``times`` knows anything; False over NCCL.
-    """
-
-    name: str = ""
-    bytes_sent: int = 0
-    bytes_payload: int = 0
-    has_times: bool = True
-    _owner: Communicator | None = None
-    _arrays: tuple[Array | None, ...] = ()
-    _result: Array | None = None
-
-    def wait(self, timeout_s: float | None = None) -> Array | None:
-        """Block until the collective has ended; return the result of one with a new array, else None.
-
-        Raises:
-            CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
-                (None: the communicator's own time-out).
-        """
-        if this_thread.recorder is not None:
-            this_thread.recorder.wait(self, timeout_s)
-        start = time.perf_counter()
-        try:
-            self._wait(timeout_s)
-        finally:
-            if self._owner is not None:
-                self._owner._forget(self, time.perf_counter() - start)
-        return self._result
-
-    def done(self) -> bool:
-        """Return whether wait() would return at once. Never blocks."""
-        break_graph("it reads whether a collective has ended")
-        return self._is_done()
-
-    def times(self) -> Times | None:
-        """Return when it was called and ended; None over NCCL, where the host does not see it end.
-
-        Raises:
-            OptionError: it has not ended, or has failed.
-        """
-        break_graph("it reads when a collective ended")
-        times = self._times() if self._is_done() else None
-        if times is None and self.has_times:
-            raise OptionError(f"times: {self.name or 'the collective'} has not ended; wait() for it first")
-        return times
-
-    def _wait(self, timeout_s: float | None) -> None:
-        raise NotImplementedError
-
-    def _is_done(self) -> bool:
-        raise NotImplementedError
-
-    def _times(self) -> Times | None:
-        """Return the times of one that is done; None if it failed."""
-        return None
-
-
-class FinishedWork(Work):
-    """A collective that had ended when its call returned."""
-
-    def __init__(self, times: Times | None = None) -> None:
-        self._known, self.has_times = times, times is not None
-
-    def _times(self) -> Times | None:
-        return self._known
-
-    def _wait(self, timeout_s: float | None) -> None:
-        return None
-
-    def _is_done(self) -> bool:
-        return True
-
-
-class WorkList(Work):
-    """The collectives of one call with a list of arrays; wait() waits for all and returns None."""
-
-    def __init__(self, works: list[Work], name: str) -> None:
-        self._works = works
-        self.name = name
-        self.bytes_sent = sum(work.bytes_sent for work in works)
-        self.bytes_payload = sum(work.bytes_payload for work in works)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout_s)
-
-    def done(self) -> bool:
-        return all(work.done() for work in self._works)
-
-    def times(self) -> Times | None:
-        """Return the first call, and the last of the others."""
-        known = [times for work in self._works if (times := work.times()) is not None]
-        if not known:
-            return None
-        return Times(
-            *(
-                choose(column)
-                for choose, column in zip((min, max, max), zip(*known, strict=True), strict=True)
-            )
-        )
-
-
-def ring_bytes(collective: str, payload: int, size: int) -> int:
-    """Bytes one rank puts on a ring of ``size`` ranks for ``payload`` bytes, see Note [bytes]."""
-    if collective == "all_gather":
-        return (size - 1) * payload
-    share = 2 if collective == "all_reduce" else 1
-    return -(-share * (size - 1) * payload // size)
 
 
 class Communicator(ABC):
@@ -508,7 +337,7 @@ class Communicator(ABC):
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
         work = self._start(operation, array, out, scale)
-        work.name, work._owner, work._arrays = operation.name, self, (array, out, scale)
+        work.name, work._on_end, work._arrays = operation.name, self._forget, (array, out, scale)
         if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2

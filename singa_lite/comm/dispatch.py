@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..graph.recorder import unrecorded
-from .base import Array, Communicator, Graph, Operation, ReduceOp, Work
+from .base import Communicator, Graph, Operation, ReduceOp
 from .gpu_arrays import is_cuda_array
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
+from .work import Array, Work
 
 
 class DispatchCommunicator(Communicator):

@@ -7,9 +7,10 @@ import time
 
 import numpy as np
 
-from .base import Array, Communicator, FinishedWork, Operation, Times, Work
+from .base import Communicator, Operation
 from .gpu_arrays import is_cuda_array
 from .wire import WIRE_DTYPES, narrow, widen
+from .work import Array, FinishedWork, Times, Work
 
 
 class LocalCommunicator(Communicator):

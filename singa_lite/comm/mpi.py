@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommError
-from .base import TIMEOUT_S, Array, Communicator, FinishedWork, Operation, ReduceOp, Times, Work, World
+from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
 from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
 from .wire import WIRE_DTYPES, narrow, widen
+from .work import Array, FinishedWork, Times, Work
 
 SMALL_BYTES = 8192  # sent with the call's description; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce

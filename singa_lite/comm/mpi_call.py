@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Array
+from .work import Array
 
 NAME_BYTES = 1000  # of a longer name the beginning and a hash of all of it
 CALL_BYTES = NAME_BYTES + 280  # the call in words

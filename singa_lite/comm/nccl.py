@@ -29,9 +29,10 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
-from .base import DTYPES, HAS_BLOCKS, KINDS, UINT8, Array, Communicator, Graph, Operation, ReduceOp, Work
+from .base import DTYPES, HAS_BLOCKS, KINDS, UINT8, Communicator, Graph, Operation, ReduceOp
 from .gpu_arrays import CupyArrays, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES
+from .work import Array, Work
 
 # The numbers of native/comm/types.h.
 _KINDS = {kind: code for code, kind in enumerate(KINDS)}

@@ -20,7 +20,8 @@ import numpy as np
 
 from ..errors import CommError, DTypeError, OptionError, ShapeError
 from ..graph.recorder import break_graph
-from .base import DTYPES, TIMEOUT_S, Array, Work
+from .base import DTYPES, TIMEOUT_S
+from .work import Array, Work
 
 MAX_HEAD_BYTES = 1 << 20  # a header holds names and numbers, one line for each of some thousand parameters
 

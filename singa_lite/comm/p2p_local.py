@@ -11,8 +11,9 @@ import threading
 import time
 from collections import deque
 
-from .base import TIMEOUT_S, Array
+from .base import TIMEOUT_S
 from .p2p import Arrival, Job, Messenger, SendWork
+from .work import Array
 
 
 class LocalSendWork(SendWork):

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommError
-from .base import TIMEOUT_S, Array
+from .base import TIMEOUT_S
 from .mpi_job import load_mpi, within
 from .p2p import Arrival, Job, Messenger, SendWork, new_arrays
+from .work import Array
 
 PIECE_BYTES = 64 << 20  # every MPI takes 2**31 - 1; less, as a time-out counts from the last piece
 SPINS, NAP_S = 200, 5e-5  # polls before napping; each gives the core away, as there may be fewer cores

@@ -10,10 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from .base import TIMEOUT_S, Array
+from .base import TIMEOUT_S
 from .lost_ranks import lost_rank
 from .p2p import Arrival, Job, Messenger, SendWork
 from .shm import load_native
+from .work import Array
 
 
 class ShmSendWork(SendWork):

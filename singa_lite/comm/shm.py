@@ -14,21 +14,10 @@ from typing import Any
 
 from .. import _native
 from ..errors import CommError
-from .base import (
-    DTYPES,
-    HAS_BLOCKS,
-    KINDS,
-    TIMEOUT_S,
-    UINT8,
-    Array,
-    Communicator,
-    Operation,
-    Times,
-    Work,
-    World,
-)
+from .base import DTYPES, HAS_BLOCKS, KINDS, TIMEOUT_S, UINT8, Communicator, Operation, World
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .wire import BFLOAT16, WIRE_DTYPES
+from .work import Array, Times, Work
 
 # The numbers of native/comm/types.h.
 _KINDS = {kind: code for code, kind in enumerate(KINDS)}

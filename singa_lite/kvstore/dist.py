@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.base import Communicator, Work
+from ..comm.base import Communicator
 from ..comm.p2p import Message, MessageTraffic, Messenger, SendWork
+from ..comm.work import Work
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import break_graph
 from ..tensor import Tensor

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.base import Communicator, FinishedWork, Work
+from ..comm.base import Communicator
 from ..comm.local import LocalCommunicator
 from ..comm.p2p import MessageTraffic
+from ..comm.work import FinishedWork, Work
 from ..device import Device
 from ..errors import DeviceError, OptionError
 from ..graph.recorder import break_graph

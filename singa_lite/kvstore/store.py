@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..comm.base import Communicator, Work
+from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
+from ..comm.work import Work
 from ..errors import CheckpointError, CommError, OptionError, check_choice, check_number
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer

@@ -17,8 +17,9 @@ import numpy as np
 
 from .. import autograd
 from ..autograd.engine import check_recorded
-from ..comm.base import Communicator, Traffic
+from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
+from ..comm.work import Traffic
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes

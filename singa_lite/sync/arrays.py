@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..backend.base import Backend
-from ..comm.base import Work
+from ..comm.work import Work
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError
 from ..graph.memory import address_of
 from ..tensor import Tensor

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from ..comm.base import Communicator, Work
+from ..comm.base import Communicator
+from ..comm.work import Work
 from ..errors import CheckpointError, DTypeError
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor

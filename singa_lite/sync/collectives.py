@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..backend.base import Backend
-from ..comm.base import Communicator, Traffic, is_cuda_array
+from ..comm.base import Communicator, is_cuda_array
+from ..comm.work import Traffic
 from ..device import Device, create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
 from ..graph.recorder import persist
@@ -46,7 +47,7 @@ class ArrayCollectives:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank put on a ring in the last step (comm/base.py, Note [bytes])."""
+        """Bytes this rank put on a ring in the last step (comm/work.py, Note [bytes])."""
         return self._last.bytes_sent
 
     @property

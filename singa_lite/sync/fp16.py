@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..backend.base import Backend
-from ..comm.base import Communicator, ReduceOp, Work
+from ..comm.base import Communicator, ReduceOp
+from ..comm.work import Work
 from ..errors import DTypeError, OptionError
 from .base import Array, Bucket, BucketedSync, Exchange, Soon
 

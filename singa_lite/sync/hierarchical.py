@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.base import Communicator, Traffic
+from ..comm.base import Communicator
+from ..comm.work import Traffic
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor

@@ -13,7 +13,8 @@ from types import MappingProxyType
 import numpy as np
 
 from ..backend.base import Backend
-from ..comm.base import Communicator, Work
+from ..comm.base import Communicator
+from ..comm.work import Work
 from ..errors import check_choice
 from .base import Array, Bucket, BucketedSync
 from .fp16 import HALF_MAX

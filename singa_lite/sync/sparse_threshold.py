@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..comm.base import Work
+from ..comm.work import Work
 from ..errors import OptionError, check_number
 from .base import Array, Bucket, Exchange, OnHost
 from .sparse import SparseMessage, SparseSync, check_values

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..comm.base import Work
+from ..comm.work import Work
 from ..errors import OptionError, check_number
 from .base import Bucket, Exchange
 from .sparse import SparseMessage, SparseSync, check_values

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from singa_lite.comm.base import Communicator, Operation, Work, World
+from singa_lite.comm.base import Communicator, Operation, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 from singa_lite.comm.shm import ShmCommunicator
+from singa_lite.comm.work import Work
 from tests.devices import cuda_device_of_rank
 
 

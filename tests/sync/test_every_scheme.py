@@ -6,8 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError, DTypeError, OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy

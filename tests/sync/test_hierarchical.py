@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.comm.base import ring_bytes
+from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError, CommError, OptionError
 from singa_lite.sync.text import read_dist_option
 from singa_lite.tensor import Tensor, to_numpy

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from singa_lite import opt
-from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite.comm.base import Communicator, World, ring_bytes
+from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.sync.power_sgd import MAX_RANK, Factor, matrix_shape

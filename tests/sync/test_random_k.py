@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from singa_lite.backend.cpu.random import permuted
-from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import DTypeError
 from singa_lite.sync.base import Scheme
 from singa_lite.tensor import Tensor, to_numpy
