@@ -20,13 +20,14 @@ from .comm import find_transports
 from .comm.hosts import read_hosts
 from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
+from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
 from .errors import CommError, OptionError
 
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
-    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--timeout-s T] [--exit-timeout T] [-m] "
-    "SCRIPT [ARGUMENT ...]"
+    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--timeout-s T] "
+    "[--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
 )
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
@@ -101,6 +102,12 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
         "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
     )
+    add(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="have collectives take as long as over a link of this rate and latency per hop for each rank, for example "
+        "100mbit,1ms; kbit, mbit, gbit; us, ms, s; not with -H or -s",
+    )
     add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
     add(
         "--exit-timeout",
@@ -160,6 +167,7 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
         log_dir=options.log_dir,
         num_servers=options.num_servers,
+        link=options.link,
         worker_env=_variables(parser, "--env-worker", options.env_worker),
         server_env=_variables(parser, "--env-server", options.env_server),
     )
@@ -187,6 +195,12 @@ def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"-s {options.num_servers}: must be >= 0")
     if options.env_server and not options.num_servers:
         parser.error("--env-server: there are no servers; start some with -s")
+    if options.link is not None:
+        parse_link("--link", options.link)
+        if options.num_servers:
+            parser.error("--link: is for collectives, not for messages to servers; leave out -s")
+        if options.hosts is not None:
+            parser.error("--link: not with -H; links between hosts are real")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
     if options.exit_timeout is not None and not options.exit_timeout > 0:
