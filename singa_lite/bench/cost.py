@@ -147,6 +147,44 @@ def hierarchical_all_reduce(
     )
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts of several ranks each, which share the host's network card.
+
+    Attributes:
+        inner: between ranks of a host.
+        outer: between hosts.
+        per_host: ranks a host, >= 1.
+    """
+
+    inner: Network
+    outer: Network
+    per_host: int = 1
+
+    def collective(self, message: Message, size: int) -> Transfer:
+        """Return the time of a collective of ``size`` ranks, which fill whole hosts or a part of one.
+
+        An all-reduce is hierarchical; an all-gather is one ring, whose edges between hosts are the slowest; of an
+        all-to-all a card sends what all ranks of its host have for other hosts, (N-1) α + p(N-p)/N β B.
+
+        Raises:
+            OptionError: the ranks fill no whole number of hosts.
+        """
+        if size <= self.per_host:
+            return collective(self.inner, message, size)
+        if size % self.per_host:
+            raise OptionError(f"cluster: {size} ranks do not fill hosts of {self.per_host}; give a multiple")
+        if self.per_host == 1:
+            return collective(self.outer, message, size)
+        if message.kind == "all_reduce":
+            hosts = size // self.per_host
+            return hierarchical_all_reduce(self.inner, self.outer, message.payload, self.per_host, hosts)
+        if message.kind == "all_to_all":
+            share = self.per_host * (size - self.per_host) / size
+            return Transfer(share * self.outer.byte_s * message.payload, (size - 1) * self.outer.hop_s)
+        return collective(self.outer, message, size)
+
+
 # ---- sparse results ----------------------------------------------------------------------------------
 
 

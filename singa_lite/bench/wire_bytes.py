@@ -14,9 +14,22 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..comm.base import ring_bytes
-from ..errors import check_choice, check_int, check_number
+from ..errors import OptionError, check_choice, check_int, check_number
 
 INDEX_FORMATS = ("elias-fano", "int32")
+SHARE, WHOLE = "a share in (0, 1]", "a whole number >= 1"
+OPTION_WORDS = {  # of the text of an option: what its value is
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+    "int8": None,
+    "sign": None,
+    "powerSGD": WHOLE,
+    "randomK": SHARE,
+    "sparseTopK": SHARE,
+    "dgc": SHARE,
+    "localSGD": WHOLE,
+}
 BLOCK = 256  # elements with one scale, int8
 SCALE_BYTES = 4
 
@@ -44,6 +57,61 @@ def num_kept(n: int, density: float) -> int:
     check_int("num_kept", "n", n, 1)
     check_number("num_kept", "density", density, 0, 1)
     return max(1, math.ceil(Fraction(str(float(density))) * n))  # as the schemes: 0.07 of 100 is 7, not 8
+
+
+def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> list[Message]:
+    """Return what an option sends for a bucket in a step in which it sends.
+
+    Args:
+        option: a word of OPTION_WORDS, with its value behind a colon where it has one: "fp32", "sparseTopK:0.01".
+        shapes: of the bucket's parameters.
+        size: number of ranks.
+
+    Raises:
+        OptionError: an unknown option, or a value that is missing, not needed or out of range.
+    """
+    word, value = parse_option(option)
+    n = sum(map(math.prod, shapes))
+    match word:
+        case "fp16":
+            return fp16(n)
+        case "bf16":
+            return bf16(n)
+        case "int8":
+            return int8(n, size)
+        case "sign":
+            return sign(n, len(shapes))
+        case "powerSGD":
+            return power_sgd(shapes, int(value))
+        case "randomK":
+            return random_k(n, value)
+        case "sparseTopK":
+            return sparse(n, value, index_format="int32")
+        case "dgc":
+            return sparse(n, value)
+        case _:  # fp32, localSGD
+            return fp32(n)
+
+
+def parse_option(option: str) -> tuple[str, float]:
+    """Return the word and the value of an option's text, see ``messages_of``; the value is 0 where there is none."""
+    word, colon, text = option.partition(":")
+    check_choice("option", "its word", word, OPTION_WORDS)
+    kind = OPTION_WORDS[word]
+    if (kind is None) == bool(colon):
+        raise OptionError(
+            f"option {option!r}: {word} takes {'no value' if kind is None else kind + ' after a colon'}"
+        )
+    if kind is None:
+        return word, 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    is_share = kind == SHARE
+    if not (0 < value <= 1 if is_share else value >= 1 and value == int(min(value, 1e9))):
+        raise OptionError(f"option {option!r}: the value of {word} must be {kind}")
+    return word, value
 
 
 # ---- all-reduced: bytes a rank hardly grow with N ------------------------------------------------------------
