@@ -74,7 +74,9 @@ def test_a_cluster_of_several_ranks_a_host():
     cluster = Cluster(inner, outer, 4)
     reduce, gather, exchange = (Message(kind, 120) for kind in ("all_reduce", "all_gather", "all_to_all"))
     for message in (reduce, gather, exchange):
-        assert cluster.collective(message, 3) == collective(inner, message, 3)
+        assert [cluster.collective(message, size) for size in (3, 4)] == [
+            collective(inner, message, size) for size in (3, 4)
+        ]
         assert Cluster(inner, outer).collective(message, 3) == collective(outer, message, 3)
     assert cluster.collective(reduce, 12) == hierarchical_all_reduce(inner, outer, 120, 4, 3)
     assert cluster.collective(gather, 12) == all_gather(outer, 120, 12)
@@ -105,7 +107,7 @@ def test_an_option_may_pay_only_from_some_ranks_on():
 
 
 def test_the_ranks_fill_whole_hosts():
-    wide = Cluster(Network(0, 0), Network(0.0, 1.0), 8)
+    wide = Cluster(Network(0.0, 1.0), Network(0.0, 1.0), 8)  # 8 ranks are one host, where sign would pay, too
     first, end = paying_range(flat(1 << 20, sign=(0,)), wide, "sign")
     assert first == 16 and end % 8 == 0 and 16 < end < 8 * MOST_HOSTS
 
