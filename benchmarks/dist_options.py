@@ -5,8 +5,8 @@
     python benchmarks/dist_options.py fp32 sparseTopK:0.01 --seeds 0 1   some, on two seeds
     python benchmarks/dist_options.py --ranks 4 --epochs 5 --out runs/options
 
-An option is a dist_option, with ":x" its spars (sparseTopK, sparseThreshold) or its threshold in elements
-(partialUpdate: the default of 2,097,152 would put this CNN of 431,080 parameters into a single chunk).
+An option is a dist_option; "partialUpdate:x" is partialUpdate with a threshold of x elements (the default of 2,097,152
+would put this CNN of 431,080 parameters into a single chunk).
 Options alternate within a seed. Step time and waiting are medians over all steps on rank 0; accuracy is of
 all 10,000 test images after the last epoch; loss is the mean over the last epoch's batches and ranks.
 """
@@ -92,7 +92,6 @@ def train(option, epochs, seed, result):
     name, _, value = option.partition(":")
     is_partial = name == "partialUpdate"
     threshold = {"threshold": int(value)} if value and is_partial else {}
-    spars = float(value) if value and not is_partial else None
     dist = opt.DistOpt(opt.SGD(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY), **threshold)
     dev = device.create_device(dist.local_rank)
     dev.SetRandSeed(seed)
@@ -111,12 +110,12 @@ def train(option, epochs, seed, result):
             x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
             x, y = tensor.from_numpy(x, dev), tensor.from_numpy(y, dev)
             start = time.perf_counter()
-            _, loss = cnn(x, y, name, spars)
+            _, loss = cnn(x, y, name if is_partial else option)
             steps.append(time.perf_counter() - start)
             waits.append(dist.wait_s)
             sent, payload = sent + dist.bytes_sent, payload + dist.bytes_payload
             loss_sum += loss.item()
-        if is_partial:
+        if not dist.keeps_equal:
             dist.synchronize(cnn)
         cnn.eval()
         share = data.partition(len(mnist.test_labels), dist.global_rank, dist.world_size)

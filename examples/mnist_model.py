@@ -59,6 +59,8 @@ class CNN(model.Model):
             self.optimizer.backward_and_sparse_update(loss, topK=True, spars=spars)
         elif dist_option == "sparseThreshold":
             self.optimizer.backward_and_sparse_update(loss, topK=False, spars=spars)
+        else:  # any other of docs/sync.md, with its options, such as sparseTopK:0.05
+            self.optimizer(loss, dist_option)
         return out, loss
 
 

@@ -52,7 +52,7 @@ def parse_arguments():
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--mode", default="lstm", help="lstm, gru, tanh or relu")
     parser.add_argument("--lr", type=float, default=0.01)
-    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--dist-option", default="fp32", help="such as fp16 or sparseTopK:0.01")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
@@ -98,7 +98,7 @@ def main():
             print(f"step {step}: loss {loss.item():.5f}", flush=True)
     dev.Sync()
     seconds = time.perf_counter() - start
-    if arguments.dist_option == "partialUpdate":
+    if not adam.keeps_equal:
         adam.synchronize(adder)  # between averages a parameter differs from rank to rank
     error = evaluate(adder, adam, dev, arguments)
     if is_first:

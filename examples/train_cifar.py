@@ -41,7 +41,7 @@ def parse_arguments():
     )
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=5e-4)
-    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--dist-option", default="fp32", help="such as fp16 or sparseTopK:0.01")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
     parser.add_argument(

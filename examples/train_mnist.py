@@ -33,7 +33,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=0.005)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=1e-5)
-    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--dist-option", default="fp32", help="such as fp16 or sparseTopK:0.01")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument("--threshold", type=int, default=2097152, help="elements per group")
     parser.add_argument(
@@ -83,7 +83,7 @@ def main():
         start = time.perf_counter()
         loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments)
         seconds = time.perf_counter() - start
-        if arguments.dist_option == "partialUpdate":
+        if not sgd.keeps_equal:
             sgd.synchronize(model)  # between averages a parameter differs from rank to rank
         tested = evaluate(model, dev, mnist, sgd, arguments)
         loss, correct, tested = sum_over_ranks([loss, correct, tested], sgd)

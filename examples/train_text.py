@@ -36,7 +36,7 @@ def parse_arguments():
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--dist-option", default="fp32")
+    parser.add_argument("--dist-option", default="fp32", help="such as fp16 or sparseTopK:0.01")
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
@@ -97,7 +97,7 @@ def main():
     dev.Sync()
     seconds = time.perf_counter() - start
 
-    if arguments.dist_option == "partialUpdate":
+    if not adam.keeps_equal:
         adam.synchronize(network)  # between its turns a parameter differs from rank to rank
     totals = np.array(
         [np.mean([loss.item() for loss in losses]), evaluate(network, test_ids, arguments, adam, dev)]

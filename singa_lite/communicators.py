@@ -41,7 +41,7 @@ from .sync.arrays import (
     given_arrays,
     one_a_rank,
 )
-from .sync.base import Bucket, BucketedSync, Exchange
+from .sync.base import Bucket, BucketedSync, Exchange, StepContext
 from .sync.collectives import RawOrTensor
 from .tensor import Tensor
 
@@ -472,7 +472,7 @@ class _AllReduceCallback(BackwardCallback):
         ] = {}  # not sent yet: by the id of the array, number and gradient
 
     def begin(self) -> None:
-        self._sums.begin(self._sums.Options())
+        self._sums.begin(StepContext(self._sums.Options(), 0, self._sums.optimizer))
         self._open = {id(grad.array): (number, grad) for number, grad in enumerate(self._grads)}
 
     def add_gradient(self, param: Tensor) -> None:

@@ -16,7 +16,16 @@ from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
 
-OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+OPTIONS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "hierarchical:int8:ef=1",
+    "partialUpdate",
+    "sparseTopK",
+    "sparseThreshold",
+]
 OPTIMIZERS = {
     "sgd": lambda: opt.SGD(lr=opt.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, weight_decay=1e-4),
     "adam": lambda: opt.Adam(lr=0.01),

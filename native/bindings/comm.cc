@@ -184,8 +184,12 @@ PYBIND11_MODULE(_comm, m) {
     }
   });
 
-  py::class_<Op, std::shared_ptr<Op>>(m, "Op").def_property_readonly(
-      "has_ended", [](const Op& op) { return op.state.load() != 0; });
+  py::class_<Op, std::shared_ptr<Op>>(m, "Op")
+      .def_property_readonly("has_ended", [](const Op& op) { return op.state.load() != 0; })
+      .def_property_readonly("has_succeeded", [](const Op& op) { return op.state.load() == 1; })
+      .def_property_readonly("times", [](const Op& op) {
+        return py::make_tuple(op.called_s, op.all_called_s, op.ended_s);  // once it has ended
+      });
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make<Engine, int>), py::arg("rendezvous_id"), py::arg("rank"), py::arg("size"),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 
 #include "common/half.h"
@@ -175,6 +176,7 @@ void combine(DType dtype, ReduceOp op, const void* const* sources, std::size_t n
     case DType::kFloat64: return combine_typed<double>(op, sources, num_sources, out, count);
     case DType::kInt32: return combine_typed<std::int32_t>(op, sources, num_sources, out, count);
     case DType::kInt64: return combine_typed<std::int64_t>(op, sources, num_sources, out, count);
+    case DType::kUInt8: throw std::logic_error("combine: uint8 is only moved");
   }
 }
 

@@ -11,7 +11,7 @@ namespace singa_lite {
 // out[i] = op over s of sources[s][i], folded from sources[0] on, so equal inputs give equal bits anywhere.
 // float16 and bfloat16 are folded in float32 and rounded once; mean divides once, after the sum; max and min hand on
 // NaN. out may be one of the sources. If `widen`, sources are float16 or bfloat16 and out is float32, rounded as they and
-// divided by `scale`.
+// divided by `scale`. Throws std::logic_error for kUInt8.
 void combine(DType dtype, ReduceOp op, const void* const* sources, std::size_t num_sources, void* out,
              std::size_t count, bool widen = false, float scale = 1);
 

@@ -57,6 +57,7 @@ void Engine::check_usable() const {
 std::shared_ptr<Op> Engine::start(Request request) {
   if (is_forked()) check_usable();
   auto op = std::make_shared<Op>();
+  op->called_s = monotonic_s();
   op->fingerprint = {0,
                      request.count,
                      std::hash<std::string>()(request.name),
@@ -214,6 +215,7 @@ void Engine::fail(const std::string& text) {
 
 void Engine::finish(Op& op, int state) {
   if (op.is_large) large_in_flight_.fetch_sub(1);
+  op.ended_s = monotonic_s();
   op.state.store(state);
   if (waiters_.load() == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -44,7 +44,7 @@ struct Request {
   int root = 0;
   const void* in = nullptr;
   void* out = nullptr;
-  std::size_t count = 0;  // elements this rank puts in; for reduce_scatter those of one rank's block
+  std::size_t count = 0;  // elements this rank puts in; those of one rank's block where has_blocks(kind)
   std::string name;
   float scale = 1;  // of a narrower wire: values are multiplied by it there
 
@@ -58,7 +58,9 @@ struct Op {
   bool is_two_shot = false, is_large = false;
   bool is_checked = false;  // the descriptors of all ranks have been compared
   std::uint64_t first_round = 0, num_rounds = 1;
-  std::size_t round_elements = 0;  // in a slot; for reduce_scatter in one of its pieces
+  std::size_t round_elements = 0;  // in a slot; in one of its pieces where has_blocks(kind)
+  // by monotonic_s(): the call here, the last rank's call, and the end; 0 until then
+  double called_s = 0, all_called_s = 0, ended_s = 0;
   std::atomic<int> state{0};       // 0 in flight, 1 ended, 2 failed
 };
 

@@ -17,7 +17,7 @@ constexpr int kIdleLooks = 100;       // in a row that found nothing in flight; 
 constexpr double kGraceS = 1.0;       // for what a peer gave before it ended
 constexpr double kLeaveS = 10.0;      // NCCL's end may wait for peers that are gone
 constexpr int kSpins = 1000;          // NCCL mostly takes less than this to put a collective on the stream
-constexpr int kDTypes[] = {6, 7, 8, 2, 4, 9};  // ncclFloat16, 32, 64, ncclInt32, 64, ncclBfloat16 for each DType
+constexpr int kDTypes[] = {6, 7, 8, 2, 4, 9, 1};  // ncclFloat16, 32, 64, ncclInt32, 64, ncclBfloat16, ncclUint8
 constexpr int kOps[] = {0, 4, 2, 3, 0};     // ncclSum, Avg, Max, Min for each ReduceOp
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -132,8 +132,26 @@ NcclLibrary::Status NcclCommunicator::call_nccl(const NcclRequest& request) {
     case Kind::kBroadcast: return library_->broadcast(in, out, count, type, root, comm_, stream);
     case Kind::kAllGather: return library_->all_gather(in, out, count, type, comm_, stream);
     case Kind::kReduceScatter: return library_->reduce_scatter(in, out, count, type, operation, comm_, stream);
+    case Kind::kAllToAll: return all_to_all(request);
   }
   return kNcclSuccess;  // there is no other kind
+}
+
+// A send to every rank and a receive from it, as one group: ncclAlltoAll came with NCCL 2.28. Called with nccl_ locked.
+NcclLibrary::Status NcclCommunicator::all_to_all(const NcclRequest& request) {
+  const std::size_t block = request.count * bytes_of(request.dtype);
+  const int type = kDTypes[std::size_t(request.dtype)];
+  const auto is_bad = [](NcclLibrary::Status status) { return status != kNcclSuccess && status != kNcclInProgress; };
+  NcclLibrary::Status status = library_->group_start();
+  if (is_bad(status)) return status;
+  for (int peer = 0; peer < size_ && !is_bad(status); ++peer) {
+    const char* from = static_cast<const char*>(request.in) + std::size_t(peer) * block;
+    char* to = static_cast<char*>(request.out) + std::size_t(peer) * block;
+    status = library_->send(from, request.count, type, peer, comm_, stream_->get());
+    if (!is_bad(status)) status = library_->receive(to, request.count, type, peer, comm_, stream_->get());
+  }
+  const NcclLibrary::Status end = library_->group_end();  // also after a failure, or the group would stay open
+  return is_bad(status) ? status : end;
 }
 
 void NcclCommunicator::wait(const NcclOp& op, CudaStream stream) {

@@ -38,7 +38,7 @@ struct NcclRequest {
   int root;
   const void* in;
   void* out;
-  std::size_t count;  // elements of `in`; of `out` for reduce_scatter
+  std::size_t count;  // elements of `in`; of one rank's block where has_blocks(kind)
   std::string_view name;
 };
 
@@ -99,6 +99,7 @@ class NcclCommunicator {
   void give(const NcclRequest& request, NcclOp& op, CudaStream stream);
   void keep(std::shared_ptr<NcclOp> op);
   NcclLibrary::Status call_nccl(const NcclRequest& request);
+  NcclLibrary::Status all_to_all(const NcclRequest& request);
   void poll_until_done(const std::function<std::string()>& label, double limit_s, const std::function<void()>& interrupt = {});
   NcclLibrary::Status state();
   void watch_all();

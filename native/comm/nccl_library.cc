@@ -25,6 +25,10 @@ NcclLibrary::NcclLibrary(const std::vector<std::string>& names) try : library(na
   get(broadcast, "ncclBroadcast");
   get(all_gather, "ncclAllGather");
   get(reduce_scatter, "ncclReduceScatter");
+  get(group_start, "ncclGroupStart");
+  get(group_end, "ncclGroupEnd");
+  get(send, "ncclSend");
+  get(receive, "ncclRecv");
 } catch (const std::runtime_error& error) {
   throw CommError(std::string("NCCL cannot be used: ") + error.what());
 }

@@ -53,6 +53,10 @@ struct NcclLibrary {
   Status (*broadcast)(const void*, void*, std::size_t, int dtype, int root, NcclHandle, void* stream);
   Status (*all_gather)(const void*, void*, std::size_t, int dtype, NcclHandle, void* stream);
   Status (*reduce_scatter)(const void*, void*, std::size_t, int dtype, int op, NcclHandle, void* stream);
+  Status (*group_start)();
+  Status (*group_end)();
+  Status (*send)(const void*, std::size_t, int dtype, int peer, NcclHandle, void* stream);
+  Status (*receive)(void*, std::size_t, int dtype, int peer, NcclHandle, void* stream);
 
  private:
   const char* (*get_error_string_)(Status);

@@ -40,7 +40,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
 void Engine::split_into_rounds(Op& op) const {
   const std::size_t element = bytes_of(op.request.wire), count = op.request.count;
   std::size_t slot_bytes = slots_.chunk_bytes();
-  if (op.request.kind == Kind::kReduceScatter) slot_bytes = slot_bytes / std::size_t(size_) / kLine * kLine;
+  if (has_blocks(op.request.kind)) slot_bytes = slot_bytes / std::size_t(size_) / kLine * kLine;
   op.round_elements = slot_bytes / element;
   op.num_rounds = std::max<std::uint64_t>(1, (count + op.round_elements - 1) / op.round_elements);
   op.is_two_shot =
@@ -143,13 +143,14 @@ void Engine::post(const Op& op, std::uint64_t round) {
   if (round == op.first_round) {
     Descriptor& descriptor = slots_.descriptor(rank_, round);
     descriptor.fingerprint = op.fingerprint;
+    descriptor.called_s = op.called_s;
     copy(descriptor.name, request.name.data(), std::min(request.name.size(), kNameBytes));
   }
   if (request.is_narrow()) {
     to_wire(request.wire, static_cast<const float*>(request.in) + at, slot, count, request.scale);
   } else if (size_ == 1 || (request.kind == Kind::kBroadcast && rank_ != request.root)) {
     return;
-  } else if (request.kind == Kind::kReduceScatter) {
+  } else if (has_blocks(request.kind)) {
     for (int r = 0; r < size_; ++r)
       if (r != rank_)
         copy(slot + std::size_t(r) * op.round_elements * element,
@@ -205,6 +206,15 @@ void Engine::consume(const Op& op, std::uint64_t round) {
         copy(out + (std::size_t(r) * request.count + at) * element,
                     r == rank_ ? in + at * element : slots_.data(r, round), count * element);
       return;
+    case Kind::kAllToAll: {
+      const std::size_t mine = std::size_t(rank_);  // the piece of every slot that is for this rank
+      for (int r = 0; r < size_; ++r)
+        copy(out + (std::size_t(r) * request.count + at) * element,
+             r == rank_ ? in + (mine * request.count + at) * element
+                        : slots_.data(r, round) + mine * op.round_elements * element,
+             count * element);
+      return;
+    }
   }
 }
 
@@ -246,7 +256,10 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
                     " calls " + describe(other.fingerprint, theirs, op.fingerprint, mine) +
                     "; all ranks must make the same calls in the same order");
   }
-  if (!only_arrived) op.is_checked = true;
+  if (only_arrived) return;
+  op.is_checked = true;
+  for (int r = 0; r < size_; ++r)
+    op.all_called_s = std::max(op.all_called_s, slots_.descriptor(r, op.first_round).called_s);
 }
 
 }  // namespace singa_lite

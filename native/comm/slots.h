@@ -23,11 +23,12 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 40 && std::has_unique_object_representations_v<Fingerprint>);
 
-constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint);
+constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint) - sizeof(double);
 
 // Stands in the slot of a collective's first round. Of a longer name the beginning is there, for errors.
 struct Descriptor {
   Fingerprint fingerprint;
+  double called_s;  // when its rank made the call, by the clock that all processes of a host share
   char name[kNameBytes];
 };
 static_assert(sizeof(Descriptor) % kLine == 0);

@@ -42,11 +42,11 @@ struct Case {
 
   // in place: the result goes where the input was, where both are of one size
   Case(Kind kind, ReduceOp op, DType dtype, std::size_t count, int rank, int ranks, int root, bool in_place)
-      : in(count * (kind == Kind::kReduceScatter ? std::size_t(ranks) : 1), 1),
-        out(count * (kind == Kind::kAllGather ? std::size_t(ranks) : 1), 1),
+      : in(count * (has_blocks(kind) ? std::size_t(ranks) : 1), 1),
+        out(count * (kind == Kind::kAllGather || kind == Kind::kAllToAll ? std::size_t(ranks) : 1), 1),
         size(std::size_t(ranks)) {
     for (std::size_t i = 0; i < in.size(); ++i) in[i] = to_element<T>(value_of(rank, i));
-    const bool is_same = in_place && in.size() == out.size();
+    const bool is_same = in_place && in.size() == out.size() && kind != Kind::kAllToAll;
     request = {kind, op, dtype, dtype, root, in.data(), is_same ? in.data() : out.data(), count, "case"};
   }
 
@@ -57,6 +57,7 @@ struct Case {
       case Kind::kReduce: return fold(request.op, int(size), i);
       case Kind::kBroadcast: return value_of(request.root, i);
       case Kind::kAllGather: return value_of(int(i / count), i % count);
+      case Kind::kAllToAll: return value_of(int(i / count), std::size_t(rank) * count + i % count);
       default: return fold(request.op, int(size), std::size_t(rank) * count + i);
     }
   }
@@ -81,10 +82,11 @@ void test_dtype(Engine& engine, DType dtype, int rank, int ranks, std::size_t co
     cases.emplace_back(kind, op, dtype, count, rank, ranks, root, cases.size() % 2 == 0);
   };
   for (ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kMax, ReduceOp::kMin})
-    if (op != ReduceOp::kMean || std::is_floating_point_v<T>)
+    if (dtype != DType::kUInt8 && (op != ReduceOp::kMean || std::is_floating_point_v<T>))
       for (Kind kind : {Kind::kAllReduce, Kind::kReduce, Kind::kReduceScatter}) add(kind, op);
   add(Kind::kBroadcast, ReduceOp::kNone);
   add(Kind::kAllGather, ReduceOp::kNone);
+  add(Kind::kAllToAll, ReduceOp::kNone);
   std::vector<std::shared_ptr<Op>> ops;
   for (const auto& one : cases) ops.push_back(engine.start(one.request));
   for (std::size_t i = 0; i < ops.size(); ++i) {
@@ -111,6 +113,7 @@ void test_all(Engine& engine, int rank, int ranks, std::size_t count) {
   test_dtype<double>(engine, DType::kFloat64, rank, ranks, count, 0);
   test_dtype<std::int32_t>(engine, DType::kInt32, rank, ranks, count, root);
   test_dtype<std::int64_t>(engine, DType::kInt64, rank, ranks, count, 0);
+  test_dtype<std::uint8_t>(engine, DType::kUInt8, rank, ranks, count, root);
   test_narrow(engine, DType::kFloat16, rank, ranks, count);
   test_narrow(engine, DType::kBFloat16, rank, ranks, count);
 }
@@ -129,8 +132,8 @@ void test_unawaited_large(Engine& engine, int rank, int ranks) {
 
 // Nothing to move: arrays without memory are good.
 void test_nothing(Engine& engine) {
-  for (Kind kind : {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter}) {
-    const bool reduces = kind != Kind::kBroadcast && kind != Kind::kAllGather;
+  for (Kind kind : {Kind::kAllReduce, Kind::kReduce, Kind::kBroadcast, Kind::kAllGather, Kind::kReduceScatter, Kind::kAllToAll}) {
+    const bool reduces = kind != Kind::kBroadcast && kind != Kind::kAllGather && kind != Kind::kAllToAll;
     Request request{kind, reduces ? ReduceOp::kSum : ReduceOp::kNone, DType::kFloat32, DType::kFloat32, 0, nullptr, nullptr, 0, "nothing"};
     finish(engine, *engine.start(request));
   }

@@ -112,6 +112,20 @@ KERNELS = {
     "threshold_select": "(values (n,)) -> (indices (count,), selected (count,)); threshold",
     "scatter_add": "(indices, values) -> flat[indices] += values in place; indices are unique",
     "scatter_fill": "(indices) -> flat[indices] = value in place; value: float",
+    # ascending indices as words, int32: Note [Elias-Fano] in cpu/indices.py; low_bits: 0 .. 31
+    "pack_indices": "(indices (k,)) -> words; low_bits",
+    "unpack_indices": "(words) -> indices (k,); low_bits",
+    # 8-bit exchange, see cpu/quantize.py; messages: uint8, (rows, bytes of row_size values), a mean's of out's size
+    "quantize_int8": "(x (n,)) -> messages, rounded at random without a bias; row_size, seed, counter",
+    "quantize_int8_nearest": "(x (n,)) -> (messages, rest: x - their values, 0 where these are NaN); row_size",
+    "dequantize_int8": "(messages) -> the values of all rows one after the other, the first out.size of them; row_size",
+    "mean_of_int8": "(messages) -> the mean of the rows' values, added in float32 in their order",
+    "random_indices": "() -> k different integers of 0 .. n - 1, the first of a permutation of them; n, seed, counter; "
+    "the same on every device",
+    # signs as bits; a segment of flat ends where the next begins
+    "pack_signs": "(x (n,)) -> uint8 (ceil(n / 8) or more,), bit i % 8 of byte i // 8 is 1 where x >= 0; others are 0",
+    "add_signs": "(bits, scales (segments,), ends (segments,)) -> flat += or, where its bit is 0, -= factor times the "
+    "scale of its segment, in place; factor: float",
     # the scale of half-precision exchange
     "max_abs": "(x) -> largest |x|, shape (1,); 0 for an empty x, NaN if x has one",
     "power_of_two_scale": "(largest (1,)) -> (1,), the largest power of two s with largest * s <= limit; 1 where "

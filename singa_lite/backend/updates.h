@@ -10,6 +10,10 @@ UPDATE0(sgd_update, p - lr * g, lr)  // gradient descent
 UPDATE1(momentum_update, v, momentum * v + gain * g, p - lr * v, lr, momentum, gain)  // with momentum
 UPDATE1(nesterov_update, v, momentum * v + g, p - lr * (g + momentum * v), lr, momentum)  // with Nesterov's momentum
 
+// by a velocity g, which has the momentum in it already; decay * p has a momentum of its own
+UPDATE1(velocity_update, w, momentum * w + decay * p, p - lr * (g + w), lr, momentum, decay)  // by a velocity
+UPDATE1(nesterov_velocity_update, w, momentum * w + decay * p, p - lr * (g + decay * p + momentum * w), lr, momentum, decay)  // by Nesterov's
+
 // beta_1 = 1 - weight_1, beta_2 = 1 - weight_2, rate = lr / (1 - beta_1^step), correction = 1 / (1 - beta_2^step)
 UPDATE2(adam_update, m, m + weight_1 * (g - m), v, v + weight_2 * (g * g - v), p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon)  // Adam
 UPDATE2(adamw_update, m, m + weight_1 * (g - m), v, v + weight_2 * (g * g - v), keep * p - rate * (m / (sqrt(v * correction) + epsilon)), rate, weight_1, weight_2, correction, epsilon, keep)  // AdamW; keep = 1 - lr * weight decay

@@ -4,8 +4,8 @@
 What lives here: argument checks, sequence numbers, byte counts. What does not: moving data (local.py,
 shm.py, mpi.py, nccl.py), finding the world (rendezvous.py), Tensors (a communicator never sees one).
 Note [bytes]: a collective reports the bytes one rank puts on a ring, whatever the transport does:
-all-reduce 2(N-1)/N*B, reduce-scatter (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce (N-1)/N*B,
-rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
+all-reduce 2(N-1)/N*B, reduce-scatter and all-to-all (N-1)/N*B, all-gather (N-1)*B, broadcast and reduce
+(N-1)/N*B, rounded up to a whole byte, where B is the payload in bytes as sent (wire dtype).
 """
 
 from __future__ import annotations
@@ -23,12 +23,25 @@ from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
 from ..graph.recorder import break_graph
 from .gpu_arrays import address_of, is_cuda_array
+from .hosts import this_host
 from .wire import WIRE_DTYPES
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)  # native/comm/types.h
+HAS_BLOCKS = ("reduce_scatter", "all_to_all")  # a rank puts in a block for each rank
+HAS_RESULT = ("all_gather", *HAS_BLOCKS)  # not in place
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))
-_TRAVELS = frozenset(DTYPES)  # sooner searched
+UINT8 = np.dtype(np.uint8)
+MOVED_DTYPES = (*DTYPES, UINT8)  # of what is moved and not combined
+_COMBINED, _MOVED = frozenset(DTYPES), frozenset(MOVED_DTYPES)  # sooner searched
 TIMEOUT_S = 300.0  # long enough for a rank that loads its data late, short enough to notice the same day
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
 MAX_DROPPED = 64  # works that nobody has waited for, until those that have ended are forgotten
@@ -67,7 +80,7 @@ class Operation(NamedTuple):
     """A collective apart from its arrays, which every rank must call alike.
 
     Attributes:
-        kind: "all_reduce", "reduce", "broadcast", "all_gather" or "reduce_scatter".
+        kind: one of KINDS.
         name: what the caller calls it, e.g. the parameters of a bucket; shown in errors.
         op: how values are combined; None where they are only moved.
         root: rank that a reduce ends on, or a broadcast begins on.
@@ -114,6 +127,23 @@ class Traffic:
         )
 
 
+class Times(NamedTuple):
+    """When a collective was called and ended, in seconds of ``time.perf_counter``.
+
+    On Linux that is CLOCK_MONOTONIC, which all processes of a host share.
+
+    Attributes:
+        posted: when this rank called it.
+        all_there: when the last rank had called it, as far as this rank can know: that rank's own time where all are on
+            this host (shm), else when this rank had got every rank's message (mpi).
+        ended: when the result was there.
+    """
+
+    posted: float
+    all_there: float
+    ended: float
+
+
 class Work:
     """A collective in flight; keeps its arrays alive until it has ended. A transport writes ``_wait`` and ``_is_done``.
 
@@ -121,17 +151,19 @@ class Work:
         name: what the caller called it, e.g. the parameters of a bucket.
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].
         bytes_payload: bytes of the array as sent.
+        has_times: whether ``times`` knows anything; False over NCCL.
     """
 
     name: str = ""
     bytes_sent: int = 0
     bytes_payload: int = 0
+    has_times: bool = True
     _owner: Communicator | None = None
     _arrays: tuple[Array | None, ...] = ()
     _result: Array | None = None
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
-        """Block until the collective has ended; return the result of all_gather and reduce_scatter, else None.
+        """Block until the collective has ended; return the result of one with a new array, else None.
 
         Raises:
             CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
@@ -152,15 +184,37 @@ class Work:
         break_graph("it reads whether a collective has ended")
         return self._is_done()
 
+    def times(self) -> Times | None:
+        """Return when it was called and ended; None over NCCL, where the host does not see it end.
+
+        Raises:
+            OptionError: it has not ended, or has failed.
+        """
+        break_graph("it reads when a collective ended")
+        times = self._times() if self._is_done() else None
+        if times is None and self.has_times:
+            raise OptionError(f"times: {self.name or 'the collective'} has not ended; wait() for it first")
+        return times
+
     def _wait(self, timeout_s: float | None) -> None:
         raise NotImplementedError
 
     def _is_done(self) -> bool:
         raise NotImplementedError
 
+    def _times(self) -> Times | None:
+        """Return the times of one that is done; None if it failed."""
+        return None
+
 
 class FinishedWork(Work):
-    """A collective that had ended when it was called."""
+    """A collective that had ended when its call returned."""
+
+    def __init__(self, times: Times | None = None) -> None:
+        self._known, self.has_times = times, times is not None
+
+    def _times(self) -> Times | None:
+        return self._known
 
     def _wait(self, timeout_s: float | None) -> None:
         return None
@@ -185,6 +239,18 @@ class WorkList(Work):
     def done(self) -> bool:
         return all(work.done() for work in self._works)
 
+    def times(self) -> Times | None:
+        """Return the first call, and the last of the others."""
+        known = [times for work in self._works if (times := work.times()) is not None]
+        if not known:
+            return None
+        return Times(
+            *(
+                choose(column)
+                for choose, column in zip((min, max, max), zip(*known, strict=True), strict=True)
+            )
+        )
+
 
 def ring_bytes(collective: str, payload: int, size: int) -> int:
     """Bytes one rank puts on a ring of ``size`` ranks for ``payload`` bytes, see Note [bytes]."""
@@ -196,6 +262,8 @@ def ring_bytes(collective: str, payload: int, size: int) -> int:
 
 class Communicator(ABC):
     """Collectives among the ranks of one world, on C-contiguous arrays of float16/32/64 or int32/64.
+
+    What is only moved may be uint8 as well; a reduction of it is a ``DTypeError``.
 
     Arrays are numpy's, unless a transport's docstring says otherwise; one of another kind is a ``DTypeError``.
 
@@ -314,12 +382,26 @@ class Communicator(ABC):
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
         check_choice("reduce_scatter", "op", op, REDUCE_OPS)
         self._check_array(array, op, writes=False)
-        if array.ndim == 0 or array.shape[0] % self.size:
-            raise ShapeError(
-                f"reduce_scatter {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
-            )
+        self._check_blocks("reduce_scatter", array, name)
         out = self._new_array((array.shape[0] // self.size, *array.shape[1:]), array)
         return self.launch(Operation("reduce_scatter", name, op), out, array)
+
+    def all_to_all(self, array: Array, *, name: str = "all_to_all") -> Work:
+        """Send each rank a block of ``array``; wait() returns a new array of its shape with a block of each rank.
+
+        Args:
+            array: shape (size*k, ...), unchanged; its k rows from j*k on go to rank j.
+            name: shown in errors; equal on all ranks.
+
+        Returns:
+            Work; its wait() returns (size*k, ...): the k rows from j*k on came from rank j.
+
+        Raises:
+            ShapeError: axis 0 does not divide by the ranks.
+        """
+        self._check_array(array, writes=False)
+        self._check_blocks("all_to_all", array, name)
+        return self.launch(Operation("all_to_all", name), self._new_array(array.shape, array), array)
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""
@@ -330,11 +412,11 @@ class Communicator(ABC):
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         lengths = self.all_gather(np.array([text.size], np.int64), name=name).wait()
         assert lengths is not None
-        padded = np.zeros(-(-int(lengths.max()) // 4) * 4, np.uint8)
+        padded = np.zeros(int(lengths.max()), np.uint8)
         padded[: text.size] = text
-        rows = self.all_gather(padded.view(np.int32), name=name).wait()
+        rows = self.all_gather(padded, name=name).wait()
         assert rows is not None
-        raw = [bytes(rows[rank].view(np.uint8)[: int(lengths[rank, 0])]) for rank in range(self.size)]
+        raw = [rows[rank, : int(lengths[rank, 0])].tobytes() for rank in range(self.size)]
         return [json.loads(item) for item in raw]
 
     def new_group(self, ranks: Sequence[int], *, name: str = "group") -> Communicator | None:
@@ -351,6 +433,26 @@ class Communicator(ABC):
                 f"new_group {name}: ranks disagree about the members; rank {self.rank} gave {members}"
             )
         return self._new_group(members, name)
+
+    def split_by_host(self, *, name: str = "hosts") -> tuple[Communicator, Communicator | None]:
+        """Make a communicator of this host's ranks and one of a leader a host; all ranks must call it.
+
+        Two processes are on one host if ``hosts.this_host()`` gives both the same text; SINGA_LITE_HOST overrides it.
+
+        Returns:
+            inner: of the ranks of this host, in rank order; its rank 0 is the leader.
+            outer: of the leaders, in rank order; None on other ranks.
+        """
+        hosts = self.all_gather_object(this_host(), name=f"split_by_host {name}")
+        inner: Communicator | None = None
+        for host in dict.fromkeys(hosts):
+            ranks = [rank for rank, other in enumerate(hosts) if other == host]
+            group = self.new_group(ranks, name=f"{name}: that of rank {ranks[0]}")
+            inner = inner if group is None else group
+        assert inner is not None
+        # ascending, as hosts come in rank order
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        return inner, self.new_group(leaders, name=f"{name}: leaders")
 
     def wait_all(self) -> None:
         """Wait for all collectives in flight: those of a step that has failed still use its arrays."""
@@ -407,7 +509,7 @@ class Communicator(ABC):
             raise CommError(f"{self!r}: this communicator is closed")
         work = self._start(operation, array, out, scale)
         work.name, work._owner, work._arrays = operation.name, self, (array, out, scale)
-        if operation.kind in ("all_gather", "reduce_scatter"):
+        if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2
         work.bytes_payload, work.bytes_sent = payload, ring_bytes(operation.kind, payload, self.world.size)
@@ -450,9 +552,15 @@ class Communicator(ABC):
             raise CommError(f"{self!r}: this communicator is closed")
         self._check_kind(array)
         dtype, flags = array.dtype, array.flags
-        if dtype not in _TRAVELS:
+        if dtype not in (_MOVED if op is None else _COMBINED):
             known = ", ".join(str(dtype) for dtype in DTYPES)
-            raise DTypeError(f"{self!r}: dtype {dtype} cannot be sent; use one of {known}")
+            if dtype == UINT8:
+                raise DTypeError(
+                    f"{self!r}: uint8 can be moved, but not combined by {op!r}; use one of {known}"
+                )
+            raise DTypeError(
+                f"{self!r}: dtype {dtype} cannot be sent; use one of {known}, or uint8 to be moved"
+            )
         if op == "mean" and dtype.kind != "f":
             raise DTypeError(f"{self!r}: the mean of {dtype} is not an integer; use op='sum'")
         if not flags.c_contiguous:
@@ -485,6 +593,12 @@ class Communicator(ABC):
             )
         if not isinstance(array, np.ndarray):
             raise DTypeError(f"{self!r}: expected a numpy array, got {type(array).__name__}")
+
+    def _check_blocks(self, where: str, array: Array, name: str) -> None:
+        if array.ndim == 0 or array.shape[0] % self.size:
+            raise ShapeError(
+                f"{where} {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
+            )
 
     def _check_root(self, where: str, root: int) -> None:
         if not 0 <= root < self.size:

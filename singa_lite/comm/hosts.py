@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a host file, and choose the host of each process of a job.
+"""Read a host file, choose the host of each process of a job, and tell this host from others.
 
 What does not live here: starting anything there (launch_hosts.py).
 """
@@ -7,10 +7,12 @@ What does not live here: starting anything there (launch_hosts.py).
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import env
 from ..errors import OptionError
 
 # a name that begins with "-" would be an option of the remote shell
@@ -72,3 +74,12 @@ def place(hosts: Sequence[Host], num_workers: int, num_servers: int) -> list[str
     workers = [slots[rank % len(slots)] for rank in range(num_workers)]
     servers = [(workers[-1] + 1 + number) % len(hosts) for number in range(num_servers)]
     return [hosts[index].name for index in workers + servers]
+
+
+def this_host() -> str:
+    """Return a text that is equal for the processes of this host alone: SINGA_LITE_HOST, else the kernel's boot id."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        boot_id = socket.gethostname()
+    return env("SINGA_LITE_HOST", boot_id) or boot_id

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CommError
-from .base import TIMEOUT_S, Array, Communicator, FinishedWork, Operation, ReduceOp, Work, World
+from .base import TIMEOUT_S, Array, Communicator, FinishedWork, Operation, ReduceOp, Times, Work, World
 from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
 from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
 from .wire import WIRE_DTYPES, narrow, widen
@@ -168,6 +168,25 @@ class MpiCommunicator(Communicator):
 
         return small, large
 
+    def _all_to_all(self, operation: Operation, flat: Array, out: Array, *_: Any) -> Transfers:
+        block = flat.size // self.size
+        share = slice(self.rank * block, (self.rank + 1) * block)
+
+        def small(rows: list[Array]) -> None:
+            out[...] = np.concatenate([row[share] for row in rows])
+
+        def large() -> None:
+            sends, receives = flat.reshape(self.size, block), out.reshape(self.size, block)
+            step = COPY_BYTES // (self.size * flat.itemsize)
+            for start in range(0, block, step):
+                # copies only where it takes several pieces
+                part = np.ascontiguousarray(sends[:, start : start + step])
+                received = out if block <= step else np.empty(part.size, part.dtype)
+                self._comm.Alltoall(_bytes(part.reshape(-1)), _bytes(received))
+                receives[:, start : start + step] = received.reshape(part.shape)
+
+        return small, large
+
     def _new_group(self, ranks: list[int], name: str) -> MpiCommunicator | None:
         if self.rank not in ranks:
             return None
@@ -215,19 +234,21 @@ class MpiCommunicator(Communicator):
             raise CommError(f"rank {self.rank}: {call.label}: {self.error}")
         self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
+        posted = time.perf_counter()
 
-        def run(timeout_s: float) -> None:
+        def run(timeout_s: float) -> Times:
             with np.errstate(all="ignore"):  # infinities and NaN are sent as they are
                 sends = narrow(flat, wire, scale) if is_small else flat[:0]
                 rows = self._exchange(call, sends.tobytes(), timeout_s)
+                all_there = time.perf_counter()
                 if is_small:
                     small([np.frombuffer(row, wire) for row in rows])
                 else:
                     large()
+            return Times(posted, all_there, time.perf_counter())
 
         if is_small and self._newest._is_done():
-            self._guarded(lambda: run(self.timeout_s))
-            return FinishedWork()
+            return FinishedWork(self._guarded(lambda: run(self.timeout_s)))
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
             self._worker.start()
@@ -242,12 +263,12 @@ class MpiCommunicator(Communicator):
             transfer.run()
             del transfer  # or its arrays would live until the next collective
 
-    def _guarded(self, run: Callable[[], None]) -> None:
+    def _guarded(self, run: Callable[[], Times]) -> Times:
         """Run, and remember the first failure of this communicator."""
         try:
             if self.error is not None:
                 raise self.error
-            run()
+            return run()
         except CommError as error:
             self.error = self.error or error
             raise
@@ -341,9 +362,10 @@ class MpiCommunicator(Communicator):
 class _Transfer(Work):
     """A collective in the worker's queue."""
 
-    def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], None]) -> None:
+    def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], Times]) -> None:
         self._communicator, self._call = communicator, call
-        self._task: Callable[[], None] | None = task
+        self._task: Callable[[], Times] | None = task
+        self._known: Times | None = None
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -351,7 +373,7 @@ class _Transfer(Work):
         """Carry the transfer out; called by the worker."""
         assert self._task is not None
         try:
-            self._task()
+            self._known = self._task()
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
         self._task = None  # releases the arrays
@@ -366,6 +388,9 @@ class _Transfer(Work):
 
     def _is_done(self) -> bool:
         return self._ended.is_set()
+
+    def _times(self) -> Times | None:
+        return self._known
 
 
 def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:

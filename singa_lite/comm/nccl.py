@@ -29,21 +29,23 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
-from .base import DTYPES, Array, Communicator, Graph, Operation, ReduceOp, Work
+from .base import DTYPES, HAS_BLOCKS, KINDS, UINT8, Array, Communicator, Graph, Operation, ReduceOp, Work
 from .gpu_arrays import CupyArrays, is_cuda_array
 from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
-_KINDS = {"all_reduce": 0, "reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
+_KINDS = {kind: code for code, kind in enumerate(KINDS)}
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
-_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16))}
+_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16, UINT8))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
 class NcclWork(Work):
-    """A collective of an NcclCommunicator in flight."""
+    """A collective of an NcclCommunicator in flight. The host never waits for it, so its ``times`` are None."""
+
+    has_times = False
 
     def __init__(self, communicator: NcclCommunicator, op: Any, array: Array, out: Array) -> None:
         self._communicator = communicator
@@ -185,7 +187,7 @@ class NcclCommunicator(Communicator):
         self, kind: str, op: ReduceOp | None, root: int, array: Array, out: Array, name: str
     ) -> NcclWork:
         """Give a collective to NCCL."""
-        count = array.size if kind != "reduce_scatter" else out.size
+        count = array.size // self.size if kind in HAS_BLOCKS else array.size
         source, stream = self._address(array), self._stream(array)
         target = source if out is array else self._address(out)
         native = self._native.start(

@@ -14,14 +14,27 @@ from typing import Any
 
 from .. import _native
 from ..errors import CommError
-from .base import DTYPES, TIMEOUT_S, Array, Communicator, Operation, Work, World
+from .base import (
+    DTYPES,
+    HAS_BLOCKS,
+    KINDS,
+    TIMEOUT_S,
+    UINT8,
+    Array,
+    Communicator,
+    Operation,
+    Times,
+    Work,
+    World,
+)
 from .lost_ranks import forget_members, has_living_parent, lost_rank
+from .wire import BFLOAT16, WIRE_DTYPES
 
 # The numbers of native/comm/types.h.
-_KINDS = {"all_reduce": 0, "reduce": 1, "broadcast": 2, "all_gather": 3, "reduce_scatter": 4}
+_KINDS = {kind: code for code, kind in enumerate(KINDS)}
 _OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
-_DTYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
-_WIRES = {"float16": 0, "bfloat16": 5}
+_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16, UINT8))}
+_WIRES = {word: _DTYPES[dtype] for word, dtype in WIRE_DTYPES.items()}
 
 
 def load_native() -> Any:
@@ -45,6 +58,9 @@ class ShmWork(Work):
 
     def _is_done(self) -> bool:
         return bool(self._engine.is_done(self._op))
+
+    def _times(self) -> Times | None:
+        return Times(*self._op.times) if self._op.has_succeeded else None
 
 
 class ShmCommunicator(Communicator):
@@ -99,7 +115,7 @@ class ShmCommunicator(Communicator):
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> ShmWork:
         kind, name, op, root, wire_dtype = operation
-        count = array.size if kind != "reduce_scatter" else out.size
+        count = array.size // self.size if kind in HAS_BLOCKS else array.size
         dtype = _DTYPES[array.dtype]
         wire = dtype if wire_dtype is None else _WIRES[wire_dtype]
         factor = 1.0 if scale is None else float(scale[0])

@@ -19,6 +19,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from ..config import this_thread
@@ -261,6 +262,21 @@ def guard(key: Hashable, function: Guard) -> None:
     if recorder is not None and key not in recorder.guards:
         with unrecorded():
             recorder.guards[key] = function, function()
+
+
+def guard_ahead(key: Hashable, ahead: int, function: Callable[[int], Hashable]) -> None:
+    """Do what ``guard`` does for a part of the step being recorded that comes after ``ahead`` others of its kind.
+
+    Args:
+        key: what it is about.
+        ahead: as ``steps_since_start`` gives it.
+        function: gives the value of the part that comes after so many others: ``function(0)`` is asked now, and
+            ``function(ahead)`` before a replay.
+    """
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is not None and (key, ahead) not in recorder.guards:
+        with unrecorded():
+            recorder.guards[key, ahead] = partial(function, ahead), function(0)
 
 
 def steps_since_start(key: Hashable, steps: int) -> int:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,15 @@ from .arguments import description_of, make
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
-NO_MOMENTUM = "{}: has no momentum that a dist_option could take over; use SGD"
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters")
+
+
+class MomentumRule(NamedTuple):
+    """How an optimizer sums gradients up: v = momentum * v + g, and the step is v, or by Nesterov g + momentum * v."""
+
+    momentum: float
+    is_nesterov: bool
 
 
 class Optimizer:
@@ -154,17 +160,24 @@ class Optimizer:
         else:
             Optimizer.update_all(self, pairs)
 
-    def update_without_momentum(self, pairs: Pairs) -> None:
-        """Update by gradients that have the momentum in them already.
+    def momentum_rule(self, step: int) -> MomentumRule:
+        """Return the momentum at ``step``, for a dist_option that applies it before gradients are sent.
 
         Raises:
-            OptionError: this optimizer has no momentum that a scheme could take over.
+            OptionError: this optimizer has none that could be applied there; the reason.
         """
-        raise OptionError(NO_MOMENTUM.format(type(self).__name__))
+        raise OptionError(
+            f"{type(self).__name__}: has no momentum that a dist_option could take over; use SGD"
+        )
 
-    def momentum_of_step(self) -> float:
-        """Return the momentum of this step; OptionError as ``update_without_momentum``."""
-        raise OptionError(NO_MOMENTUM.format(type(self).__name__))
+    def update_velocity(self, pairs: Pairs) -> None:
+        """Update by velocities, gradients that have the momentum of ``momentum_rule`` in them already.
+
+        Raises:
+            OptionError: as ``momentum_rule``.
+        """
+        self.momentum_rule(self._step_counter)
+        raise OptionError(f"{type(self).__name__}: writes momentum_rule, but not update_velocity")
 
     def run_update(self, kernel: str, pairs: Pairs, **attributes: Any) -> None:
         """Check all ``pairs``, then run an update kernel once for all tensors of a device and dtype.
@@ -194,9 +207,14 @@ class Optimizer:
         """Return the schedule called ``name`` at this step, for a kernel; every replay reads it again."""
         return scalar(lambda: self.value_of(name))
 
-    def value_of(self, name: str) -> float:
-        """Return the schedule called ``name`` at this step; a subclass may have set it to a number."""
-        return float(as_schedule(name, getattr(self, name), -math.inf)(self._step_counter))
+    def value_of(self, name: str, step: int | None = None) -> float:
+        """Return the schedule called ``name`` at ``step``, None is this one; a subclass may have set it to a number."""
+        schedule = as_schedule(name, getattr(self, name), -math.inf)
+        return float(schedule(self._step_counter if step is None else step))
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate at ``step``."""
+        return self.value_of("lr", step)
 
     @property
     def lr_value(self) -> float:

@@ -8,6 +8,7 @@ are sent is written in sync/, what sends them in comm/.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, Protocol
@@ -19,19 +20,21 @@ from ..autograd.engine import check_recorded
 from ..comm.base import Communicator, Traffic
 from ..comm.rendezvous import process_communicator
 from ..errors import CheckpointError, OptionError, check_int, check_number
-from ..graph.recorder import bookkeep, guard, host, steps_since_start, unrecorded
-from ..sync import find_scheme, find_schemes
-from ..sync.agree import are_equal, compare_models, compare_progress
-from ..sync.base import Scheme, option_names
+from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
+from ..sync import find_schemes
+from ..sync.agree import are_equal, compare, compare_models, compare_progress
+from ..sync.base import Scheme, StepContext, option_names
 from ..sync.collectives import ArrayCollectives
+from ..sync.text import read_dist_option, text_of
 from ..tensor import Tensor, to_numpy
-from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
-from .options import Option, check_options, options_at, with_defaults
-from .schedule import DecayScheduler
+from .base import MomentumRule, Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .options import Option, check_options, join_options, options_at, with_defaults
+from .schedule import DecayScheduler, described
 from .sgd import SGD
 from .singa import SingaCalls
 
 THRESHOLD = 2097152  # elements; SINGA's default
+SPARS = 0.05  # share or magnitude; SINGA's default
 BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
 
 
@@ -59,11 +62,13 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         local_rank: with ``nccl_id``: this process's number, 0 <= local_rank < world_size.
         world_size: with ``nccl_id``: number of processes, all on this host.
         buffSize: elements a bucket holds (SINGA's name); sets ``bucket_bytes`` when that is None.
-        dist_option: how gradients are sent where a call does not say; a word that docs/sync.md lists.
+        dist_option: how gradients are sent where a call does not say: a name that docs/sync.md lists, and options of
+            it as ``name[:value][:key=value...]``, such as "sparseTopK:0.01:corr=0"; the value is the first option's.
         threshold: elements; how the sparse schemes and partialUpdate form groups: a parameter above it alone,
             smaller ones joined until they exceed it.
-        spars: what the option ``spars`` is where a call does not say: a number, or a DecayScheduler of the step. The
-            attribute of this name can be set between steps; recorded steps see it.
+        spars: what the option ``spars`` is where neither a call nor the text of ``dist_option`` says: a number, or a
+            DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps; recorded
+            steps see it.
         bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
@@ -71,7 +76,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         communicator: use this one instead of the process's own.
         check_every: compare the same hash after every so many steps, in calls and in ``step()``, which every rank must
             then call; None compares after states were loaded only.
-        options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step.
+        options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
+            that its text gives as well.
 
     Attributes:
         opt, dist_option: as given; may be set between steps on every rank, which recorded steps see.
@@ -93,7 +99,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         *,
         dist_option: str = "fp32",
         threshold: int = THRESHOLD,
-        spars: float | DecayScheduler = 0.05,
+        spars: float | DecayScheduler | None = None,
         bucket_bytes: int | None = None,
         timeout_s: float | None = None,
         communicator: Communicator | None = None,
@@ -103,7 +109,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
-        if not isinstance(spars, DecayScheduler):
+        if spars is not None and not isinstance(spars, DecayScheduler):
             check_number("DistOpt", "spars", spars, 0)
         if timeout_s is not None:
             check_number("DistOpt", "timeout_s", timeout_s, 1e-3, TIMEOUT_MAX)
@@ -116,10 +122,11 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
                 "DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()"
             )
         self.opt = opt if opt is not None else SGD()
-        self.spars = spars
+        self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
-        scheme = find_scheme(dist_option)
-        self._resolve(scheme, self._given(scheme, None, {}))
+        scheme, of_text = read_dist_option(dist_option)
+        join_options("DistOpt", of_text, options, {} if spars is None else {"spars": spars})
+        self._step(scheme, self._given(None, None, {}))
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         super().__init__(world)
@@ -133,6 +140,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self._names: dict[Tensor, str] = {}
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
         self._schemes: dict[str, Scheme] = {}
+        self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
 
     # ---- one step ----------------------------------------------------------------------------------
@@ -150,8 +158,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
 
         Args:
             loss: recorded, one element.
-            dist_option: "fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold", an alias, or
-                another scheme of sync/; None is the constructor's.
+            dist_option: as the constructor's, which None is.
             spars: sparseTopK: share of elements, (0, 1]; sparseThreshold: least magnitude, >= 0; others ignore it.
                 A DecayScheduler is evaluated at every step, a recorded one included. None is the attribute ``spars``.
             threshold: elements; None is the constructor's. Must not change once a scheme has run.
@@ -159,11 +166,14 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
                 constructor's if ``dist_option`` is, else the scheme's defaults.
 
         Raises:
-            OptionError: unknown or out of range. CommError: a peer is gone, late or disagrees.
+            OptionError: unknown, out of range or given twice. CommError: a peer is gone, late or disagrees, at a
+                scheme's first step about its options too.
         """
         check_recorded(loss)
+        given = self._given(dist_option, spars, options)
         scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
-        self._begin(scheme, self._given(type(scheme), spars, options))
+        self._check_velocity(scheme)
+        self._begin(scheme, given)
         gradients = autograd.backward(loss)
         for param, grad in gradients:
             if param not in self._names:
@@ -174,8 +184,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
                 break
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
-        update = self.opt.update_without_momentum if scheme.takes_momentum else self.opt.update_pairs
-        update(pairs)
+        takes_momentum = scheme.takes_momentum(scheme.options)
+        (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
         scheme.end([param for param, _ in pairs])
         bookkeep(self._end_measuring)
         self._called = scheme
@@ -184,40 +194,67 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         self._compare_if_loaded(scheme)
+        self._compare_options(scheme, given)
         self._guard_attributes()
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard(
-            (self, offset),
-            lambda: with_defaults(self._resolve(type(scheme), given, offset), scheme.read_again),
-        )
+        guard_ahead(self, offset, partial(self._structure, scheme, given))
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
         bookkeep(self._begin_measuring)
-        read = partial(self._resolve, type(scheme), given)
+        read = partial(self._step, type(scheme), given)
         with unrecorded():
-            options = read()
-        scheme.begin(options, read)
+            step = read()
+        scheme.begin(step, read)
+
+    def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
+        """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
+        step = self._step(type(scheme), given, offset)
+        options = with_defaults(step.options, scheme.read_again)
+        return scheme, options, scheme.step_key(step)
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
         guard((self, "opt and dist_option"), lambda: (id(self.opt), self.dist_option))
 
     def _given(
-        self, scheme: type[Scheme], spars: float | DecayScheduler | None, options: dict[str, Option]
+        self, dist_option: str | None, spars: float | DecayScheduler | None, options: dict[str, Option]
     ) -> dict[str, Option]:
-        """Return a scheme's options by name, schedules as they are; ``spars`` is left out where it is the attribute."""
-        of_constructor = self._options if scheme is find_scheme(self.dist_option) else {}
-        given = {**of_constructor, **options}
+        """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
+        default, of_default = read_dist_option(self.dist_option)
+        scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
+        of_call = dict(options)
+        if spars is not None and "spars" in option_names(scheme):
+            of_call = join_options("DistOpt", of_call, {"spars": spars})
+        of_constructor = {**self._options, **of_default} if scheme is default else {}
+        given = {**of_constructor, **join_options("DistOpt", of_text, of_call)}
         check_options(scheme, given)
-        return given if spars is None or "spars" not in option_names(scheme) else {**given, "spars": spars}
+        return given
 
-    def _resolve(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> Any:
-        """Return ``scheme.Options`` of the step that is ``offset`` steps ahead."""
-        values = {"spars": self.spars, **given} if "spars" in option_names(scheme) else given
-        return options_at(scheme, values, self.opt._step_counter + offset)
+    def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
+        """Return the step that is ``offset`` steps ahead; OptionError if ``opt`` does not fit."""
+        step = self.opt._step_counter + offset
+        options = options_at(scheme, self._values(scheme, given), step)
+        if scheme.takes_momentum(options):
+            self.opt.momentum_rule(step)
+        return StepContext(options, step, self)
+
+    def _check_velocity(self, scheme: Scheme | None) -> None:
+        """Raise OptionError if a scheme that is not ``scheme`` keeps velocities."""
+        known, others = find_schemes(), [other for other in self._schemes.values() if other is not scheme]
+        kept = {other.names[0] for other in others if other.keeps_velocity and not other.state.is_empty}
+        kept |= {name for name in self._loaded if known[name].keeps_velocity}
+        if kept:
+            raise OptionError(
+                f"DistOpt: {', '.join(kept)} keeps velocities that have not been sent, which a step without it would "
+                "lose; go on with it, or make another DistOpt"
+            )
+
+    def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
+        """Return ``given`` with the attribute ``spars`` where it holds."""
+        return {"spars": self.spars, **given} if "spars" in option_names(scheme) else given
 
     def _scheme(self, dist_option: str, threshold: int | None) -> Scheme:
-        kind = find_scheme(dist_option)
+        kind = read_dist_option(dist_option).scheme
         name = kind.names[0]
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
@@ -262,6 +299,19 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
                 )
                 self.broadcast(params)
 
+    def _compare_options(self, scheme: Scheme, given: dict[str, Option]) -> None:
+        """Compare, at the first step of ``scheme``, its options with the other ranks'."""
+        if scheme in self._compared:
+            return
+        with unrecorded():
+            name, step = scheme.names[0], self.opt._step_counter
+            mine = {"dist_option": name + text_of(self._step(type(scheme), given).options)}
+            for key, value in self._values(type(scheme), given).items():
+                if isinstance(value, DecayScheduler):
+                    mine[f"the schedule of {key}"] = described(value, step)
+            compare(self.communicator, "their dist_option", mine, "pass the same dist_option on every rank")
+        self._compared.add(scheme)
+
     def _compare_states(self, scheme: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
 
@@ -269,14 +319,19 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
         self._must_compare = False
-        used = {self.dist_option, *self._schemes, *self._loaded}
-        keeps_equal = scheme.keeps_equal if scheme else all(find_schemes()[name].keeps_equal for name in used)
         values = None
-        if keeps_equal:
+        if scheme.keeps_equal if scheme else self.keeps_equal:
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
         compare_progress(self.communicator, self.opt._step_counter, self.opt.settings(), values)
+
+    @property
+    def keeps_equal(self) -> bool:
+        """Whether all ranks hold equal parameters after each step; if not, ``synchronize`` before evaluation."""
+        known = find_schemes()
+        used = [known[name] for name in {*self._schemes, *self._loaded}]
+        return all(kind.keeps_equal for kind in [read_dist_option(self.dist_option).scheme, *used])
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
         if self._must_compare:
@@ -321,8 +376,15 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         return self.opt.slots(param)
 
-    def momentum_of_step(self) -> float:
-        return self.opt.momentum_of_step()
+    def lr_at(self, step: int) -> float:
+        return self.opt.lr_at(step)
+
+    def momentum_rule(self, step: int) -> MomentumRule:
+        return self.opt.momentum_rule(step)
+
+    def update_velocity(self, pairs: Pairs) -> None:
+        self._guard_attributes()
+        self.opt.update_velocity(pairs)
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
@@ -347,6 +409,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
         pairs = list(pairs)
+        self._check_velocity(None)
         self._guard_attributes()
         self._updated.update(dict.fromkeys(param for param, _ in pairs))
         self.opt.update_pairs(pairs)
@@ -355,6 +418,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
         [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
         check_pair("DistOpt", param, grad)
+        self._check_velocity(None)
         self._guard_attributes()
         self._updated[param] = None
         grad /= self.world_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of a scheme as callers give them: plain values, or schedules of the step."""
+"""The options of a scheme as callers give them by name: plain values, or schedules of the step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ from ..errors import OptionError, check_number
 from .schedule import DecayScheduler
 
 Option = Any  # a number, a bool, or a DecayScheduler of numbers
+
+
+def join_options(where: str, *several: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the options of ``several`` as one dict; OptionError if two of them give the same one."""
+    joined: dict[str, Option] = {}
+    for options in several:
+        twice = sorted(set(joined) & set(options))
+        if twice:
+            raise OptionError(
+                f"{where}: {', '.join(twice)} is given twice, in the text of dist_option and by name; leave one out"
+            )
+        joined |= options
+    return joined
 
 
 def check_options(scheme: Any, given: Mapping[str, Option]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..errors import OptionError
 from ..graph.recorder import guard, scalar
 from ..tensor.checks import as_dtype
-from .base import Optimizer, Pairs
+from .base import MomentumRule, Optimizer, Pairs
 from .schedule import DecayScheduler, ScheduleAttribute
 
 
@@ -65,7 +65,9 @@ class SGD(Optimizer):
     def update_all(self, pairs: Pairs) -> None:
         guard((self, "nesterov"), lambda: self.nesterov)
         if not self.slot_names:
-            self.update_without_momentum(pairs)
+            self.run_update(
+                "sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay")
+            )
             return
         lr, decay, momentum = map(self.number, ("lr", "weight_decay", "momentum"))
         if self.nesterov:
@@ -74,8 +76,25 @@ class SGD(Optimizer):
             gain = scalar(lambda: 1 - self.value_of("dampening"))
             self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
 
-    def update_without_momentum(self, pairs: Pairs) -> None:
-        self.run_update("sgd_update", pairs, lr=self.number("lr"), weight_decay=self.number("weight_decay"))
+    def momentum_rule(self, step: int) -> MomentumRule:
+        dampening = self.value_of("dampening", step)
+        if dampening != 0:
+            raise OptionError(
+                f"SGD: dampening = {dampening} leaves a share of each gradient out, which a dist_option that takes the "
+                "momentum over cannot do; set it to 0"
+            )
+        return MomentumRule(self.value_of("momentum", step), self.nesterov)
 
-    def momentum_of_step(self) -> float:
-        return self.momentum(self._step_counter)
+    def update_velocity(self, pairs: Pairs) -> None:
+        """Do p -= lr * (g + w) with w = momentum * w + weight_decay * p, for velocities g; w is the slot "momentum".
+
+        With nesterov p -= lr * (g + weight_decay * p + momentum * w). So weight decay has its momentum, and what the
+        slot held before goes on.
+        """
+        guard((self, "nesterov"), lambda: self.nesterov)
+        lr, decay = self.number("lr"), self.number("weight_decay")
+        if not self.slot_names:
+            self.run_update("sgd_update", pairs, lr=lr, weight_decay=decay)
+            return
+        kernel = "nesterov_velocity_update" if self.nesterov else "velocity_update"
+        self.run_update(kernel, pairs, lr=lr, momentum=self.number("momentum"), decay=decay)

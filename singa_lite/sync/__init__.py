@@ -10,15 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from ..errors import check_choice
 from .base import Scheme
-
-
-def find_scheme(dist_option: str) -> type[Scheme]:
-    """Return the scheme that a word chooses; OptionError if there is none."""
-    known = find_schemes()
-    check_choice("DistOpt", "dist_option", dist_option, known)
-    return known[dist_option]
 
 
 @cache

@@ -6,7 +6,8 @@ contract, but no transport. One scheme is one file in this folder; its class nam
 choose it, and the folder is searched for it (see sync/__init__.py).
 
 Note [once]: in a recorded step a scheme's Python runs once, while its kernels and collectives are recorded. Numbers
-that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key``;
+that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key`` or
+``step_key``;
 what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``. Memory that stays
 from step to step is ParamState's (state.py), or is made within ``unrecorded``.
 """
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ..comm.base import Communicator, Work
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DTypeError
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
 from .grouping import Grouping, layout
@@ -31,14 +32,23 @@ from .state import ParamState, Slot
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
 
-class OptimizerView(Protocol):
-    """What a scheme sees of DistOpt and of the optimizer that it wraps.
+class MomentumRule(Protocol):
+    """How the optimizer sums gradients up.
 
     Attributes:
-        step_counter: steps made so far.
+        momentum: >= 0.
+        is_nesterov: whether the step looks ahead by Nesterov's rule.
     """
 
-    step_counter: int
+    @property
+    def momentum(self) -> float: ...
+
+    @property
+    def is_nesterov(self) -> bool: ...
+
+
+class OptimizerView(Protocol):
+    """What a scheme sees of DistOpt and of the optimizer that it wraps; ``step`` is the number of steps before one."""
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param``, equal on all ranks and different from all other parameters'."""
@@ -46,8 +56,38 @@ class OptimizerView(Protocol):
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         """Return what the optimizer keeps for ``param``, by name, e.g. "momentum"."""
 
-    def momentum_of_step(self) -> float:
-        """Return the momentum of this step; OptionError for an optimizer without one."""
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of a step."""
+
+    def momentum_rule(self, step: int) -> MomentumRule:
+        """Return the momentum of a step; OptionError, with the reason, if a scheme cannot take it over."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a scheme knows of a step; what changes from step to step is for ``scalar`` and ``step_key``, Note [once].
+
+    Attributes:
+        options: an object of the scheme's ``Options``.
+        step: how many steps the optimizer made before it.
+        optimizer: see ``OptimizerView``.
+    """
+
+    options: Any  # each scheme has a class of its own
+    step: int
+    optimizer: OptimizerView
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        with unrecorded():
+            return self.optimizer.lr_at(self.step)
+
+    @property
+    def rule(self) -> MomentumRule:
+        """The optimizer's momentum, for a scheme that ``takes_momentum``."""
+        with unrecorded():
+            return self.optimizer.momentum_rule(self.step)
 
 
 class Scheme:
@@ -63,8 +103,9 @@ class Scheme:
             schedule, which is read at every step. ``__post_init__`` raises OptionError for values out of range.
         read_again: names of options that reach kernels through ``scalar`` alone, so that a recorded step need not be
             recorded again when they change.
+        wraps_another: whether its first option is the text of another dist_option: all that follows its own name.
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
-        takes_momentum: whether the scheme applies the optimizer's momentum itself, before it sends.
+        keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
         state: these arrays.
         options: the options of the step that runs.
@@ -78,8 +119,9 @@ class Scheme:
 
     names: ClassVar[tuple[str, ...]] = ()
     read_again: ClassVar[tuple[str, ...]] = ()
+    wraps_another: ClassVar[bool] = False
     keeps_equal: ClassVar[bool] = True
-    takes_momentum: ClassVar[bool] = False
+    keeps_velocity: ClassVar[bool] = False
     slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})
 
     @dataclass(frozen=True)
@@ -95,7 +137,7 @@ class Scheme:
         self.optimizer = optimizer
         self.state = ParamState(self.slots)
         self.options: Any = self.Options()  # Any: each scheme has a class of its own
-        self._read: Callable[[], Any] = lambda: self.options
+        self._read: Callable[[], StepContext] = lambda: StepContext(self.options, 0, optimizer)
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
     # ---- what a scheme may write -----------------------------------------------------------------------
@@ -103,28 +145,47 @@ class Scheme:
     def after_update(self, params: list[Tensor]) -> None:
         """Called when the optimizer has changed ``params``; schemes that average parameters do it here."""
 
+    @classmethod
+    def takes_momentum(cls, options: Any) -> bool:
+        """Return whether the scheme applies the optimizer's momentum itself, before it sends; by default, it does not.
+
+        What ``finish`` gives is then applied by ``update_velocity``.
+        """
+        return False
+
     def graph_key(self) -> Hashable:
-        """Equal before steps that run the same kernels on the same arrays, ``state`` and options apart."""
+        """Equal before steps that run the same kernels on the same arrays, as far as what the scheme keeps decides it.
+
+        ``state`` and options need not be in it.
+        """
         return None
 
-    def counters(self) -> dict[str, int]:
+    def step_key(self, step: StepContext) -> Hashable:
+        """Equal for steps that run the same kernels, as far as what is known of a step decides it; options need not."""
+        return None
+
+    def counters(self) -> dict[str, float]:
         """Return the numbers that the scheme keeps from step to step, by name, for checkpoints."""
         return {}
 
-    def set_counters(self, counters: dict[str, int]) -> None:
+    def set_counters(self, counters: dict[str, Any]) -> None:
         """Continue from ``counters``. CheckpointError: they are another scheme's."""
         if counters:
             raise CheckpointError(f"{type(self).__name__} keeps no counters, but got {sorted(counters)[:3]}")
 
     # ---- for schemes -----------------------------------------------------------------------------------
 
-    def scalar(self, option: str) -> Any:  # Any: a number, or a graph.nodes.Scalar
-        """Return an option for a kernel's attribute, read again at every replay; ``read_again`` must name it."""
-        return scalar(lambda: getattr(self._read(), option))
+    def scalar(self, read: Callable[[StepContext], float]) -> Any:  # Any: a number, or a graph.nodes.Scalar
+        """Return a number of the step for a kernel's attribute, read again at every replay.
 
-    def now(self) -> Any:  # Any: as ``options``
-        """Return the options of this step, for what runs at every replay of a recorded one."""
-        return self._read()
+        An option that it depends on must be named by ``read_again``.
+        """
+        return scalar(lambda: read(self._read()))
+
+    def now(self) -> StepContext:
+        """Return the step that runs, for what runs at every replay of a recorded one."""
+        with unrecorded():
+            return self._read()
 
     def names_of(self, params: list[Tensor]) -> str:
         """Return the names of ``params``, to name a collective by: ranks that send other ones get a CommError."""
@@ -140,14 +201,14 @@ class Scheme:
 
     # ---- one step --------------------------------------------------------------------------------------
 
-    def begin(self, options: Any, read: Callable[[], Any] | None = None) -> None:
+    def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
         """Start a step.
 
         Args:
-            options: an object of ``Options``.
-            read: gives the options of this step; called again at every replay of a recorded step. None is ``options``.
+            step: what is known of it.
+            read: gives the same, and is called again at every replay of a recorded step. None gives ``step``.
         """
-        self.options, self._read = options, read or (lambda: options)
+        self.options, self._read = step.options, read or (lambda: step)
         self._pairs = []
         self.state.begin()
         self.communicator.wait_all()
@@ -181,7 +242,7 @@ class Scheme:
         """
         counters = {key.removeprefix("counter/"): states[key] for key in states if key.startswith("counter/")}
         arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
-        self.set_counters({name: int(value) for name, value in counters.items()})
+        self.set_counters({name: value.item() for name, value in counters.items()})
         self.state.load_state_dict(arrays, names)
 
 
@@ -313,8 +374,8 @@ class BucketedSync(Scheme, ABC):
         All ranks must yield alike.
         """
 
-    def begin(self, options: Any, read: Callable[[], Any] | None = None) -> None:
-        super().begin(options, read)
+    def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
+        super().begin(step, read)
         self._groupings.clear()
         self._in_flight.clear()
         for backend in {bucket.backend for bucket in self._buckets.values()}:
@@ -368,6 +429,14 @@ def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):
         call.function(*given)
+
+
+def refuse_half(where: str, bucket: Bucket) -> None:
+    """Raise DTypeError for gradients in which a residual cannot be summed up."""
+    if bucket.dtype not in ("float32", "float64"):
+        raise DTypeError(
+            f"{where}: {bucket.name} is {bucket.dtype}, in which sums over many steps lose too much; use float32"
+        )
 
 
 def option_names(scheme: type[Scheme]) -> list[str]:

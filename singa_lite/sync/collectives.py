@@ -128,7 +128,10 @@ class ArrayCollectives:
         self, accumulation: RawOrTensor | None, spars: float, topK: bool, array: Any, backend: Backend
     ) -> None:
         residual = None if accumulation is None else _raw(accumulation).reshape(-1)
-        (check_share if topK else check_magnitude)(spars)
+        if topK:
+            check_share("sparseTopK", "spars", spars)
+        else:
+            check_magnitude(spars)
         flat = array.reshape(-1)
         if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
             raise ShapeError(

@@ -54,14 +54,14 @@ class PartialUpdate(Scheme):
                 self._chunks[key] += group_all(same, [param.size() for param in same], self.threshold)
         return self._chunks[key]
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, float]:
         return {PREFIX + label: number for label, number in self._next.items()}
 
-    def set_counters(self, counters: dict[str, int]) -> None:
+    def set_counters(self, counters: dict[str, Any]) -> None:
         wrong = [name for name in counters if not name.startswith(PREFIX)]
         if wrong:
             raise CheckpointError(f"partialUpdate: {wrong[:3]} do not give the next chunk")
-        self._next = {name.removeprefix(PREFIX): number for name, number in counters.items()}
+        self._next = {name.removeprefix(PREFIX): int(number) for name, number in counters.items()}
 
     def _label(self, params: list[Tensor]) -> str:
         """Return a name for the parameters of a step, equal where the same ones are used again after a restart."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..comm.base import WorkList
+from ..comm.base import Work
 from ..errors import OptionError, check_number
 from .base import Array, Bucket, Exchange, OnHost
-from .sparse import SparseMessage, SparseSync
+from .sparse import SparseMessage, SparseSync, check_values
 
 
 def check_magnitude(spars: float) -> None:
@@ -27,13 +27,14 @@ def count_selected(message: SparseMessage, spars: Any) -> Array:
     return count
 
 
-def send_selected(message: SparseMessage, spars: float, counts: list[int]) -> WorkList:
+def send_selected(message: SparseMessage, spars: float, counts: list[int]) -> Work:
     """Start to send every element of at least ``spars``, padded to the rank with most; ``counts`` are all ranks'."""
-    indices = message.backend.zeros((max(counts),), message.index_dtype)
-    values = message.backend.zeros((max(counts),), message.flat.dtype)
+    indices, values = message.room(max(counts))
+    message.backend.run("fill", out=indices, value=message.flat.size - 1)  # they stay ascending
+    message.backend.run("fill", out=values, value=0.0)
     mine = slice(counts[message.communicator.rank])
     message.backend.run("threshold_select", message.flat, out=(indices[mine], values[mine]), threshold=spars)
-    return message.send(indices, values, counts)
+    return message.send(counts)
 
 
 class SparseThreshold(SparseSync):
@@ -53,20 +54,23 @@ class SparseThreshold(SparseSync):
         Attributes:
             spars: least magnitude to send, >= 0.
             corr: keep what was not sent and add it to the next step's gradient; False drops it.
+            values: "own" sends them in their dtype, "fp16" rounded; with ``corr`` what that loses is kept.
         """
 
         spars: float = 0.05
         corr: bool = True
+        values: str = "own"
 
         def __post_init__(self) -> None:
             check_magnitude(self.spars)
+            check_values("sparseThreshold", self.values)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)
-        count = count_selected(message, self.scalar("spars"))
+        count = count_selected(message, self.scalar(lambda step: step.options.spars))
         counts = yield self.communicator.all_gather(count, name=f"number selected of {bucket.name}")
         yield OnHost(partial(self._send, message), counts)
         yield OnHost(partial(message.merge, 1.0 / self.communicator.size))
 
     def _send(self, message: SparseMessage, counts: Any) -> None:
-        send_selected(message, self.now().spars, counts.ravel().tolist())
+        send_selected(message, self.now().options.spars, counts.ravel().tolist())

@@ -7,30 +7,32 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ..comm.base import WorkList
+from ..comm.base import Work
 from ..errors import OptionError, check_number
 from .base import Bucket, Exchange
-from .sparse import SparseMessage, SparseSync
+from .sparse import SparseMessage, SparseSync, check_values
 
 
-def check_share(spars: float) -> None:
-    """Raise OptionError unless 0 < spars <= 1."""
-    check_number("sparseTopK", "spars", spars)
-    if not 0.0 < spars <= 1.0:
-        raise OptionError(f"sparseTopK: spars = {spars} must be in (0, 1], the share of elements to send")
+def check_share(where: str, name: str, share: float) -> None:
+    """Raise OptionError unless 0 < share <= 1."""
+    check_number(where, name, share)
+    if not 0.0 < share <= 1.0:
+        raise OptionError(f"{where}: {name} = {share} must be in (0, 1], the share of elements to send")
 
 
-def send_top_k(message: SparseMessage, spars: float) -> WorkList:
-    """Start to send the K = ceil(spars * n) elements of largest magnitude.
+def count_of_share(share: float, n: int) -> int:
+    """Return ceil(share * n), reading ``share`` as the decimal it is written as: 0.07 of 100 are 7 and not 8."""
+    return math.ceil(Fraction(str(float(share))) * n)
 
-    NaN counts as largest, ties go to the lowest index. ``spars`` is read as the decimal it is written as, so
-    0.07 of 100 elements are 7 and not 8.
+
+def send_top_k(message: SparseMessage, spars: float) -> Work:
+    """Start to send the K = ceil(spars * n) elements of largest magnitude; NaN counts as largest.
+
+    Ties go to the lowest index.
     """
-    k = math.ceil(Fraction(str(float(spars))) * message.flat.size)
-    indices = message.backend.empty((k,), message.index_dtype)
-    values = message.backend.empty((k,), message.flat.dtype)
-    message.backend.run("top_k", message.flat, out=(indices, values), k=k)
-    return message.send(indices, values, [k] * message.communicator.size)
+    k = count_of_share(spars, message.flat.size)
+    message.backend.run("top_k", message.flat, out=message.room(k), k=k)
+    return message.send([k] * message.communicator.size)
 
 
 class SparseTopK(SparseSync):
@@ -45,13 +47,16 @@ class SparseTopK(SparseSync):
         Attributes:
             spars: share of the elements to send, 0 < spars <= 1.
             corr: keep what was not sent and add it to the next step's gradient; False drops it.
+            values: "own" sends them in their dtype, "fp16" rounded; with ``corr`` what that loses is kept.
         """
 
         spars: float = 0.05
         corr: bool = True
+        values: str = "own"
 
         def __post_init__(self) -> None:
-            check_share(self.spars)
+            check_share("sparseTopK", "spars", self.spars)
+            check_values("sparseTopK", self.values)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         message = self.message(bucket)

@@ -78,6 +78,11 @@ class ParamState:
         """Return the arrays of one parameter in the flat arrays of its group, in the order of their names."""
         return [self._views[group][param, slot] for slot in self._slots]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no array yet."""
+        return not (self._owners or self._restored)
+
     def begin(self) -> None:
         """Start a step: moves of one that has failed are forgotten."""
         self._moving = {}

@@ -19,6 +19,7 @@ from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.backend.formulas import UPDATES, Update
 from singa_lite.device import allow_tf32
 from singa_lite.errors import DeviceError
+from singa_lite.sync.indices import IndexCode
 from tests.devices import cuda_device, no_gpu, standin_cupy
 from tests.limits import LIMIT_S
 from tests.standin import nvrtc
@@ -81,6 +82,24 @@ def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
             bits.dtype
         )  # NaNs of many kinds
     return values.astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (9, 9), (9001, 90), (100_000, 5000), (2_000_000, 70)])
+def test_indices_come_back_from_words(backend: Backend, n: int, k: int, dtype: str) -> None:
+    indices = np.sort(np.random.default_rng(n).choice(n, k, replace=False)).astype(dtype)
+    indices[1:3] = indices[0]  # equal neighbours are allowed
+    code = IndexCode(n, k)
+    out, bits = [np.full(code.num_words, -1, np.int32)], {"low_bits": code.low_bits}
+    (words,) = on(backend, "pack_indices", [indices], out, **bits)
+    np.testing.assert_array_equal(words, on(CPU, "pack_indices", [indices], out, **bits)[0])
+    (back,) = on(backend, "unpack_indices", [words], [np.full(k, -1, dtype)], **bits)
+    np.testing.assert_array_equal(back, indices)
+    aborted = np.full(code.num_words, 0x10000, np.int32)  # too few bits
+    given = [aborted], [np.full(k, -1, dtype)]
+    np.testing.assert_array_equal(
+        on(backend, "unpack_indices", *given, **bits)[0], on(CPU, "unpack_indices", *given, **bits)[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

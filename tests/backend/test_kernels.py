@@ -254,6 +254,20 @@ def update_samples() -> list[Sample]:
             {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
             before=(p, v),
         ),
+        Sample(
+            "velocity_update",
+            (g,),
+            (p - 0.1 * (g + 0.9 * v + 0.01 * p), 0.9 * v + 0.01 * p),
+            {"lr": 0.1, "momentum": 0.9, "decay": 0.01},
+            before=(p, v),
+        ),
+        Sample(
+            "nesterov_velocity_update",
+            (g,),
+            (p - 0.1 * (g + 0.01 * p + 0.9 * (0.9 * v + 0.01 * p)), 0.9 * v + 0.01 * p),
+            {"lr": 0.1, "momentum": 0.9, "decay": 0.01},
+            before=(p, v),
+        ),
         Sample("adam_update", (g,), (p - step, m1, v1), {**adam, "weight_decay": 0.01}, before=(p, v, m)),
         Sample(
             "adamw_update",
@@ -292,6 +306,22 @@ def select_samples() -> list[Sample]:
         Sample("threshold_count", (values,), (np.array([5]),), {"threshold": 3.0}),
         Sample("threshold_select", (values,), (chosen, values[chosen]), {"threshold": 3.0}),
         Sample("scatter_add", (indices, added), (after_add,), before=(flat,)),
+        # 2 low bits each: 1, 0, 3; then bits 0 + 0, 1 + 1, 1 + 2, as 4 >> 2 = 7 >> 2 = 1
+        Sample("pack_indices", (indices,), (np.array([0b110001, 0b1101], np.int32),), {"low_bits": 2}),
+        Sample("unpack_indices", (np.array([0b110001, 0b1101], np.int32),), (indices,), {"low_bits": 2}),
+        Sample("pack_signs", (values,), (np.array([0b01001101], np.uint8),)),
+        Sample("pack_signs", (np.array([-0.0, -1, 1] * 3),), (np.array([0b01101101, 1, 0], np.uint8),)),
+        Sample(
+            "add_signs",
+            (
+                np.array([0b01101101, 0b11111110], np.uint8),
+                np.array([2.0, 0.5, 8]),
+                np.array([3, 8, 9], np.int64),
+            ),
+            (np.arange(9) + np.array([1, -1, 1, 0.25, -0.25, 0.25, 0.25, -0.25, -4]),),
+            {"factor": 0.5},
+            before=(np.arange(9.0),),
+        ),
         Sample("max_abs", (flat,), (np.array([np.abs(flat).max()]),)),
         Sample("max_abs", (values,), (np.array([np.nan]),)),
         Sample("power_of_two_scale", (np.array([3.0]),), (np.array([16.0]),), {"limit": 50.0}),
@@ -299,6 +329,26 @@ def select_samples() -> list[Sample]:
         Sample("power_of_two_scale", (np.array([np.nan]),), (np.array([1.0]),), {"limit": 48.0}),
         Sample("power_of_two_scale", (np.array([0.0]),), (np.array([1.0]),), {"limit": 48.0}),
         Sample("scatter_fill", (indices,), (after_fill,), {"value": 7.0}, before=(flat,)),
+    ]
+
+
+def int8_samples() -> list[Sample]:
+    """Whole multiples of scales that float16 holds, which no draw changes."""
+    scales = np.array([[0.125], [2.0]], np.float32)
+    codes = np.array([[127, -3, 0, 5], [-127, 0, 64, 1]], np.int8)
+    messages = np.concatenate([scales.view(np.uint8), codes.view(np.uint8)], axis=1)
+    values = scales * codes.astype(float)
+    x, last = values.ravel()[:7], messages.copy()
+    last[1, -1] = 0  # there is no value
+    first = last[:1].copy()
+    rest = np.array([0.0, 0.25, 0.0])
+    nearest = np.array([[*np.float32(1).tobytes(), 127, 0, 256 - 4]], np.uint8)
+    return [
+        Sample("quantize_int8", (x,), (last,), {"row_size": 4, "seed": 5, "counter": 6}),
+        Sample("quantize_int8_nearest", (np.array([127, 0.25, -4]),), (nearest, rest), {"row_size": 3}),
+        Sample("dequantize_int8", (messages,), (x,), {"row_size": 4}),
+        Sample("dequantize_int8", (first,), (values[0],), {"row_size": 4}),
+        Sample("mean_of_int8", (messages,), (values.mean(axis=0),)),
     ]
 
 
@@ -392,6 +442,7 @@ SAMPLES = [
     ),
     *update_samples(),
     *select_samples(),
+    *int8_samples(),
 ]
 for sample in SAMPLES:
     if sample.kernel == "matmul":
@@ -407,7 +458,13 @@ ELSEWHERE = {
     "attention",
     "attention_backward",
 }  # called by one operator alone, tested with it
-RANDOM = {"dropout", "random_uniform", "random_normal", "random_bernoulli"}  # tested in test_random.py
+RANDOM = {
+    "random_indices",
+    "dropout",
+    "random_uniform",
+    "random_normal",
+    "random_bernoulli",
+}  # tested in test_random.py
 
 
 @pytest.fixture

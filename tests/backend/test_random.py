@@ -72,3 +72,60 @@ def test_dropout_keeps_its_share_and_the_expected_value(dtype: str, backend: Bac
     assert abs(mask.mean() - 0.8) < 0.01
     np.testing.assert_allclose(y[mask].astype(float), 1.25, rtol=1e-3)
     assert not y[~mask].any()
+
+
+def places(
+    backend: Backend, k: int, n: int, dtype: str = "int32", seed: int = 3, counter: int = 1
+) -> np.ndarray:
+    out = backend.empty((k,), dtype)
+    backend.run("random_indices", out=out, n=n, seed=seed, counter=counter)
+    return backend.to_numpy(out)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 65537])
+def test_random_indices_are_a_permutation(n: int, dtype: str, backend: Backend) -> None:
+    found = places(backend, n, n, dtype)
+    np.testing.assert_array_equal(np.sort(found), np.arange(n))
+    np.testing.assert_array_equal(places(backend, n // 2, n, dtype), found[: n // 2])
+    assert n < 1000 or np.count_nonzero(found == np.arange(n)) < 10
+
+
+def permutation(n: int, seed: int, counter: int) -> list[int]:
+    """What ``random_indices`` of n must be, in Python's integers."""
+    words, half = 2**64, 1
+    while 4**half < n:
+        half += 1
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % words
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % words
+        return z ^ z >> 31
+
+    keys = [
+        mix(((seed ^ counter * 0x9E3779B97F4A7C15) + k * 0x9E3779B97F4A7C15) % words) for k in (1, 2, 3, 4)
+    ]
+    found = []
+    for place in range(n):
+        while True:
+            left, right = place >> half, place % 2**half
+            for key in keys:
+                left, right = right, left ^ mix(right ^ key) % 2**half
+            place = left << half | right
+            if place < n:
+                break
+        found.append(place)
+    return found
+
+
+@pytest.mark.parametrize(("seed", "counter"), [(0, 0), (2**32 - 1, 7), (2**63 + 5, 2**40)])
+@pytest.mark.parametrize("n", [5, 300])
+def test_random_indices_are_those_of_every_device(n: int, seed: int, counter: int, backend: Backend) -> None:
+    assert places(backend, n, n, "int64", seed, counter).tolist() == permutation(n, seed, counter)
+
+
+def test_random_indices_hit_every_place_alike(backend: Backend) -> None:
+    counts = np.zeros(50)
+    for counter in range(2000):
+        counts[places(backend, 5, 50, counter=counter)] += 1
+    assert abs(counts / 200 - 1).max() < 0.3  # a standard deviation is 0.07

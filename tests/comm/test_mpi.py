@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from singa_lite.comm import mpi
 from singa_lite.comm.mpi import CHUNK_ELEMENTS, SMALL_BYTES, combine
 from singa_lite.errors import CommError
 from tests.comm.processes import assert_nothing_left, at_once, run_command, wait_until, write_script
@@ -123,6 +124,21 @@ def test_nan_wins_in_max_and_min():
     for largest, smallest in itertools.chain(*over_mpi(extremes, 3, 4, SMALL_BYTES)):
         assert np.isnan(largest[:3]).all() and np.isnan(smallest[:3]).all()
         assert (largest[3:] == 2).all() and (smallest[3:] == 0).all()
+
+
+def exchanged(communicator, rows):
+    """An all_to_all in pieces, which are limited by what an MPI takes at once."""
+    mpi.COPY_BYTES = 6000 * communicator.size
+    array = data_of(communicator.rank, communicator.size * rows * 3, "float64")
+    return communicator.all_to_all(array.reshape(-1, 3)).wait()
+
+
+@pytest.mark.parametrize("rows", [250, 999])  # of 24 bytes: one piece, and four with a shorter last one
+def test_an_all_to_all_beyond_what_mpi_takes_goes_in_pieces(rows):
+    results = over_mpi(exchanged, 3, rows)
+    inputs = [data_of(rank, 9 * rows, "float64").reshape(3, rows, 3) for rank in range(3)]
+    for rank, result in enumerate(results):
+        np.testing.assert_array_equal(result, np.concatenate([each[rank] for each in inputs]))
 
 
 def test_combine_leaves_read_only_rows_alone():

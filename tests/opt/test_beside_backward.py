@@ -24,7 +24,7 @@ from tests.devices import cuda_device, cuda_device_of_rank, no_gpu, standin_nccl
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
 from tests.standin import compiling
-from tests.sync.make_scheme import NoOptimizer, make_scheme
+from tests.sync.make_scheme import NoOptimizer, begin, make_scheme
 
 COMPUTE, PACK, UNPACK = range(3)
 SIZE = 200
@@ -61,7 +61,7 @@ class Steps:
         for flat in self.flats():
             flat[...] = 0
         sparse = {"spars": 0.1, "corr": False} if "corr" in option_names(type(self.scheme)) else {}
-        self.scheme.begin(self.scheme.Options(**sparse))
+        begin(self.scheme, **sparse)
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for number, param in enumerate(self.params):
@@ -199,7 +199,7 @@ def test_memory_that_a_failed_step_packs_is_not_given_to_others(device: Any, opt
 
     def fail() -> None:
         scheme = alone(option)
-        scheme.begin(scheme.Options(**({"spars": 0.1} if option.startswith("sparse") else {})))
+        begin(scheme, **({"spars": 0.1} if option.startswith("sparse") else {}))
         scheme.add_gradient(full(device, 0), full(device, 5))
         for in_flight in scheme._in_flight:
             in_flight.advance_soon()  # and here backward() raises
@@ -219,7 +219,7 @@ def test_states_after_a_failed_step_are_those_that_it_left(device: Any) -> None:
     for is_late in (False, True):
         scheme, param = alone("sparseTopK"), full(device, 0)
         param.name = "w"
-        scheme.begin(scheme.Options(spars=0.1))
+        begin(scheme, spars=0.1)
         released = hold_up(device.backend, PACK)
         threading.Timer(0.2 * is_late, released.set).start()
         scheme.add_gradient(param, Tensor(data=np.arange(SIZE, dtype=np.float32), device=device))
@@ -253,7 +253,7 @@ def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None
         [full(device, 0) for _ in range(2)],
     )
     for step in (1, 2):
-        scheme.begin(scheme.Options())
+        begin(scheme)
         for number, param in enumerate(params):
             scheme.add_gradient(param, full(device, 10.0**number))
         for number, (_, mean) in enumerate(list(scheme.finish())):

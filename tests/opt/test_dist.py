@@ -12,6 +12,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
+from tests.sync.make_scheme import begin
 
 FEATURES, HIDDEN, BATCH = 6, 5, 4
 OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
@@ -205,7 +206,7 @@ def test_a_step_that_raised_leaves_nothing_for_the_next():
     params = make_params()
     dist.prepare(params, {})
     scheme = dist._scheme("sparseTopK", None)
-    scheme.begin(scheme.Options(spars=1.0))
+    begin(scheme, spars=1.0)
     scheme.add_gradient(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
     dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 1.0)
     assert all(to_numpy(param).tobytes() == expected[name].tobytes() for name, param in params.items())

@@ -31,7 +31,16 @@ from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
 from tests.ranks import RankDied, run_ranks
 from tests.standin import compiling
 
-OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
+OPTIONS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "hierarchical:int8",
+    "partialUpdate",
+    "sparseTopK",
+    "sparseThreshold",
+]
 STEPS = 9
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself")
 
@@ -346,7 +355,7 @@ def fail_now_and_then(world: World, kind: str, option: str) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("option", ["fp32", "fp16"])
+@pytest.mark.parametrize("option", ["fp32", "fp16", "hierarchical"])
 def test_a_step_after_one_that_failed_waits_for_what_that_left_in_flight(
     kind: str, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,9 @@ from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor
 from tests.ranks import run_ranks
 
+# of six steps one at least must send something
+OPTIONS = ["localSGD:2" if name == "localSGD" else name for name in sorted(find_schemes())]
+
 
 class Branches(model.Model):
     """Two weights of one shape, of which a step uses the one called ``branch``."""
@@ -46,7 +49,7 @@ def other_branch(communicator: Any, dist_option: str, use_graph: bool) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("dist_option", sorted(find_schemes()))
+@pytest.mark.parametrize("dist_option", OPTIONS)
 def test_ranks_that_step_other_parameters_of_equal_size_get_an_error(
     dist_option: str, use_graph: bool, size: int
 ) -> None:
@@ -105,7 +108,7 @@ def other_layer(communicator: Any, dist_option: str, use_graph: bool) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("dist_option", sorted(find_schemes()))
+@pytest.mark.parametrize("dist_option", OPTIONS)
 def test_parameters_of_one_name_in_no_model_are_not_averaged_with_each_other(
     dist_option: str, use_graph: bool, size: int
 ) -> None:

@@ -108,6 +108,7 @@ template <class To, class From> To same_bits(From value) {
 }
 inline double normcdf(double x) { return 0.5 * erfc(-x * M_SQRT1_2); }
 inline float normcdff(float x) { return static_cast<float>(normcdf(x)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
 inline long long __double_as_longlong(double value) { return same_bits<long long>(value); }

@@ -45,7 +45,7 @@ def train(communicator: Any, folder: str) -> dict[bool, tuple[list[float], bytes
     for use_graph in (False, True):
         net = Net()
         sgd = opt.SGD(lr=0.05, momentum=0.9)
-        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, dist_option="sign", threshold=20))
+        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, dist_option="sharedSign", threshold=20))
         net.compile([Tensor((5, 6))], use_graph=use_graph)
         start = np.random.default_rng(1)
         first = {name: start.standard_normal(p.shape) / 2 for name, p in net.get_params().items()}
@@ -66,7 +66,7 @@ def test_the_scheme_of_the_page_trains_to_the_same_bits_eagerly_and_recorded(
 ) -> None:
     [source] = re.findall(r"```python\n(# SPDX.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(source.splitlines()) <= 40
-    (tmp_path / "sign.py").write_text(source)
+    (tmp_path / "shared_sign.py").write_text(source)
     ranks = run_ranks(train, size, str(tmp_path), transport="local" if size == 1 else "shm")
     for found in ranks:
         (eager, values, _), (recorded, replayed, breaks) = found[False], found[True]

@@ -12,7 +12,8 @@ from singa_lite.errors import CheckpointError, DTypeError, OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
-from tests.sync.make_scheme import make_scheme
+from tests.sync.by_hand import sparse_bytes
+from tests.sync.make_scheme import begin, make_scheme
 
 SHAPES = [(3, 5), (40,), (7, 2, 2), (1,), (11,)]
 TOTAL = sum(math.prod(shape) for shape in SHAPES)
@@ -23,9 +24,16 @@ NEUTRAL = {
     "fp32": {},
     "fp16": None,
     "bf16": None,
+    "int8": None,  # test_int8.py
+    "hierarchical": {"outer": "fp32"},
     "partialUpdate": None,
     "sparseTopK": {"spars": 1.0},
     "sparseThreshold": {"spars": 0.0},
+    "localSGD": {"start": 2},
+    "sign": None,
+    "randomK": {"density": 1.0},
+    "dgc": {"density": 1.0, "mask": False},
+    "powerSGD": {"rank": 7, "rate": 0.0},
 }
 
 
@@ -43,11 +51,6 @@ def make_params():
 def gradients_of(rank, step, scale=1.0):
     rng = np.random.default_rng([7, rank, step])
     return [(scale * rng.standard_normal(shape)).astype(np.float32) for shape in SHAPES]
-
-
-def begin(scheme, **options):
-    """Start a step, as DistOpt does."""
-    scheme.begin(scheme.Options(**options))
 
 
 def run_step(scheme, params, gradients, options):
@@ -273,6 +276,42 @@ def test_threshold_sends_exactly_what_reaches_it_and_keeps_the_rest(size):
     assert np.count_nonzero(residuals) > TOTAL / 2  # the test did see both kinds
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("name", "knob"), [("sparseTopK", "spars"), ("sparseThreshold", "spars"), ("dgc", "density")]
+)
+def test_what_rounding_values_to_float16_loses_is_kept(name, knob, size):
+    options = {knob: 1.5 if name == "sparseThreshold" else 0.1, "values": "fp16"}
+    if name == "dgc":
+        options["momentum"] = False
+    logs = launch(several_steps, size, name, options, 20, LARGE, 4, 1.0)
+    residuals = np.zeros((size, TOTAL))
+    for step in range(4):
+        incoming = np.array([log[step][0] for log in logs], np.float64) + residuals
+        residuals = np.array([log[step][2] for log in logs], np.float64)
+        sent = incoming - residuals
+        places = np.abs(sent) > 0.01  # others were not sent; float16 is off by at most 2**-11
+        assert 0 < np.count_nonzero(places) < size * TOTAL and np.abs(residuals[places]).max() > 0
+        assert np.all(np.abs(residuals[places]) <= 2.0**-11 * np.abs(incoming[places]))
+        np.testing.assert_allclose(sent[places], sent[places].astype(np.float16), rtol=1e-6)
+        for log in logs:
+            np.testing.assert_allclose(log[step][1], sent.mean(axis=0), rtol=1e-5, atol=1e-6)
+            assert log[step][1].tobytes() == logs[0][step][1].tobytes()
+
+
+def test_values_beyond_float16_are_sent_step_by_step_and_what_is_not_finite_once():
+    scheme = make_scheme("sparseTopK", LocalCommunicator(World()), LARGE, LARGE)
+    param = Tensor((4,), name="p")
+    results = []
+    for values in ([1e5, np.inf, 0.0, 0.0], [0.0] * 4, [0.0] * 4):
+        begin(scheme, spars=0.5, values="fp16")
+        scheme.add_gradient(param, Tensor(data=np.array(values, np.float32)))
+        results += [to_numpy(mean) for _, mean in scheme.finish()]
+        scheme.end([param])
+    np.testing.assert_array_equal(results[0], [65504, np.nan, 0, 0])
+    np.testing.assert_array_equal(results[1] + results[2], [np.float32(1e5) - 65504, 0, 0, 0])
+
+
 def four_small_gradients(communicator):
     scheme = make_scheme("sparseThreshold", communicator, LARGE, LARGE)
     param = Tensor((1,), name="p")
@@ -366,10 +405,13 @@ def test_bytes_follow_the_closed_formula(size):
     )
     assert sent("bf16")[0] == (ring_bytes("all_reduce", 2 * TOTAL, size), 2 * TOTAL)
     assert sent("partialUpdate")[0] == (ring_bytes("all_reduce", 4 * lengths[0], size), 4 * lengths[0])
-    assert sent("sparseTopK", spars=0.1)[0] == ((size - 1) * 8 * sum(ks), 8 * sum(ks))
+    payload = sum(sparse_bytes(n, k) for n, k in zip(lengths, ks, strict=True))
+    assert sent("sparseTopK", spars=0.1)[0] == ((size - 1) * payload, payload)
+    payload -= sum(4 * k - 4 * math.ceil(k / 2) for k in ks)
+    assert sent("sparseTopK", spars=0.1, values="fp16")[0] == ((size - 1) * payload, payload)
     measured, logs = sent("sparseThreshold", spars=1.5)
     most = [max(np.count_nonzero(np.abs(log[0][0][group]) >= 1.5) for log in logs) for group in groups_of(20)]
-    payload = sum(8 + 8 * count for count in most)
+    payload = sum(8 + sparse_bytes(n, count) for n, count in zip(lengths, most, strict=True))
     assert measured == ((size - 1) * payload, payload)
 
 
@@ -390,6 +432,20 @@ def test_ring_bytes_by_hand():
         ("sparseThreshold", {"spars": -1.0}),
         ("sparseThreshold", {"spars": float("nan")}),
         ("fp16", {"clip_value": 0.0}),
+        ("sparseTopK", {"values": "fp8"}),
+        ("sparseThreshold", {"values": 16}),
+        ("dgc", {"values": None}),
+        ("localSGD", {"period": 0}),
+        ("localSGD", {"period": 1.5}),
+        ("localSGD", {"start": -1}),
+        ("randomK", {"density": 0.0}),
+        ("randomK", {"density": float("nan")}),
+        ("dgc", {"density": 0.0}),
+        ("dgc", {"density": 1.5}),
+        ("dgc", {"warmup": -1}),
+        ("dgc", {"warmup": 0.5}),
+        ("dgc", {"clip": 0.0}),
+        ("dgc", {"clip": float("nan")}),
     ],
 )
 def test_options_out_of_range_raise(name, options):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheme is one file, whatever it needs: three of the literature in 60 lines each, put beside the package's own.
+"""A scheme is one file, whatever it needs: of the package, and of the literature in 60 lines beside the package's own.
 
-A fourth has an exchange that ends early. Each trains eagerly, recorded and captured on 1 to 3 ranks, against a model in
+One has an exchange that ends early. Each trains eagerly, recorded and captured on 1 to 3 ranks, against a model in
 float64, and resumes bit for bit.
 """
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt, sync
+from singa_lite.backend.cpu.random import permuted
 from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
@@ -27,7 +29,14 @@ from tests.ranks import run_ranks
 from tests.standin import compiling
 
 FOLDER = Path(__file__).parent / "schemes"
-SCHEMES = {"dgc": {"spars": 0.3}, "powerSGD": {}, "localSGD": {"period": 4}, "soonMean": {}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "dgc": {"density": 0.3},
+    "sign": {},
+    "randomK": {"density": 0.3},
+    "powerSGD": {"rank": 2, "rate": 0.0},
+    "localSGD": {"period": 4},
+    "soonMean": {},
+}
 LR, MOMENTUM, STEPS = 0.05, 0.9, 9
 SIZES = [1, 2, 3]
 
@@ -140,7 +149,7 @@ def gradients(params: dict[str, np.ndarray], rank: int, step: int) -> dict[str, 
     return found
 
 
-GROUPS = {"dgc": [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]}
+GROUPS = [["first.W"], ["third.b", "third.W", "second.b", "second.W"], ["first.b"]]
 
 
 class Reference:
@@ -153,9 +162,10 @@ class Reference:
         self.kept = [{slot: {k: v.copy() for k, v in zeros.items()} for slot in "muve"} for _ in range(size)]
         factor = find_schemes()["powerSGD"].slots["q"]
         tensors = {k: Tensor(v.shape, name=k) for k, v in start.items()}
-        self.q = {k: factor.start(t).astype(np.float32).astype(np.float64) for k, t in tensors.items()}
+        self.q = {k: factor.start(t)[:2].T.astype(np.float32).astype(np.float64) for k, t in tensors.items()}
 
     def step(self, number: int) -> None:
+        self.number = number
         grads = [gradients(params, rank, number) for rank, params in enumerate(self.params)]
         applied = getattr(self, self.name)(grads)
         for params, kept, of_rank in zip(self.params, self.kept, applied, strict=True):
@@ -178,7 +188,7 @@ class Reference:
             for key, grad in of_rank.items():
                 kept["u"][key] = MOMENTUM * kept["u"][key] + grad
                 kept["v"][key] += kept["u"][key]
-            for group in GROUPS["dgc"]:
+            for group in GROUPS:
                 flat = np.concatenate([kept["v"][key].ravel() for key in group])
                 k = -(-len(flat) * 3 // 10)
                 chosen = np.zeros(len(flat), bool)
@@ -190,6 +200,30 @@ class Reference:
                     )
                     result[key] += np.where(part, kept["v"][key], 0) / self.size
                     kept["u"][key][part] = kept["v"][key][part] = 0
+        return [result] * self.size
+
+    def randomK(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for group in GROUPS:
+            sizes = [result[key].size for key in group]
+            seed, n = zlib.crc32(", ".join(group).encode()), sum(sizes)
+            chosen = np.zeros(n, bool)
+            chosen[permuted(np.arange(-(-n * 3 // 10)), n, seed, self.number).astype(int)] = True
+            for key, part in zip(group, np.split(chosen, np.cumsum(sizes)[:-1]), strict=True):
+                for kept, of_rank in zip(self.kept, grads, strict=True):
+                    p, is_sent = of_rank[key] + kept["e"][key], part.reshape(result[key].shape)
+                    result[key] += np.where(is_sent, p, 0) / self.size
+                    kept["e"][key] = np.where(is_sent, 0, p)
+        return [result] * self.size
+
+    def sign(self, grads: Any) -> Any:
+        result = {key: np.zeros(value.shape) for key, value in grads[0].items()}
+        for kept, of_rank in zip(self.kept, grads, strict=True):
+            for key, grad in of_rank.items():
+                p = grad + kept["e"][key]
+                sent = np.abs(p).mean() * np.where(p >= 0, 1, -1)
+                result[key] += sent / self.size
+                kept["e"][key] = p - sent
         return [result] * self.size
 
     def powerSGD(self, grads: Any) -> Any:
@@ -241,17 +275,25 @@ def test_a_scheme_in_one_file_trains_in_every_mode_on_every_world(name: str, siz
 
 def test_each_scheme_is_one_file_of_at_most_sixty_lines() -> None:
     lines = {path.stem: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")}
-    assert len(lines) == len(SCHEMES) and max(lines.values()) <= 60, lines
+    assert lines and max(lines.values()) <= 60, lines
 
 
 def test_momentum_is_taken_over_from_optimizers_that_have_one() -> None:
     from singa_lite.comm.local import LocalCommunicator
 
-    net = compiled(create_cpu_device(), LocalCommunicator(World()), "dgc", False)
-    net.set_optimizer(
-        opt.DistOpt(opt.Adam(), communicator=LocalCommunicator(World()), dist_option="dgc", threshold=40)
-    )
-    with pytest.raises(OptionError, match="Adam: has no momentum"):
+    local = LocalCommunicator(World())
+    for optimizer, reason in (
+        (opt.Adam(), "Adam: has no momentum"),
+        (opt.SGD(momentum=0.9, dampening=0.1), "SGD: dampening = 0.1"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            opt.DistOpt(optimizer, communicator=local, dist_option="dgc")
+        net = compiled(create_cpu_device(), local, "localSGD", False)
+        net.set_optimizer(opt.DistOpt(optimizer, communicator=local))
+        net.optimizer.dist_option = "dgc"
+        with pytest.raises(OptionError, match=reason):
+            net(*batch(create_cpu_device(), 0, 0))
+        net.optimizer.dist_option = "fp32"  # which goes on, as nothing has changed
         net(*batch(create_cpu_device(), 0, 0))
 
 
@@ -259,7 +301,7 @@ def test_options_of_a_scheme_are_its_own() -> None:
     from singa_lite.comm.local import LocalCommunicator
 
     local = LocalCommunicator(World())
-    with pytest.raises(OptionError, match="dgc has no option period; its options are spars, mask"):
+    with pytest.raises(OptionError, match="dgc has no option period; its options are density, warmup"):
         opt.DistOpt(communicator=local, dist_option="dgc", period=3)
     with pytest.raises(OptionError, match="period = 0"):
         opt.DistOpt(communicator=local, dist_option="localSGD", period=0)

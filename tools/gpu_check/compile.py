@@ -27,10 +27,12 @@ TYPES = {
         "reduce": "e f d i l",
         "loss": "ei fi di el fl dl ee ff dd",
         "random": "e f d",
+        "quantize": "e f d",
         "update": "e f d",
         "pool": "eB fB dB ei fi di",
         "select": "ei fi di el fl dl",
         "store": "l",
+        "indices": "il ll",
         "gather": "ei fi di ii li el fl dl il ll",
         "layer_norm": "e f d",
     }.items()

@@ -15,14 +15,17 @@ import numpy as np
 from ..base import Array, Backend
 from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
+from .indices import IndexKernels
 from .loss import LossKernels
 from .move import MoveKernels
 from .native import NativeKernels
 from .norm import NormKernels
 from .pool import PoolKernels
+from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .update import UpdateKernels
 
 
@@ -35,8 +38,11 @@ class NumpyBackend(
     RecurrentKernels,
     LossKernels,
     RandomKernels,
+    QuantizeKernels,
     UpdateKernels,
     SelectKernels,
+    IndexKernels,
+    SignKernels,
     Backend,
 ):
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""

@@ -23,8 +23,44 @@ def uniform(shape: tuple[int, ...], dtype: np.dtype, seed: int, counter: int) ->
     return generator(seed, counter).random(shape, accumulation_dtype(dtype))
 
 
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, as splitmix64 adds
+
+
+def mix(words: Array) -> Array:
+    """Return 64-bit words mixed by the end of splitmix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def permuted(places: Array, n: int, seed: int, counter: int) -> Array:
+    """Return where a permutation of 0 .. n - 1 moves ``places``, uint64.
+
+    Four rounds of a Feistel network permute 0 .. 4**half - 1, the least such range with n numbers; what is not below n
+    is permuted again, so those below n are permuted among themselves.
+    Source: Black, Rogaway, "Ciphers with arbitrary finite domains", 2002.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask, start = np.uint64((1 << half) - 1), (seed % 2**64) ^ (counter * GOLDEN % 2**64)
+    keys = [mix(np.array([(start + turn * GOLDEN) % 2**64], np.uint64)) for turn in range(1, 5)]
+    found, outside = places.astype(np.uint64), np.arange(places.size)
+    while outside.size:
+        left, right = found[outside] >> np.uint64(half), found[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (mix(right ^ key) & mask)
+        found[outside] = left << np.uint64(half) | right
+        outside = outside[found[outside] >= n]
+    return found
+
+
 class RandomKernels:
-    """Dropout and the fillers."""
+    """Dropout, the fillers, and a random choice of places."""
+
+    def random_indices(self, *, out: Array, n: int, seed: int, counter: int) -> None:
+        out[...] = permuted(np.arange(out.size), n, seed, counter)
 
     def dropout(self, x: Array, *, out: tuple[Array, Array], ratio: float, seed: int, counter: int) -> None:
         y, mask = out

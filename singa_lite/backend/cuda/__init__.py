@@ -24,13 +24,16 @@ from .conv import ConvKernels, preferred_formats, uses_tensor_cores
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
 from .graph_memory import GraphMemory
+from .indices import IndexKernels
 from .loss import LossKernels
 from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
+from .quantize import QuantizeKernels
 from .random import RandomKernels
 from .recurrent import RecurrentKernels
 from .select import SelectKernels
+from .signs import SignKernels
 from .streams import COMPUTE
 from .update import UpdateKernels
 
@@ -44,8 +47,11 @@ class CudaBackend(
     RecurrentKernels,
     LossKernels,
     RandomKernels,
+    QuantizeKernels,
     UpdateKernels,
     SelectKernels,
+    IndexKernels,
+    SignKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 

@@ -68,6 +68,33 @@ template <class V> struct Number {
   __device__ V get() const { return at ? *at : value; }
 };
 
+// ---- random streams -------------------------------------------------------------------------------------------
+
+// Philox 4x32-10: a call's stream is (seed, counter): the seed is the key, the counter the upper half of Philox's
+// counter, the lower half counts groups of four draws. So a number depends on nothing else, the size of the launch
+// included.
+// Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+struct Stream {
+  Number<Bits> seed, counter;
+};
+
+__device__ inline void draw(const Stream& stream, Bits group, unsigned words[4]) {
+  const Bits seed = stream.seed.get(), counter = stream.counter.get();
+  unsigned key[2] = {static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32)};
+  unsigned c[4] = {static_cast<unsigned>(group), static_cast<unsigned>(group >> 32), static_cast<unsigned>(counter),
+                   static_cast<unsigned>(counter >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const Bits first = 0xD2511F53ull * c[0], second = 0xCD9E8D57ull * c[2];
+    c[0] = static_cast<unsigned>(second >> 32) ^ c[1] ^ key[0];
+    c[1] = static_cast<unsigned>(second);
+    c[2] = static_cast<unsigned>(first >> 32) ^ c[3] ^ key[1];
+    c[3] = static_cast<unsigned>(first);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+  for (int i = 0; i < 4; ++i) words[i] = c[i];
+}
+
 // ---- offsets --------------------------------------------------------------------------------------------------
 
 // Offsets of the two elements that give one element of out: axes from the innermost, joined where

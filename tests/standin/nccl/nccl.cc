@@ -25,11 +25,12 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace {
 
 enum Status { kSuccess, kCudaError, kSystemError, kInternal, kInvalidArgument, kInvalidUsage, kRemote, kInProgress };
-enum Kind { kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter };
+enum Kind { kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kSendsAndReceives };
 constexpr int kRanks = 8;
 constexpr std::size_t kChunk = 1 << 20;  // bytes a rank offers at a time
 
@@ -56,7 +57,20 @@ struct Call {
   std::size_t count;
   int dtype, op, root;
   bool hangs;
+  std::vector<const char*> sends{};  // of a group: by peer
+  std::vector<char*> receives{};
 };
+
+// What this thread has called since ncclGroupStart: a send to every rank and a receive from it, all of one size.
+struct Group {
+  Comm* comm = nullptr;
+  void* stream = nullptr;
+  std::size_t count = 0, calls = 0;
+  int dtype = 0;
+  std::vector<const char*> sends;
+  std::vector<char*> receives;
+};
+thread_local std::unique_ptr<Group> group;
 
 std::atomic<int> live{0};
 
@@ -113,7 +127,9 @@ void combine(const Comm& comm, std::size_t index, char* out, int op) {
   *reinterpret_cast<Element*>(out) = Element(op == 4 ? total / Wide(comm.size) : total);
 }
 
-std::size_t bytes_of(int dtype) { return dtype == 6 || dtype == 9 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8; }
+std::size_t bytes_of(int dtype) {
+  return dtype == 1 ? 1 : dtype == 6 || dtype == 9 ? 2 : dtype == 2 || dtype == 7 ? 4 : 8;
+}
 
 void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) {
   switch (dtype) {
@@ -126,10 +142,27 @@ void combine(const Comm& comm, int dtype, std::size_t index, char* out, int op) 
   }
 }
 
+// With the peers of one distance after the other; a rank that posts another group than the rest is lost, as in NCCL.
+void run_group(const Call& call) {
+  Comm& comm = *call.comm;
+  const std::size_t bytes = call.count * bytes_of(call.dtype);
+  for (int distance = 0; distance < comm.size; ++distance) {
+    const int to = (comm.rank + distance) % comm.size, from = (comm.rank - distance + comm.size) % comm.size;
+    for (std::size_t start = 0; start < bytes; start += kChunk) {
+      const std::size_t part = std::min(kChunk, bytes - start);
+      std::memcpy(comm.shared->data[comm.rank], call.sends[to] + start, part);
+      if (!meet(comm)) return;
+      std::memcpy(call.receives[from] + start, comm.shared->data[from], part);
+      if (!meet(comm)) return;
+    }
+  }
+}
+
 void run(const Call& call) {
   Comm& comm = *call.comm;
   while (call.hangs && !comm.is_aborted) rest();
   if (call.hangs) return;
+  if (call.kind == kSendsAndReceives) return run_group(call);
   const std::size_t width = bytes_of(call.dtype), step = kChunk / width;
   const std::size_t total = call.kind == kReduceScatter ? call.count * comm.size : call.count;
   const std::size_t first = call.kind == kReduceScatter ? call.count * comm.rank : 0, last = first + call.count;
@@ -184,6 +217,20 @@ int enqueue(Call call, void* stream) {
   });
   if (!comm->is_blocking) return launcher.detach(), kInProgress;
   launcher.join();
+  return kSuccess;
+}
+
+// Keeps a send or receive for the group's end.
+template <class Pointer>
+int add(std::vector<Pointer> Group::*side, Pointer memory, std::size_t count, int dtype, int peer, Comm* comm, void* stream) {
+  if (group == nullptr || peer < 0 || peer >= comm->size) return kInvalidUsage;
+  if (group->calls++ == 0) {
+    group->comm = comm, group->stream = stream, group->count = count, group->dtype = dtype;
+    group->sends.resize(comm->size), group->receives.resize(comm->size);
+  }
+  if (group->comm != comm || group->count != count || group->dtype != dtype || ((*group).*side)[peer] != nullptr)
+    return kInvalidUsage;
+  ((*group).*side)[peer] = memory;
   return kSuccess;
 }
 
@@ -290,6 +337,21 @@ int ncclAllGather(const char* in, char* out, std::size_t count, int dtype, Comm*
 }
 int ncclReduceScatter(const char* in, char* out, std::size_t count, int dtype, int op, Comm* comm, void* stream) {
   return enqueue({comm, kReduceScatter, in, out, count, dtype, op, 0, false}, stream);
+}
+
+int ncclGroupStart() { return group = std::make_unique<Group>(), kSuccess; }
+int ncclSend(const char* in, std::size_t count, int dtype, int peer, Comm* comm, void* stream) {
+  return add(&Group::sends, in, count, dtype, peer, comm, stream);
+}
+int ncclRecv(char* out, std::size_t count, int dtype, int peer, Comm* comm, void* stream) {
+  return add(&Group::receives, out, count, dtype, peer, comm, stream);
+}
+int ncclGroupEnd() {
+  const std::unique_ptr<Group> ended = std::move(group);
+  if (ended == nullptr || ended->calls == 0 || ended->calls != 2 * ended->sends.size()) return kInvalidUsage;
+  return enqueue({ended->comm, kSendsAndReceives, nullptr, nullptr, ended->count, ended->dtype, 0, 0, false, ended->sends,
+                  ended->receives},
+                 ended->stream);
 }
 
 // For the tests: communicators that were neither destroyed nor aborted.

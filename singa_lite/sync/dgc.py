@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dgc: the largest elements of what momentum has summed up are sent (Deep Gradient Compression).
+
+Note [velocity]: on each rank u = m u + g and v = v + u (Nesterov: v + g + m u); the K largest of v are sent, and there
+v becomes 0 and, with masking, u too. The mean over the ranks is a velocity: the optimizer applies it without momentum,
+and keeps for the weight decay a velocity of its own, dense and equal on all ranks (``Optimizer.update_velocity``).
+Momentum is linear: what the optimizer's slot holds when dgc takes over goes on there, and with K = n and without
+masking the sum is SGD's own step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..tensor import Tensor
+from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
+from .sparse import SparseMessage, check_values
+from .sparse_top_k import check_share, send_top_k
+from .state import Slot
+
+LADDER = (0.25, 0.0625, 0.015625, 0.004)  # densities of the warm-up: few, as each has a record of its own
+
+
+class Dgc(BucketedSync):
+    """The ``density`` share of each group's largest velocities, see Note [velocity].
+
+    Source: Lin et al., "Deep Gradient Compression", 2018; the ladder of densities is theirs.
+    """
+
+    names = ("dgc",)
+    is_selective = True
+    keeps_velocity = True
+    slots = MappingProxyType({"velocity": Slot(), "residual": Slot()})
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of dgc.
+
+        Attributes:
+            density: share of the elements to send, 0 < density <= 1.
+            warmup: steps, from dgc's first on, in which the share falls to ``density`` by a ladder of larger ones.
+            momentum: sum up by the optimizer's momentum before sending; False leaves the momentum to the optimizer.
+            mask: forget the velocity of what was sent.
+            clip: scale the rank's gradient down to the norm clip / sqrt(ranks) first; None does not.
+            values: "own" sends them in their dtype, "fp16" rounded; what that loses is kept.
+        """
+
+        density: float = 0.001
+        warmup: int = 0
+        momentum: bool = True
+        mask: bool = True
+        clip: float | None = None
+        values: str = "own"
+
+        def __post_init__(self) -> None:
+            check_share("dgc", "density", self.density)
+            check_int("dgc", "warmup", self.warmup, 0)
+            check_values("dgc", self.values)
+            if self.clip is not None and not check_number("dgc", "clip", self.clip) > 0:
+                raise OptionError(f"dgc: clip = {self.clip} must be > 0, or None")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first: int | None = None  # the step at which it began
+        self._has_momentum: bool | None = None  # whether ``Options.momentum`` was on then
+        self._density = 1.0  # of the step that runs
+        self._held: list[tuple[Tensor, Tensor]] = []  # gradients that wait for the norm of all
+        self._factors: dict[Any, Array] = {}  # by dtype: what gradients are clipped by in this step
+
+    @classmethod
+    def takes_momentum(cls, options: Any) -> bool:
+        return bool(options.momentum)
+
+    def step_key(self, step: StepContext) -> Hashable:
+        return self._density_at(step)  # Nesterov's rule is a guard of SGD's own
+
+    def _density_at(self, step: StepContext) -> float:
+        """Return the share to send: for each rung of the ladder above ``density`` as many steps, and then that."""
+        done = step.step - (step.step if self._first is None else self._first)
+        rungs = [share for share in LADDER if share > step.options.density]
+        if done < step.options.warmup and rungs:
+            return rungs[done * len(rungs) // step.options.warmup]
+        return float(step.options.density)
+
+    def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
+        if self._first is None:
+            self._first, self._has_momentum = step.step, step.options.momentum
+        if step.options.momentum != self._has_momentum:
+            raise OptionError(
+                f"dgc: momentum = {step.options.momentum}, but it began with {self._has_momentum}, and velocities that "
+                "were summed up so far would be lost; make another DistOpt"
+            )
+        super().begin(step, read)
+        self._density = self._density_at(step)
+        self._held, self._factors = [], {}
+
+    # ---- clipping ----------------------------------------------------------------------------------------
+
+    def add_gradient(self, param: Tensor, grad: Tensor) -> None:
+        if self.options.clip is None:
+            super().add_gradient(param, grad)
+        else:
+            self._held.append((param, grad))
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        held, self._held = self._held, []
+        if held:
+            self._factors = clip_factors(
+                [grad for _, grad in held], self.options.clip / sqrt(self.communicator.size)
+            )
+        for pair in held:
+            super().add_gradient(*pair)
+        yield from super().finish()
+        self._factors = {}  # of this step alone
+
+    # ---- one group ---------------------------------------------------------------------------------------
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        refuse_half("dgc", bucket)
+        run, flat = bucket.backend.run, bucket.flat
+        velocity, residual = self.state.of(bucket)
+        if self._factors:
+            run("mul", flat, self._factors[bucket.dtype], out=flat)
+        self._accumulate(bucket, velocity, residual)
+        run("copy", residual, out=flat)
+        message = SparseMessage(
+            self.communicator, bucket.backend, flat, None, bucket.name, self.options.values
+        )
+        work = send_top_k(message, self._density)
+        # what is not finite has been sent, NaN first, and must not come again
+        run("finite_or_zero", flat, out=residual)
+        run("scatter_fill", message.indices, out=residual, value=0.0)
+        if message.lost is not None:
+            run("scatter_add", message.indices, message.lost, out=residual)
+        if self.options.momentum:
+            run("finite_or_zero", velocity, out=flat)
+            if self.options.mask:
+                run("scatter_fill", message.indices, out=flat, value=0.0)
+            run("copy", flat, out=velocity)
+        yield work
+        message.merge(1.0 / self.communicator.size)
+
+    def _accumulate(self, bucket: Bucket, velocity: Array, residual: Array) -> None:
+        """Add the bucket's gradients to both, as Note [velocity] says: an optimizer's step at a learning rate of -1."""
+        run, out = bucket.backend.run, (residual, velocity)
+        if not self.options.momentum:
+            run("add", residual, bucket.flat, out=residual)
+            return
+        momentum = self.scalar(lambda step: step.rule.momentum)
+        if self.now().rule.is_nesterov:
+            run("nesterov_update", bucket.flat, out=out, lr=-1.0, momentum=momentum)
+        else:
+            run("momentum_update", bucket.flat, out=out, lr=-1.0, momentum=momentum, gain=1.0)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        if self._first is None or self._has_momentum is None:
+            return {}
+        return {"first step": self._first, "has momentum": int(self._has_momentum)}
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        if counters and set(counters) != {"first step", "has momentum"}:
+            raise CheckpointError(f"dgc: {sorted(counters)[:3]} are not its counters")
+        self._first = int(counters["first step"]) if counters else None
+        self._has_momentum = bool(counters["has momentum"]) if counters else None
+
+
+def clip_factors(grads: list[Tensor], norm: float) -> dict[Any, Array]:
+    """Return min(1, norm / the norm of all ``grads`` together), shape (1,), by dtype; NaN if one is NaN."""
+    backend = grads[0].device.backend
+    run, dtypes = backend.run, {grad.dtype for grad in grads}
+    widest = max(dtypes, key=lambda dtype: int(dtype.itemsize))
+    parts = backend.empty((len(grads),), widest)
+    for number, grad in enumerate(grads):
+        squares = backend.empty((grad.size(),), grad.dtype)
+        run("square", grad.array.reshape(-1), out=squares)
+        part = parts[number : number + 1]
+        total = part if grad.dtype == widest else backend.empty((1,), grad.dtype)
+        run("sum", squares, out=total, axes=(0,), keepdims=True)
+        if total is not part:
+            run("cast", total, out=part)
+    total, root, factor = (backend.empty((1,), widest) for _ in range(3))
+    run("sum", parts, out=total, axes=(0,), keepdims=True)
+    run("sqrt", total, out=root)
+    run("fill", out=factor, value=norm)
+    run("div", factor, root, out=factor)
+    run("clip", factor, out=factor, min=None, max=1.0)
+    factors = {widest: factor}
+    for dtype in dtypes - {widest}:
+        factors[dtype] = backend.empty((1,), dtype)
+        run("cast", factor, out=factors[dtype])
+    return factors

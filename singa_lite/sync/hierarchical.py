@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hierarchical: gradients are averaged within each host, then another scheme runs among one leader of each host.
+
+Note [weights]: a host of n ranks gives the outer scheme its mean times n * hosts / ranks, so that the outer scheme's
+mean over the hosts is the mean over the ranks, also where hosts are unequal.
+Note [order]: the ranks of a host make the same calls of the inner communicator, in one order: a reduce for each
+bucket as it fills, and when the outer scheme has ended a broadcast for each. Only leaders run the outer scheme, which
+gets gradients while later ones are computed and may do what it likes with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..comm.base import Communicator, Traffic
+from ..errors import CheckpointError, CommError, OptionError
+from ..graph.recorder import bookkeep, unrecorded
+from ..tensor import Tensor
+from .base import Bucket, BucketedSync, Exchange, Scheme, Soon, StepContext
+from .text import DistOption, read_dist_option
+
+
+class Hierarchical(BucketedSync):
+    """Plain averaging within each host and ``outer`` between hosts, with the leaders' residuals alone.
+
+    Attributes:
+        inside: what the last step sent among the ranks of this host.
+        between: what it sent among the leaders; nothing on a rank that is none.
+    """
+
+    names = ("hierarchical",)
+    wraps_another = True
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of hierarchical.
+
+        Attributes:
+            outer: the dist_option between hosts, with its options as text: "fp32", "sparseTopK:0.01". One that averages
+                parameters or takes the optimizer's momentum over is an OptionError.
+        """
+
+        outer: str = "fp32"
+
+        def __post_init__(self) -> None:
+            check_outer(read_dist_option(self.outer), self.outer)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._inner: Communicator | None = None
+        self._between: Communicator | None = None  # of the leaders
+        self._outer: Scheme | None = None  # on a leader
+        self._text: str | None = None  # of the outer scheme
+        self._weight = 1.0  # see Note [weights]
+        self._ready: list[Bucket] = []  # of this step, averaged within the host
+        self._num_fed = 0  # of them, that the outer scheme has
+        self._counted: dict[Communicator, Traffic] = {}  # what the steps before have sent
+        self.inside, self.between = Traffic(), Traffic()
+        self._loaded: tuple[str, dict[str, np.ndarray], dict[Tensor, str]] | None = None
+
+    # ---- one step ----------------------------------------------------------------------------------------
+
+    def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
+        super().begin(step, read)
+        if self._inner is None:
+            with unrecorded():
+                self._join_hosts(step.options.outer)
+        if step.options.outer != self._text:
+            raise OptionError(
+                f"hierarchical: outer = {step.options.outer!r}, but it began with {self._text!r}; make another DistOpt"
+            )
+        assert self._inner is not None
+        self._inner.wait_all()
+        self._ready, self._num_fed = [], 0
+        options = _outer_options(step.options.outer)
+        now = read or (lambda: step)
+        if self._outer is not None:
+            self._outer.begin(replace(step, options=options), lambda: replace(now(), options=options))
+
+    def _join_hosts(self, text: str) -> None:
+        """Make both communicators and, on a leader, the outer scheme; all ranks call it at their first step."""
+        inner, between = self.communicator.split_by_host(name="hierarchical")
+        kind = read_dist_option(text).scheme
+        failure = ""
+        if between is not None:
+            self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
+        if self._loaded is not None:
+            failure = self._restore(self._outer, *self._loaded)
+        for rank, text_of_rank in enumerate(
+            self.communicator.all_gather_object(failure, name="hierarchical states")
+        ):
+            if text_of_rank:
+                raise CommError(f"hierarchical: rank {rank} cannot go on from its states: {text_of_rank}")
+        sizes = self.communicator.all_gather_object(
+            inner.size if between is not None else 0, name="hierarchical hosts"
+        )
+        num_hosts = sum(size > 0 for size in sizes)
+        self._weight = inner.size * num_hosts / self.communicator.size
+        self._inner, self._between, self._text, self._loaded = inner, between, text, None
+        self._counted = {each: each.traffic.copy() for each in (inner, between) if each is not None}
+
+    def add_gradient(self, param: Tensor, grad: Tensor) -> None:
+        super().add_gradient(param, grad)
+        self._feed()
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        assert self._inner is not None
+        yield Soon(self._inner.reduce(bucket.flat, "mean", 0, name=bucket.name))
+        if self._outer is not None and self._weight != 1.0:
+            factor = bucket.backend.empty((1,), bucket.dtype)
+            bucket.backend.run("fill", out=factor, value=self._weight)
+            bucket.backend.run("mul", bucket.flat, factor, out=bucket.flat)
+        self._ready.append(bucket)
+
+    def _feed(self) -> None:
+        """Give the outer scheme what was averaged within the host."""
+        if self._outer is not None:
+            for bucket in self._ready[self._num_fed :]:
+                for pair in bucket.grads:
+                    self._outer.add_gradient(*pair)
+        self._num_fed = len(self._ready)
+
+    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
+        assert self._inner is not None
+        list(super().finish())
+        self._feed()
+        if self._outer is not None:
+            results = dict(self._outer.finish())
+            for bucket in self._ready:
+                _put(bucket, results)
+        for bucket in self._ready:
+            bucket.backend.activate()
+        works = [self._inner.broadcast(bucket.flat, 0, name=bucket.name) for bucket in self._ready]
+        for bucket, work in zip(self._ready, works, strict=True):
+            work.wait()
+            yield from bucket.grads
+
+    def after_update(self, params: list[Tensor]) -> None:
+        if self._outer is not None:
+            self._outer.end(params)
+        bookkeep(self._count)
+
+    def _count(self) -> None:
+        """Count what both communicators have sent as this scheme's."""
+        sent = []
+        for communicator, before in self._counted.items():
+            sent.append(communicator.traffic.since(before))
+            self._counted[communicator] = communicator.traffic.copy()
+            self.communicator.traffic.add(sent[-1])
+        self.inside, self.between = [*sent, Traffic()][:2]
+
+    def graph_key(self) -> Hashable:
+        return None if self._outer is None else (self._outer.graph_key(), self._outer.state.graph_key())
+
+    def step_key(self, step: StepContext) -> Hashable:
+        if self._outer is None:
+            return None
+        return self._outer.step_key(replace(step, options=_outer_options(step.options.outer)))
+
+    # ---- checkpoints: the leaders' outer scheme ------------------------------------------------------------
+
+    def state_dict(self, names: dict[Tensor, str]) -> dict[str, np.ndarray]:
+        if self._outer is None:
+            name, states, _ = self._loaded or ("", {}, {})
+        else:
+            name, states = self._outer.names[0], self._outer.state_dict(names)
+        return {f"{name}/{key}": value for key, value in states.items()}
+
+    def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
+        kinds = {key.partition("/")[0] for key in states}
+        own = {key.partition("/")[2]: value for key, value in states.items()}
+        name = kinds.pop() if kinds else ""
+        if kinds:
+            raise CheckpointError(f"hierarchical: states of several outer schemes, {sorted([name, *kinds])}")
+        if name:
+            kind = read_dist_option(name).scheme
+            kind(self.communicator, self.threshold, self.bucket_bytes, self.optimizer).load_state_dict(
+                own, names
+            )
+        if self._inner is None:
+            self._loaded = (name, own, names)
+        elif failure := self._restore(self._outer, name, own, names):
+            raise CheckpointError(f"hierarchical: {failure}")
+
+    @staticmethod
+    def _restore(
+        outer: Scheme | None, name: str, states: dict[str, np.ndarray], names: dict[Tensor, str]
+    ) -> str:
+        """Have ``outer`` go on from its states; return why that cannot be, or ""."""
+        if outer is None:
+            return f"they are those of a host's leader ({name}), which it is not" if states else ""
+        if states and name != outer.names[0]:
+            return f"they are of {name}, but the outer scheme is {outer.names[0]}"
+        outer.load_state_dict(states, names)
+        return ""
+
+
+def check_outer(outer: DistOption, text: str) -> None:
+    """Raise OptionError for a scheme that cannot run between hosts."""
+    scheme, options = outer
+    name = scheme.names[0]
+    problem = ""
+    if not issubclass(scheme, BucketedSync) or issubclass(scheme, Hierarchical):
+        problem = f"{name} sends no gradients of its own"
+    elif scheme.keeps_velocity or scheme.takes_momentum(scheme.Options(**options)):
+        problem = f"{name} takes the optimizer's momentum over, which members of a host would apply again"
+    if problem:
+        raise OptionError(
+            f"hierarchical: outer = {text!r}: {problem}; use fp32, fp16, bf16, int8 or sparseTopK"
+        )
+
+
+def _outer_options(text: str) -> Any:
+    scheme, options = read_dist_option(text)
+    return scheme.Options(**options)
+
+
+def _put(bucket: Bucket, results: dict[Tensor, Tensor]) -> None:
+    """Write the outer scheme's gradients into the bucket, unless they are there."""
+    grads = [results[param] for param in bucket.params]
+    if any(result is not grad for result, (_, grad) in zip(grads, bucket.grads, strict=True)):
+        arrays = (grad.array for grad in grads)
+        bucket.backend.run("pack", *arrays, out=bucket.flat, alignment=bucket.alignment)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""powerSGD: matrices travel as products of two narrow ones.
+
+Note [low rank]: a gradient plus what was not sent before is a matrix M, shape (rows, columns), rows the parameter's
+first axis. With Q, shape (rank, columns), of the step before, the ranks average P = Q M^T, orthonormalise its rows,
+average Q = P M, and apply P^T Q; each keeps M - P^T Q by its own Q. Both are sums, so bytes don't grow with the number
+of ranks. What all compute for themselves (the orthonormal rows, the product) runs element by element in one
+order, not in a library that may choose another on another host.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import OptionError, check_int, check_number
+from ..tensor import Tensor
+from .base import Array, Bucket, BucketedSync, Exchange
+from .state import Slot
+
+MAX_RANK = 32  # rows of Q that are kept; more save too few bytes to be worth their arithmetic
+DROPPED = 1e-12  # share of its squared length below which a row of P is rounding alone
+
+
+class Factor(Slot):
+    """Q of a matrix, (rows, columns); what is no matrix has none."""
+
+    def shape(self, param: Tensor) -> tuple[int, ...]:
+        rows, columns = matrix_shape(param.shape)
+        return (min(rows, columns, MAX_RANK), columns) if param.ndim() > 1 else (0,)
+
+    def start(self, param: Tensor) -> np.ndarray:
+        return np.random.default_rng(seed_of(param)).standard_normal(self.shape(param))
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of a parameter as a matrix: its first axis, and all others as one."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+
+
+def seed_of(param: Tensor) -> int:
+    """Return a number that belongs to the name of ``param``, equal on all ranks."""
+    return zlib.crc32((param.name or "").encode())
+
+
+class Matrix(NamedTuple):
+    """A gradient that is sent as P and Q.
+
+    Attributes:
+        param: the parameter.
+        m: gradient and residual, (rows, columns), in the bucket.
+        p: (rank, rows).
+        q: (rank, columns), in the state.
+        error: the residual, (rows, columns), in the state.
+    """
+
+    param: Tensor
+    m: Array
+    p: Array
+    q: Array
+    error: Array
+
+
+class PowerSgd(BucketedSync):
+    """The best product of ``rank`` columns and rows that one power iteration a step finds, see Note [low rank].
+
+    Vectors, and matrices that would save too little, travel as they are in the message of P; so do all of a bucket of
+    float16.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019.
+    """
+
+    names = ("powerSGD",)
+    slots = MappingProxyType({"error": Slot(), "q": Factor()})
+
+    @dataclass(frozen=True)
+    class Options:
+        """Options of powerSGD.
+
+        Attributes:
+            rank: rows of P and Q, 1 .. 32; at most the rows and columns of a matrix.
+            rate: a matrix is sent as P and Q if these have at least ``rate`` times fewer elements, >= 0.
+            feedback: keep what was not sent and add it to the next step's gradient; False drops it.
+            warm_start: begin with the Q of the step before; False with random numbers.
+        """
+
+        rank: int = 4
+        rate: float = 2.0
+        feedback: bool = True
+        warm_start: bool = True
+
+        def __post_init__(self) -> None:
+            if check_int("powerSGD", "rank", self.rank, 1) > MAX_RANK:
+                raise OptionError(f"powerSGD: rank = {self.rank} must be <= {MAX_RANK}")
+            check_number("powerSGD", "rate", self.rate, 0)
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        run = bucket.backend.run
+        if bucket.dtype == "float16":
+            yield self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name)
+            return
+        if self.options.feedback:
+            run("add", bucket.flat, self.state.of(bucket)[0], out=bucket.flat)
+        matrices, dense = self._split(bucket)
+        for _, m, p, q, _ in matrices:
+            run("matmul", q, m, out=p, transpose_b=True)
+        yield from self._mean(bucket, [*(matrix.p for matrix in matrices), *dense])
+        for matrix in matrices:
+            self._multiply(bucket, matrix)
+        yield from self._mean(bucket, [matrix.q for matrix in matrices])
+        for matrix in matrices:
+            self._expand(bucket, matrix)
+
+    def _split(self, bucket: Bucket) -> tuple[list[Matrix], list[Array]]:
+        """Return what is sent as P and Q, and what is sent as it is."""
+        matrices, dense = [], []
+        self.state.of(bucket)
+        for param, view in bucket.views(bucket.flat):
+            rows, columns = matrix_shape(param.shape)
+            rank = min(self.options.rank, rows, columns)
+            if param.ndim() < 2 or rank * (rows + columns) * self.options.rate >= rows * columns:
+                dense.append(view)
+                continue
+            error, q = self.state.views(bucket, param)
+            p = bucket.backend.empty((rank, rows), bucket.dtype)
+            matrices.append(
+                Matrix(param, view.reshape(rows, columns), p, q[:rank], error.reshape(rows, columns))
+            )
+        return matrices, dense
+
+    def _mean(self, bucket: Bucket, arrays: list[Array]) -> Exchange:
+        """Replace ``arrays`` by their means over the ranks, as one message."""
+        if arrays:
+            flat = bucket.backend.empty((sum(array.size for array in arrays),), bucket.dtype)
+            bucket.backend.run("pack", *arrays, out=flat)
+            yield self.communicator.all_reduce(flat, "mean", name=bucket.name)
+            bucket.backend.run("unpack", flat, out=tuple(arrays))
+
+    def _multiply(self, bucket: Bucket, matrix: Matrix) -> None:
+        """Orthonormalise P, set Q to P M, and keep what they miss of M."""
+        run, (_, m, p, q, error) = bucket.backend.run, matrix
+        self._orthonormalise(bucket, p)
+        run("matmul", p, m, out=q)
+        if self.options.feedback:
+            product = bucket.backend.empty(m.shape, bucket.dtype)
+            run("matmul", p, q, out=product, transpose_a=True)
+            run("sub", m, product, out=m)
+            run("finite_or_zero", m, out=error)
+
+    def _expand(self, bucket: Bucket, matrix: Matrix) -> None:
+        """Write P^T Q into the bucket, and make Q what the next step begins with."""
+        run, empty = bucket.backend.run, bucket.backend.empty
+        param, m, p, q, _ = matrix
+        term = empty(m.shape, bucket.dtype)
+        for row, (column, line) in enumerate(zip(p, q, strict=True)):
+            run("mul", column.reshape(-1, 1), line.reshape(1, -1), out=term if row else m)
+            if row:
+                run("add", m, term, out=m)
+        fresh = empty(q.shape, bucket.dtype)
+        counter = self.scalar(lambda step: step.step)
+        run("random_normal", out=fresh, mean=0.0, std=1.0, seed=seed_of(param), counter=counter)
+        if not self.options.warm_start:
+            run("copy", fresh, out=q)
+            return
+        # a row of P that was rounding alone became 0, and Q's with it, which would stay 0: there length / length is NaN
+        length, mark, kept = (
+            empty((len(q), 1), bucket.dtype),
+            empty((len(q), 1), bucket.dtype),
+            empty(q.shape, bucket.dtype),
+        )
+        self._sums_of_squares(bucket, q, length)
+        run("div", length, length, out=mark)
+        run("mul", q, mark, out=q)
+        run("finite_or", q, fresh, out=kept)
+        run("copy", kept, out=q)
+
+    def _orthonormalise(self, bucket: Bucket, p: Array) -> None:
+        """Make the rows of ``p`` orthonormal by Gram-Schmidt, twice against rounding; or 0, see DROPPED."""
+        run = bucket.backend.run
+        before, after, share, keep = (bucket.backend.empty((1, 1), bucket.dtype) for _ in range(4))
+        run("fill", out=share, value=DROPPED)
+        for number in range(len(p)):
+            row, earlier = p[number : number + 1], p[:number]
+            self._sums_of_squares(bucket, row, before)
+            for _ in range(2 if number else 0):
+                self._subtract_projection(bucket, row, earlier)
+            self._sums_of_squares(bucket, row, after)
+            run("mul", before, share, out=before)
+            run("compare", after, before, out=keep, relation="greater")
+            run("sqrt", after, out=before)
+            run("select", keep, before, share, out=after)  # no division of 0 by 0
+            run("div", row, after, out=row)
+            run("mul", row, keep, out=row)
+
+    def _subtract_projection(self, bucket: Bucket, row: Array, earlier: Array) -> None:
+        """Subtract from ``row``, (1, n), its part in the span of ``earlier``, orthonormal rows."""
+        run, empty = bucket.backend.run, bucket.backend.empty
+        terms, factors = empty(earlier.shape, bucket.dtype), empty((len(earlier), 1), bucket.dtype)
+        total = empty(row.shape, bucket.dtype)
+        run("mul", earlier, row, out=terms)
+        run("sum", terms, out=factors, axes=(1,), keepdims=True)
+        run("mul", earlier, factors, out=terms)
+        run("sum", terms, out=total, axes=(0,), keepdims=True)
+        run("sub", row, total, out=row)
+
+    def _sums_of_squares(self, bucket: Bucket, rows: Array, out: Array) -> None:
+        """Write the sum of squares of each row of ``rows`` into ``out``, (number of rows, 1)."""
+        squares = bucket.backend.empty(rows.shape, bucket.dtype)
+        bucket.backend.run("square", rows, out=squares)
+        bucket.backend.run("sum", squares, out=out, axes=(1,), keepdims=True)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""localSGD against its equations in float64, step by step on every transport, and against fp32 where both are one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import opt
+from singa_lite.comm.base import World, ring_bytes
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.ranks import run_ranks
+from tests.sync.by_hand import SHAPES, STEPS, WORLDS, Case, bits, gradients, new_scheme, sizes
+from tests.sync.make_scheme import begin
+from tests.sync.test_dgc import SGDS
+from tests.sync.training import made, steps, values
+
+LR = 0.1
+CASES = {
+    "period 3": Case({"period": 3}),
+    "period 1": Case({"period": 1}),
+    "late": Case({"period": 2, "start": 4}, first_step=1),
+}
+
+
+def drift(communicator: Any, case: Case, stop: int | None = None) -> list[tuple[dict[str, np.ndarray], int]]:
+    """Parameters and bytes sent of eight steps of gradient descent; after ``stop`` a new scheme goes on."""
+    params = {key: Tensor(data=np.ones(shape), stores_grad=True, name=key) for key, shape in SHAPES.items()}
+    names = {param: key for key, param in params.items()}
+    scheme, log = new_scheme("localSGD", communicator, case), []
+    for step in range(STEPS):
+        if step == stop:
+            states = scheme.state_dict(names)
+            scheme = new_scheme("localSGD", communicator, case)
+            scheme.load_state_dict(states, names)
+        before = communicator.traffic.copy()
+        begin(scheme, case.first_step + step, **case.options)
+        for key, grad in gradients(communicator.rank, step).items():
+            scheme.add_gradient(params[key], Tensor(data=grad))
+        for param, grad in scheme.finish():
+            param.copy_from_numpy(to_numpy(param) - np.float32(LR) * to_numpy(grad))
+        scheme.end(list(params.values()))
+        sent = communicator.traffic.since(before).bytes_sent
+        log.append(({key: to_numpy(param) for key, param in params.items()}, sent))
+    return log
+
+
+def all_cases(communicator: Any) -> dict[str, list[tuple[dict[str, np.ndarray], int]]]:
+    found = {}
+    for label, case in CASES.items():
+        found[label] = drift(communicator, case)
+        for (mine, _), (other, _) in zip(found[label], drift(communicator, case, stop=5), strict=True):
+            assert bits(mine) == bits(other), label
+    return found
+
+
+@pytest.mark.parametrize(("transport", "size"), WORLDS)
+def test_eight_steps_are_those_of_the_equations(transport: str, size: int) -> None:
+    ranks = run_ranks(all_cases, size, transport=transport)
+    for label, case in CASES.items():
+        period, start = case.options["period"], case.options.get("start", 0)
+        params = [{key: np.ones(shape) for key, shape in SHAPES.items()} for _ in range(size)]
+        num_local = 0
+        for step in range(STEPS):
+            grads, is_local = [gradients(rank, step) for rank in range(size)], case.first_step + step >= start
+            num_local += is_local
+            is_average = is_local and num_local % period == 0
+            for key in SHAPES:
+                mean = np.mean([grad[key].astype(float) for grad in grads], axis=0)
+                for rank in range(size):
+                    params[rank][key] = params[rank][key] - LR * (grads[rank][key] if is_local else mean)
+                if is_average:
+                    average = np.mean([each[key] for each in params], axis=0)
+                    for each in params:
+                        each[key] = average
+            for rank, of_rank in enumerate(ranks):
+                mine, sent = of_rank[label][step]
+                note = f"{label}, step {step}, rank {rank}"
+                for key, expected in params[rank].items():
+                    np.testing.assert_allclose(
+                        mine[key], expected, rtol=1e-5, atol=1e-6, err_msg=f"{note}, {key}"
+                    )
+                is_equal = bits(mine) == bits(ranks[0][label][step][0])
+                assert is_equal == (rank == 0 or not is_local or is_average), note
+                does_send = is_average or not is_local
+                assert sent == (ring_bytes("all_reduce", 4 * sum(sizes()), size) if does_send else 0), note
+
+
+def beside_fp32(communicator: Any) -> dict[str, list[dict[str, np.ndarray]]]:
+    """fp32, and what must be the same: of every step, eagerly and recorded, and before ``start``."""
+    found: dict[str, list[dict[str, np.ndarray]]] = {}
+    for label, sgd in SGDS.items():
+        found[label] = []
+        for option, use_graph in (
+            ("fp32", True),
+            ("localSGD:1", False),
+            ("localSGD:1", True),
+            ("localSGD:4:start=100", True),
+        ):
+            net = made(communicator, use_graph, option, **sgd)
+            steps(net, communicator.rank, 0, 20)
+            found[label].append(values(net))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_average_after_every_step_is_fp32(size: int) -> None:
+    ranks = run_ranks(beside_fp32, size, transport="local" if size == 1 else "shm")
+    for label in SGDS:
+        expected = ranks[0][label][0]
+        for of_rank in ranks:
+            for found in of_rank[label][1:3]:
+                for name, value in found.items():
+                    np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=label)
+            assert bits(of_rank[label][3]) == bits(expected)
+
+
+def records(communicator: Any) -> tuple[int, list[int]]:
+    net = made(communicator, True, "localSGD:4:start=2")
+    sent = []
+    for step in range(14):
+        steps(net, communicator.rank, step, step + 1)
+        sent.append(net.optimizer.bytes_sent)
+    return len(net.graph_info()), sent
+
+
+def test_a_step_is_recorded_before_the_start_and_with_and_without_an_average() -> None:
+    for num_records, sent in run_ranks(records, 2):
+        each = 4 * (30 + 6 + 18 + 3)
+        assert sent == [each, each, *[0, 0, 0, each] * 3]
+        assert num_records == 3
+
+
+def test_a_dist_opt_says_that_ranks_differ() -> None:
+    local = LocalCommunicator(World())
+    assert not opt.DistOpt(communicator=local, dist_option="localSGD:8:start=500").keeps_equal
+    scheme = new_scheme("localSGD", local, Case())
+    with pytest.raises(CheckpointError, match=r"localSGD: .*do not count updates"):
+        scheme.load_state_dict({"counter/first step": np.array(1)}, {})
