@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `singa-lite run` starts the ranks of a script, `singa-lite info` lists what works here."""
+"""The command line: `singa-lite run` starts the ranks of a script, `info` lists what works, `plan` predicts steps."""
 
 from __future__ import annotations
 
@@ -10,42 +10,50 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from . import _native
+from .bench.calibration import Calibration, read_calibration, write_calibration
+from .bench.cost import ALGORITHMS, Cluster, Network
+from .bench.plan import report
 from .comm import find_transports
 from .comm.hosts import read_hosts
 from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
+from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
 from .errors import CommError, OptionError
 
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
-    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--timeout-s T] [--exit-timeout T] [-m] "
-    "SCRIPT [ARGUMENT ...]"
+    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--timeout-s T] "
+    "[--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
 )
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
     "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
     "print('works:', '; '.join(names)) if names else d.create_cuda_gpu()"
 )
+MEASURE = "from singa_lite.bench.measure import main; main({!r})"
 ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transports()[{!r}].describe())"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | info")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | info | plan")
     commands.add_parser("info", help="list what was built and which transports work")
-    run = _add_run(commands)
+    run, plan = _add_run(commands), _add_plan(commands)
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())
         return 0
+    if options.name == "plan":
+        return _plan(plan, options)
     return _run(run, options)
 
 
@@ -101,6 +109,12 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
         "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
     )
+    add(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="have collectives take as long as over a link of this rate and latency per hop for each rank, for example "
+        "100mbit,1ms; kbit, mbit, gbit; us, ms, s; not with -H or -s",
+    )
     add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
     add(
         "--exit-timeout",
@@ -112,6 +126,73 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
     return run
+
+
+def _add_plan(commands: Any) -> argparse.ArgumentParser:
+    """Add the command `plan` to the subparsers ``commands``."""
+    plan: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="predict the step time of each dist_option on a cluster",
+        description="Predict what a training step of each dist_option would send and take on a cluster, from the times "
+        "of one rank and a cost model. Without --calibration those of the MNIST CNN are measured here first.",
+    )
+    add = plan.add_argument
+    add("--ranks", required=True, metavar="N,...", help="numbers of ranks, for example 8,64,1024")
+    add("--link", required=True, metavar="RATE,LATENCY", help="between hosts, for example 25gbit,10us")
+    add("--gpus-per-node", type=int, default=1, metavar="P", help="ranks a host (default %(default)s)")
+    add("--node-link", metavar="RATE,LATENCY", help="between ranks of a host (default: takes no time)")
+    add(
+        "--all-reduce",
+        choices=ALGORITHMS,
+        default="smaller",
+        help="algorithm where a host has one rank; smaller: the faster of ring and recursive doubling, as MPI and NCCL "
+        "choose; ring: as `run --link` emulates (default %(default)s)",
+    )
+    add("--calibration", type=Path, metavar="FILE", help="JSON with times of one rank, see docs/sync.md")
+    add("--save", type=Path, metavar="FILE", help="write the calibration there")
+    return plan
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print the predictions."""
+    try:
+        if options.gpus_per_node < 1:
+            parser.error(f"--gpus-per-node {options.gpus_per_node}: must be >= 1")
+        if not re.fullmatch(r"(?a:0*[1-9]\d*(,0*[1-9]\d*)*)", options.ranks):
+            parser.error(f"--ranks {options.ranks!r}: expected whole numbers >= 1 such as 8,64,1024")
+        outer = _network("--link", options.link, options.all_reduce)
+        inner = Network(0.0, 0.0)
+        if options.node_link is not None:
+            inner = _network("--node-link", options.node_link, options.all_reduce)
+        calibration = _measured() if options.calibration is None else read_calibration(options.calibration)
+        cluster = Cluster(inner, outer, options.gpus_per_node)
+        print(report(calibration, cluster, [int(word) for word in options.ranks.split(",")]))
+        if options.save is not None:
+            write_calibration(options.save, calibration)
+    except OptionError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _measured() -> Calibration:
+    """Return the calibration of the MNIST CNN, measured in a process of its own: this one loads no kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "calibration.json"
+        answer = subprocess.run(_python(MEASURE.format(str(path))), stdin=subprocess.DEVNULL)
+        if answer.returncode != 0:
+            raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
+        return read_calibration(path)
+
+
+def _python(code: str) -> list[str]:
+    """Return the command that runs Python code with this process's package."""
+    # -c puts the current folder first, where a package of this name may be that is not the one running
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
+
+
+def _network(option: str, text: str, algorithm: str) -> Network:
+    link = parse_link(option, text)
+    return Network.of_link(link.bits_per_s, link.latency_ns / 1e9, algorithm)
 
 
 def info() -> str:
@@ -160,6 +241,7 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
         log_dir=options.log_dir,
         num_servers=options.num_servers,
+        link=options.link,
         worker_env=_variables(parser, "--env-worker", options.env_worker),
         server_env=_variables(parser, "--env-server", options.env_server),
     )
@@ -187,6 +269,12 @@ def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"-s {options.num_servers}: must be >= 0")
     if options.env_server and not options.num_servers:
         parser.error("--env-server: there are no servers; start some with -s")
+    if options.link is not None:
+        parse_link("--link", options.link)
+        if options.num_servers:
+            parser.error("--link: is for collectives, not for messages to servers; leave out -s")
+        if options.hosts is not None:
+            parser.error("--link: not with -H; links between hosts are real")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
     if options.exit_timeout is not None and not options.exit_timeout > 0:
@@ -252,11 +340,9 @@ def _onednn() -> str:
 
 def _ask(code: str) -> str:
     """Run Python code in a process of its own, so that nothing here can hang; return its first line, or "no: why"."""
-    # -c puts the current folder first, where a package of this name may be that is not the one running
-    command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
     try:
         answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+            _python(code), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return f"no: no answer within {LIMIT_S:g} s"

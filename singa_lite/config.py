@@ -25,6 +25,7 @@ SWITCHES = {
     "SINGA_LITE_WRAPPER": "what `singa-lite run -H` tells rank_wrapper.py on each host",
     "SINGA_LITE_LOST_FD": "where a rank's watchdog tells rank_wrapper.py that the rank is lost, set by that",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
+    "SINGA_LITE_LINK": "emulated link of each rank, such as 100mbit,1ms (comm/link.py), set by `singa-lite run --link`",
     "SINGA_LITE_HOST": "what this process calls its host, so that one machine can play several (split_by_host)",
     "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
     "SINGA_LITE_NCCL_BLOCKING": "1: NCCL's calls return sooner, but its start and connections have no deadline",

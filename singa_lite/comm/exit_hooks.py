@@ -21,6 +21,7 @@ from types import TracebackType
 from ..config import state
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
+from .link import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
 from .p2p import Messenger
@@ -39,7 +40,7 @@ class ExitHooks:
     """
 
     def __init__(self) -> None:
-        self.communicators: list[DispatchCommunicator] = []
+        self.communicators: list[DispatchCommunicator | LinkCommunicator] = []
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()

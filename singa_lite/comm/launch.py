@@ -54,6 +54,7 @@ class LaunchOptions:
         exit_timeout_s: seconds that the other ranks have to end after a rank has ended well.
         log_dir: see ``RankOutput``.
         num_servers: servers to start beside the workers, >= 0; None: none, and SINGA_LITE_NUM_SERVERS stays as it is.
+        link: SINGA_LITE_LINK of the ranks (link.py); None leaves it as it is. Not for ``launch_on_hosts``.
         worker_env, server_env: variables that the workers, or the servers, get beside those of this process.
     """
 
@@ -61,6 +62,7 @@ class LaunchOptions:
     exit_timeout_s: float = EXIT_TIMEOUT_S
     log_dir: Path | None = None
     num_servers: int | None = None
+    link: str | None = None
     worker_env: Mapping[str, str] = field(default_factory=dict)
     server_env: Mapping[str, str] = field(default_factory=dict)
 
@@ -329,6 +331,8 @@ def _start_all(
             environ["SINGA_LITE_NUM_SERVERS"] = str(num_servers)
         if options.timeout_s is not None:
             environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
+        if options.link is not None:
+            environ["SINGA_LITE_LINK"] = options.link
         if not environ.get("OMP_NUM_THREADS") and len(job.names) > 1:
             threads = threads_per_rank(num_workers, num_servers) if rank < num_workers else 1
             environ["OMP_NUM_THREADS"] = str(threads)

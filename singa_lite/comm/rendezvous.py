@@ -23,6 +23,7 @@ from . import find_messengers, find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
 from .exit_hooks import exit_hooks
+from .link import LinkCommunicator, check_emulated, link_of_process
 from .local import LocalCommunicator
 from .lost_ranks import forget_members, list_member
 from .mpi_job import MpiJob, mpi_world, start_mpi
@@ -159,17 +160,24 @@ def _launcher_and_job() -> tuple[str, Job]:
 def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     """Make the communicator of ``world``; return once every rank has joined.
 
+    SINGA_LITE_LINK puts an emulated link around each rank (link.py).
+
     Raises:
-        CommError: a rank has not joined within ``timeout_s`` seconds, or the transport does not work here.
-        OptionError: there is no such transport.
+        CommError: a rank has not joined within ``timeout_s`` seconds, or the transport does not work here, or the ranks
+            have different links.
+        OptionError: there is no such transport, or a link that is wrong or is not for this transport.
     """
+    link = link_of_process()
     if world.transport == LocalCommunicator.transport:
-        return LocalCommunicator(world, timeout_s)
+        alone = LocalCommunicator(world, timeout_s)
+        return alone if link is None else LinkCommunicator(alone, link)
     transports = {word: kind for word, kind in find_transports().items() if kind.joins_worlds}
     check_choice("connect", "world.transport", world.transport, transports)
+    check_emulated(link, world.transport)
     hooks = exit_hooks()
     with hooks.joining():
-        communicator = DispatchCommunicator(transports[world.transport](world, timeout_s))
+        host = transports[world.transport](world, timeout_s)
+        communicator = DispatchCommunicator(host) if link is None else LinkCommunicator(host, link)
     hooks.communicators.append(communicator)
     end_with_parent()
     share_cores(world.local_size)
@@ -182,8 +190,13 @@ def connect_messenger(job: Job, timeout_s: float = TIMEOUT_S) -> Messenger:
     Raises:
         CommError: a process has not joined within ``timeout_s`` seconds, the transport does not work here, or the job
             has no servers.
-        OptionError: there is no such transport.
+        OptionError: there is no such transport, or SINGA_LITE_LINK is set: messages have no emulated link.
     """
+    if config.env("SINGA_LITE_LINK"):
+        raise OptionError(
+            "connect_messenger: SINGA_LITE_LINK is for collectives of the workers alone, not for messages to servers; "
+            "unset it, or start no servers"
+        )
     if job.num_servers == 0:
         raise CommError(
             f"connect_messenger: this job of {job.num_workers} workers has no servers to send to; start more processes "

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's step takes without a network, in a file. measure.py makes one for the MNIST CNN.
+
+The file is JSON, an object with
+
+    compute_s   seconds of forward and backward
+    update_s    seconds of the optimizer (0 if it is in compute_s)
+    buckets     in the order of backward: {"ready_s": when it is computed, "shapes": of its parameters}
+    options     "fp32", "sparseTopK:0.01", ... (wire_bytes.OPTION_WORDS): {"compress_s": seconds it adds to a step
+                of one rank, "merge_s": seconds for what one rank sent to be added up, 0 if left out}
+    about       a line of text, "" if left out
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError, SingaLiteError, check_int, check_number
+from .wire_bytes import parse_option
+
+
+@dataclass(frozen=True)
+class OptionTimes:
+    """Seconds that an option adds to a step, see above."""
+
+    compress_s: float
+    merge_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class BucketShapes:
+    """Gradients that are exchanged together, see above."""
+
+    ready_s: float
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Times of one rank, see above."""
+
+    compute_s: float
+    update_s: float
+    buckets: tuple[BucketShapes, ...]
+    options: Mapping[str, OptionTimes] = field(default_factory=dict)
+    about: str = ""
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Return the calibration in a JSON file.
+
+    Raises:
+        OptionError: there is none, or a field is missing, unknown or out of range; names the file and the field.
+    """
+    where = f"calibration {path}"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{where}: expected a JSON file: {error}") from error
+    try:
+        fields = _fields(where, found, ("compute_s", "update_s", "buckets", "options"), ("about",))
+        options = {name: _option(where, name, given) for name, given in fields["options"].items()}
+        buckets = tuple(_bucket(where, number, given) for number, given in enumerate(fields["buckets"]))
+        times = [check_number(where, name, fields[name], 0) for name in ("compute_s", "update_s")]
+    except (AttributeError, TypeError) as error:
+        if isinstance(error, SingaLiteError):
+            raise
+        raise OptionError(
+            f"{where}: options is an object and buckets a list, as the documentation says"
+        ) from error
+    if "fp32" not in options or not buckets:
+        raise OptionError(
+            f"{where}: expected at least one bucket, and fp32 among the options, to compare with"
+        )
+    return Calibration(times[0], times[1], buckets, options, str(fields.get("about", "")))
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write a file that ``read_calibration`` reads."""
+    path.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+
+
+def _fields(where: str, given: Any, needed: Sequence[str], known: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise OptionError(f"{where}: expected an object with {', '.join(needed)}, got {type(given).__name__}")
+    for name in needed:
+        if name not in given:
+            raise OptionError(f"{where}: {name} is missing")
+    for name in given:
+        if name not in needed and name not in known:
+            raise OptionError(f"{where}: {name} is not known; choose of {', '.join([*needed, *known])}")
+    return given
+
+
+def _option(where: str, name: str, given: Any) -> OptionTimes:
+    parse_option(name)
+    fields = _fields(f"{where}: options: {name}", given, ("compress_s",), ("merge_s",))
+    numbers = {key: check_number(f"{where}: options: {name}", key, value, 0) for key, value in fields.items()}
+    return OptionTimes(**numbers)
+
+
+def _bucket(where: str, number: int, given: Any) -> BucketShapes:
+    where = f"{where}: bucket {number}"
+    fields = _fields(where, given, ("ready_s", "shapes"))
+    shapes = tuple(tuple(check_int(where, "shapes", size, 1) for size in shape) for shape in fields["shapes"])
+    return BucketShapes(check_number(where, "ready_s", fields["ready_s"], 0), shapes)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict step time and bytes of each dist_option on a cluster, from a calibration and the cost model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .calibration import Calibration
+from .cost import Bucket, Cluster, Transfer, local_sgd_step_s, step_s, together
+from .wire_bytes import bytes_sent, messages_of, parse_option
+
+MOST_HOSTS = 1 << 14  # until here it is searched where an option stops paying
+
+
+class Prediction(NamedTuple):
+    """A step of an option.
+
+    Attributes:
+        option: its text.
+        size: number of ranks.
+        sent: bytes that a rank puts on a ring, the mean over steps.
+        seconds: the mean time of a step.
+    """
+
+    option: str
+    size: int
+    sent: float
+    seconds: float
+
+
+def predict(calibration: Calibration, cluster: Cluster, option: str, size: int) -> Prediction:
+    """Return what a step of ``option`` sends and takes on ``size`` ranks.
+
+    Raises:
+        OptionError: an option that the calibration has no times of, or ranks that fill no whole number of hosts.
+    """
+    word, value = parse_option(option)
+    times = calibration.options[option]
+    buckets, sent = [], 0
+    num_elements = sum(_elements(bucket.shapes) for bucket in calibration.buckets)
+    for bucket in calibration.buckets:
+        messages = messages_of(option, bucket.shapes, size)
+        sent += bytes_sent(messages, size)
+        transfer = together(cluster.collective(message, size) for message in messages)
+        share = _elements(bucket.shapes) / num_elements
+        buckets.append(Bucket(bucket.ready_s, share * times.compress_s, transfer))
+    if word == "localSGD":
+        wire: Transfer = together(bucket.transfer for bucket in buckets)
+        seconds = local_sgd_step_s(calibration.compute_s, calibration.update_s, wire, int(value))
+        return Prediction(option, size, sent / value, seconds)
+    seconds = step_s(calibration.compute_s, buckets, size * times.merge_s, calibration.update_s)
+    return Prediction(option, size, sent, seconds)
+
+
+def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[Prediction]:
+    """Return the prediction of every option of the calibration, in its order."""
+    return [predict(calibration, cluster, option, size) for option in calibration.options]
+
+
+def paying_range(calibration: Calibration, cluster: Cluster, option: str) -> tuple[int, int | None] | None:
+    """Return from which number of ranks an option's step is shorter than fp32's, and at which it no longer is.
+
+    The second is None if it is up to MOST_HOSTS hosts; the result is None if it never is. Ranks fill whole hosts, at
+    least two; beyond 256 hosts the search goes in steps of 1 %.
+    """
+    first = None
+    for hosts in _host_counts():
+        size = hosts * cluster.per_host
+        is_shorter = (
+            predict(calibration, cluster, option, size).seconds
+            < predict(calibration, cluster, "fp32", size).seconds
+        )
+        if is_shorter and first is None:
+            first = size
+        if not is_shorter and first is not None:
+            return first, size
+    return None if first is None else (first, None)
+
+
+def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> str:
+    """Return a table of all options for each number of ranks, and where each pays.
+
+    Raises:
+        OptionError: see ``predict``.
+    """
+    lines = [calibration.about] if calibration.about else []
+    best = []
+    for size in sizes:
+        found = predict_all(calibration, cluster, size)
+        plain = next(one.seconds for one in found if one.option == "fp32")
+        fastest = min(found, key=lambda one: one.seconds)
+        best.append(f"{size} ranks: {fastest.option}")
+        lines += [
+            "",
+            f"{size} ranks",
+            f"  {'option':18} {'bytes a step':>16} {'step ms':>12} {'times fp32':>11}",
+        ]
+        for one in found:
+            mark = "  <- shortest" if one is fastest else ""
+            ratio = plain / one.seconds if one.seconds else math.inf
+            lines.append(
+                f"  {one.option:18} {one.sent:16,.0f} {1000 * one.seconds:12.3f} {ratio:11.2f}{mark}"
+            )
+    lines += ["", "shortest step"] + [f"  {line}" for line in best]
+    lines += ["", "shorter than fp32 (over two hosts and more)"]
+    for option in calibration.options:
+        if option != "fp32":
+            lines.append(f"  {option:18} {_range_text(paying_range(calibration, cluster, option), cluster)}")
+    return "\n".join(lines)
+
+
+def _range_text(found: tuple[int, int | None] | None, cluster: Cluster) -> str:
+    if found is None:
+        return "never"
+    first, end = found
+    most = MOST_HOSTS * cluster.per_host
+    return f"from {first} ranks " + (
+        f"on, as far as {most}" if end is None else f"until it stops paying at {end}"
+    )
+
+
+def _host_counts() -> Iterable[int]:
+    hosts = 2
+    while hosts <= MOST_HOSTS:
+        yield hosts
+        hosts += max(1, hosts // 100) if hosts >= 256 else 1
+
+
+def _elements(shapes: Iterable[Sequence[int]]) -> int:
+    return sum(map(math.prod, shapes))

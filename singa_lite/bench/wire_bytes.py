@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each dist_option sends in a step: closed formulas, for options that are here and some that are only planned.
+
+A step is a list of Messages, collectives with their payload; ``bytes_sent`` adds up what a rank puts on a ring for
+them, as ``Traffic.bytes_sent`` counts it. n is the number of gradient elements, all in one bucket and float32; N the
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from ..comm.base import ring_bytes
+from ..errors import OptionError, check_choice, check_int, check_number
+
+INDEX_FORMATS = ("elias-fano", "int32")
+SHARE, WHOLE = "a share in (0, 1]", "a whole number >= 1"
+OPTION_WORDS = {  # of the text of an option: what its value is
+    "fp32": None,
+    "fp16": None,
+    "bf16": None,
+    "int8": None,
+    "sign": None,
+    "powerSGD": WHOLE,
+    "randomK": SHARE,
+    "sparseTopK": SHARE,
+    "dgc": SHARE,
+    "localSGD": WHOLE,
+}
+BLOCK = 256  # elements with one scale, int8
+SCALE_BYTES = 4
+
+
+class Message(NamedTuple):
+    """A collective of a step.
+
+    Attributes:
+        kind: "all_reduce", "all_gather" or "all_to_all".
+        payload: bytes of the array that a rank puts in, as sent.
+    """
+
+    kind: str
+    payload: int
+
+
+def bytes_sent(messages: Iterable[Message], size: int) -> int:
+    """Return the bytes that one of ``size`` >= 1 ranks puts on a ring for ``messages``."""
+    check_int("bytes_sent", "size", size, 1)
+    return sum(ring_bytes(kind, payload, size) for kind, payload in messages)
+
+
+def num_kept(n: int, density: float) -> int:
+    """Return K = ceil(density n), how many of ``n`` elements a share of 0 < ``density`` <= 1 keeps, at least 1."""
+    check_int("num_kept", "n", n, 1)
+    check_number("num_kept", "density", density, 0, 1)
+    return max(1, math.ceil(Fraction(str(float(density))) * n))  # as the schemes: 0.07 of 100 is 7, not 8
+
+
+def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> list[Message]:
+    """Return what an option sends for a bucket in a step in which it sends.
+
+    Args:
+        option: a word of OPTION_WORDS, with its value behind a colon where it has one: "fp32", "sparseTopK:0.01".
+        shapes: of the bucket's parameters.
+        size: number of ranks.
+
+    Raises:
+        OptionError: an unknown option, or a value that is missing, not needed or out of range.
+    """
+    word, value = parse_option(option)
+    n = sum(map(math.prod, shapes))
+    match word:
+        case "fp16":
+            return fp16(n)
+        case "bf16":
+            return bf16(n)
+        case "int8":
+            return int8(n, size)
+        case "sign":
+            return sign(n, len(shapes))
+        case "powerSGD":
+            return power_sgd(shapes, int(value))
+        case "randomK":
+            return random_k(n, value)
+        case "sparseTopK":
+            return sparse(n, value, index_format="int32")
+        case "dgc":
+            return sparse(n, value)
+        case _:  # fp32, localSGD
+            return fp32(n)
+
+
+def parse_option(option: str) -> tuple[str, float]:
+    """Return the word and the value of an option's text, see ``messages_of``; the value is 0 where there is none."""
+    word, colon, text = option.partition(":")
+    check_choice("option", "its word", word, OPTION_WORDS)
+    kind = OPTION_WORDS[word]
+    if (kind is None) == bool(colon):
+        raise OptionError(
+            f"option {option!r}: {word} takes {'no value' if kind is None else kind + ' after a colon'}"
+        )
+    if kind is None:
+        return word, 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    is_share = kind == SHARE
+    if not (0 < value <= 1 if is_share else value >= 1 and value == int(min(value, 1e9))):
+        raise OptionError(f"option {option!r}: the value of {word} must be {kind}")
+    return word, value
+
+
+# ---- all-reduced: bytes a rank hardly grow with N ------------------------------------------------------------
+
+
+def fp32(n: int) -> list[Message]:
+    """Every gradient as float32: 2(N-1)/N 4n bytes."""
+    return [Message("all_reduce", 4 * n)]
+
+
+def fp16(n: int) -> list[Message]:
+    """The largest magnitude, for the scale, then every gradient as float16: 2(N-1)/N (2n + 4) bytes."""
+    return [Message("all_reduce", SCALE_BYTES), Message("all_reduce", 2 * n)]
+
+
+def bf16(n: int) -> list[Message]:
+    """Every gradient as bfloat16: 2(N-1)/N 2n bytes."""
+    return [Message("all_reduce", 2 * n)]
+
+
+def random_k(n: int, density: float) -> list[Message]:
+    """The same K places on every rank, so values alone travel: 2(N-1)/N 4K bytes."""
+    return [Message("all_reduce", 4 * num_kept(n, density))]
+
+
+def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Message]:
+    """P with what is not compressed, then Q: 2(N-1)/N 4 (sum of r (rows + columns) + dense) bytes.
+
+    A parameter is a matrix (shape[0], all others). It is compressed where that more than halves it:
+    2 r (rows + columns) < rows columns, so never by a rank above its rows or columns.
+
+    Source: Vogels, Karimireddy, Jaggi, "PowerSGD", 2019.
+    """
+    check_int("power_sgd", "rank", rank, 1)
+    left, right = 0, 0
+    for shape in shapes:
+        elements = math.prod(shape)
+        rows = shape[0] if shape else 1
+        columns = elements // rows
+        if 2 * rank * (rows + columns) < elements:
+            left, right = left + rank * rows, right + rank * columns
+        else:
+            left += elements
+    return [Message("all_reduce", 4 * left), Message("all_reduce", 4 * right)]
+
+
+# ---- gathered: bytes grow with N -------------------------------------------------------------------------
+
+
+def sign(n: int, num_tensors: int) -> list[Message]:
+    """A bit an element and a scale a tensor: (N-1) (ceil(n/8) + 4 tensors) bytes."""
+    return [Message("all_gather", -(-n // 8) + SCALE_BYTES * num_tensors)]
+
+
+def int8(n: int, size: int, *, is_gathered: bool | None = None) -> list[Message]:
+    """A byte an element and a scale for each block of 256: c = n + 4 ceil(n/256).
+
+    Gathered it is (N-1) c bytes. In two phases, an all-to-all of blocks and an all-gather of their means, about
+    2(N-1)/N c, padded to N equal shares of blocks.
+
+    Args:
+        n: elements.
+        size: number of ranks.
+        is_gathered: None: with at most 2 ranks.
+    """
+    blocks = -(-n // BLOCK)
+    if size <= 2 if is_gathered is None else is_gathered:
+        return [Message("all_gather", n + SCALE_BYTES * blocks)]
+    share = -(-blocks // size) * (BLOCK + SCALE_BYTES)
+    return [Message("all_to_all", size * share), Message("all_gather", share)]
+
+
+def sparse(
+    n: int, density: float, *, value_bytes: int = 4, index_format: str = "elias-fano"
+) -> list[Message]:
+    """K values of each rank with their places: (N-1) (value_bytes K + places) bytes; for top-K and DGC.
+
+    Args:
+        n: elements that compete.
+        density: K/n.
+        value_bytes: 4 for float32, 2 for float16.
+        index_format: "elias-fano", see ``elias_fano_bytes``; "int32" takes 4 bytes a place.
+    """
+    check_choice("sparse", "index_format", index_format, INDEX_FORMATS)
+    kept = num_kept(n, density)
+    places = 4 * kept if index_format == "int32" else elias_fano_bytes(n, kept)
+    return [Message("all_gather", value_bytes * kept + places)]
+
+
+def elias_fano_bytes(n: int, kept: int) -> int:
+    """Return the bytes of ``kept`` ascending places out of ``n`` in 32-bit words: 1 <= kept <= n.
+
+    The low b = floor(log2(n / kept)) bits of each place are packed; the high parts are one bitmap, of a bit for each
+    place and one for each high part.
+
+    Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974; Fano, 1971.
+    """
+    low_bits = (n // kept).bit_length() - 1
+    low_words = -(-kept * low_bits // 32)
+    high_words = -(-(kept + ((n - 1) >> low_bits) + 1) // 32)
+    return 4 * (low_words + high_words)

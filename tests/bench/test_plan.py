@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`singa-lite plan`: predictions by hand, where options pay, calibrations as files, and the command line."""
+
+import json
+import math
+
+import pytest
+
+from singa_lite import cli
+from singa_lite.bench.calibration import (
+    BucketShapes,
+    Calibration,
+    OptionTimes,
+    read_calibration,
+    write_calibration,
+)
+from singa_lite.bench.cost import Cluster, Network, all_gather, collective, hierarchical_all_reduce
+from singa_lite.bench.measure import MEASURED, measure
+from singa_lite.bench.plan import MOST_HOSTS, paying_range, predict, report
+from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, parse_option, sparse
+from singa_lite.errors import OptionError
+from tests.bench.test_wire_bytes import CNN
+
+# 1 byte takes 1 s and a hop 100 s
+PLAIN = Cluster(Network(0, 0), Network(100.0, 1.0))
+TWO = Calibration(
+    1000.0,
+    7.0,
+    (BucketShapes(400.0, ((10, 10),)), BucketShapes(1000.0, ((50, 5), (50,)))),
+    {
+        "fp32": OptionTimes(0.0),
+        "bf16": OptionTimes(40.0),
+        "sparseTopK:0.1": OptionTimes(20.0, 3.0),
+        "localSGD:4": OptionTimes(0.0),
+    },
+    "by hand",
+)
+
+
+def flat(n, **options):
+    """A calibration of one bucket without computing, so that bytes alone decide."""
+    times = {name: OptionTimes(*seconds) for name, seconds in options.items()}
+    return Calibration(0.0, 0.0, (BucketShapes(0.0, ((n,),)),), {"fp32": OptionTimes(0.0), **times})
+
+
+# ---- predictions -------------------------------------------------------------------------------------
+
+
+def test_fp32_by_hand():
+    # 2 ranks: 400 B from 400 to 800; then 1200 B from 1000 to 2200 and 2 hops; update
+    assert predict(TWO, PLAIN, "fp32", 2) == ("fp32", 2, 1600, 2200 + 200 + 7)
+
+
+def test_compressing_is_spread_over_the_buckets_by_their_elements():
+    # 10 s for 100 elements, 30 s for 300; 200 B from 410; 600 B from 1040
+    assert predict(TWO, PLAIN, "bf16", 2) == ("bf16", 2, 800, 1040 + 600 + 200 + 7)
+
+
+def test_merging_grows_with_the_ranks():
+    # K = 10 and 30 of 8 bytes; 3 ranks send 2 of them: 160 B from 405, 480 B from 1020, 2 hops, 9 s of merging
+    assert predict(TWO, PLAIN, "sparseTopK:0.1", 3) == ("sparseTopK:0.1", 3, 640, 1020 + 480 + 200 + 9 + 7)
+
+
+def test_local_sgd_averages_now_and_then():
+    assert predict(TWO, PLAIN, "localSGD:4", 2) == ("localSGD:4", 2, 400, 1000 + 7 + (1600 + 400) / 4)
+
+
+def test_one_rank_sends_nothing():
+    assert predict(TWO, PLAIN, "fp32", 1) == ("fp32", 1, 0, 1007)
+
+
+def test_a_cluster_of_several_ranks_a_host():
+    inner, outer = Network(0.5, 0.25), Network(8.0, 4.0)
+    cluster = Cluster(inner, outer, 4)
+    reduce, gather, exchange = (Message(kind, 120) for kind in ("all_reduce", "all_gather", "all_to_all"))
+    for message in (reduce, gather, exchange):
+        assert [cluster.collective(message, size) for size in (3, 4)] == [
+            collective(inner, message, size) for size in (3, 4)
+        ]
+        assert Cluster(inner, outer).collective(message, 3) == collective(outer, message, 3)
+    assert cluster.collective(reduce, 12) == hierarchical_all_reduce(inner, outer, 120, 4, 3)
+    assert cluster.collective(gather, 12) == all_gather(outer, 120, 12)
+    # each of 4 ranks sends 8 of 12 parts to other hosts, over one card
+    assert cluster.collective(exchange, 12) == (pytest.approx(4 * 80 * 4.0), 11 * 8.0)
+    with pytest.raises(OptionError, match="10 ranks do not fill hosts of 4"):
+        cluster.collective(reduce, 10)
+
+
+# ---- where options pay ---------------------------------------------------------------------------------
+
+
+BYTES_ONLY = Cluster(Network(0, 0), Network(0.0, 1.0))
+
+
+def test_the_known_ends():
+    n = 1 << 20
+    found = flat(n, **{"sign": (0,), "int8": (0,), "randomK:0.1": (0,), "sparseTopK:0.0625": (0,)})
+    assert paying_range(found, BYTES_ONLY, "sign") == (2, 64)
+    assert paying_range(found, BYTES_ONLY, "sparseTopK:0.0625") == (2, 16)
+    assert paying_range(found, BYTES_ONLY, "randomK:0.1") == (2, None)
+    assert paying_range(flat(n, bf16=(1e9,)), BYTES_ONLY, "bf16") is None
+
+
+def test_an_option_may_pay_only_from_some_ranks_on():
+    # halving saves (N-1)/N 4n = 400 (N-1)/N seconds, compressing takes 300
+    assert paying_range(flat(100, bf16=(300.0,)), BYTES_ONLY, "bf16") == (5, None)
+
+
+def test_the_ranks_fill_whole_hosts():
+    wide = Cluster(Network(0.0, 1.0), Network(0.0, 1.0), 8)  # 8 ranks are one host, where sign would pay, too
+    first, end = paying_range(flat(1 << 20, sign=(0,)), wide, "sign")
+    assert first == 16 and end % 8 == 0 and 16 < end < 8 * MOST_HOSTS
+
+
+def test_the_report_marks_the_shortest():
+    text = report(TWO, PLAIN, [2, 3])
+    assert text.startswith("by hand\n\n2 ranks\n")
+    marked = [line.split()[0] for line in text.splitlines() if "<- shortest" in line]
+    assert marked == ["sparseTopK:0.1", "sparseTopK:0.1"]
+    assert "bf16                            800  1847000.000        1.30" in text  # milliseconds
+    assert "  3 ranks: sparseTopK:0.1" in text
+    # at 14 ranks 5914 s beside 5978, at 15 6337 beside 6194
+    assert "sparseTopK:0.1     from 2 ranks until it stops paying at 15" in text
+
+
+# ---- texts of options --------------------------------------------------------------------------------
+
+
+def test_an_option_is_read_from_its_text():
+    assert parse_option("fp32") == ("fp32", 0) and parse_option("powerSGD:4") == ("powerSGD", 4)
+    assert messages_of("sparseTopK:0.01", CNN, 2) == sparse(431_080, 0.01, index_format="int32")
+    assert messages_of("localSGD:8", CNN, 2) == messages_of("fp32", CNN, 2) == fp32(431_080)
+    sent = {
+        name: bytes_sent(messages_of(name, CNN, 2), 2)
+        for name in ("fp16", "bf16", "int8", "sign", "powerSGD:4")
+    }
+    assert sent == {"fp16": 862_164, "bf16": 862_160, "int8": 437_816, "sign": 53_917, "powerSGD:4": 40_800}
+    assert bytes_sent(messages_of("dgc:0.001", CNN, 2), 2) == 2_376
+    assert bytes_sent(messages_of("randomK:0.1", CNN, 2), 2) == 172_432
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fp64", "choose one of 'fp32'"),
+        ("fp32:2", "takes no value"),
+        ("dgc", r"takes a share in \(0, 1\] after a colon"),
+        ("dgc:0", "must be a share"),
+        ("dgc:x", "must be a share"),
+        ("dgc:1.5", "must be a share"),
+        ("powerSGD:1.5", "must be a whole number"),
+        ("localSGD:0", "must be a whole number"),
+        ("localSGD:nan", "must be a whole number"),
+        ("localSGD:inf", "must be a whole number"),
+    ],
+)
+def test_a_wrong_option_is_refused(text, reason):
+    with pytest.raises(OptionError, match=reason):
+        parse_option(text)
+
+
+# ---- calibrations ------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_the_same_after_its_file(tmp_path):
+    write_calibration(tmp_path / "file", TWO)
+    assert read_calibration(tmp_path / "file") == TWO
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"compute_s": -1}, "compute_s = -1 must be a number"),
+        ({"update_s": None}, "update_s = None must be"),
+        ({"compute_ms": 1}, "compute_ms is not known"),
+        ({"buckets": []}, "at least one bucket"),
+        ({"buckets": 3}, "buckets a list"),
+        ({"buckets": [{"ready_s": 1}]}, "bucket 0: shapes is missing"),
+        ({"buckets": [{"ready_s": 1, "shapes": [[0]]}]}, "bucket 0: shapes = 0 must be an int"),
+        ({"options": {"fp16": {"compress_s": 0}}}, "fp32 among the options"),
+        ({"options": {"fp32": {}}}, "options: fp32: compress_s is missing"),
+        ({"options": {"fp32": {"compress_s": "1"}}}, "options: fp32: compress_s = '1' must be"),
+        ({"options": {"fp23": {"compress_s": 1}}}, "fp23"),
+        ({"options": []}, "options is an object"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name_and_field(change, reason, tmp_path):
+    path = tmp_path / "cal.json"
+    write_calibration(path, TWO)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(OptionError, match=reason):
+        read_calibration(path)
+
+
+def test_a_file_that_is_no_calibration_is_refused(tmp_path):
+    (tmp_path / "text").write_text("{")
+    (tmp_path / "list").write_text("[]")
+    for name in ("none", "text", "list"):
+        with pytest.raises(OptionError, match=f"calibration .*{name}: expected"):
+            read_calibration(tmp_path / name)
+
+
+def test_the_cnn_is_measured():
+    found = measure(rounds=1)
+    assert tuple(found.options) == MEASURED and found.compute_s > 0 and found.options["fp32"].compress_s == 0
+    [bucket] = found.buckets
+    assert sum(map(math.prod, bucket.shapes)) == 431_080
+    assert sorted(bucket.shapes) == sorted(CNN)
+
+
+# ---- the command line --------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_saves(tmp_path, capsys):
+    path = tmp_path / "cal.json"
+    write_calibration(path, TWO)
+    words = [
+        "plan",
+        "--ranks",
+        "8,64",
+        "--gpus-per-node",
+        "8",
+        "--link",
+        "1gbit,10us",
+        "--node-link",
+        "100gbit,1us",
+    ]
+    assert cli.main([*words, "--calibration", str(path), "--save", str(tmp_path / "copy")]) == 0
+    shown = capsys.readouterr().out
+    assert "\n8 ranks\n" in shown and "\n64 ranks\n" in shown and "shorter than fp32" in shown
+    assert read_calibration(tmp_path / "copy") == TWO
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--ranks", "8,,9", "--link", "1gbit,1us"], "--ranks '8,,9': expected whole numbers >= 1"),
+        (["--ranks", "0", "--link", "1gbit,1us"], "--ranks '0': expected"),
+        (["--ranks", "8", "--link", "1gb"], "--link: expected RATE,LATENCY"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--node-link", "x"], "--node-link: expected RATE,LATENCY"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--gpus-per-node", "0"], "--gpus-per-node 0: must be >= 1"),
+        (["--ranks", "12", "--link", "1gbit,1us", "--gpus-per-node", "8"], "12 ranks do not fill hosts of 8"),
+        (
+            ["--ranks", "8", "--link", "1gbit,1us", "--calibration", "missing.json"],
+            "calibration missing.json",
+        ),
+    ],
+)
+def test_wrong_words_are_refused(words, reason, tmp_path, capsys):
+    path = tmp_path / "cal.json"
+    write_calibration(path, TWO)
+    with pytest.raises(SystemExit) as error:
+        cli.main(["plan", "--calibration", str(path), *words])
+    assert error.value.code == 2 and reason in " ".join(capsys.readouterr().err.split())
