@@ -712,6 +712,44 @@ def check_top_k(values: np.ndarray, k: int, index: str = "i8") -> None:
 
 
 @quick
+@given(seeds, st.lists(st.integers(0, 70), min_size=1, max_size=6), st.integers(0, 3), st.booleans())
+def test_signs_are_numpys(seed, lengths, spare, has_nan):
+    ends = np.cumsum(lengths, dtype=np.int64)
+    values, scales = floats(seed, int(ends[-1])), floats(seed + 1, len(lengths))
+    if has_nan and values.size:
+        values[values.size // 2], scales[0] = np.nan, np.inf
+        values[:1] = -0.0
+    bits = [np.full(-(-values.size // 8) + spare, 7, np.uint8) for _ in range(2)]
+    assert KERNELS.pack_signs(values, out=bits[0])
+    REFERENCE.run("pack_signs", values, out=bits[1])
+    np.testing.assert_array_equal(*bits)
+    sums = [values.copy(), values.copy()]
+    assert KERNELS.add_signs(bits[0], scales, ends, out=sums[0], factor=0.7)
+    REFERENCE.run("add_signs", bits[1], scales, ends, out=sums[1], factor=0.7)
+    np.testing.assert_array_equal(*sums)
+
+
+@pytest.mark.parametrize("ends", [[5, 3, 9], [3, 5, 8], [3, 5, 10]])
+def test_segments_that_do_not_fit_are_left_to_numpy(ends):
+    values = floats(0, 9)
+    bits, before = np.zeros(2, np.uint8), values.copy()
+    assert not KERNELS.add_signs(bits, floats(1, 3), np.array(ends), out=values, factor=1.0)
+    np.testing.assert_array_equal(values, before)
+
+
+@quick
+@given(
+    seeds, st.integers(1, 100_000), st.floats(0, 1), st.integers(0, 1 << 40), st.sampled_from(["i4", "i8"])
+)
+def test_random_places_are_numpys(seed, n, share, counter, index):
+    places = [np.full(max(1, round(share * min(n, 3000))), -1, index) for _ in range(2)]
+    assert KERNELS.random_indices(out=places[0], n=n, seed=seed, counter=counter)
+    REFERENCE.run("random_indices", out=places[1], n=n, seed=seed, counter=counter)
+    np.testing.assert_array_equal(*places)
+    assert len(set(places[0].tolist())) == places[0].size and places[0].min() >= 0 and places[0].max() < n
+
+
+@quick
 @given(
     seeds,
     st.integers(1, 5000),

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// A random choice of places, the numbers of `permuted` in backend/cpu/random.py.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "kernels/clones.h"
+#include "kernels/registry.h"
+#include "kernels/threads.h"
+
+namespace singa_lite {
+namespace places_loops {
+
+constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15u;
+
+ALWAYS_INLINE std::uint64_t mix(std::uint64_t word) {
+  word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
+  word = (word ^ word >> 27) * 0x94D049BB133111EBu;
+  return word ^ word >> 31;
+}
+
+struct Permutation {
+  std::uint64_t n, half;
+  std::array<std::uint64_t, 4> keys;
+
+  Permutation(std::uint64_t n, std::uint64_t seed, std::uint64_t counter) : n(n), half(1) {
+    while (half < 32 && (n - 1) >> (2 * half)) ++half;
+    const std::uint64_t start = seed ^ counter * kGolden;
+    for (std::uint64_t turn = 0; turn < keys.size(); ++turn) keys[turn] = mix(start + (turn + 1) * kGolden);
+  }
+
+  ALWAYS_INLINE std::uint64_t once(std::uint64_t place) const {
+    const std::uint64_t mask = (std::uint64_t(1) << half) - 1;
+    std::uint64_t left = place >> half, right = place & mask;
+    for (const std::uint64_t key : keys) {
+      const std::uint64_t next = left ^ (mix(right ^ key) & mask);
+      left = right;
+      right = next;
+    }
+    return left << half | right;
+  }
+};
+
+// Most leave 0 .. n - 1 at most a few times, so all are moved once, and then those outside again.
+template <class Index>
+ALWAYS_INLINE void choose_in(const Permutation& permutation, Index* places, std::size_t begin, std::size_t end) {
+  constexpr std::size_t kBatch = 64;
+  std::uint64_t moved[kBatch];
+  for (std::size_t first = begin; first < end; first += kBatch) {
+    const std::size_t size = std::min(kBatch, end - first);
+    for (std::size_t i = 0; i < kBatch; ++i) moved[i] = permutation.once(first + i);
+    for (std::size_t i = 0; i < size; ++i) {
+      while (moved[i] >= permutation.n) moved[i] = permutation.once(moved[i]);
+      places[first + i] = Index(moved[i]);
+    }
+  }
+}
+CLONES void choose(const Permutation& permutation, std::int32_t* places, std::size_t begin, std::size_t end) {
+  choose_in(permutation, places, begin, end);
+}
+CLONES void choose_wide(const Permutation& permutation, std::int64_t* places, std::size_t begin, std::size_t end) {
+  choose_in(permutation, places, begin, end);
+}
+
+}  // namespace places_loops
+
+namespace {
+
+using places_loops::Permutation;
+
+const Registration random_indices("random_indices", [](const Call& call) -> Step {
+  if (!call.inputs.empty() || call.outputs.size() != 1 || !call.has_numbers({"n", "seed", "counter"})) return {};
+  const View& places = call.outputs[0];
+  if ((places.type != 'i' && places.type != 'l') || !places.is_row_major) return {};
+  for (const char* name : {"n", "seed", "counter"})
+    if (!(call.number(name) >= 0 && call.number(name) < 0x1p53)) return {};
+  const double n = call.number("n");
+  if (n < 1 || n < double(places.size()) || (places.type == 'i' && n > 0x1p31)) return {};
+  const Permutation permutation(std::uint64_t(n), std::uint64_t(call.number("seed")), std::uint64_t(call.number("counter")));
+  constexpr std::size_t kWork = 32;  // of a place, in elements
+  if (places.type == 'i')
+    return [permutation, to = static_cast<std::int32_t*>(places.data), k = places.size()] {
+      parallel_for(k, kWork, [&](std::size_t begin, std::size_t end) { places_loops::choose(permutation, to, begin, end); });
+      return true;
+    };
+  return [permutation, to = static_cast<std::int64_t*>(places.data), k = places.size()] {
+    parallel_for(k, kWork, [&](std::size_t begin, std::size_t end) { places_loops::choose_wide(permutation, to, begin, end); });
+    return true;
+  };
+});
+
+}  // namespace
+}  // namespace singa_lite
