@@ -4,9 +4,9 @@
 What lives here: what identifies a run, and reading and writing its file. What does not: training (train.py), and what a
 table makes of the numbers (report.py).
 
-Note [identity]: settings, the bytes of the data and of a model's file, environment switches, machine and version identify
-a run. Two of one identity would differ in time alone, so a finished one is not repeated; any other has another file. What
-a model's file imports is not looked at.
+Note [identity]: settings, the bytes of the data and of a model's file, environment switches, machine and version
+identify a run. Two of one identity would differ in time alone, so a finished one is not repeated; any other has another
+file. What a model's file imports is not looked at.
 """
 
 from __future__ import annotations
