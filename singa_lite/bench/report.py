@@ -100,7 +100,7 @@ def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
 
 def table(rows: Sequence[Row], target: float | None) -> str:
     """Return the rows as a table in Markdown, of at least one row; the target's columns only if there is one."""
-    columns = [_cells(row, target) for row in rows]
+    columns = [cells_of(row, target) for row in rows]
     names = list(columns[0])
     lines = [names, ["---"] * len(names), *(list(cells.values()) for cells in columns)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -135,8 +135,8 @@ def _row(option: str, results: Sequence[Result], reference: float | None, target
     )
 
 
-def _cells(row: Row, target: float | None) -> dict[str, str]:
-    """Return the cells of a row by the names of their columns."""
+def cells_of(row: Row, target: float | None) -> dict[str, str]:
+    """Return the cells of a row by the names of their columns, those of the target only if there is one."""
     cells = {
         "option": row.option,
         "accuracy %": row.accuracy.text(".2f", 100),
@@ -150,7 +150,7 @@ def _cells(row: Row, target: float | None) -> dict[str, str]:
     if target is not None:
         some = "" if row.num_reached in (0, row.num_runs) else f", {row.num_reached} of {row.num_runs} runs"
         cells[f"s to {100 * target:g} %"] = f"{row.target_s.text('.1f')}{some}" if row.target_s else "-"
-        cells["steps to it"] = row.target_steps.text(".0f") if row.target_steps else "-"
+        cells["steps to it"] = row.target_steps.text(".1f") if row.target_steps else "-"
         cells["MB to it"] = row.target_bytes.text(",.2f", 1e-6) if row.target_bytes else "-"
     return cells
 

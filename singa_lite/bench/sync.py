@@ -17,11 +17,12 @@ from ..comm.launch import LaunchOptions, launch
 from ..data.cache import locked
 from ..errors import CommError, OptionError, SingaLiteError, check_number
 from .models import MODELS
+from .page import page
 from .report import as_json, rows_of, table
 from .runs import Place, Runs, Settings, machine_text
 from .train import split_threshold
 
-TABLE = "table.json"
+TABLE, PAGE = "table.json", "table.html"
 # the package of a rank is this one, whatever the current folder holds
 RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.train import main; main(*sys.argv[1:])"
 EPILOG = """
@@ -97,6 +98,8 @@ def compare(settings: Sequence[Settings], target: float | None, folder: Path) ->
             else:
                 how = f"finished before, {runs.path(each)}"
             _say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
+            for reason in result["break_reasons"]:
+                _say(f"  steps ran eagerly: {reason}")
             results[each.option].append(result)
         _report(settings, results, target, runs)
     return 0
@@ -125,7 +128,7 @@ def _report(
     target: float | None,
     runs: Runs,
 ) -> None:
-    """Print the table and write it as JSON; name the runs in the folder that are left out."""
+    """Print the table and write it as JSON and HTML; name the runs in the folder that are left out."""
     first, rows = settings[0], rows_of(results, target)
     seeds = sorted({each.seed for each in settings})
     devices = sorted({result["device"] for of_option in results.values() for result in of_option})
@@ -143,17 +146,21 @@ def _report(
     }
     with atomic_file(runs.folder / TABLE) as file:
         file.write(json.dumps(content, indent=1).encode())
-    foreign = list(runs.foreign())
-    if foreign:
-        _say("not in the table, as they were made elsewhere:\n  " + "\n  ".join(foreign))
-    print(
+    heading = (
         f"{machine_text(runs.place)}; {', '.join(devices)}, {runs.place.environment['threads']} threads a rank\n"
         f"{first.model}, {first.ranks} ranks, batch {first.batch_size} a rank, {first.epochs} epochs, "
         f"seeds {', '.join(map(str, seeds))}, SGD lr {first.lr} momentum {first.momentum} weight decay "
         f"{first.weight_decay}, inputs (pixel / 255 - {first.mean}) / {first.std}, "
         f"{'recorded' if first.graph else 'eager'} steps\n"
-        f"mean (lowest to highest) of the seeds\n\n{table(rows, target)}\n\nsaved: {(runs.folder / TABLE).resolve()}"
+        "mean (lowest to highest) of the seeds"
     )
+    with atomic_file(runs.folder / PAGE) as file:
+        file.write(page(rows, results, heading, target).encode())
+    foreign = list(runs.foreign())
+    if foreign:
+        _say("not in the table, as they were made elsewhere:\n  " + "\n  ".join(foreign))
+    saved = ", ".join(str((runs.folder / name).resolve()) for name in (TABLE, PAGE))
+    print(f"{heading}\n\n{table(rows, target)}\n\nsaved: {saved}")
 
 
 def _say(line: str) -> None:

@@ -130,6 +130,8 @@ class Trainer:
             bytes_sent, bytes_payload: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
+            num_records: of steps that were replayed.
+            break_reasons: why other steps ran eagerly though they were to be recorded.
             device: what rank 0 computed on.
         """
         epochs = []
@@ -141,6 +143,7 @@ class Trainer:
             by_rank = np.zeros((2, self.dist.world_size))
             by_rank[:, self.dist.global_rank] = self._bytes.sent, self._bytes.payload
             self._sum(by_rank)
+        records = self._model.graph_info()
         return {
             "accuracy": self._evaluations[-1]["accuracy"],
             "loss": epochs[-1]["loss"],
@@ -152,6 +155,8 @@ class Trainer:
             "bytes_payload": [int(count) for count in by_rank[1]],
             "epochs": epochs,
             "evaluations": self._evaluations,
+            "num_records": sum(record.break_reason is None for record in records),
+            "break_reasons": sorted({record.break_reason for record in records if record.break_reason}),
             "device": str(self._device),
         }
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import pytest
 from singa_lite import cli, device, tensor
 from singa_lite.bench import sync, train
 from singa_lite.bench.models import make_model
+from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
 from singa_lite.bench.report import rows_of, when_reached
 from singa_lite.bench.runs import Place, Runs, Settings
 from singa_lite.bench.train import split_threshold
@@ -175,7 +177,7 @@ def test_the_table_says_what_the_files_of_the_runs_say(compared):
         reached = [when_reached(each, 0.05) for each in results]
         assert None not in reached  # 1 of 20 digits
         assert cells["s to 5 %"] == spread([each["seconds"] for each in reached], ".1f")
-        assert cells["steps to it"] == spread([each["step"] for each in reached], ".0f")
+        assert cells["steps to it"] == spread([each["step"] for each in reached], ".1f")
 
 
 def spread(values, form):
@@ -240,6 +242,44 @@ def test_an_option_that_sends_nothing_has_no_ratio():
     assert rows[0].fp32_ratio is None
 
 
+def test_the_page_is_whole_by_itself_and_has_the_table(compared):
+    folder, done = compared
+    text = (folder / "out" / "table.html").read_text()
+    assert not re.search(r"<script|https?:|href|src=|url\(|@import", text)
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    shown = [[cell.text for cell in line] for line in root.iter("tr")]
+    printed = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert shown == [printed[0], *printed[2:]]
+    assert len(list(root.iter("svg"))) == 3 and len(list(root.iter("polyline"))) == 3 * 4
+
+
+def points_of(line):
+    return [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+
+
+def test_a_chart_shows_every_evaluation_at_its_place():
+    results = {"fp16<": [result_of(0.9, 0.99, 1.0)], "fp32": [result_of(0.5)]}
+    text = page(rows_of({"fp16": results["fp16<"]}, None), results, "a & b", None)
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    first, other = list(root.iter("polyline"))[
+        :2
+    ]  # over seconds 1, 2, 3: errors of 10, 1 and none, here 0.01 %; 50 %
+    (x1, y1), (x2, y2), (x3, y3) = points_of(first)
+    [(x, y)] = points_of(other)
+    assert x == x1 and y < y1 < y2 < y3
+    assert (y3 - y2) / (y2 - y1) == pytest.approx(2, abs=0.01)  # 1 to 0.01 % is two powers of ten
+    assert (x3 - x1) / (x2 - x1) == pytest.approx(math.log(3) / math.log(2), abs=0.01)
+    assert LEFT < x1 < x3 < WIDTH and y3 < HEIGHT
+    assert [each.get("stroke") for each in (first, other)] == list(COLOURS[:2])
+
+
+def test_a_world_of_one_sends_nothing_and_has_a_page():
+    results = {"fp32": [result_of(0.9, 0.9, sent=0)]}
+    text = page(rows_of(results, 0.5), results, "", 0.5)
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
+    assert [len(points_of(line)) for line in root.iter("polyline")] == [2, 0, 2]
+
+
 # ---- finished runs -----------------------------------------------------------------------------------
 
 
@@ -302,7 +342,7 @@ def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     again = run(digits, tmp_path, *options)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stderr.count("finished before") == 1 and again.stderr.count("s of training") == 1
-    left = {path.name for path in (tmp_path / "out").iterdir()} - {"lock", "table.json"}
+    left = {path.name for path in (tmp_path / "out").iterdir()} - {"lock", "table.json", "table.html"}
     assert all(re.fullmatch(r"run-\w{16}\.json", name) for name in left) and len(left) == 2
 
 
@@ -365,8 +405,30 @@ def test_recorded_and_eager_runs_send_the_same_bytes(digits, tmp_path, compared)
     assert done.returncode == 0 and "recorded steps" in done.stdout, done.stdout + done.stderr
     eager, recorded = runs_in(compared[0]), runs_in(tmp_path)
     for key, run_ in recorded.items():
+        assert (run_["result"]["num_records"], run_["result"]["break_reasons"]) == (1, [])
+        assert eager[key]["result"]["num_records"] == 0
         assert run_["result"]["bytes_sent"] == eager[key]["result"]["bytes_sent"]
         assert abs(run_["result"]["loss"] - eager[key]["result"]["loss"]) < 1e-3
+
+
+def test_steps_that_cannot_be_recorded_are_reported(digits, tmp_path):
+    reads = TINY.replace("        self.optimizer(", "        loss.item()\n        self.optimizer(")
+    (tmp_path / "tiny.py").write_text(reads)
+    done = run(digits, tmp_path, "--options", "fp32", "--graph", "--ranks", "1", "--epochs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "steps ran eagerly: " in done.stderr
+    assert runs_in(tmp_path)["fp32", 0]["result"]["num_records"] == 0
+
+
+def test_a_seed_decides_initial_values_and_order(digits, compared, monkeypatch):
+    monkeypatch.setenv("MNIST_DIR", str(digits))
+    made = []
+    for seed in (0, 1, 0):
+        trainer = train.Trainer(Settings(f"{compared[0] / 'tiny.py'}:tiny", "fp32", seed, ranks=1))
+        values = [tensor.to_numpy(value).tobytes() for value in trainer._model.get_params().values()]
+        made.append((values[0], [batch.tolist() for batch in trainer._sampler]))
+    assert made[0] == made[2]
+    assert made[0][0] != made[1][0] and made[0][1] != made[1][1]
 
 
 def test_evaluating_between_averages_changes_nothing(digits, tmp_path):
