@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `singa-lite run` starts the ranks of a script, `info` lists what works, `plan` predicts steps."""
+"""The command line: `run` starts ranks, `bench` compares dist_options, `plan` predicts steps, `info` lists what works."""
 
 from __future__ import annotations
 
@@ -45,13 +45,20 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | info | plan")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | info")
     commands.add_parser("info", help="list what was built and which transports work")
     run, plan = _add_run(commands), _add_plan(commands)
+    bench = commands.add_parser("bench", help="sync: train with several dist_options and compare them")
+    bench.add_argument("what", choices=["sync"], help="`singa-lite bench sync --help` lists its options")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of it")
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())
         return 0
+    if options.name == "bench":
+        from .bench.sync import main as bench_sync  # with the data sets: `run` starts sooner without
+
+        return bench_sync(options.arguments)
     if options.name == "plan":
         return _plan(plan, options)
     return _run(run, options)

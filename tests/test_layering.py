@@ -39,7 +39,8 @@ EXCHANGE = {"comm", "sync"}
 COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "opt", "model", "gluon"}
 IMPORTS_BOTH = "opt.dist"
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
-LATE = {"device": {"backend.cuda"}}  # imported inside a function: it imports cupy, when a CUDA device is made
+# imported inside a function: the one imports cupy, when a CUDA device is made, the other the data sets
+LATE = {"device": {"backend.cuda"}, "cli": {"bench.sync"}}
 DATA_SEES = {"errors", "config"}
 
 OPTIONAL = {"cupy", "mpi4py", "onnx", "matplotlib", "threadpoolctl"}  # may be imported where they are used

@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicting what a dist_option costs on another network and another number of ranks, without having either.
-
-``wire_bytes`` says what a step of each option sends, ``cost`` how long that takes. Nothing here trains or communicates,
-and nothing that trains uses it.
-"""
+"""Comparing dist_options: by training with each (sync.py), and by predicting steps on another network (plan.py)."""

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs say about dist_options: a row an option, of figures over the seeds, and the table of these rows.
+
+What lives here: arithmetic and text. Results are dicts as ``train.Trainer.run`` returns them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from ..sync.text import read_dist_option
+
+Result = Mapping[str, Any]  # JSON of a run
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of several runs.
+
+    Attributes:
+        mean: over the runs.
+        lowest, highest: of a run; equal where there is one run.
+    """
+
+    mean: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        """Return the figure of at least one value."""
+        return cls(statistics.fmean(values), min(values), max(values))
+
+    def text(self, form: str, scale: float = 1) -> str:
+        """Return the mean, and behind it lowest and highest where they differ, each in a format such as ".2f"."""
+        mean, lowest, highest = (
+            format(scale * value, form) for value in (self.mean, self.lowest, self.highest)
+        )
+        return mean if lowest == highest else f"{mean} ({lowest} to {highest})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the runs of one option say, each figure over the seeds.
+
+    Attributes:
+        option: the dist_option.
+        num_runs: seeds.
+        accuracy, loss: 0 to 1; mean over the last epoch.
+        step_bytes, step_payload: of a step of a rank: the last epoch's bytes by its steps and the ranks.
+        run_bytes: of all steps and ranks.
+        fp32_ratio: the mean run_bytes of fp32 by those of this option; None without a row of fp32, or without bytes.
+        step_ms, wait_ms: medians of a run; what rank 0 waited for collectives.
+        train_s: seconds without evaluations.
+        num_reached: runs that reached the target.
+        target_s, target_steps, target_bytes: until they did, over these runs; bytes of all ranks. None: no run did.
+    """
+
+    option: str
+    num_runs: int
+    accuracy: Figure
+    loss: Figure
+    step_bytes: Figure
+    step_payload: Figure
+    run_bytes: Figure
+    fp32_ratio: float | None
+    step_ms: Figure
+    wait_ms: Figure
+    train_s: Figure
+    num_reached: int
+    target_s: Figure | None
+    target_steps: Figure | None
+    target_bytes: Figure | None
+
+
+def rows_of(runs: Mapping[str, Sequence[Result]], target: float | None) -> list[Row]:
+    """Return a row for each option.
+
+    Args:
+        runs: option -> the results of its seeds, at least one each.
+        target: accuracy, 0 to 1; None: no run reaches it.
+    """
+    plain = [option for option in runs if _is_fp32(option)]
+    reference = statistics.fmean(_run_bytes(run) for run in runs[plain[0]]) if plain else None
+    return [_row(option, results, reference, target) for option, results in runs.items()]
+
+
+def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
+    """Return the first of two consecutive evaluations that reach ``target``; None if there are none."""
+    evaluations = result["evaluations"]
+    for first, second in pairwise(evaluations):
+        if min(first["accuracy"], second["accuracy"]) >= target:
+            return first  # type: ignore[no-any-return]
+    return None
+
+
+def table(rows: Sequence[Row], target: float | None) -> str:
+    """Return the rows as a table in Markdown, of at least one row; the target's columns only if there is one."""
+    columns = [cells_of(row, target) for row in rows]
+    names = list(columns[0])
+    lines = [names, ["---"] * len(names), *(list(cells.values()) for cells in columns)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows as JSON objects, a figure as an object too."""
+    return [asdict(row) for row in rows]
+
+
+def _row(option: str, results: Sequence[Result], reference: float | None, target: float | None) -> Row:
+    reached = [when_reached(run, target) for run in results] if target is not None else []
+    there = [evaluation for evaluation in reached if evaluation is not None]
+    run_bytes = Figure.of([_run_bytes(run) for run in results])
+    until = {name: _figure_of(there, name) for name in ("seconds", "step", "bytes_sent")}
+    return Row(
+        option=option,
+        num_runs=len(results),
+        accuracy=Figure.of([run["accuracy"] for run in results]),
+        loss=Figure.of([run["loss"] for run in results]),
+        step_bytes=Figure.of([_per_step(run, "bytes_sent") for run in results]),
+        step_payload=Figure.of([_per_step(run, "bytes_payload") for run in results]),
+        run_bytes=run_bytes,
+        fp32_ratio=reference / run_bytes.mean if reference is not None and run_bytes.mean else None,
+        step_ms=Figure.of([run["step_ms"] for run in results]),
+        wait_ms=Figure.of([run["wait_ms"] for run in results]),
+        train_s=Figure.of([run["train_s"] for run in results]),
+        num_reached=len(there),
+        target_s=until["seconds"],
+        target_steps=until["step"],
+        target_bytes=until["bytes_sent"],
+    )
+
+
+def cells_of(row: Row, target: float | None) -> dict[str, str]:
+    """Return the cells of a row by the names of their columns, those of the target only if there is one."""
+    cells = {
+        "option": row.option,
+        "accuracy %": row.accuracy.text(".2f", 100),
+        "loss": row.loss.text(".4f"),
+        "bytes sent a step and rank": row.step_bytes.text(",.0f"),
+        "MB sent by all in the run": row.run_bytes.text(",.2f", 1e-6),
+        "fp32's / its": "-" if row.fp32_ratio is None else f"{row.fp32_ratio:.1f}",
+        "step ms": row.step_ms.text(".1f"),
+        "waited ms": row.wait_ms.text(".2f"),
+    }
+    if target is not None:
+        some = "" if row.num_reached in (0, row.num_runs) else f", {row.num_reached} of {row.num_runs} runs"
+        cells[f"s to {100 * target:g} %"] = f"{row.target_s.text('.1f')}{some}" if row.target_s else "-"
+        cells["steps to it"] = row.target_steps.text(".1f") if row.target_steps else "-"
+        cells["MB to it"] = row.target_bytes.text(",.2f", 1e-6) if row.target_bytes else "-"
+    return cells
+
+
+def _figure_of(evaluations: Sequence[Mapping[str, Any]], name: str) -> Figure | None:
+    return Figure.of([evaluation[name] for evaluation in evaluations]) if evaluations else None
+
+
+def _run_bytes(result: Result) -> float:
+    return float(sum(result["bytes_sent"]))
+
+
+def _per_step(result: Result, name: str) -> float:
+    last = result["epochs"][-1]
+    return float(last[name]) / (last["steps"] * len(result["bytes_sent"]))
+
+
+def _is_fp32(option: str) -> bool:
+    """Return whether the dist_option is fp32 by any of its names; "threshold=x" in it has no effect there."""
+    return read_dist_option(option.split(":")[0]).scheme.names[0] == "fp32"

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of finished runs: one JSON file a run, whose name is a hash of all that could change its numbers.
+
+What lives here: what identifies a run, and reading and writing its file. What does not: training (train.py), and what a
+table makes of the numbers (report.py).
+
+Note [identity]: settings, the bytes of the data and of a model's file, environment switches, machine and version
+identify a run. Two of one identity would differ in time alone, so a finished one is not repeated; any other has another
+file. What a model's file imports is not looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import config
+from ..checkpoint import atomic_file
+from ..comm.rendezvous import threads_per_rank
+from ..data.mnist import load_mnist
+from ..errors import check_int, check_number
+from .models import MODELS, split_name
+
+FORMAT = 1  # of a run's file; another one is another identity
+NAME_CHARACTERS = 16  # of the hash: 64 bits
+WHERE_DATA_IS = ("MNIST_DIR", "SINGA_LITE_CACHE")  # switches that change no number: the data are hashed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one run trains.
+
+    Attributes:
+        model: one of MODELS, or ``file.py:function``.
+        option: the dist_option; "threshold=x" among its options is DistOpt's, see ``split_threshold``.
+        seed: >= 0, of initial values and of the order of samples.
+        ranks, epochs: >= 1.
+        graph: record the steps.
+        batch_size: samples a rank and step, >= 1.
+        lr, momentum, weight_decay: of SGD.
+        mean, std: inputs are (pixel / 255 - mean) / std.
+        evaluate_every: steps from one evaluation to the next, >= 1.
+
+    Raises:
+        OptionError: a number out of range.
+    """
+
+    model: str
+    option: str
+    seed: int = 0
+    ranks: int = 2
+    epochs: int = 2
+    graph: bool = False
+    batch_size: int = 64
+    lr: float = 0.005
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    mean: float = 0.1307
+    std: float = 0.3081
+    evaluate_every: int = 67
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "epochs", "batch_size", "evaluate_every"):
+            check_int("bench", name, getattr(self, name), 1)
+        check_int("bench", "seed", self.seed, 0)
+        for name in ("lr", "momentum", "weight_decay"):
+            check_number("bench", name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are made, and with what, see Note [identity].
+
+    Attributes:
+        machine: processors, cores, system, host.
+        software: versions of this package, with a hash of its files, of Python and of numpy.
+        inputs: hashes of the data and of the model's file.
+        environment: the switches that are set, and the threads of a rank.
+    """
+
+    machine: Mapping[str, Any]
+    software: Mapping[str, str]
+    inputs: Mapping[str, str]
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls, model: str, ranks: int) -> Place:
+        """Return that of this machine; fetches the data where they are not cached yet.
+
+        Raises:
+            DataError: there are no data. OptionError: there is no such model.
+        """
+        inputs = {} if model in MODELS else {"model": _hash_of(split_name(model)[0].read_bytes())}
+        inputs["data"] = _hash_of(*(array.tobytes() for array in load_mnist()))
+        switches = {name: config.env(name) for name in config.SWITCHES if name not in WHERE_DATA_IS}
+        environment = {name: value for name, value in switches.items() if value is not None}
+        environment["threads"] = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(ranks))
+        environment["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        return cls(_machine(), _software(), inputs, environment)
+
+
+class Runs:
+    """The runs in a folder, which is made if it is not there.
+
+    Args:
+        folder: where the files are.
+        place: that of new runs.
+    """
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.folder, self.place = folder, place
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, settings: Settings) -> Path:
+        """Return the file of a run of these settings at this place."""
+        text = json.dumps(self._identity(settings), sort_keys=True)
+        return self.folder / f"run-{_hash_of(text.encode())}.json"
+
+    def find(self, settings: Settings) -> dict[str, Any] | None:
+        """Return what ``add`` was given; None if there is no whole file of such a run."""
+        found = _read(self.path(settings))
+        identity = json.loads(json.dumps(self._identity(settings)))
+        if found is None or {**found, "result": None} != {**identity, "result": None}:
+            return None
+        result = found["result"]
+        return result if isinstance(result, dict) else None
+
+    def add(self, settings: Settings, result: Mapping[str, Any]) -> None:
+        """Write the file of a finished run, whole or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        content = {**self._identity(settings), "result": result}
+        with atomic_file(self.path(settings)) as file:
+            file.write(json.dumps(content, indent=1).encode())
+
+    def foreign(self) -> Iterator[str]:
+        """Yield, for each whole run in the folder of another machine or other software, its file and which."""
+        here = {"machine": dict(self.place.machine), "software": dict(self.place.software)}
+        for path in sorted(self.folder.glob("run-*.json")):
+            content = _read(path)
+            if content is None:
+                continue
+            differing = [name for name, value in here.items() if content.get(name) != value]
+            if differing:
+                texts = (f"{name} {_text(content.get(name))}" for name in differing)
+                yield f"{path.name}: {'; '.join(texts)}"
+
+    def _identity(self, settings: Settings) -> dict[str, Any]:
+        return {"format": FORMAT, "settings": asdict(settings), **asdict(self.place)}
+
+
+def machine_text(place: Place) -> str:
+    """Return machine and software in one line."""
+    return f"{_text(place.machine)}; {_text(place.software)}"
+
+
+def _text(values: Any) -> str:
+    """Return a mapping as words; anything else, of a damaged file, as it prints."""
+    if not isinstance(values, Mapping):
+        return repr(values)
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in ``path``; None if there is none or it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):  # ValueError: half a file, or no UTF-8
+        return None
+    return content if isinstance(content, dict) and "result" in content else None
+
+
+def _machine() -> dict[str, Any]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
+    return {
+        "processor": " + ".join(sorted(names)) or platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "system": f"{platform.system()} {platform.machine()}",
+        "host": platform.node(),
+    }
+
+
+def _software() -> dict[str, str]:
+    """Return versions; a hash of the package's files tells apart two states of a checkout with one version."""
+    package = Path(__file__).resolve().parents[1]
+    files = [
+        path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".so", ".h", ".cu", ".cuh")
+    ]
+    try:
+        ours = version("singa-lite")
+    except PackageNotFoundError:  # used from a folder on Python's path
+        ours = "not installed"
+    digest = _hash_of(*(part for path in files for part in (path.name.encode(), path.read_bytes())))
+    return {
+        "singa-lite": f"{ours} {digest}",
+        "Python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def _hash_of(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:NAME_CHARACTERS]

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured.
+
+A rank is started as ``main(settings as JSON, file for the result)``.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import data, tensor
+from ..checkpoint import atomic_file
+from ..device import create_device
+from ..errors import OptionError
+from ..model import Model
+from ..opt import SGD, DistOpt
+from ..opt.dist import THRESHOLD
+from ..sync.text import read_dist_option
+from .models import make_model, takes_dist_option
+from .runs import Settings
+
+EVAL_BATCH = 500
+IMAGE_SHAPE = (1, 28, 28)
+
+
+def main(settings: str, result: str) -> None:
+    """Train as one rank of the world that the environment names.
+
+    Args:
+        settings: a Settings as JSON.
+        result: the file that rank 0 writes its measurements to, as JSON.
+    """
+    trainer = Trainer(Settings(**json.loads(settings)))
+    measured = trainer.run()
+    if trainer.dist.global_rank == 0:
+        with atomic_file(Path(result)) as file:
+            file.write(json.dumps(measured).encode())
+
+
+def split_threshold(option: str) -> tuple[str, int]:
+    """Return a dist_option without "threshold=x", which is no option of a scheme, and x; else DistOpt's default.
+
+    Raises:
+        OptionError: x is no int >= 0, or given twice, or the rest is no dist_option.
+    """
+    parts = option.split(":")
+    given = [part.removeprefix("threshold=") for part in parts if part.startswith("threshold=")]
+    if len(given) > 1 or not all(value.isdecimal() for value in given):
+        raise OptionError(f"bench: {option!r} must give threshold once, an int >= 0: threshold=50000")
+    rest = ":".join(part for part in parts if not part.startswith("threshold="))
+    read_dist_option(rest)
+    return rest, int(given[0]) if given else THRESHOLD
+
+
+@dataclass
+class Clock:
+    """Seconds of training, without those of evaluations."""
+
+    seconds: float = 0.0
+    _since: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop it inside."""
+        self.seconds += time.perf_counter() - self._since
+        yield
+        self._since = time.perf_counter()
+
+
+@dataclass
+class Sent:
+    """Bytes of this rank's steps, as DistOpt counts them.
+
+    Attributes:
+        sent: put on a ring.
+        payload: of what travelled.
+    """
+
+    sent: int = 0
+    payload: int = 0
+
+    def since(self, before: Sent) -> Sent:
+        return Sent(self.sent - before.sent, self.payload - before.payload)
+
+
+class Trainer:
+    """One rank's model, optimizer and data, and what it has measured.
+
+    Attributes:
+        dist: the DistOpt.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._option, threshold = split_threshold(settings.option)
+        sgd = SGD(lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+        self.dist = DistOpt(sgd, dist_option=self._option, threshold=threshold)
+        self._device = create_device(self.dist.local_rank)
+        self._device.SetRandSeed(settings.seed)
+        self._model = _compiled(settings, self.dist, self._device)
+        # the argument's default may be another option
+        self._options = {"dist_option": self._option} if takes_dist_option(self._model) else {}
+        self._mnist = data.load_mnist()
+        world, rank = self.dist.world_size, self.dist.global_rank
+        count = len(self._mnist.train_labels)
+        self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
+        self._step_s: list[float] = []
+        self._wait_s: list[float] = []
+        self._bytes = Sent()
+        self._evaluations: list[dict[str, Any]] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train for all epochs; return what was measured, with the bytes of all ranks.
+
+        Returns:
+            accuracy: of all test images, after the last step.
+            loss: mean over the last epoch's batches and ranks.
+            steps, train_s: of the run; seconds of rank 0, without evaluations.
+            step_ms, wait_ms: medians over rank 0's steps; what it waited for collectives.
+            bytes_sent, bytes_payload: of all steps, of each rank.
+            epochs: of each the mean loss, steps, and bytes of all ranks.
+            evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
+            num_records: of steps that were replayed.
+            break_reasons: why other steps ran eagerly though they were to be recorded.
+            device: what rank 0 computed on.
+        """
+        epochs = []
+        self._sum(np.zeros(1))  # all ranks are there
+        clock = Clock()
+        for epoch in range(self._settings.epochs):
+            epochs.append(self._epoch(clock, is_last=epoch == self._settings.epochs - 1))
+        with clock.stopped():
+            by_rank = np.zeros((2, self.dist.world_size))
+            by_rank[:, self.dist.global_rank] = self._bytes.sent, self._bytes.payload
+            self._sum(by_rank)
+        records = self._model.graph_info()
+        return {
+            "accuracy": self._evaluations[-1]["accuracy"],
+            "loss": epochs[-1]["loss"],
+            "steps": len(self._step_s),
+            "train_s": clock.seconds,
+            "step_ms": 1e3 * statistics.median(self._step_s),
+            "wait_ms": 1e3 * statistics.median(self._wait_s),
+            "bytes_sent": [int(count) for count in by_rank[0]],
+            "bytes_payload": [int(count) for count in by_rank[1]],
+            "epochs": epochs,
+            "evaluations": self._evaluations,
+            "num_records": sum(record.break_reason is None for record in records),
+            "break_reasons": sorted({record.break_reason for record in records if record.break_reason}),
+            "device": str(self._device),
+        }
+
+    def _epoch(self, clock: Clock, *, is_last: bool) -> dict[str, Any]:
+        settings, mnist = self._settings, self._mnist
+        before, loss_sum = Sent(self._bytes.sent, self._bytes.payload), 0.0
+        self._model.train()
+        for number, indices in enumerate(self._sampler, 1):
+            batch = _batch(settings, mnist.train_images, mnist.train_labels, indices)
+            loss_sum += self._step(*batch)
+            is_end = is_last and number == len(self._sampler)
+            if len(self._step_s) % settings.evaluate_every == 0 or is_end:
+                with clock.stopped():
+                    self._evaluate(clock.seconds)
+                    self._model.train()
+        now = self._bytes.since(before)
+        with clock.stopped():
+            totals = np.array([loss_sum, now.sent, now.payload])
+            self._sum(totals)
+        steps = len(self._sampler)
+        loss = float(totals[0]) / (steps * self.dist.world_size)
+        return {
+            "loss": loss,
+            "steps": steps,
+            "bytes_sent": int(totals[1]),
+            "bytes_payload": int(totals[2]),
+        }
+
+    def _step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """Make one step; return the batch's loss. Timed from the call to the loss on the host."""
+        inputs, labels = tensor.from_numpy(x, self._device), tensor.from_numpy(y, self._device)
+        start = time.perf_counter()
+        _, loss = self._model(inputs, labels, **self._options)
+        value = float(loss.item())
+        self._step_s.append(time.perf_counter() - start)
+        self._wait_s.append(self.dist.wait_s)
+        self._bytes.sent += self.dist.bytes_sent
+        self._bytes.payload += self.dist.bytes_payload
+        return value
+
+    def _evaluate(self, seconds: float) -> None:
+        """Append an evaluation of all test images, of the ranks' average, which training does not go on from."""
+        images, labels = self._mnist.test_images, self._mnist.test_labels
+        share = data.partition(len(labels), self.dist.global_rank, self.dist.world_size)
+        correct = 0
+        with _averaged(self._model, self.dist):
+            self._model.eval()
+            for first in range(share.start, share.stop, EVAL_BATCH):
+                part = slice(first, min(first + EVAL_BATCH, share.stop))
+                x, y = _batch(self._settings, images, labels, part)
+                out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
+                correct += int(np.count_nonzero(out.argmax(axis=1) == y))
+        totals = np.array([correct, self._bytes.sent, self._bytes.payload], np.float64)
+        self._sum(totals)
+        evaluation = {
+            "step": len(self._step_s),
+            "seconds": seconds,
+            "bytes_sent": int(totals[1]),
+            "bytes_payload": int(totals[2]),
+            "accuracy": float(totals[0]) / len(labels),
+        }
+        self._evaluations.append(evaluation)
+
+    def _sum(self, values: np.ndarray) -> None:
+        """Replace float64 ``values`` by their sum over the ranks."""
+        self.dist.all_reduce(values)
+
+
+def _compiled(settings: Settings, dist: DistOpt, device: Any) -> Model:
+    model = make_model(settings.model)
+    model.set_optimizer(dist)
+    zeros = tensor.zeros((settings.batch_size, *IMAGE_SHAPE), device)
+    model.compile([zeros], use_graph=settings.graph)
+    return model
+
+
+def _batch(
+    settings: Settings, images: np.ndarray, labels: np.ndarray, indices: np.ndarray | slice
+) -> tuple[np.ndarray, np.ndarray]:
+    return data.make_batch(images, labels, indices, mean=settings.mean, std=settings.std)
+
+
+@contextmanager
+def _averaged(model: Model, dist: DistOpt) -> Iterator[None]:
+    """Inside, ranks that differ, in parameters or in statistics of batch norm, hold their average."""
+    states = model.get_states()
+    if dist.keeps_equal and len(states) == len(model.get_params()):
+        yield
+        return
+    own = {name: tensor.to_numpy(state) for name, state in states.items()}
+    dist.synchronize(model)
+    yield
+    for name, state in states.items():
+        state.copy_from_numpy(own[name])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
