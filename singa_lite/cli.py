@@ -173,19 +173,31 @@ def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             inner = _network("--node-link", options.node_link, options.all_reduce)
         calibration = _measured() if options.calibration is None else read_calibration(options.calibration)
         cluster = Cluster(inner, outer, options.gpus_per_node)
-        print(report(calibration, cluster, [int(word) for word in options.ranks.split(",")]))
+        print(report(calibration, cluster, [int(word) for word in options.ranks.split(",")]), flush=True)
         if options.save is not None:
             write_calibration(options.save, calibration)
     except OptionError as error:
         parser.error(str(error))
+    except BrokenPipeError:
+        return _leave_broken_pipe()
     return 0
+
+
+def _leave_broken_pipe() -> int:
+    """Return the exit code where the reader of our output, `head` say, has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+    return 141  # 128 + SIGPIPE, as in a shell
 
 
 def _measured() -> Calibration:
     """Return the calibration of the MNIST CNN, measured in a process of its own: this one loads no kernels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.json"
-        answer = subprocess.run(_python(MEASURE.format(str(path))), stdin=subprocess.DEVNULL)
+        environ = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+        }  # more threads would wait for each other on a busy machine
+        answer = subprocess.run(_python(MEASURE.format(str(path))), stdin=subprocess.DEVNULL, env=environ)
         if answer.returncode != 0:
             raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
         return read_calibration(path)
@@ -236,9 +248,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(str(error))
     except CommError as error:
         sys.exit(f"singa-lite run: {error}")
-    except BrokenPipeError:  # the reader of our output, `head` say, has gone; all ranks are ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-        return 141  # 128 + SIGPIPE, as in a shell
+    except BrokenPipeError:  # all ranks are ended
+        return _leave_broken_pipe()
 
 
 def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ The file is JSON, an object with
     compute_s   seconds of forward and backward
     update_s    seconds of the optimizer (0 if it is in compute_s)
     buckets     in the order of backward: {"ready_s": when it is computed, "shapes": of its parameters}
-    options     "fp32", "sparseTopK:0.01", ... (wire_bytes.OPTION_WORDS): {"compress_s": seconds it adds to a step
+    options     "fp32", "sparseTopK:0.01", ... (as DistOpt takes them): {"compress_s": seconds it adds to a step
                 of one rank, "merge_s": seconds for what one rank sent to be added up, 0 if left out}
     about       a line of text, "" if left out
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError, SingaLiteError, check_int, check_number
-from .wire_bytes import parse_option
+from .wire_bytes import word_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _fields(where: str, given: Any, needed: Sequence[str], known: Sequence[str] 
 
 
 def _option(where: str, name: str, given: Any) -> OptionTimes:
-    parse_option(name)
+    word_of(name)
     fields = _fields(f"{where}: options: {name}", given, ("compress_s",), ("merge_s",))
     numbers = {key: check_number(f"{where}: options: {name}", key, value, 0) for key, value in fields.items()}
     return OptionTimes(**numbers)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .calibration import Calibration
-from .cost import Bucket, Cluster, Transfer, local_sgd_step_s, step_s, together
-from .wire_bytes import bytes_sent, messages_of, parse_option
+from .cost import Bucket, Cluster, Transfer, collective, local_sgd_step_s, step_s, together
+from .wire_bytes import Message, bytes_sent, messages_of, options_of, word_of
 
 MOST_HOSTS = 1 << 14  # until here it is searched where an option stops paying
 
@@ -36,22 +36,41 @@ def predict(calibration: Calibration, cluster: Cluster, option: str, size: int) 
     Raises:
         OptionError: an option that the calibration has no times of, or ranks that fill no whole number of hosts.
     """
-    word, value = parse_option(option)
     times = calibration.options[option]
     buckets, sent = [], 0
     num_elements = sum(_elements(bucket.shapes) for bucket in calibration.buckets)
     for bucket in calibration.buckets:
-        messages = messages_of(option, bucket.shapes, size)
-        sent += bytes_sent(messages, size)
-        transfer = together(cluster.collective(message, size) for message in messages)
+        transfer, num_bytes = _exchange(cluster, option, bucket.shapes, size)
+        sent += num_bytes
         share = _elements(bucket.shapes) / num_elements
         buckets.append(Bucket(bucket.ready_s, share * times.compress_s, transfer))
-    if word == "localSGD":
-        wire: Transfer = together(bucket.transfer for bucket in buckets)
-        seconds = local_sgd_step_s(calibration.compute_s, calibration.update_s, wire, int(value))
-        return Prediction(option, size, sent / value, seconds)
-    seconds = step_s(calibration.compute_s, buckets, size * times.merge_s, calibration.update_s)
+    if word_of(option) == "localSGD":
+        period = options_of(option).period
+        wire = together(bucket.transfer for bucket in buckets)
+        seconds = local_sgd_step_s(calibration.compute_s, calibration.update_s, wire, period)
+        return Prediction(option, size, sent / period, seconds)
+    num_merged = _num_hosts(cluster, size) if word_of(option) == "hierarchical" else size
+    seconds = step_s(calibration.compute_s, buckets, num_merged * times.merge_s, calibration.update_s)
     return Prediction(option, size, sent, seconds)
+
+
+def _exchange(
+    cluster: Cluster, option: str, shapes: Sequence[tuple[int, ...]], size: int
+) -> tuple[Transfer, int]:
+    """Return the time of a bucket's collectives and the bytes that a rank sends; of hierarchical, a leader."""
+    if word_of(option) != "hierarchical":
+        messages = messages_of(option, shapes, size)
+        return together(cluster.collective(message, size) for message in messages), bytes_sent(messages, size)
+    hosts = _num_hosts(cluster, size)
+    between = messages_of(option, shapes, hosts)
+    within = [Message(kind, 4 * _elements(shapes)) for kind in ("reduce", "broadcast")]
+    transfers = [collective(cluster.inner, message, size // hosts) for message in within]
+    transfers += [collective(cluster.outer, message, hosts) for message in between]
+    return together(transfers), bytes_sent(within, size // hosts) + bytes_sent(between, hosts)
+
+
+def _num_hosts(cluster: Cluster, size: int) -> int:
+    return max(1, size // cluster.per_host)
 
 
 def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[Prediction]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each dist_option sends in a step: closed formulas, for options that are here and some that are only planned.
+"""What each dist_option sends in a step, as closed formulas.
 
 A step is a list of Messages, collectives with their payload; ``bytes_sent`` adds up what a rank puts on a ring for
 them, as ``Traffic.bytes_sent`` counts it. n is the number of gradient elements, all in one bucket and float32; N the
@@ -10,26 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..comm.base import ring_bytes
 from ..errors import OptionError, check_choice, check_int, check_number
+from ..sync.indices import IndexCode
+from ..sync.sparse_top_k import count_of_share
+from ..sync.text import read_dist_option
 
 INDEX_FORMATS = ("elias-fano", "int32")
-SHARE, WHOLE = "a share in (0, 1]", "a whole number >= 1"
-OPTION_WORDS = {  # of the text of an option: what its value is
-    "fp32": None,
-    "fp16": None,
-    "bf16": None,
-    "int8": None,
-    "sign": None,
-    "powerSGD": WHOLE,
-    "randomK": SHARE,
-    "sparseTopK": SHARE,
-    "dgc": SHARE,
-    "localSGD": WHOLE,
-}
 BLOCK = 256  # elements with one scale, int8
 SCALE_BYTES = 4
 
@@ -56,23 +45,25 @@ def num_kept(n: int, density: float) -> int:
     """Return K = ceil(density n), how many of ``n`` elements a share of 0 < ``density`` <= 1 keeps, at least 1."""
     check_int("num_kept", "n", n, 1)
     check_number("num_kept", "density", density, 0, 1)
-    return max(1, math.ceil(Fraction(str(float(density))) * n))  # as the schemes: 0.07 of 100 is 7, not 8
+    return max(1, count_of_share(density, n))
 
 
 def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> list[Message]:
-    """Return what an option sends for a bucket in a step in which it sends.
+    """Return what a dist_option sends for a bucket in a step in which it sends; of hierarchical its outer one.
 
     Args:
-        option: a word of OPTION_WORDS, with its value behind a colon where it has one: "fp32", "sparseTopK:0.01".
+        option: its text, as DistOpt takes it: "fp32", "sparseTopK:0.01:values=fp16".
         shapes: of the bucket's parameters.
-        size: number of ranks.
+        size: number of ranks; of hierarchical number of hosts.
 
     Raises:
-        OptionError: an unknown option, or a value that is missing, not needed or out of range.
+        OptionError: a text that DistOpt refuses, or an option whose bytes depend on the gradients.
     """
-    word, value = parse_option(option)
+    options = options_of(option)
     n = sum(map(math.prod, shapes))
-    match word:
+    match word_of(option):
+        case "fp32" | "localSGD":
+            return fp32(n)
         case "fp16":
             return fp16(n)
         case "bf16":
@@ -82,36 +73,29 @@ def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> li
         case "sign":
             return sign(n, len(shapes))
         case "powerSGD":
-            return power_sgd(shapes, int(value))
+            return power_sgd(shapes, options.rank, options.rate)
         case "randomK":
-            return random_k(n, value)
+            return random_k(n, options.density)
         case "sparseTopK":
-            return sparse(n, value, index_format="int32")
+            return sparse(n, options.spars, value_bytes=2 if options.values == "fp16" else 4)
         case "dgc":
-            return sparse(n, value)
-        case _:  # fp32, localSGD
-            return fp32(n)
+            return sparse(n, options.density, value_bytes=2 if options.values == "fp16" else 4)
+        case "hierarchical":
+            return messages_of(options.outer, shapes, size)
+    raise OptionError(
+        f"messages_of: what {option} sends depends on the gradients, so there is no formula; leave it out"
+    )
 
 
-def parse_option(option: str) -> tuple[str, float]:
-    """Return the word and the value of an option's text, see ``messages_of``; the value is 0 where there is none."""
-    word, colon, text = option.partition(":")
-    check_choice("option", "its word", word, OPTION_WORDS)
-    kind = OPTION_WORDS[word]
-    if (kind is None) == bool(colon):
-        raise OptionError(
-            f"option {option!r}: {word} takes {'no value' if kind is None else kind + ' after a colon'}"
-        )
-    if kind is None:
-        return word, 0.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    is_share = kind == SHARE
-    if not (0 < value <= 1 if is_share else value >= 1 and value == int(min(value, 1e9))):
-        raise OptionError(f"option {option!r}: the value of {word} must be {kind}")
-    return word, value
+def word_of(option: str) -> str:
+    """Return the name of the scheme that the text of a dist_option chooses."""
+    return read_dist_option(option).scheme.names[0]
+
+
+def options_of(option: str) -> Any:  # Any: each scheme has a class of its own
+    """Return the options in the text of a dist_option, an object of its scheme's ``Options``."""
+    scheme, given = read_dist_option(option)
+    return scheme.Options(**given)
 
 
 # ---- all-reduced: bytes a rank hardly grow with N ------------------------------------------------------------
@@ -137,11 +121,11 @@ def random_k(n: int, density: float) -> list[Message]:
     return [Message("all_reduce", 4 * num_kept(n, density))]
 
 
-def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Message]:
+def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int, rate: float = 2.0) -> list[Message]:
     """P with what is not compressed, then Q: 2(N-1)/N 4 (sum of r (rows + columns) + dense) bytes.
 
-    A parameter is a matrix (shape[0], all others). It is compressed where that more than halves it:
-    2 r (rows + columns) < rows columns, so never by a rank above its rows or columns.
+    A parameter is a matrix (shape[0], all others). It is compressed, with r = min(rank, rows, columns), where that
+    divides its elements by more than ``rate``: rate r (rows + columns) < rows columns.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD", 2019.
     """
@@ -151,8 +135,9 @@ def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int) -> list[Message]:
         elements = math.prod(shape)
         rows = shape[0] if shape else 1
         columns = elements // rows
-        if 2 * rank * (rows + columns) < elements:
-            left, right = left + rank * rows, right + rank * columns
+        kept = min(rank, rows, columns)
+        if len(shape) > 1 and rate * kept * (rows + columns) < elements:
+            left, right = left + kept * rows, right + kept * columns
         else:
             left += elements
     return [Message("all_reduce", 4 * left), Message("all_reduce", 4 * right)]
@@ -202,14 +187,5 @@ def sparse(
 
 
 def elias_fano_bytes(n: int, kept: int) -> int:
-    """Return the bytes of ``kept`` ascending places out of ``n`` in 32-bit words: 1 <= kept <= n.
-
-    The low b = floor(log2(n / kept)) bits of each place are packed; the high parts are one bitmap, of a bit for each
-    place and one for each high part.
-
-    Source: Elias, "Efficient storage and retrieval by content and address of static files", 1974; Fano, 1971.
-    """
-    low_bits = (n // kept).bit_length() - 1
-    low_words = -(-kept * low_bits // 32)
-    high_words = -(-(kept + ((n - 1) >> low_bits) + 1) // 32)
-    return 4 * (low_words + high_words)
+    """Return the bytes of ``kept`` ascending places out of ``n``, 1 <= kept <= n, see sync/indices.py."""
+    return 4 * IndexCode(n, kept).num_words

@@ -9,7 +9,7 @@ rank called, start = max(T0, free), free = start + bytes_sent / rate, end = free
 one small all-gather of CLOCK_MONOTONIC, which all processes of a host share, after every collective, so all compute the
 same end. It is part of the emulation and counts in no ``traffic``. Groups share the link of their rank: a rank whose
 link is still in use calls as late as that is free. Of collectives in flight in several groups, the first whose end is
-asked for leaves first.
+asked for leaves first. If the ranks play several hosts (SINGA_LITE_HOST), a group within one host uses no link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -26,8 +26,9 @@ import numpy as np
 
 from ..config import env
 from ..errors import CommError, DTypeError, OptionError
-from .base import Array, Communicator, Operation, Work
+from .base import Array, Communicator, Operation, Times, Work
 from .gpu_arrays import is_cuda_array
+from .hosts import this_host
 
 EMULATED = ("local", "shm")  # transports whose own links are memory
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -158,6 +159,12 @@ class LinkWork(Work):
             return True
         return is_scheduled and self._communicator.clock() >= (self.end_ns or 0)
 
+    def _times(self) -> Times | None:
+        times = self._moved._times()
+        if times is None or self.end_ns is None:
+            return None
+        return times._replace(ended=max(times.ended, self.end_ns / SECOND_NS))
+
 
 class LinkCommunicator(Communicator):
     """The ranks of ``host``, with an emulated link each; all results have the same bits, but later.
@@ -166,6 +173,7 @@ class LinkCommunicator(Communicator):
         host: moves the data; closed with this one. Of transport "local" or "shm".
         link: equal on all ranks.
         line: that of the communicator which this one is a group of; None makes one.
+        hosts: of each rank, if this is a group.
         clock: gives nanoseconds of CLOCK_MONOTONIC.
         sleep: waits for a number of seconds.
 
@@ -181,21 +189,23 @@ class LinkCommunicator(Communicator):
         link: Link,
         *,
         line: Line | None = None,
+        hosts: Sequence[str] = (),
         clock: Callable[[], int] = time.monotonic_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host, self.link, self.clock, self._sleep = host, link, clock, sleep
         self._unscheduled: deque[LinkWork] = deque()
-        self._line = Line(link) if line is None else line
+        self._line, self._hosts = Line(link) if line is None else line, list(hosts)
         if line is None:
-            texts = host.all_gather_object(str(link), name="SINGA_LITE_LINK")
-            for rank, text in enumerate(texts):
-                if text != texts[0]:
+            told = host.all_gather_object([str(link), this_host()], name="SINGA_LITE_LINK")
+            for rank, (text, _) in enumerate(told):
+                if text != told[0][0]:
                     raise CommError(
-                        f"the ranks differ in their links (SINGA_LITE_LINK): it is {texts[0]} on rank 0 but {text} on "
-                        f"rank {rank}"
+                        f"the ranks differ in their links (SINGA_LITE_LINK): it is {told[0][0]} on rank 0 but {text} "
+                        f"on rank {rank}"
                     )
+            self._hosts = [name for _, name in told]
 
     def __repr__(self) -> str:
         return f"{self.host!r} over {self.link}"
@@ -242,11 +252,16 @@ class LinkCommunicator(Communicator):
     def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
         return self.host._new_array(shape, like)
 
-    def _new_group(self, ranks: list[int], name: str) -> LinkCommunicator | None:
+    def _new_group(self, ranks: list[int], name: str) -> Communicator | None:
         group = self.host._new_group(ranks, name)
         if group is None:
             return None
-        return LinkCommunicator(group, self.link, line=self._line, clock=self.clock, sleep=self._sleep)
+        hosts = [self._hosts[rank] for rank in ranks]
+        if len(set(self._hosts)) > 1 and len(set(hosts)) == 1:
+            return group
+        return LinkCommunicator(
+            group, self.link, line=self._line, hosts=hosts, clock=self.clock, sleep=self._sleep
+        )
 
     def _check_kind(self, array: Any) -> None:
         if is_cuda_array(array):

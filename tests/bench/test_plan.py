@@ -17,7 +17,7 @@ from singa_lite.bench.calibration import (
 from singa_lite.bench.cost import Cluster, Network, all_gather, collective, hierarchical_all_reduce
 from singa_lite.bench.measure import MEASURED, measure
 from singa_lite.bench.plan import MOST_HOSTS, paying_range, predict, report
-from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, parse_option, sparse
+from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, sparse
 from singa_lite.errors import OptionError
 from tests.bench.test_wire_bytes import CNN
 
@@ -57,8 +57,9 @@ def test_compressing_is_spread_over_the_buckets_by_their_elements():
 
 
 def test_merging_grows_with_the_ranks():
-    # K = 10 and 30 of 8 bytes; 3 ranks send 2 of them: 160 B from 405, 480 B from 1020, 2 hops, 9 s of merging
-    assert predict(TWO, PLAIN, "sparseTopK:0.1", 3) == ("sparseTopK:0.1", 3, 640, 1020 + 480 + 200 + 9 + 7)
+    # 10 of 100 and 30 of 300 elements are 48 and 144 B; 3 ranks send 2 of them: 96 B from 405, 288 B from 1020, 2 hops,
+    # 9 s of merging
+    assert predict(TWO, PLAIN, "sparseTopK:0.1", 3) == ("sparseTopK:0.1", 3, 384, 1020 + 288 + 200 + 9 + 7)
 
 
 def test_local_sgd_averages_now_and_then():
@@ -96,7 +97,7 @@ def test_the_known_ends():
     n = 1 << 20
     found = flat(n, **{"sign": (0,), "int8": (0,), "randomK:0.1": (0,), "sparseTopK:0.0625": (0,)})
     assert paying_range(found, BYTES_ONLY, "sign") == (2, 64)
-    assert paying_range(found, BYTES_ONLY, "sparseTopK:0.0625") == (2, 16)
+    assert paying_range(found, BYTES_ONLY, "sparseTopK:0.0625") == (2, 27)  # 311,296 B beside 8,388,608 / N
     assert paying_range(found, BYTES_ONLY, "randomK:0.1") == (2, None)
     assert paying_range(flat(n, bf16=(1e9,)), BYTES_ONLY, "bf16") is None
 
@@ -119,44 +120,55 @@ def test_the_report_marks_the_shortest():
     assert marked == ["sparseTopK:0.1", "sparseTopK:0.1"]
     assert "bf16                            800  1847000.000        1.30" in text  # milliseconds
     assert "  3 ranks: sparseTopK:0.1" in text
-    # at 14 ranks 5914 s beside 5978, at 15 6337 beside 6194
-    assert "sparseTopK:0.1     from 2 ranks until it stops paying at 15" in text
+    # at 33 ranks 9855 s beside 9910, at 34 10150 beside 10113
+    assert "sparseTopK:0.1     from 2 ranks until it stops paying at 34" in text
 
 
 # ---- texts of options --------------------------------------------------------------------------------
 
 
-def test_an_option_is_read_from_its_text():
-    assert parse_option("fp32") == ("fp32", 0) and parse_option("powerSGD:4") == ("powerSGD", 4)
-    assert messages_of("sparseTopK:0.01", CNN, 2) == sparse(431_080, 0.01, index_format="int32")
-    assert messages_of("localSGD:8", CNN, 2) == messages_of("fp32", CNN, 2) == fp32(431_080)
+def test_what_an_option_sends_is_found_by_its_text():
+    assert messages_of("sparseTopK:0.01", CNN, 2) == sparse(431_080, 0.01)
+    assert messages_of("sparseTopK:0.01:values=fp16", CNN, 2) == sparse(431_080, 0.01, value_bytes=2)
+    assert messages_of("localSGD:8", CNN, 2) == messages_of("plain", CNN, 2) == fp32(431_080)
+    assert messages_of("hierarchical:sign", CNN, 2) == messages_of("sign", CNN, 2)
     sent = {
         name: bytes_sent(messages_of(name, CNN, 2), 2)
         for name in ("fp16", "bf16", "int8", "sign", "powerSGD:4")
     }
     assert sent == {"fp16": 862_164, "bf16": 862_160, "int8": 437_816, "sign": 53_917, "powerSGD:4": 40_800}
     assert bytes_sent(messages_of("dgc:0.001", CNN, 2), 2) == 2_376
+    assert bytes_sent(messages_of("dgc:0.001:values=fp16", CNN, 2), 2) == 1_512
     assert bytes_sent(messages_of("randomK:0.1", CNN, 2), 2) == 172_432
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("fp64", "choose one of 'fp32'"),
-        ("fp32:2", "takes no value"),
-        ("dgc", r"takes a share in \(0, 1\] after a colon"),
-        ("dgc:0", "must be a share"),
-        ("dgc:x", "must be a share"),
-        ("dgc:1.5", "must be a share"),
-        ("powerSGD:1.5", "must be a whole number"),
-        ("localSGD:0", "must be a whole number"),
-        ("localSGD:nan", "must be a whole number"),
-        ("localSGD:inf", "must be a whole number"),
-    ],
-)
-def test_a_wrong_option_is_refused(text, reason):
-    with pytest.raises(OptionError, match=reason):
-        parse_option(text)
+def test_an_option_without_a_formula_is_refused():
+    for text in ("sparseThreshold", "partialUpdate"):
+        with pytest.raises(OptionError, match="depends on the gradients"):
+            messages_of(text, CNN, 2)
+    with pytest.raises(OptionError, match="dist_option"):
+        messages_of("fp64", CNN, 2)
+
+
+def test_hierarchical_by_hand():
+    # 2 ranks a host, 3 hosts, 1600 B: half to the leader and half back; the 2 bytes of bf16 twice 2/3 among 3 leaders
+    found = Calibration(
+        1000.0, 7.0, (BucketShapes(1000.0, ((400,),)),), {"hierarchical:bf16": OptionTimes(9.0, 1.0)}
+    )
+    cluster = Cluster(Network(1.0, 0.5), Network(100.0, 1.0), 2)
+    sent = 1600 + -(-4 * 800 // 3)
+    seconds = 1009 + 2 * (800 * 0.5 + 1) + 4 * 800 / 3 + 400 + 3 * 1.0 + 7
+    assert predict(found, cluster, "hierarchical:bf16", 6) == (
+        "hierarchical:bf16",
+        6,
+        sent,
+        pytest.approx(seconds),
+    )
+    # int8 is gathered by the leaders of 2 hosts, and sent in two phases by 6 ranks
+    found = Calibration(0.0, 0.0, (BucketShapes(0.0, ((400,),)),), {"hierarchical:int8": OptionTimes(0.0)})
+    cluster = Cluster(Network(0, 0), Network(0.0, 1.0), 3)
+    seconds = predict(found, cluster, "hierarchical:int8", 6).seconds
+    assert seconds == 408
 
 
 # ---- calibrations ------------------------------------------------------------------------------------

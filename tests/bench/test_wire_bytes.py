@@ -17,6 +17,7 @@ from singa_lite.bench.wire_bytes import (
     fp16,
     fp32,
     int8,
+    messages_of,
     num_kept,
     power_sgd,
     random_k,
@@ -73,12 +74,13 @@ def test_int8_in_two_phases_is_padded_to_equal_shares_of_blocks():
 
 
 def test_power_sgd_compresses_only_what_it_halves():
-    # (8, 8) by rank 2: 2·2·16 = 64 is not below 64; (8, 9): 68 < 72
+    # (8, 8) by rank 2: 2·2·16 = 64 is not below 64; (8, 9): 68 < 72; (2, 9) by rank 5: 2·11 < 18 · 2
     assert power_sgd([(8, 8)], 2) == [Message("all_reduce", 256), Message("all_reduce", 0)]
     assert power_sgd([(8, 9), (5,)], 2) == [
         Message("all_reduce", 4 * (16 + 5)),
         Message("all_reduce", 4 * 18),
     ]
+    assert power_sgd([(2, 9)], 5, 0.5) == [Message("all_reduce", 16), Message("all_reduce", 72)]
     assert power_sgd([(), (3, 100)], 50) == [Message("all_reduce", 4 * 301), Message("all_reduce", 0)]
 
 
@@ -119,15 +121,32 @@ def test_a_share_keeps_what_the_schemes_keep():
 # ---- beside the schemes --------------------------------------------------------------------------------
 
 
+OPTIONS = [
+    "fp32",
+    "fp16",
+    "bf16",
+    "int8",
+    "sign",
+    "powerSGD:1",
+    "powerSGD:3:rate=1",
+    "randomK:0.1",
+    "sparseTopK:0.1",
+]
+OPTIONS += ["sparseTopK:0.07:values=fp16", "dgc:0.05", "localSGD:1", "hierarchical:sign"]
+
+
 def sent_by_schemes(communicator, options):
+    """Bytes of the second step of each, over parameters (30, 7) and (7,), one bucket."""
     found = {}
-    for option, spars in options:
-        sgd = DistOpt(SGD(0.1), communicator=communicator)
+    for option in options:
+        sgd = DistOpt(SGD(0.1, momentum=0.9), dist_option=option, communicator=communicator)
         w = Tensor(data=np.ones((30, 7), np.float32), requires_grad=True, stores_grad=True, name="w")
+        b = Tensor(data=np.ones(7, np.float32), requires_grad=True, stores_grad=True, name="b")
         x = Tensor(data=np.random.default_rng(communicator.rank).standard_normal((4, 30)).astype(np.float32))
         autograd.training, before = True, autograd.training
         for _ in range(2):
-            sgd(autograd.reduce_mean(autograd.matmul(x, w), [0, 1], keepdims=False), option, spars)
+            y = autograd.add_bias(autograd.matmul(x, w), b)
+            sgd(autograd.reduce_mean(y, [0, 1], keepdims=False))
         autograd.training = before
         found[option] = sgd.bytes_sent
     return found
@@ -135,15 +154,13 @@ def sent_by_schemes(communicator, options):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_schemes_send_what_is_said_here(size):
-    options = [("fp32", None), ("fp16", None), ("bf16", None), ("sparseTopK", 0.1)]
-    expected = {
-        "fp32": bytes_sent(fp32(210), size),
-        "fp16": bytes_sent(fp16(210), size),
-        "bf16": bytes_sent(bf16(210), size),
-        "sparseTopK": bytes_sent(sparse(210, 0.1, index_format="int32"), size),
-    }
-    for found in run_ranks(sent_by_schemes, size, options):
-        assert found == expected
+    shapes = [(30, 7), (7,)]
+    expected = {option: bytes_sent(messages_of(option, shapes, size), size) for option in OPTIONS}
+    expected["hierarchical:sign"] = None
+    for rank, found in enumerate(run_ranks(sent_by_schemes, size, OPTIONS)):
+        # all ranks are of one host: the leader sends nothing between hosts
+        within = 2 * -(-4 * 217 * (size - 1) // size)
+        assert found == {**expected, "hierarchical:sign": within}, rank
 
 
 # ---- where they stop paying ----------------------------------------------------------------------------

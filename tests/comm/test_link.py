@@ -242,6 +242,49 @@ def test_groups_share_the_link_of_their_rank():
     assert found == [[pair * MS, everyone * MS], [pair * MS, everyone * MS], [0, everyone * MS]]
 
 
+def groups_of_hosts(c: Communicator) -> list[int]:
+    """Ranks 0 and 1 play one host, rank 2 another; return the clock after an all-reduce in each group."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SINGA_LITE_HOST", "a" if c.rank < 2 else "b")
+        linked = LinkCommunicator(c, SLOW, clock=clock, sleep=clock.sleep)
+        clock.now = 0
+        inner, outer = linked.split_by_host()
+    before = clock.now
+    inner.all_reduce(np.ones(250, np.float32), "sum").wait()
+    after = [clock.now - before]
+    if outer is not None:
+        work: Any = outer.all_reduce(np.ones(250, np.float32), "sum")
+        work.wait()
+        after.append(work.end_ns - int(work.calls.max()))
+    return after
+
+
+@needs_ranks
+def test_a_group_within_a_host_that_is_played_uses_no_link():
+    assert run_ranks(groups_of_hosts, 3) == [[0, (1 + 4) * MS], [0], [0, (1 + 4) * MS]]
+
+
+def times_of_two(c: Communicator) -> list[tuple[Any, Any]]:
+    linked = LinkCommunicator(c, Link(8_000_000, 3 * MS))
+    seen = []
+    for count in (1, 1000):
+        work: Any = linked.all_reduce(np.ones(count, np.float32), "sum")
+        with pytest.raises(OptionError, match="has not ended"):
+            work.times()
+        work.wait()
+        seen.append((work.times(), work.end_ns))
+    return seen
+
+
+@needs_ranks
+def test_the_times_of_a_collective_end_when_it_ends_on_the_link():
+    for seen in run_ranks(times_of_two, 2):
+        for times, end_ns in seen:
+            assert times.posted <= times.all_there <= times.ended
+            assert times.ended >= end_ns / 10**9
+
+
 # ---- real waits --------------------------------------------------------------------------------------
 
 
