@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `run` starts ranks, `bench` compares dist_options, `plan` predicts steps, `info` lists what works."""
+"""The command line: `run` starts ranks, `bench` compares dist_options, `plan` predicts, `info` lists what runs here."""
 
 from __future__ import annotations
 

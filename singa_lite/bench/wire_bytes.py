@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ..comm.base import ring_bytes
+from ..comm.work import ring_bytes
 from ..errors import OptionError, check_choice, check_int, check_number
 from ..sync.indices import IndexCode
 from ..sync.sparse_top_k import count_of_share

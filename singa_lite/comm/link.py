@@ -26,9 +26,10 @@ import numpy as np
 
 from ..config import env
 from ..errors import CommError, DTypeError, OptionError
-from .base import Array, Communicator, Operation, Times, Work
+from .base import Communicator, Operation
 from .gpu_arrays import is_cuda_array
 from .hosts import this_host
+from .work import Array, Times, Work
 
 EMULATED = ("local", "shm")  # transports whose own links are memory
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}

@@ -8,7 +8,7 @@ are sent is written in sync/, what sends them in comm/.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from functools import partial
 from threading import TIMEOUT_MAX
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from ..sync.base import Scheme, StepContext, option_names
 from ..sync.collectives import ArrayCollectives
 from ..sync.text import read_dist_option, text_of
 from ..tensor import Tensor, to_numpy
+from .accumulate import PREFIX, GradientSums
 from .base import MomentumRule, Optimizer, Pairs, as_pairs, check_pair, unique_names
 from .options import Option, check_options, join_options, options_at, with_defaults
 from .schedule import DecayScheduler, described
@@ -77,6 +78,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         communicator: use this one instead of the process's own.
         check_every: compare the same hash after every so many steps, in calls and in ``step()``, which every rank must
             then call; None compares after states were loaded only.
+        accumulate: calls an update: that many calls add up gradients, and the last one sends and applies their mean,
+            so that accumulate=n at batch B equals batch n * B. The step counter and schedules count updates.
         options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
             that its text gives as well.
 
@@ -105,8 +108,10 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         timeout_s: float | None = None,
         communicator: Communicator | None = None,
         check_every: int | None = None,
+        accumulate: int = 1,
         **options: Option,
     ) -> None:
+        self._sums = GradientSums(accumulate)
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
@@ -157,6 +162,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
     ) -> None:
         """Run backward, make the ranks agree as ``dist_option`` says, update, and count the step.
 
+        With ``accumulate`` all but the last call of each sum only run backward and add up gradients.
+
         Args:
             loss: recorded, one element.
             dist_option: as the constructor's, which None is.
@@ -174,29 +181,38 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         given = self._given(dist_option, spars, options)
         scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
         self._check_velocity(scheme)
+        self._compare_if_loaded(scheme)
+        self._compare_options(scheme, given)
+        self._guard_attributes()
+        self._sums.guard()
+        if not self._sums.is_last:
+            self._sums.add(self._gradients(loss))
+            return
         self._begin(scheme, given)
-        gradients = autograd.backward(loss)
-        for param, grad in gradients:
-            if param not in self._names:
-                rest = [(param, grad), *gradients]
-                self._register([param for param, _ in rest if param not in self._names])
-                for pair in rest:
-                    scheme.add_gradient(*pair)
-                break
+        for param, grad in self._sums.means(self._gradients(loss)):
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
         takes_momentum = scheme.takes_momentum(scheme.options)
         (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
         scheme.end([param for param, _ in pairs])
+        self._sums.end()
         bookkeep(self._end_measuring)
         self._called = scheme
         self.step()
 
+    def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what backward does, once the ranks have agreed on its parameters."""
+        gradients = autograd.backward(loss)
+        for param, grad in gradients:
+            if param not in self._names:
+                rest = [(param, grad), *gradients]
+                self._register([param for param, _ in rest if param not in self._names])
+                yield from rest
+                return
+            yield param, grad
+
     def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
-        self._compare_if_loaded(scheme)
-        self._compare_options(scheme, given)
-        self._guard_attributes()
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
         guard_ahead(self, offset, partial(self._structure, scheme, given))
@@ -282,7 +298,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """
         self.opt.prepare(params, buffers)
         states = {**params, **buffers}
-        compare_models(self.communicator, states, self.opt.settings())
+        compare_models(self.communicator, states, self.settings())
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
 
@@ -291,7 +307,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         with unrecorded():
             self._names = unique_names([*self._names, *params])
             states = {self._names[param]: param for param in params}
-            compare_models(self.communicator, states, self.opt.settings())
+            compare_models(self.communicator, states, self.settings())
             if not are_equal(self.communicator, "parameter values", params):
                 warnings.warn(
                     "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
@@ -325,7 +341,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
-        compare_progress(self.communicator, self.opt._step_counter, self.opt.settings(), values)
+        settings = {**self.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
+        compare_progress(self.communicator, self.opt._step_counter, settings, values)
 
     @property
     def keeps_equal(self) -> bool:
@@ -395,7 +412,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         return self.opt.describe()
 
     def settings(self) -> dict[str, Any]:
-        return self.opt.settings()
+        return {**self.opt.settings(), "accumulate": self._sums.num_batches}
 
     def zero_grad(self) -> None:
         self.opt.zero_grad()
@@ -426,9 +443,9 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         self.opt.update(param, grad)
 
     def get_states(self) -> dict[str, np.ndarray]:
-        """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>"."""
+        """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>"."""
         own = {name: scheme.state_dict(self._names) for name, scheme in self._schemes.items()}
-        states = dict(self.opt.get_states())
+        states = {**self.opt.get_states(), **self._sums.state_dict(self._names)}
         for name, scheme_states in {**self._loaded, **own}.items():
             states |= {f"sync/{name}/{key}": value for key, value in scheme_states.items()}
         return states
@@ -441,7 +458,7 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         Raises:
             CheckpointError: the states do not fit; nothing was changed.
         """
-        known = find_schemes()
+        known, sums = find_schemes(), {key: states[key] for key in states if key.startswith(PREFIX)}
         own: dict[str, dict[str, np.ndarray]] = {}
         for key in states:
             if key.startswith("sync/"):
@@ -452,7 +469,9 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         for name, scheme_states in own.items():  # a trial, which raises before anything changes
             trial = known[name](self.communicator, self.threshold, self.bucket_bytes, self)
             trial.load_state_dict(scheme_states, self._names)
-        self.opt.set_states({key: value for key, value in states.items() if not key.startswith("sync/")})
+        self._sums.check_states(sums, self._names)
+        self.opt.set_states({k: v for k, v in states.items() if not k.startswith(("sync/", PREFIX))})
+        self._sums.load_state_dict(sums, self._names)
         for name, scheme in self._schemes.items():
             scheme.load_state_dict(own.pop(name, {}), self._names)
         self._last, self._loaded = Traffic(), own

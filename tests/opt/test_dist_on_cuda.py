@@ -40,7 +40,9 @@ OPTIONS = [
     "partialUpdate",
     "sparseTopK",
     "sparseThreshold",
+    "accumulate",
 ]
+GIVEN: dict[str, dict[str, Any]] = {"accumulate": {"accumulate": 2}}  # to DistOpt, which sends by sparseTopK
 STEPS = 9
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself")
 
@@ -104,7 +106,8 @@ def train(device: Device, communicator: Communicator, option: str, use_graph: bo
     """What a rank sees and has after some steps."""
     net, rank = Net(), communicator.rank
     sgd = opt.SGD(lr=opt.ExponentialDecay(0.1, 2, 0.7), momentum=0.9)
-    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, threshold=60, bucket_bytes=2048))
+    given, option = GIVEN.get(option, {}), "sparseTopK" if option in GIVEN else option
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, threshold=60, bucket_bytes=2048, **given))
     net.compile([batch(device, rank, 0)[0]], use_graph=use_graph)
     rng = np.random.default_rng(1)
     start = {name: 0.3 * rng.random(x.shape) - 0.1 for name, x in net.get_states().items()}
