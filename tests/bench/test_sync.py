@@ -326,6 +326,14 @@ def test_after_a_failed_run_only_what_is_missing_runs(digits, tmp_path):
     assert len(runs_in(tmp_path)) == 3 and "| bf16 |" in again.stdout
 
 
+def test_ranks_that_end_early_with_0_are_no_finished_run(digits, tmp_path):
+    ends = TINY.replace("        out = self.forward(x)", "        raise SystemExit(0)")
+    (tmp_path / "tiny.py").write_text(ends)
+    done = run(digits, tmp_path, "--options", "fp32", "--ranks", "1", "--epochs", "1")
+    assert done.returncode == 2 and "must not end the process" in done.stderr
+    assert runs_in(tmp_path) == {}
+
+
 def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     options = ["--options", "fp32,fp16", "--epochs", "1"]
     (tmp_path / "hang-fp16").touch()
