@@ -15,7 +15,7 @@ from typing import Any
 from ..checkpoint import atomic_file
 from ..comm.launch import LaunchOptions, launch
 from ..data.cache import locked
-from ..errors import CommError, OptionError, SingaLiteError, check_number
+from ..errors import OptionError, SingaLiteError, check_number
 from .models import MODELS
 from .page import page
 from .report import as_json, rows_of, table
@@ -117,7 +117,10 @@ def _run(settings: Settings, runs: Runs) -> int:
         try:
             runs.add(settings, json.loads(measured.read_bytes()))
         except (FileNotFoundError, ValueError) as error:
-            raise CommError(f"bench: rank 0 ended well but left no result in {measured}: {error}") from error
+            raise OptionError(
+                f"bench: all ranks ended with exit code 0, but rank 0 without a result ({error}); the code of "
+                f"{settings.model} must not end the process"
+            ) from error
     measured.unlink(missing_ok=True)
     return code
 

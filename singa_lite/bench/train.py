@@ -10,9 +10,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +62,25 @@ def split_threshold(option: str) -> tuple[str, int]:
     return rest, int(given[0]) if given else THRESHOLD
 
 
-@dataclass
 class Clock:
-    """Seconds of training, without those of evaluations."""
+    """Seconds of training, without those of evaluations.
 
-    seconds: float = 0.0
-    _since: float = field(default_factory=time.perf_counter)
+    Args:
+        now: gives seconds; differences count.
+
+    Attributes:
+        seconds: from the making of the clock until it was stopped last.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._since, self.seconds = now, now(), 0.0
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop it inside."""
-        self.seconds += time.perf_counter() - self._since
+        self.seconds += self._now() - self._since
         yield
-        self._since = time.perf_counter()
+        self._since = self._now()
 
 
 @dataclass

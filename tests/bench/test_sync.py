@@ -29,7 +29,7 @@ from singa_lite.data import load_mnist
 from singa_lite.data.mnist import IDX_SHA256, to_idx
 from singa_lite.errors import OptionError
 from singa_lite.opt.dist import THRESHOLD
-from tests.comm.processes import assert_nothing_left, fresh_environment, wait_until
+from tests.comm.processes import assert_nothing_left, at_once, fresh_environment, wait_until
 from tests.limits import LIMIT_S
 from tests.test_example_models import load
 
@@ -326,6 +326,14 @@ def test_after_a_failed_run_only_what_is_missing_runs(digits, tmp_path):
     assert len(runs_in(tmp_path)) == 3 and "| bf16 |" in again.stdout
 
 
+def test_ranks_that_end_early_with_0_are_no_finished_run(digits, tmp_path):
+    ends = TINY.replace("        out = self.forward(x)", "        raise SystemExit(0)")
+    (tmp_path / "tiny.py").write_text(ends)
+    done = run(digits, tmp_path, "--options", "fp32", "--ranks", "1", "--epochs", "1")
+    assert done.returncode == 2 and "must not end the process" in done.stderr
+    assert runs_in(tmp_path) == {}
+
+
 def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     options = ["--options", "fp32,fp16", "--epochs", "1"]
     (tmp_path / "hang-fp16").touch()
@@ -344,6 +352,14 @@ def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     assert again.stderr.count("finished before") == 1 and again.stderr.count("s of training") == 1
     left = {path.name for path in (tmp_path / "out").iterdir()} - {"lock", "table.json", "table.html"}
     assert all(re.fullmatch(r"run-\w{16}\.json", name) for name in left) and len(left) == 2
+
+
+def test_two_commands_at_once_make_a_run_once(digits, tmp_path):
+    (tmp_path / "tiny.py").write_text(TINY)
+    both = at_once([lambda: run(digits, tmp_path, "--options", "fp32", "--epochs", "1")] * 2)
+    assert [done.returncode for done in both] == [0, 0]
+    said = "".join(done.stderr for done in both)
+    assert said.count("s of training") == 1 and said.count("finished before") == 1
 
 
 PLACE = Place({"cores": 2}, {"singa-lite": "1"}, {"data": "a"}, {"threads": "1"})
@@ -442,10 +458,9 @@ def test_evaluating_between_averages_changes_nothing(digits, tmp_path):
     assert results[0] == results[1]
 
 
-def test_the_clock_stands_during_evaluations(monkeypatch):
-    times = iter((10.0, 13.0, 100.0, 104.0, 200.0, 201.0))
-    monkeypatch.setattr(train.time, "perf_counter", lambda: next(times))
-    clock, seen = train.Clock(), []
+def test_the_clock_stands_during_evaluations():
+    times = iter((10.0, 13.0, 100.0, 104.0, 200.0))
+    clock, seen = train.Clock(lambda: next(times)), []
     for _ in range(2):
         with clock.stopped():
             seen.append(clock.seconds)
