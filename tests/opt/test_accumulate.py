@@ -139,6 +139,24 @@ def test_states_without_a_sum_begin_a_new_one() -> None:
     assert everything(first) == everything(second)
 
 
+def sent(communicator: Any) -> None:
+    with two_ranks_a_host(communicator):
+        for text in ("fp32", "sparseTopK:0.3", "localSGD:2", "hierarchical:fp32"):
+            for use_graph in (False, True):
+                net, total = made(communicator, use_graph, dist_option=text, accumulate=3), 0
+                for call in range(15):
+                    trained(net, communicator.rank, call, call + 1)
+                    total += net.optimizer.bytes_sent if call % 3 == 2 else 0
+                    assert net.optimizer.total_bytes_sent == total, (text, call)
+                assert total > 0
+                net.optimizer.set_states(net.optimizer.get_states())
+                assert net.optimizer.total_bytes_sent == total
+
+
+def test_total_bytes_are_those_of_all_updates() -> None:
+    run_ranks(sent, 3)
+
+
 class Heads(Net):
     """Parameters of which only one is used by each batch, and one by none of some updates."""
 
