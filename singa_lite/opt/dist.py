@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Iterator
 from functools import partial
+from math import inf
 from threading import TIMEOUT_MAX
 from typing import Any, Protocol
 
@@ -25,15 +26,17 @@ from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_sta
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, option_names
+from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.text import read_dist_option, text_of
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
-from .base import MomentumRule, Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
 from .options import Option, check_options, join_options, options_at, with_defaults
 from .schedule import DecayScheduler, described
 from .sgd import SGD
 from .singa import SingaCalls
+from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
 SPARS = 0.05  # share or magnitude; SINGA's default
@@ -46,7 +49,7 @@ class RendezvousId(Protocol):
     rendezvous_id: str
 
 
-class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
+class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     """Wraps an optimizer so that N ranks take one common step.
 
     Every rank computes gradients of its own batch; their mean, or what ``dist_option`` makes of it, is applied
@@ -80,6 +83,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             then call; None compares after states were loaded only.
         accumulate: calls an update: that many calls add up gradients, and the last one sends and applies their mean,
             so that accumulate=n at batch B equals batch n * B. The step counter and schedules count updates.
+        clip_norm: scale what is applied down to this norm, of all gradients of the update together, > 0; None does not.
+            dgc clips by it each rank's gradient before momentum, as its option ``clip``.
         options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
             that its text gives as well.
 
@@ -109,9 +114,12 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         communicator: Communicator | None = None,
         check_every: int | None = None,
         accumulate: int = 1,
+        clip_norm: float | None = None,
         **options: Option,
     ) -> None:
-        self._sums = GradientSums(accumulate)
+        if clip_norm is not None and not 0 < check_number("DistOpt", "clip_norm", clip_norm) < inf:
+            raise OptionError(f"DistOpt: clip_norm = {clip_norm} must be > 0 and finite, or None")
+        self._sums, self._clip_norm = GradientSums(accumulate), clip_norm
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
@@ -192,6 +200,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         for param, grad in self._sums.means(self._gradients(loss)):
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
+        if self._clip_norm is not None and not _clips(type(scheme)):
+            clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
         (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
         scheme.end([param for param, _ in pairs])
@@ -245,6 +255,12 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         of_constructor = {**self._options, **of_default} if scheme is default else {}
         given = {**of_constructor, **join_options("DistOpt", of_text, of_call)}
         check_options(scheme, given)
+        if self._clip_norm is not None and _clips(scheme):
+            if "clip" in given:
+                raise OptionError(
+                    f"DistOpt: clip_norm and the option clip of {scheme.names[0]} are one thing; leave one out"
+                )
+            given["clip"] = self._clip_norm
         return given
 
     def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
@@ -366,22 +382,6 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
-    @property
-    def lr(self) -> DecayScheduler:  # type: ignore[override]
-        return self.opt.lr
-
-    @lr.setter
-    def lr(self, value: float | DecayScheduler) -> None:
-        self.opt.lr = value
-
-    @property
-    def step_counter(self) -> int:
-        return self.opt.step_counter
-
-    @step_counter.setter
-    def step_counter(self, steps: int) -> None:
-        self.opt.step_counter = steps
-
     def step(self) -> None:
         """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
         scheme, self._called = self._called, None
@@ -391,15 +391,6 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         if self._check_every is not None:
             host(self._compare_if_due, scheme)
 
-    def slots(self, param: Tensor) -> dict[str, Tensor]:
-        return self.opt.slots(param)
-
-    def lr_at(self, step: int) -> float:
-        return self.opt.lr_at(step)
-
-    def momentum_rule(self, step: int) -> MomentumRule:
-        return self.opt.momentum_rule(step)
-
     def update_velocity(self, pairs: Pairs) -> None:
         self._guard_attributes()
         self.opt.update_velocity(pairs)
@@ -408,18 +399,18 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
         return self._names[param]
 
-    def describe(self) -> dict[str, Any]:
-        return self.opt.describe()
-
     def settings(self) -> dict[str, Any]:
-        return {**self.opt.settings(), "accumulate": self._sums.num_batches}
-
-    def zero_grad(self) -> None:
-        self.opt.zero_grad()
+        own = {"accumulate": self._sums.num_batches, "clip_norm": self._clip_norm}
+        return {**self.opt.settings(), **own}
 
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""
-        options = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        given = {
+            **self._options,
+            **({"accumulate": self._sums.num_batches} if self._sums.num_batches > 1 else {}),
+        }
+        given |= {} if self._clip_norm is None else {"clip_norm": self._clip_norm}
+        options = "".join(f", {name}={value!r}" for name, value in given.items())
         return (
             f"DistOpt({self.opt!r}, dist_option={self.dist_option!r}{options}, world_size={self.world_size})"
         )
@@ -476,3 +467,8 @@ class DistOpt(SingaCalls, ArrayCollectives, Optimizer):
             scheme.load_state_dict(own.pop(name, {}), self._names)
         self._last, self._loaded = Traffic(), own
         self.states_loaded()
+
+
+def _clips(scheme: type[Scheme]) -> bool:
+    """Return whether a scheme clips local gradients itself, by its option ``clip``."""
+    return "clip" in option_names(scheme)

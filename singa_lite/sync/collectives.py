@@ -39,7 +39,8 @@ class ArrayCollectives:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._before, self._last = Traffic(), Traffic()  # until the last step began, and of the last step
+        # until the last step began, of the last step, and of all steps
+        self._before, self._last, self._total = Traffic(), Traffic(), Traffic()
         self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
     def _compare_if_loaded(self) -> None:
@@ -49,6 +50,11 @@ class ArrayCollectives:
     def bytes_sent(self) -> int:
         """Bytes this rank put on a ring in the last step (comm/work.py, Note [bytes])."""
         return self._last.bytes_sent
+
+    @property
+    def total_bytes_sent(self) -> int:
+        """The sum of ``bytes_sent`` over all steps since this was made; what is loaded does not change it."""
+        return self._total.bytes_sent
 
     @property
     def bytes_payload(self) -> int:
@@ -65,6 +71,7 @@ class ArrayCollectives:
 
     def _end_measuring(self) -> None:
         self._last = self.communicator.traffic.since(self._before)
+        self._total.add(self._last)
 
     def broadcast(self, params: Iterable[Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank."""

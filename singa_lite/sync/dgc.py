@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
+from .clip import clip_factors
 from .sparse import SparseMessage, check_values
 from .sparse_top_k import check_share, send_top_k
 from .state import Slot
@@ -169,30 +170,3 @@ class Dgc(BucketedSync):
             raise CheckpointError(f"dgc: {sorted(counters)[:3]} are not its counters")
         self._first = int(counters["first step"]) if counters else None
         self._has_momentum = bool(counters["has momentum"]) if counters else None
-
-
-def clip_factors(grads: list[Tensor], norm: float) -> dict[Any, Array]:
-    """Return min(1, norm / the norm of all ``grads`` together), shape (1,), by dtype; NaN if one is NaN."""
-    backend = grads[0].device.backend
-    run, dtypes = backend.run, {grad.dtype for grad in grads}
-    widest = max(dtypes, key=lambda dtype: int(dtype.itemsize))
-    parts = backend.empty((len(grads),), widest)
-    for number, grad in enumerate(grads):
-        squares = backend.empty((grad.size(),), grad.dtype)
-        run("square", grad.array.reshape(-1), out=squares)
-        part = parts[number : number + 1]
-        total = part if grad.dtype == widest else backend.empty((1,), grad.dtype)
-        run("sum", squares, out=total, axes=(0,), keepdims=True)
-        if total is not part:
-            run("cast", total, out=part)
-    total, root, factor = (backend.empty((1,), widest) for _ in range(3))
-    run("sum", parts, out=total, axes=(0,), keepdims=True)
-    run("sqrt", total, out=root)
-    run("fill", out=factor, value=norm)
-    run("div", factor, root, out=factor)
-    run("clip", factor, out=factor, min=None, max=1.0)
-    factors = {widest: factor}
-    for dtype in dtypes - {widest}:
-        factors[dtype] = backend.empty((1,), dtype)
-        run("cast", factor, out=factors[dtype])
-    return factors

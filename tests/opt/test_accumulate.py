@@ -128,6 +128,35 @@ def test_a_run_resumed_within_a_sum_goes_on_bit_for_bit(size: int) -> None:
     run_ranks(resume_mid_sum, size, transport="local" if size == 1 else "shm")
 
 
+def test_states_without_a_sum_begin_a_new_one() -> None:
+    first, second = (made(alone(), False, accumulate=3) for _ in range(2))
+    start, states = values(first), first.optimizer.get_states()
+    trained(first, 0, 10, 12)
+    first.set_params(start)
+    first.optimizer.set_states(states)
+    for net in (first, second):
+        trained(net, 0, 0, 3)
+    assert everything(first) == everything(second)
+
+
+def sent(communicator: Any) -> None:
+    with two_ranks_a_host(communicator):
+        for text in ("fp32", "sparseTopK:0.3", "localSGD:2", "hierarchical:fp32"):
+            for use_graph in (False, True):
+                net, total = made(communicator, use_graph, dist_option=text, accumulate=3), 0
+                for call in range(15):
+                    trained(net, communicator.rank, call, call + 1)
+                    total += net.optimizer.bytes_sent if call % 3 == 2 else 0
+                    assert net.optimizer.total_bytes_sent == total, (text, call)
+                assert total > 0
+                net.optimizer.set_states(net.optimizer.get_states())
+                assert net.optimizer.total_bytes_sent == total
+
+
+def test_total_bytes_are_those_of_all_updates() -> None:
+    run_ranks(sent, 3)
+
+
 class Heads(Net):
     """Parameters of which only one is used by each batch, and one by none of some updates."""
 
@@ -145,8 +174,27 @@ class Heads(Net):
         return loss
 
 
-# the heads that each call uses; two calls an update, so that in the second update nobody uses the third
-USED = [(0,), (1, 2), (1,), (0,), (2,), (2, 0), (0,), (1, 2), (1,), (0,), (0, 1, 2), (1,), (0,), (1, 2)]
+# the heads that each call uses, two calls an update; some end alike and have begun with others
+USED = [
+    (0,),
+    (1, 2),
+    (1,),
+    (0,),
+    (2,),
+    (0,),
+    (1,),
+    (0,),
+    (2,),
+    (0,),
+    (1, 2),
+    (0,),
+    (0,),
+    (0,),
+    (0,),
+    (1, 2),
+    (2,),
+    (0,),
+]
 
 
 def use_heads(communicator: Any) -> list[dict[str, bytes]]:

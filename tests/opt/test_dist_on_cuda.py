@@ -41,8 +41,10 @@ OPTIONS = [
     "sparseTopK",
     "sparseThreshold",
     "accumulate",
+    "clip",
 ]
-GIVEN: dict[str, dict[str, Any]] = {"accumulate": {"accumulate": 2}}  # to DistOpt, which sends by sparseTopK
+# to DistOpt, which sends by sparseTopK
+GIVEN: dict[str, dict[str, Any]] = {"accumulate": {"accumulate": 2}, "clip": {"clip_norm": 0.2}}
 STEPS = 9
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself")
 
