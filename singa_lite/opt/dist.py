@@ -8,7 +8,7 @@ are sent is written in sync/, what sends them in comm/.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from math import inf
 from threading import TIMEOUT_MAX
@@ -227,11 +227,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         offset = steps_since_start(self.opt, self.opt._step_counter)
         guard_ahead(self, offset, partial(self._structure, scheme, given))
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
-        bookkeep(self._begin_measuring)
         read = partial(self._step, type(scheme), given)
+        bookkeep(self._begin_call, scheme, read)
         with unrecorded():
             step = read()
         scheme.begin(step, read)
+
+    def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
+        """Do what begins a step and its replays: between these the scheme may have run with other options."""
+        self._begin_measuring()
+        scheme.follow(read)
 
     def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""

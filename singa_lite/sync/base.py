@@ -181,7 +181,8 @@ class Scheme:
 
         An option that it depends on must be named by ``read_again``.
         """
-        return scalar(lambda: read(self._read()))
+        now = self._read  # this step's, as a step with other options may come between replays
+        return scalar(lambda: read(now()))
 
     def now(self) -> StepContext:
         """Return the step that runs, for what runs at every replay of a recorded one."""
@@ -209,10 +210,15 @@ class Scheme:
             step: what is known of it.
             read: gives the same, and is called again at every replay of a recorded step. None gives ``step``.
         """
-        self.options, self._read = step.options, read or (lambda: step)
+        self.options = step.options
+        self.follow(read or (lambda: step))
         self._pairs = []
         self.state.begin()
         self.communicator.wait_all()
+
+    def follow(self, read: Callable[[], StepContext]) -> None:
+        """Have ``now`` read the step that runs from ``read``; called at the beginning of every replay, too."""
+        self._read = read
 
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:
         """Add one gradient, whose memory is the scheme's from now on; may start collectives, waits for tiny ones."""

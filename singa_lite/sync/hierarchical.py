@@ -77,10 +77,14 @@ class Hierarchical(BucketedSync):
         assert self._inner is not None
         self._inner.wait_all()
         self._ready, self._num_fed = [], 0
-        options = _outer_options(step.options.outer)
         now = read or (lambda: step)
         if self._outer is not None:
-            self._outer.begin(replace(step, options=options), lambda: replace(now(), options=options))
+            self._outer.begin(_outer_step(step), lambda: _outer_step(now()))
+
+    def follow(self, read: Callable[[], StepContext]) -> None:
+        super().follow(read)
+        if self._outer is not None:
+            self._outer.follow(lambda: _outer_step(read()))
 
     def _join_hosts(self, text: str) -> None:
         """Make both communicators and, on a leader, the outer scheme; all ranks call it at their first step."""
@@ -155,12 +159,16 @@ class Hierarchical(BucketedSync):
         self.inside, self.between = [*sent, Traffic()][:2]
 
     def graph_key(self) -> Hashable:
-        return None if self._outer is None else (self._outer.graph_key(), self._outer.state.graph_key())
+        if (
+            self._outer is None
+        ):  # on members, and before the first step: as of an outer scheme that has not run
+            return None, ()
+        return self._outer.graph_key(), self._outer.state.graph_key()
 
     def step_key(self, step: StepContext) -> Hashable:
         if self._outer is None:
             return None
-        return self._outer.step_key(replace(step, options=_outer_options(step.options.outer)))
+        return self._outer.step_key(_outer_step(step))
 
     # ---- checkpoints: the leaders' outer scheme ------------------------------------------------------------
 
@@ -207,6 +215,8 @@ def check_outer(outer: DistOption, text: str) -> None:
     problem = ""
     if not issubclass(scheme, BucketedSync) or issubclass(scheme, Hierarchical):
         problem = f"{name} sends no gradients of its own"
+    elif not scheme.keeps_equal:
+        problem = f"{name} averages parameters, which members of a host would not get"
     elif scheme.keeps_velocity or scheme.takes_momentum(scheme.Options(**options)):
         problem = f"{name} takes the optimizer's momentum over, which members of a host would apply again"
     if problem:
@@ -215,9 +225,10 @@ def check_outer(outer: DistOption, text: str) -> None:
         )
 
 
-def _outer_options(text: str) -> Any:
-    scheme, options = read_dist_option(text)
-    return scheme.Options(**options)
+def _outer_step(step: StepContext) -> StepContext:
+    """Return a step as the outer scheme knows it."""
+    scheme, options = read_dist_option(step.options.outer)
+    return replace(step, options=scheme.Options(**options))
 
 
 def _put(bucket: Bucket, results: dict[Tensor, Tensor]) -> None:

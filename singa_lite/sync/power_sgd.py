@@ -123,10 +123,12 @@ class PowerSgd(BucketedSync):
         for param, view in bucket.views(bucket.flat):
             rows, columns = matrix_shape(param.shape)
             rank = min(self.options.rank, rows, columns)
+            error, q = self.state.views(bucket, param)
             if param.ndim() < 2 or rank * (rows + columns) * self.options.rate >= rows * columns:
+                if param.ndim() > 1:  # another rank or rate may have left it, and it is sent now
+                    bucket.backend.run("fill", out=error, value=0.0)
                 dense.append(view)
                 continue
-            error, q = self.state.views(bucket, param)
             p = bucket.backend.empty((rank, rows), bucket.dtype)
             matrices.append(
                 Matrix(param, view.reshape(rows, columns), p, q[:rank], error.reshape(rows, columns))
@@ -167,15 +169,13 @@ class PowerSgd(BucketedSync):
         if not self.options.warm_start:
             run("copy", fresh, out=q)
             return
-        # a row of P that was rounding alone became 0, and Q's with it, which would stay 0: there length / length is NaN
-        length, mark, kept = (
-            empty((len(q), 1), bucket.dtype),
-            empty((len(q), 1), bucket.dtype),
-            empty(q.shape, bucket.dtype),
-        )
+        # rows of length 1 keep P in the range of M. A row of P that was rounding alone became 0, and Q's with it, which
+        # would stay 0: it is 0 / 0 here, and so drawn again
+        length, norm = empty((len(q), 1), bucket.dtype), empty((len(q), 1), bucket.dtype)
+        kept = empty(q.shape, bucket.dtype)
         self._sums_of_squares(bucket, q, length)
-        run("div", length, length, out=mark)
-        run("mul", q, mark, out=q)
+        run("sqrt", length, out=norm)
+        run("div", q, norm, out=q)
         run("finite_or", q, fresh, out=kept)
         run("copy", kept, out=q)
 

@@ -156,6 +156,29 @@ def test_full_rank_is_the_mean(size: int) -> None:
             np.testing.assert_allclose(result, grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-15, 1e-9, 1e9, 1e15])
+def test_gradients_may_be_tiny_or_huge(scale: float) -> None:
+    grads = [np.random.default_rng(step).standard_normal((6, 11)).astype(np.float32) for step in range(4)]
+    scaled = [(grad * scale).astype(np.float32) for grad in grads]
+    [log] = run_ranks(steps_of, 1, (6, 11), scaled, {"rank": 6}, transport="local")
+    for (result, _), grad in zip(log, grads, strict=True):
+        np.testing.assert_allclose(result / scale, grad, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_kept_is_sent_once_where_a_matrix_travels_as_it_is_from_now_on() -> None:
+    scheme = make_scheme("powerSGD", LocalCommunicator(World()), 1 << 30, 1 << 30)
+    param, came_in, sent = Tensor((8, 8), name="w"), np.zeros((8, 8)), np.zeros((8, 8))
+    for step in range(5):
+        begin(scheme, step, rank=1 if step < 2 else 32, rate=1.0)
+        grad = np.random.default_rng(step).standard_normal((8, 8)).astype(np.float32)
+        scheme.add_gradient(param, Tensor(data=grad))
+        [(_, mean)] = scheme.finish()
+        came_in, sent = came_in + grad, sent + to_numpy(mean)
+        scheme.end([param])
+        assert step < 2 or np.abs(came_in - sent).max() < 1e-4, step
+    assert not scheme.state_dict({param: "w"})["w:error"].any()
+
+
 @pytest.mark.parametrize("warm_start", [True, False])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_reaches_all_and_is_forgotten(bad: float, warm_start: bool) -> None:

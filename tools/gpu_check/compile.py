@@ -33,6 +33,8 @@ TYPES = {
         "select": "ei fi di el fl dl",
         "store": "l",
         "indices": "il ll",
+        "places": "i l",
+        "signs": "el fl dl",
         "gather": "ei fi di ii li el fl dl il ll",
         "layer_norm": "e f d",
     }.items()
