@@ -61,6 +61,19 @@ def read_calibration(path: Path) -> Calibration:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"{where}: expected a JSON file: {error}") from error
+    return calibration_from(where, found)
+
+
+def calibration_from(where: str, found: Any) -> Calibration:
+    """Return the calibration of an object of JSON.
+
+    Args:
+        where: names it in errors.
+        found: see above.
+
+    Raises:
+        OptionError: a field is missing, unknown or out of range; names the field.
+    """
     try:
         fields = _fields(where, found, ("compute_s", "update_s", "buckets", "options"), ("about",))
         options = {name: _option(where, name, given) for name, given in fields["options"].items()}

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a calibration: steps of the MNIST CNN on one rank, with the dist_options that this package has."""
+"""Measure a calibration: steps of a model on one rank of several, over a communicator that moves nothing (loopback.py).
+
+So a step has all that its rank computes, merging what N ranks would send included, and nothing of the network. What does
+not live here: many ranks that compute at once (validation_rank.py).
+"""
 
 from __future__ import annotations
 
-import math
+import json
 import platform
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from .. import layer, model, opt, tensor
-from ..comm.base import World
-from ..comm.local import LocalCommunicator
+from .. import tensor
+from ..comm.base import Communicator, World
 from ..device import get_num_threads
+from ..opt import SGD, DistOpt
 from .calibration import BucketShapes, Calibration, OptionTimes, write_calibration
+from .loopback import LoopbackCommunicator
+from .models import MODELS, make_model, takes_dist_option
+from .wire_bytes import messages_of, word_of
 
 MEASURED = (
     "fp32",
@@ -28,74 +38,200 @@ MEASURED = (
     "randomK:0.1",
     "localSGD:8",
 )
+PLAIN = "fp32"  # what other options are compared with
+IMAGE_SHAPE, CLASSES = (1, 28, 28), 10  # of a sample of the models
 BATCH, ROUNDS, WARM_UP = 64, 40, 4
 LIMIT_S = 30.0  # on a busy machine fewer rounds have to do
+FEW, MANY = 4, 16  # ranks; more than 2, where int8 has two phases
 
 
-class _Network(model.Model):
-    """The CNN of examples/model/cnn.py."""
+class StepTimes(NamedTuple):
+    """Seconds of a step over a LoopbackCommunicator.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.relu1, self.pool1 = layer.Conv2d(20, 5), layer.ReLU(), layer.MaxPool2d(2, 2)
-        self.conv2, self.relu2, self.pool2 = layer.Conv2d(50, 5), layer.ReLU(), layer.MaxPool2d(2, 2)
-        self.flatten, self.linear1, self.relu3 = layer.Flatten(), layer.Linear(500), layer.ReLU()
-        self.linear2, self.loss = layer.Linear(10), layer.SoftMaxCrossEntropy()
+    Attributes:
+        total_s: of all that the rank computes.
+        ready_s: from the step's start to each call of a collective.
+        rest_s: from the last wait for a collective to the step's end: decompressing, merging and updating.
+    """
 
-    def forward(self, x: tensor.Tensor) -> tensor.Tensor:
-        y = self.pool1(self.relu1(self.conv1(x)))
-        y = self.pool2(self.relu2(self.conv2(y)))
-        out: tensor.Tensor = self.linear2(self.relu3(self.linear1(self.flatten(y))))
-        return out
-
-    def train_one_batch(self, x: tensor.Tensor, y: tensor.Tensor) -> tensor.Tensor:
-        loss: tensor.Tensor = self.loss(self.forward(x), y)
-        self.optimizer(loss)
-        return loss
+    total_s: float
+    ready_s: tuple[float, ...]
+    rest_s: float
 
 
-def measure(rounds: int = ROUNDS, limit_s: float = LIMIT_S) -> Calibration:
-    """Measure steps of the CNN with 64 images on one rank, in this process, on the CPU; takes some seconds.
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in a step.
 
-    What an option compresses and merges is its step minus that of fp32, of each the shortest, as other programs only
-    make steps longer. The CNN is one bucket, ready at the end of the step: the update is in ``compute_s``.
+    Attributes:
+        model: one of MODELS, or ``file.py:function``, for inputs (n, 1, 28, 28) and labels 0 .. 9.
+        batch_size: n, >= 1.
+    """
+
+    model: str = MODELS[0]
+    batch_size: int = BATCH
+
+
+class Training:
+    """A model that trains with one dist_option on made data, with recorded steps.
 
     Args:
+        work: what it computes.
+        option: text of the dist_option.
+        communicator: that of the ranks.
+
+    Attributes:
+        dist: the DistOpt.
+        shapes: of the parameters, by name.
+    """
+
+    def __init__(self, work: Work, option: str, communicator: Communicator) -> None:
+        sgd = SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
+        self.dist = DistOpt(sgd, dist_option=option, communicator=communicator)
+        rng = np.random.default_rng(communicator.rank)
+        images = rng.standard_normal((work.batch_size, *IMAGE_SHAPE)).astype(np.float32)
+        self._x = tensor.from_numpy(images)
+        self._y = tensor.from_numpy(rng.integers(0, CLASSES, work.batch_size).astype(np.int32))
+        self._model = make_model(work.model)
+        self._model.set_optimizer(self.dist)
+        self._model.compile([self._x], is_train=True, use_graph=True)
+        # the argument's default may be another option
+        self._options = {"dist_option": option} if takes_dist_option(self._model) else {}
+        self.shapes = {name: tuple(param.shape) for name, param in self._model.get_params().items()}
+
+    def step(self) -> None:
+        """Make a step, to the loss on the host."""
+        _, loss = self._model(self._x, self._y, **self._options)
+        loss.item()
+
+
+class Alone:
+    """A Training on one rank of ``size`` without the others, whose steps can be timed.
+
+    Attributes:
+        training: the Training.
+        buckets: names of the parameters in each collective of the last step.
+    """
+
+    def __init__(self, work: Work, option: str, size: int, rank: int = 0) -> None:
+        self._loopback = LoopbackCommunicator(World(rank, size, rank, size))
+        self.training = Training(work, option, self._loopback)
+        self.buckets: list[list[str]] = []
+        for _ in range(WARM_UP):
+            self.training.step()
+
+    def time_step(self) -> StepTimes:
+        """Return the times of one step more."""
+        loopback = self._loopback
+        loopback.calls.clear()
+        loopback.moved_s, start = 0.0, time.perf_counter()
+        self.training.step()
+        end = time.perf_counter()
+        self.buckets = [call.name.split(", ") for call in loopback.calls]
+        ready = tuple(call.called_s - start for call in loopback.calls)
+        rest = end - max(loopback.waited_at_s, start) if loopback.calls else 0.0
+        return StepTimes(end - start - loopback.moved_s, ready, rest)
+
+
+def measure(
+    options: Sequence[str] = MEASURED, work: Work | None = None, rounds: int = ROUNDS, limit_s: float = LIMIT_S
+) -> Calibration:
+    """Measure steps on one rank, in this process, on the CPU; takes some seconds.
+
+    Of each step the shortest counts, as other programs only make steps longer. What an option adds is its step minus
+    that of fp32; what merging adds for each rank is found from steps as one of FEW and one of MANY ranks.
+
+    Args:
+        options: texts of dist_options; fp32 is measured in any case.
+        work: what a rank computes; None: 64 images through the MNIST CNN.
         rounds: of a step of each option, >= 1.
         limit_s: seconds after which no more rounds begin.
+
+    Raises:
+        OptionError: there is no such option, or no formula of its bytes, or no such model.
     """
-    rng = np.random.default_rng(0)
-    x = tensor.from_numpy(rng.standard_normal((BATCH, 1, 28, 28)).astype(np.float32))
-    y = tensor.from_numpy(rng.integers(0, 10, BATCH).astype(np.int32))
-    networks = {option: _network(option, x) for option in MEASURED}
-    for network in networks.values():
-        for _ in range(WARM_UP):
-            network(x, y)
-    shortest = dict.fromkeys(networks, math.inf)
+    work, options = work or Work(), tuple(dict.fromkeys([PLAIN, *options]))
+    few = {option: Alone(work, option, FEW) for option in timed(options)}
+    shapes = tuple(few[PLAIN].training.shapes.values())
+    merging = [option for option in few if merges(option, shapes)]
+    many = {option: Alone(work, option, MANY) for option in merging}
+    times: dict[str, list[StepTimes]] = {option: [] for option in few}
+    rests: dict[str, list[float]] = {option: [] for option in many}
     end = time.perf_counter() + limit_s
     for _ in range(rounds):
-        for option, network in networks.items():
-            start = time.perf_counter()
-            network(x, y)
-            shortest[option] = min(shortest[option], time.perf_counter() - start)
+        for option, alone in few.items():
+            times[option].append(alone.time_step())
+        for option, alone in many.items():
+            rests[option].append(alone.time_step().rest_s)
         if time.perf_counter() > end:
             break
-    compute_s = shortest["fp32"]
-    options = {option: OptionTimes(max(0.0, seconds - compute_s)) for option, seconds in shortest.items()}
-    shapes = tuple(tuple(value.shape) for value in networks["fp32"].get_params().values())
-    about = f"MNIST CNN, {BATCH} images, {platform.machine()}, {get_num_threads()} threads"
-    return Calibration(compute_s, 0.0, (BucketShapes(compute_s, shapes),), options, about)
+    merge_s = {}
+    for option, seconds in rests.items():
+        more = min(seconds) - min(step.rest_s for step in times[option])
+        merge_s[option] = max(0.0, more) / (MANY - FEW)
+    about = f"{work.model}, {work.batch_size} images, {platform.machine()}, {get_num_threads()} threads"
+    return calibration_of(options, few[PLAIN], times, min, about, merge_s)
 
 
-def main(path: str) -> None:
-    """Measure, and write the calibration to ``path``."""
-    write_calibration(Path(path), measure())
+def timed(options: Sequence[str]) -> list[str]:
+    """Return the options whose steps differ from those of fp32 apart from the network: all but localSGD."""
+    return [option for option in options if word_of(option) != "localSGD"]
 
 
-def _network(option: str, x: tensor.Tensor) -> _Network:
-    sgd = opt.SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
-    alone = LocalCommunicator(World())
-    network = _Network()
-    network.set_optimizer(opt.DistOpt(sgd, dist_option=option, communicator=alone))
-    network.compile([x], is_train=True, use_graph=True)
-    return network
+def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a rank adds up the more, the more ranks there are: it gathers as much of each as of one."""
+
+    def gathered(size: int) -> int:
+        return max((m.payload for m in messages_of(option, shapes, size) if m.kind == "all_gather"), default=0)
+
+    return 0 < gathered(FEW) == gathered(MANY)
+
+
+def calibration_of(
+    options: Sequence[str],
+    plain: Alone,
+    times: Mapping[str, Sequence[StepTimes]],
+    choose: Callable[[Sequence[float]], float],
+    about: str,
+    merge_s: Mapping[str, float] | None = None,
+    size: int = FEW,
+) -> Calibration:
+    """Return the calibration that steps give.
+
+    Args:
+        options: those of the calibration, fp32 among them.
+        plain: that of fp32, whose buckets are taken.
+        times: of steps of each option as one of ``size`` ranks; none of those that ``timed`` leaves out.
+        choose: gives the one number of many, such as min.
+        about: see Calibration.
+        merge_s: of each option, that ``times`` contain ``size`` times; 0 where there is none.
+        size: see ``times``.
+    """
+    steps, merge_s = times[PLAIN], merge_s or {}
+    total_s = choose([step.total_s for step in steps])
+    update_s = choose([step.rest_s for step in steps])
+    compute_s = total_s - update_s
+    ready = [choose(column) for column in zip(*(step.ready_s for step in steps), strict=True)]
+    buckets = [
+        BucketShapes(min(at, compute_s), tuple(plain.training.shapes[name] for name in names))
+        for at, names in zip(np.maximum.accumulate(ready).tolist(), plain.buckets, strict=True)
+    ]
+    if not buckets:  # a world of one sends nothing
+        buckets = [BucketShapes(compute_s, tuple(plain.training.shapes.values()))]
+    found = {}
+    for option in options:
+        own_s = choose([step.total_s for step in times[option]]) if option in times else total_s
+        merge = merge_s.get(option, 0.0)
+        found[option] = OptionTimes(max(0.0, own_s - total_s - size * merge), merge)
+    return Calibration(compute_s, update_s, tuple(buckets), found, about)
+
+
+def main(path: str, options: str, work: str) -> None:
+    """Measure, and write the calibration to ``path``.
+
+    Args:
+        path: of the file.
+        options: a list of texts as JSON.
+        work: the arguments of a Work as JSON.
+    """
+    write_calibration(Path(path), measure(json.loads(options), Work(**json.loads(work))))

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank of `plan --validate` does: time what a prediction needs, and, apart from it, the steps themselves.
+
+Note [two halves]: the first half, ``Found.calibration`` and ``.transport``, never sees a training step that communicates.
+Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in a step: they
+begin at an agreed moment, and what the slowest one takes counts. Transport is timed by collectives alone. The second
+half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
+
+A rank is started as ``main(a Trial as JSON, file for the result)``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import atomic_file
+from ..comm.base import Communicator
+from ..comm.dispatch import DispatchCommunicator
+from ..comm.link import LinkCommunicator
+from ..comm.rendezvous import process_communicator
+from .calibration import Calibration, calibration_from
+from .cost import Transfer
+from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Work, calibration_of, timed
+from .wire_bytes import messages_of, options_of, word_of
+
+ROUNDS = 3  # of all options
+PAUSE_NS = 2_000_000  # from an agreement to the moment: all ranks have gone to sleep by then
+SHORT = 64  # bytes, of what costs latency alone
+NUM_TRANSFERS = 12  # of each collective
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the ranks time.
+
+    Attributes:
+        options: texts of dist_options.
+        steps: of each option that count, at least.
+        model, batch_size: see ``Work``.
+    """
+
+    options: tuple[str, ...]
+    steps: int
+    model: str
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of a world of one size found.
+
+    Attributes:
+        calibration: of computing.
+        transport: of each kind of collective the seconds of a short one, and those of a byte.
+        call_s: seconds of a collective over the emulated link beyond its latency; 0 without one.
+        measured: of each option the seconds of a step over the real communicator.
+        sent: of each option the mean of bytes that rank 0 sent in a step.
+        calibrating_s: seconds that the first half took.
+        load: the system's, over a minute, when all was done.
+    """
+
+    calibration: Calibration
+    transport: dict[str, tuple[float, float]]
+    call_s: float
+    measured: dict[str, float]
+    sent: dict[str, float]
+    calibrating_s: float
+    load: float
+
+    def transfer(self, kind: str, payload: float) -> Transfer:
+        """Return the time of a collective over this host's transport."""
+        fixed_s, byte_s = self.transport[kind]
+        return Transfer(byte_s * payload, fixed_s)
+
+
+def main(trial: str, result: str) -> None:
+    """Time as one rank of the world that the environment names; rank 0 writes a Found to ``result``.
+
+    Args:
+        trial: a Trial as JSON.
+        result: the file.
+    """
+    given = json.loads(trial)
+    communicator = process_communicator()
+    found = Rank(Trial(**{**given, "options": tuple(given["options"])}), communicator).run()
+    if communicator.rank == 0:
+        with atomic_file(Path(result)) as file:
+            file.write(json.dumps(asdict(found)).encode())
+
+
+def read_found(path: Path) -> Found:
+    """Return what ``main`` wrote."""
+    content = json.loads(path.read_bytes())
+    content["calibration"] = calibration_from("validation", content["calibration"])
+    return Found(**content)
+
+
+class Rank:
+    """One rank of a Trial.
+
+    Args:
+        trial: equal on all ranks.
+        communicator: that of the process.
+    """
+
+    def __init__(self, trial: Trial, communicator: Communicator) -> None:
+        self._trial, self._communicator = trial, communicator
+        self._host = communicator  # without the emulated link
+        if isinstance(communicator, (LinkCommunicator, DispatchCommunicator)):
+            self._host = communicator.host
+        work, size, rank = Work(trial.model, trial.batch_size), communicator.size, communicator.rank
+        self._alone = {
+            option: Alone(work, option, size, rank) for option in timed(dict.fromkeys([PLAIN, *trial.options]))
+        }
+        self._shapes = tuple(self._alone[PLAIN].training.shapes.values())
+        self._training = {option: Training(work, option, communicator) for option in trial.options}
+        for option, training in self._training.items():
+            for _ in range(WARM_UP * period_of(option)):
+                training.step()
+
+    def run(self) -> Found:
+        """Return what all ranks found, on every rank."""
+        calibrating_s, begin = 0.0, time.perf_counter()
+        transport, call_s = self._time_transport(), self._time_calls()
+        alone: dict[str, list[StepTimes]] = {option: [] for option in self._alone}
+        windows: dict[str, list[float]] = {option: [] for option in self._training}
+        sent = dict.fromkeys(windows, 0.0)
+        for _ in range(ROUNDS):
+            for option, one in self._alone.items():
+                alone[option] += [self._time_alone(one) for _ in range(-(-self._trial.steps // ROUNDS))]
+            calibrating_s += time.perf_counter() - begin
+            for option in windows:
+                seconds, sent[option] = self._time_steps(option)
+                windows[option] += seconds
+            begin = time.perf_counter()
+        size = self._communicator.size
+        options, plain = tuple(self._alone | windows), self._alone[PLAIN]
+        return Found(
+            calibration_of(options, plain, alone, statistics.median, f"{size} ranks", size=size),
+            transport,
+            call_s,
+            {option: statistics.median(seconds) for option, seconds in windows.items()},
+            sent,
+            calibrating_s,
+            os.getloadavg()[0],
+        )
+
+    # ---- what a prediction needs -----------------------------------------------------------------------
+
+    def _time_alone(self, one: Alone) -> StepTimes:
+        """Return the times of a step that all ranks compute at once; of each those of the slowest."""
+        self._begin_together()
+        step = one.time_step()
+        mine = np.array([step.total_s, step.rest_s, *step.ready_s])
+        self._host.all_reduce(mine, "max").wait()
+        total_s, rest_s, *ready_s = mine.tolist()
+        return StepTimes(total_s, tuple(ready_s), rest_s)
+
+    def _time_transport(self) -> dict[str, tuple[float, float]]:
+        """Return seconds of a short collective and of a byte, for each kind that the options use."""
+        largest: dict[str, int] = {}
+        for option in self._trial.options:
+            for kind, payload in messages_of(option, self._shapes, self._communicator.size):
+                largest[kind] = max(largest.get(kind, 0), payload)
+        found = {}
+        for kind, payload in largest.items():
+            short_s = self._time_collective(self._host, kind, SHORT)
+            long_s = self._time_collective(self._host, kind, max(payload, 2 * SHORT))
+            byte_s = max(0.0, long_s - short_s) / max(payload, 2 * SHORT)
+            found[kind] = (short_s, byte_s)
+        return found
+
+    def _time_calls(self) -> float:
+        """Return what a collective over the emulated link takes beyond the link's own time."""
+        link, size = self._communicator, self._communicator.size
+        if not isinstance(link, LinkCommunicator) or size == 1:
+            return 0.0
+        own_s = 2 * (size - 1) * (SHORT / size * 8 / link.link.bits_per_s + link.link.latency_ns / 1e9)
+        return max(0.0, self._time_collective(link, "all_reduce", SHORT) - own_s)
+
+    def _time_collective(self, communicator: Communicator, kind: str, payload: int) -> float:
+        """Return the median seconds of a collective of about ``payload`` bytes, from all calls to the last end."""
+        rows = -(-payload // (4 * communicator.size))
+        array = np.ones((rows * communicator.size,), np.float32)
+        seconds = []
+        for _ in range(NUM_TRANSFERS):
+            start = self._begin_together()
+            if kind == "all_reduce":
+                communicator.all_reduce(array, "mean").wait()
+            else:
+                getattr(communicator, kind)(array).wait()
+            seconds.append(self._last(time.perf_counter()) - start)
+        return statistics.median(seconds)
+
+    # ---- what is predicted -----------------------------------------------------------------------------
+
+    def _time_steps(self, option: str) -> tuple[list[float], float]:
+        """Return the mean seconds of each period of steps, and the bytes a step that this rank sent."""
+        training, period = self._training[option], period_of(option)
+        num_periods = math.ceil(self._trial.steps / ROUNDS / period)
+        ends, sent = [self._begin_together()], 0
+        for _ in range(num_periods * period):
+            training.step()
+            ends.append(time.perf_counter())
+            sent += training.dist.bytes_sent
+        last = np.array(ends)
+        self._host.all_reduce(last, "max").wait()
+        means = np.diff(last[::period]) / period
+        return means.tolist(), sent / (num_periods * period)
+
+    # ---- the ranks together ----------------------------------------------------------------------------
+
+    def _begin_together(self) -> float:
+        """Sleep until a moment at which all ranks wake; return it, in seconds of ``perf_counter``."""
+        start = self._last(time.perf_counter()) + PAUSE_NS / 1e9
+        while (left := start - time.perf_counter()) > 0:
+            time.sleep(left)
+        return start
+
+    def _last(self, at: float) -> float:
+        """Return the latest of what the ranks give; processes of a host share the clock."""
+        last = np.array([at])
+        self._host.all_reduce(last, "max").wait()
+        return float(last[0])
+
+
+def period_of(option: str) -> int:
+    """Return after how many steps an option repeats what it sends."""
+    return int(options_of(option).period) if word_of(option) == "localSGD" else 1
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
