@@ -34,7 +34,7 @@ from .cost import Transfer
 from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Work, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
-ROUNDS = 3  # of all options
+ROUNDS = 8  # of all options: often, as other programs come and go
 PAUSE_NS = 2_000_000  # from an agreement to the moment: all ranks have gone to sleep by then
 SHORT = 64  # bytes, of what costs latency alone
 NUM_TRANSFERS = 12  # of each collective
@@ -131,19 +131,21 @@ class Rank:
 
     def run(self) -> Found:
         """Return what all ranks found, on every rank."""
-        calibrating_s, begin = 0.0, time.perf_counter()
+        start = time.perf_counter()
         transport, call_s = self._time_transport(), self._time_calls()
+        calibrating_s = time.perf_counter() - start
         alone: dict[str, list[StepTimes]] = {option: [] for option in self._alone}
         windows: dict[str, list[float]] = {option: [] for option in self._training}
         sent = dict.fromkeys(windows, 0.0)
-        for _ in range(ROUNDS):
-            for option, one in self._alone.items():
-                alone[option] += [self._time_alone(one) for _ in range(-(-self._trial.steps // ROUNDS))]
-            calibrating_s += time.perf_counter() - begin
-            for option in windows:
-                seconds, sent[option] = self._time_steps(option)
+        num_steps = math.ceil(self._trial.steps / ROUNDS)
+        for option in [*dict.fromkeys([*alone, *windows])] * ROUNDS:
+            if option in alone:
+                start = time.perf_counter()
+                alone[option] += [self._time_alone(option) for _ in range(num_steps)]
+                calibrating_s += time.perf_counter() - start
+            if option in windows:
+                seconds, sent[option] = self._time_steps(option, num_steps)
                 windows[option] += seconds
-            begin = time.perf_counter()
         size = self._communicator.size
         options, plain = tuple(self._alone | windows), self._alone[PLAIN]
         return Found(
@@ -158,10 +160,10 @@ class Rank:
 
     # ---- what a prediction needs -----------------------------------------------------------------------
 
-    def _time_alone(self, one: Alone) -> StepTimes:
+    def _time_alone(self, option: str) -> StepTimes:
         """Return the times of a step that all ranks compute at once; of each those of the slowest."""
         self._begin_together()
-        step = one.time_step()
+        step = self._alone[option].time_step()
         mine = np.array([step.total_s, step.rest_s, *step.ready_s])
         self._host.all_reduce(mine, "max").wait()
         total_s, rest_s, *ready_s = mine.tolist()
@@ -205,10 +207,10 @@ class Rank:
 
     # ---- what is predicted -----------------------------------------------------------------------------
 
-    def _time_steps(self, option: str) -> tuple[list[float], float]:
-        """Return the mean seconds of each period of steps, and the bytes a step that this rank sent."""
+    def _time_steps(self, option: str, num_steps: int) -> tuple[list[float], float]:
+        """Return the mean seconds of each period of at least ``num_steps``, and the bytes a step that this rank sent."""
         training, period = self._training[option], period_of(option)
-        num_periods = math.ceil(self._trial.steps / ROUNDS / period)
+        num_periods = math.ceil(num_steps / period)
         ends, sent = [self._begin_together()], 0
         for _ in range(num_periods * period):
             training.step()
