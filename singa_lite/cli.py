@@ -10,16 +10,13 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from . import _native
-from .bench.calibration import Calibration, read_calibration, write_calibration
-from .bench.cost import ALGORITHMS, Cluster, Network
-from .bench.plan import report
+from .bench.plan_command import add_plan, run_plan
 from .comm import find_transports
 from .comm.hosts import read_hosts
 from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
@@ -38,7 +35,6 @@ ASK_CUDA = (
     "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
     "print('works:', '; '.join(names)) if names else d.create_cuda_gpu()"
 )
-MEASURE = "from singa_lite.bench.measure import main; main({!r})"
 ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transports()[{!r}].describe())"
 
 
@@ -47,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | info")
     commands.add_parser("info", help="list what was built and which transports work")
-    run, plan = _add_run(commands), _add_plan(commands)
+    run, plan = _add_run(commands), add_plan(commands)
     bench = commands.add_parser("bench", help="sync: train with several dist_options and compare them")
     bench.add_argument("what", choices=["sync"], help="`singa-lite bench sync --help` lists its options")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of it")
@@ -135,83 +131,16 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     return run
 
 
-def _add_plan(commands: Any) -> argparse.ArgumentParser:
-    """Add the command `plan` to the subparsers ``commands``."""
-    plan: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help="predict the step time of each dist_option on a cluster",
-        description="Predict what a training step of each dist_option would send and take on a cluster, from the times "
-        "of one rank and a cost model. Without --calibration those of the MNIST CNN are measured here first.",
-    )
-    add = plan.add_argument
-    add("--ranks", required=True, metavar="N,...", help="numbers of ranks, for example 8,64,1024")
-    add("--link", required=True, metavar="RATE,LATENCY", help="between hosts, for example 25gbit,10us")
-    add("--gpus-per-node", type=int, default=1, metavar="P", help="ranks a host (default %(default)s)")
-    add("--node-link", metavar="RATE,LATENCY", help="between ranks of a host (default: takes no time)")
-    add(
-        "--all-reduce",
-        choices=ALGORITHMS,
-        default="smaller",
-        help="algorithm where a host has one rank; smaller: the faster of ring and recursive doubling, as MPI and NCCL "
-        "choose; ring: as `run --link` emulates (default %(default)s)",
-    )
-    add("--calibration", type=Path, metavar="FILE", help="JSON with times of one rank, see docs/sync.md")
-    add("--save", type=Path, metavar="FILE", help="write the calibration there")
-    return plan
-
-
-def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Print the predictions."""
-    try:
-        if options.gpus_per_node < 1:
-            parser.error(f"--gpus-per-node {options.gpus_per_node}: must be >= 1")
-        if not re.fullmatch(r"(?a:0*[1-9]\d*(,0*[1-9]\d*)*)", options.ranks):
-            parser.error(f"--ranks {options.ranks!r}: expected whole numbers >= 1 such as 8,64,1024")
-        outer = _network("--link", options.link, options.all_reduce)
-        inner = Network(0.0, 0.0)
-        if options.node_link is not None:
-            inner = _network("--node-link", options.node_link, options.all_reduce)
-        calibration = _measured() if options.calibration is None else read_calibration(options.calibration)
-        cluster = Cluster(inner, outer, options.gpus_per_node)
-        print(report(calibration, cluster, [int(word) for word in options.ranks.split(",")]), flush=True)
-        if options.save is not None:
-            write_calibration(options.save, calibration)
-    except OptionError as error:
-        parser.error(str(error))
-    except BrokenPipeError:
-        return _leave_broken_pipe()
-    return 0
-
-
 def _leave_broken_pipe() -> int:
     """Return the exit code where the reader of our output, `head` say, has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
     return 141  # 128 + SIGPIPE, as in a shell
 
 
-def _measured() -> Calibration:
-    """Return the calibration of the MNIST CNN, measured in a process of its own: this one loads no kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "calibration.json"
-        environ = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
-        }  # more threads would wait for each other on a busy machine
-        answer = subprocess.run(_python(MEASURE.format(str(path))), stdin=subprocess.DEVNULL, env=environ)
-        if answer.returncode != 0:
-            raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
-        return read_calibration(path)
-
-
 def _python(code: str) -> list[str]:
     """Return the command that runs Python code with this process's package."""
     # -c puts the current folder first, where a package of this name may be that is not the one running
     return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
-
-
-def _network(option: str, text: str, algorithm: str) -> Network:
-    link = parse_link(option, text)
-    return Network.of_link(link.bits_per_s, link.latency_ns / 1e9, algorithm)
 
 
 def info() -> str:
@@ -238,6 +167,18 @@ def package_version() -> str:
         return version("singa-lite")
     except PackageNotFoundError:
         return f"not installed, used from {Path(__file__).parent}"
+
+
+def _plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print the predictions; return the exit code."""
+    try:
+        return run_plan(options)
+    except OptionError as error:
+        parser.error(str(error))
+    except CommError as error:
+        sys.exit(f"singa-lite plan: {error}")
+    except BrokenPipeError:
+        return _leave_broken_pipe()
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

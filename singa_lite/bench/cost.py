@@ -161,6 +161,12 @@ class Cluster:
     outer: Network
     per_host: int = 1
 
+    def num_hosts(self, size: int) -> int:
+        """Return how many hosts ``size`` ranks are on, which fill whole hosts or a part of one; else OptionError."""
+        if size > self.per_host and size % self.per_host:
+            raise OptionError(f"cluster: {size} ranks do not fill hosts of {self.per_host}; give a multiple")
+        return max(1, size // self.per_host)
+
     def collective(self, message: Message, size: int) -> Transfer:
         """Return the time of a collective of ``size`` ranks, which fill whole hosts or a part of one.
 
@@ -170,14 +176,12 @@ class Cluster:
         Raises:
             OptionError: the ranks fill no whole number of hosts.
         """
-        if size <= self.per_host:
+        hosts = self.num_hosts(size)
+        if hosts == 1:
             return collective(self.inner, message, size)
-        if size % self.per_host:
-            raise OptionError(f"cluster: {size} ranks do not fill hosts of {self.per_host}; give a multiple")
         if self.per_host == 1:
             return collective(self.outer, message, size)
         if message.kind == "all_reduce":
-            hosts = size // self.per_host
             return hierarchical_all_reduce(self.inner, self.outer, message.payload, self.per_host, hosts)
         if message.kind == "all_to_all":
             share = self.per_host * (size - self.per_host) / size

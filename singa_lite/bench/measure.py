@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a calibration: steps of a model on one rank of several, over a communicator that moves nothing (loopback.py).
 
-So a step has all that its rank computes, merging what N ranks would send included, and nothing of the network. What does
-not live here: many ranks that compute at once (validation_rank.py).
+So a step has all that its rank computes, merging what N ranks would send included, and nothing of the network. What
+does not live here: many ranks that compute at once (validation_rank.py).
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ class Alone:
 
 
 def measure(
-    options: Sequence[str] = MEASURED, work: Work | None = None, rounds: int = ROUNDS, limit_s: float = LIMIT_S
+    options: Sequence[str] = MEASURED,
+    work: Work | None = None,
+    rounds: int = ROUNDS,
+    limit_s: float = LIMIT_S,
 ) -> Calibration:
     """Measure steps on one rank, in this process, on the CPU; takes some seconds.
 
@@ -182,7 +185,9 @@ def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
     """Return whether a rank adds up the more, the more ranks there are: it gathers as much of each as of one."""
 
     def gathered(size: int) -> int:
-        return max((m.payload for m in messages_of(option, shapes, size) if m.kind == "all_gather"), default=0)
+        return max(
+            (m.payload for m in messages_of(option, shapes, size) if m.kind == "all_gather"), default=0
+        )
 
     return 0 < gathered(FEW) == gathered(MANY)
 

@@ -49,7 +49,7 @@ def predict(calibration: Calibration, cluster: Cluster, option: str, size: int) 
         wire = together(bucket.transfer for bucket in buckets)
         seconds = local_sgd_step_s(calibration.compute_s, calibration.update_s, wire, period)
         return Prediction(option, size, sent / period, seconds)
-    num_merged = _num_hosts(cluster, size) if word_of(option) == "hierarchical" else size
+    num_merged = cluster.num_hosts(size) if word_of(option) == "hierarchical" else size
     seconds = step_s(calibration.compute_s, buckets, num_merged * times.merge_s, calibration.update_s)
     return Prediction(option, size, sent, seconds)
 
@@ -61,16 +61,12 @@ def _exchange(
     if word_of(option) != "hierarchical":
         messages = messages_of(option, shapes, size)
         return together(cluster.collective(message, size) for message in messages), bytes_sent(messages, size)
-    hosts = _num_hosts(cluster, size)
+    hosts = cluster.num_hosts(size)
     between = messages_of(option, shapes, hosts)
     within = [Message(kind, 4 * _elements(shapes)) for kind in ("reduce", "broadcast")]
     transfers = [collective(cluster.inner, message, size // hosts) for message in within]
     transfers += [collective(cluster.outer, message, hosts) for message in between]
     return together(transfers), bytes_sent(within, size // hosts) + bytes_sent(between, hosts)
-
-
-def _num_hosts(cluster: Cluster, size: int) -> int:
-    return max(1, size // cluster.per_host)
 
 
 def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[Prediction]:

@@ -10,15 +10,15 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from ..comm.launch import LaunchOptions, launch
 from ..comm.link import Link
 from ..errors import CommError, OptionError
-from .cost import Network, Transfer, collective
+from .cost import Cluster, Network, Transfer
 from .plan import predict
 from .validation_rank import Found, Trial, read_found
 from .wire_bytes import Message, options_of, word_of
@@ -53,29 +53,29 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostCluster:
-    """The ranks of this host, each with an emulated link or none.
+class HostCluster(Cluster):
+    """The ranks of this host, of which each has an emulated link or none.
 
     Attributes:
-        found: what they found out about the host's own transport.
-        link: the emulated one; None: there is none.
+        transport, call_s: see ``Found``.
     """
 
-    found: Found
-    link: Link | None
-    per_host: int = 1
+    transport: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    call_s: float = 0.0
+
+    @classmethod
+    def of(cls, found: Found, link: Link | None) -> HostCluster:
+        """Return the cluster of ranks that have found ``found`` out; ``link`` None: there is no emulated one."""
+        none = Network(0.0, 0.0)
+        outer = none if link is None else Network.of_link(link.bits_per_s, link.latency_ns / 1e9)
+        return cls(none, outer, 1, found.transport, found.call_s)
 
     def collective(self, message: Message, size: int) -> Transfer:
         """Return the time of a collective: the link's, unless this host takes longer to move the data."""
-        if size == 1:
-            return Transfer(0.0, 0.0)
-        own = self.found.transfer(message.kind, message.payload)
-        if self.link is None:
-            return own
-        network = Network.of_link(self.link.bits_per_s, self.link.latency_ns / 1e9)
-        over_link = collective(network, message, size)
-        over_link = over_link._replace(latency_s=over_link.latency_s + self.found.call_s)
-        return max(own, over_link, key=lambda transfer: transfer.total_s)
+        on_link = super().collective(message, size)
+        on_link = on_link._replace(latency_s=on_link.latency_s + self.call_s)
+        short_s, byte_s = self.transport[message.kind]
+        return max(on_link, Transfer(byte_s * message.payload, short_s), key=lambda one: one.total_s)
 
 
 def check_trial(trial: Trial) -> None:
@@ -86,7 +86,7 @@ def check_trial(trial: Trial) -> None:
         for name in ("warmup", "start"):
             if getattr(options_of(option), name, 0):
                 raise OptionError(
-                    f"plan --validate: {option} sends other messages at first, and what is predicted is a step after that; "
+                    f"plan --validate: {option} sends other messages at first, and a step after that is predicted; "
                     f"leave {name} out"
                 )
 
@@ -115,7 +115,7 @@ def validate(trial: Trial, sizes: Sequence[int], link: Link | None) -> bool:
 
 def compare(trial: Trial, found: Found, size: int, link: Link | None) -> list[Row]:
     """Return a Row for each option of ``trial``."""
-    rows, cluster = [], HostCluster(found, link)
+    rows, cluster = [], HostCluster.of(found, link)
     for option in trial.options:
         _, _, sent, seconds = predict(found.calibration, cluster, option, size)
         rows.append(Row(option, size, seconds, found.measured[option], sent, found.sent[option]))
@@ -150,8 +150,8 @@ def summary(rows: Sequence[Row]) -> str:
     worst = max(rows, key=lambda row: abs(row.error))
     median = statistics.median(abs(row.error) for row in rows)
     return (
-        f"error: median {100 * median:.1f} % (at most {100 * MEDIAN_LIMIT:.0f} %), worst {100 * abs(worst.error):.1f} % "
-        f"(at most {100 * WORST_LIMIT:.0f} %): {worst.option} on {worst.size} ranks; "
+        f"error: median {100 * median:.1f} % (at most {100 * MEDIAN_LIMIT:.0f} %), "
+        f"worst {100 * abs(worst.error):.1f} % (at most {100 * WORST_LIMIT:.0f} %): {worst.option} on {worst.size} ranks; "
         f"{'within' if is_valid(rows) else 'beyond'} the limits"
     )
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank of `plan --validate` does: time what a prediction needs, and, apart from it, the steps themselves.
 
-Note [two halves]: the first half, ``Found.calibration`` and ``.transport``, never sees a training step that communicates.
-Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in a step: they
-begin at an agreed moment, and what the slowest one takes counts. Transport is timed by collectives alone. The second
-half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
+Note [two halves]: the first half, all of ``Found`` that a prediction is made of, never sees a training step that
+communicates. Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in a
+step: they begin at an agreed moment, and what the slowest one takes counts. Transport is timed by collectives alone. The
+second half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
 
 A rank is started as ``main(a Trial as JSON, file for the result)``.
 """
@@ -17,10 +17,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +28,6 @@ from ..comm.dispatch import DispatchCommunicator
 from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from .calibration import Calibration, calibration_from
-from .cost import Transfer
 from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Work, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
@@ -78,11 +75,6 @@ class Found:
     calibrating_s: float
     load: float
 
-    def transfer(self, kind: str, payload: float) -> Transfer:
-        """Return the time of a collective over this host's transport."""
-        fixed_s, byte_s = self.transport[kind]
-        return Transfer(byte_s * payload, fixed_s)
-
 
 def main(trial: str, result: str) -> None:
     """Time as one rank of the world that the environment names; rank 0 writes a Found to ``result``.
@@ -121,7 +113,8 @@ class Rank:
             self._host = communicator.host
         work, size, rank = Work(trial.model, trial.batch_size), communicator.size, communicator.rank
         self._alone = {
-            option: Alone(work, option, size, rank) for option in timed(dict.fromkeys([PLAIN, *trial.options]))
+            option: Alone(work, option, size, rank)
+            for option in timed([*dict.fromkeys([PLAIN, *trial.options])])
         }
         self._shapes = tuple(self._alone[PLAIN].training.shapes.values())
         self._training = {option: Training(work, option, communicator) for option in trial.options}
@@ -208,7 +201,7 @@ class Rank:
     # ---- what is predicted -----------------------------------------------------------------------------
 
     def _time_steps(self, option: str, num_steps: int) -> tuple[list[float], float]:
-        """Return the mean seconds of each period of at least ``num_steps``, and the bytes a step that this rank sent."""
+        """Return mean seconds of each period of at least ``num_steps``, and the bytes a step that this rank sent."""
         training, period = self._training[option], period_of(option)
         num_periods = math.ceil(num_steps / period)
         ends, sent = [self._begin_together()], 0

@@ -87,6 +87,11 @@ def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> li
     )
 
 
+def check_has_formula(option: str) -> None:
+    """Raise OptionError for what ``messages_of`` refuses."""
+    messages_of(option, ((1,),), 1)
+
+
 def word_of(option: str) -> str:
     """Return the name of the scheme that the text of a dist_option chooses."""
     return read_dist_option(option).scheme.names[0]
