@@ -30,7 +30,7 @@ Predict what a training step of each dist_option would send and take on a cluste
 cost model. The times are measured here first, in under a minute, or read with --calibration. With --validate, measure
 what is predicted: for each number of ranks as many processes of this host train over the emulated --link, or without it
 over shared memory, and predicted and measured step times are printed with the error of each. The exit code is then 1 if
-errors are above 15 %% in the median or 30 %% at worst, or if rank 0 sent other bytes than predicted. Keep the machine
+errors are above 15 % in the median or 30 % at worst, or if rank 0 sent other bytes than predicted. Keep the machine
 idle meanwhile; its load is printed.
 """
 PYTHON = "import sys; sys.path[:] = {!r}; from singa_lite.bench.measure import main; main(*sys.argv[1:])"

@@ -151,8 +151,8 @@ def summary(rows: Sequence[Row]) -> str:
     median = statistics.median(abs(row.error) for row in rows)
     return (
         f"error: median {100 * median:.1f} % (at most {100 * MEDIAN_LIMIT:.0f} %), "
-        f"worst {100 * abs(worst.error):.1f} % (at most {100 * WORST_LIMIT:.0f} %): {worst.option} on {worst.size} ranks; "
-        f"{'within' if is_valid(rows) else 'beyond'} the limits"
+        f"worst {100 * abs(worst.error):.1f} % (at most {100 * WORST_LIMIT:.0f} %): "
+        f"{worst.option} on {worst.size} ranks; {'within' if is_valid(rows) else 'beyond'} the limits"
     )
 
 

@@ -2,9 +2,9 @@
 """What one rank of `plan --validate` does: time what a prediction needs, and, apart from it, the steps themselves.
 
 Note [two halves]: the first half, all of ``Found`` that a prediction is made of, never sees a training step that
-communicates. Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in a
-step: they begin at an agreed moment, and what the slowest one takes counts. Transport is timed by collectives alone. The
-second half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
+communicates. Computing is timed over a LoopbackCommunicator, by all ranks at once, so that they share the cores as in
+a step: they begin together, and what the slowest one takes counts. Transport is timed by collectives alone. The second
+half is steps of DistOpt over the real communicator. Both halves alternate, so that other programs disturb both.
 
 A rank is started as ``main(a Trial as JSON, file for the result)``.
 """
@@ -32,7 +32,7 @@ from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Work, calibrati
 from .wire_bytes import messages_of, options_of, word_of
 
 ROUNDS = 8  # of all options: often, as other programs come and go
-PAUSE_NS = 2_000_000  # from an agreement to the moment: all ranks have gone to sleep by then
+PAUSE_S = 2e-3  # over an emulated link: ranks sleep before they compute on, as they do where they wait for it
 SHORT = 64  # bytes, of what costs latency alone
 NUM_TRANSFERS = 12  # of each collective
 
@@ -217,8 +217,9 @@ class Rank:
     # ---- the ranks together ----------------------------------------------------------------------------
 
     def _begin_together(self) -> float:
-        """Sleep until a moment at which all ranks wake; return it, in seconds of ``perf_counter``."""
-        start = self._last(time.perf_counter()) + PAUSE_NS / 1e9
+        """Wait for a moment from which all ranks go on; return it, in seconds of ``perf_counter``."""
+        pause_s = PAUSE_S if isinstance(self._communicator, LinkCommunicator) else 0.0
+        start = self._last(time.perf_counter()) + pause_s
         while (left := start - time.perf_counter()) > 0:
             time.sleep(left)
         return start
