@@ -7,7 +7,8 @@ The file is JSON, an object with
     update_s    seconds of the optimizer (0 if it is in compute_s)
     buckets     in the order of backward: {"ready_s": when it is computed, "shapes": of its parameters}
     options     "fp32", "sparseTopK:0.01", ... (as DistOpt takes them): {"compress_s": seconds it adds to a step
-                of one rank, "merge_s": seconds for what one rank sent to be added up, 0 if left out}
+                of one rank, "merge_s": seconds for what one rank sent to be added up, 0 if left out,
+                "buckets": those of the option, if it groups gradients in another way}
     about       a line of text, "" if left out
 """
 
@@ -24,19 +25,20 @@ from .wire_bytes import word_of
 
 
 @dataclass(frozen=True)
-class OptionTimes:
-    """Seconds that an option adds to a step, see above."""
-
-    compress_s: float
-    merge_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class BucketShapes:
     """Gradients that are exchanged together, see above."""
 
     ready_s: float
     shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class OptionTimes:
+    """Seconds that an option adds to a step, see above."""
+
+    compress_s: float
+    merge_s: float = 0.0
+    buckets: tuple[BucketShapes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Calibration:
     buckets: tuple[BucketShapes, ...]
     options: Mapping[str, OptionTimes] = field(default_factory=dict)
     about: str = ""
+
+    def buckets_of(self, option: str) -> tuple[BucketShapes, ...]:
+        """Return the buckets of an option: its own, or else those of all."""
+        return self.options[option].buckets or self.buckets
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -83,7 +89,7 @@ def calibration_from(where: str, found: Any) -> Calibration:
         if isinstance(error, SingaLiteError):
             raise
         raise OptionError(
-            f"{where}: options is an object and buckets a list, as the documentation says"
+            f"{where}: options is an object and buckets are lists, as the documentation says"
         ) from error
     if "fp32" not in options or not buckets:
         raise OptionError(
@@ -111,9 +117,16 @@ def _fields(where: str, given: Any, needed: Sequence[str], known: Sequence[str] 
 
 def _option(where: str, name: str, given: Any) -> OptionTimes:
     word_of(name)
-    fields = _fields(f"{where}: options: {name}", given, ("compress_s",), ("merge_s",))
-    numbers = {key: check_number(f"{where}: options: {name}", key, value, 0) for key, value in fields.items()}
-    return OptionTimes(**numbers)
+    where = f"{where}: options: {name}"
+    fields = _fields(where, given, ("compress_s",), ("merge_s", "buckets"))
+    own = enumerate(fields.get("buckets", ()))
+    buckets = tuple(_bucket(where, number, bucket) for number, bucket in own)
+    times = (fields["compress_s"], fields.get("merge_s", 0.0))
+    compress_s, merge_s = (
+        check_number(where, key, value, 0)
+        for key, value in zip(("compress_s", "merge_s"), times, strict=True)
+    )
+    return OptionTimes(compress_s, merge_s, buckets)
 
 
 def _bucket(where: str, number: int, given: Any) -> BucketShapes:

@@ -50,7 +50,7 @@ class StepTimes(NamedTuple):
 
     Attributes:
         total_s: of all that the rank computes.
-        ready_s: from the step's start to each call of a collective.
+        ready_s: from the step's start to the first collective with each of ``Alone.groups``.
         rest_s: from the last wait for a collective to the step's end: decompressing, merging and updating.
     """
 
@@ -110,13 +110,13 @@ class Alone:
 
     Attributes:
         training: the Training.
-        buckets: names of the parameters in each collective of the last step.
+        groups: names of the parameters that were exchanged together in the last step; all, where nothing was.
     """
 
     def __init__(self, work: Work, option: str, size: int, rank: int = 0) -> None:
         self._loopback = LoopbackCommunicator(World(rank, size, rank, size))
         self.training = Training(work, option, self._loopback)
-        self.buckets: list[list[str]] = []
+        self.groups: list[tuple[str, ...]] = []
         for _ in range(WARM_UP):
             self.training.step()
 
@@ -127,10 +127,15 @@ class Alone:
         loopback.moved_s, start = 0.0, time.perf_counter()
         self.training.step()
         end = time.perf_counter()
-        self.buckets = [call.name.split(", ") for call in loopback.calls]
-        ready = tuple(call.called_s - start for call in loopback.calls)
+        calls: dict[tuple[str, ...], float] = {}
+        for call in loopback.calls:
+            names = tuple(call.name.split(", "))
+            if all(name in self.training.shapes for name in names):  # others are of a part of the bucket
+                calls.setdefault(names, call.called_s - start)
+        self.groups = list(calls) or [tuple(self.training.shapes)]
+        total = end - start - loopback.moved_s
         rest = end - max(loopback.waited_at_s, start) if loopback.calls else 0.0
-        return StepTimes(end - start - loopback.moved_s, ready, rest)
+        return StepTimes(total, tuple(calls.values()) or (total - rest,), rest)
 
 
 def measure(
@@ -173,7 +178,7 @@ def measure(
         more = min(seconds) - min(step.rest_s for step in times[option])
         merge_s[option] = max(0.0, more) / (MANY - FEW)
     about = f"{work.model}, {work.batch_size} images, {platform.machine()}, {get_num_threads()} threads"
-    return calibration_of(options, few[PLAIN], times, min, about, merge_s)
+    return calibration_of(options, few, times, min, about, merge_s)
 
 
 def timed(options: Sequence[str]) -> list[str]:
@@ -194,7 +199,7 @@ def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
 
 def calibration_of(
     options: Sequence[str],
-    plain: Alone,
+    alone: Mapping[str, Alone],
     times: Mapping[str, Sequence[StepTimes]],
     choose: Callable[[Sequence[float]], float],
     about: str,
@@ -205,8 +210,8 @@ def calibration_of(
 
     Args:
         options: those of the calibration, fp32 among them.
-        plain: that of fp32, whose buckets are taken.
-        times: of steps of each option as one of ``size`` ranks; none of those that ``timed`` leaves out.
+        alone: what was timed, of each option; fp32 among them.
+        times: of its steps, as one of ``size`` ranks.
         choose: gives the one number of many, such as min.
         about: see Calibration.
         merge_s: of each option, that ``times`` contain ``size`` times; 0 where there is none.
@@ -217,18 +222,30 @@ def calibration_of(
     update_s = choose([step.rest_s for step in steps])
     compute_s = total_s - update_s
     ready = [choose(column) for column in zip(*(step.ready_s for step in steps), strict=True)]
-    buckets = [
-        BucketShapes(min(at, compute_s), tuple(plain.training.shapes[name] for name in names))
-        for at, names in zip(np.maximum.accumulate(ready).tolist(), plain.buckets, strict=True)
-    ]
-    if not buckets:  # a world of one sends nothing
-        buckets = [BucketShapes(compute_s, tuple(plain.training.shapes.values()))]
+    ready_s = {
+        name: min(at, compute_s)
+        for at, names in zip(ready, alone[PLAIN].groups, strict=True)
+        for name in names
+    }
+    buckets = buckets_of(alone[PLAIN], ready_s)
     found = {}
     for option in options:
-        own_s = choose([step.total_s for step in times[option]]) if option in times else total_s
-        merge = merge_s.get(option, 0.0)
-        found[option] = OptionTimes(max(0.0, own_s - total_s - size * merge), merge)
-    return Calibration(compute_s, update_s, tuple(buckets), found, about)
+        if option not in times:
+            found[option] = OptionTimes(0.0)
+            continue
+        own_s, merge = choose([step.total_s for step in times[option]]), merge_s.get(option, 0.0)
+        own = () if alone[option].groups == alone[PLAIN].groups else buckets_of(alone[option], ready_s)
+        found[option] = OptionTimes(max(0.0, own_s - total_s - size * merge), merge, own)
+    return Calibration(compute_s, update_s, buckets, found, about)
+
+
+def buckets_of(alone: Alone, ready_s: Mapping[str, float]) -> tuple[BucketShapes, ...]:
+    """Return the groups of a step with their shapes; ``ready_s`` are the times of all parameters by name."""
+    buckets, before = [], 0.0
+    for names in alone.groups:
+        before = max([before, *(ready_s[name] for name in names)])
+        buckets.append(BucketShapes(before, tuple(alone.training.shapes[name] for name in names)))
+    return tuple(buckets)
 
 
 def main(path: str, options: str, work: str) -> None:

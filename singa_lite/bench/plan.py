@@ -36,19 +36,19 @@ def predict(calibration: Calibration, cluster: Cluster, option: str, size: int) 
     Raises:
         OptionError: an option that the calibration has no times of, or ranks that fill no whole number of hosts.
     """
-    times = calibration.options[option]
-    buckets, sent = [], 0
-    num_elements = sum(_elements(bucket.shapes) for bucket in calibration.buckets)
-    for bucket in calibration.buckets:
-        transfer, num_bytes = _exchange(cluster, option, bucket.shapes, size)
-        sent += num_bytes
-        share = _elements(bucket.shapes) / num_elements
-        buckets.append(Bucket(bucket.ready_s, share * times.compress_s, transfer))
-    if word_of(option) == "localSGD":
+    times, groups = calibration.options[option], calibration.buckets_of(option)
+    if word_of(option) == "localSGD":  # all parameters in one collective
         period = options_of(option).period
-        wire = together(bucket.transfer for bucket in buckets)
+        wire, sent = _exchange(cluster, option, [shape for group in groups for shape in group.shapes], size)
         seconds = local_sgd_step_s(calibration.compute_s, calibration.update_s, wire, period)
         return Prediction(option, size, sent / period, seconds)
+    buckets, sent = [], 0
+    num_elements = sum(_elements(group.shapes) for group in groups)
+    for group in groups:
+        transfer, num_bytes = _exchange(cluster, option, group.shapes, size)
+        sent += num_bytes
+        share = _elements(group.shapes) / num_elements
+        buckets.append(Bucket(group.ready_s, share * times.compress_s, transfer))
     num_merged = cluster.num_hosts(size) if word_of(option) == "hierarchical" else size
     seconds = step_s(calibration.compute_s, buckets, num_merged * times.merge_s, calibration.update_s)
     return Prediction(option, size, sent, seconds)

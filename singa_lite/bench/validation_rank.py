@@ -140,9 +140,9 @@ class Rank:
                 seconds, sent[option] = self._time_steps(option, num_steps)
                 windows[option] += seconds
         size = self._communicator.size
-        options, plain = tuple(self._alone | windows), self._alone[PLAIN]
+        options = tuple(self._alone | windows)
         return Found(
-            calibration_of(options, plain, alone, statistics.median, f"{size} ranks", size=size),
+            calibration_of(options, self._alone, alone, statistics.median, f"{size} ranks", size=size),
             transport,
             call_s,
             {option: statistics.median(seconds) for option, seconds in windows.items()},
