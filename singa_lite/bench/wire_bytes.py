@@ -179,6 +179,8 @@ def sparse(
 ) -> list[Message]:
     """K values of each rank with their places: (N-1) (value_bytes K + places) bytes; for top-K and DGC.
 
+    The values are padded to a multiple of 4 bytes.
+
     Args:
         n: elements that compete.
         density: K/n.
@@ -188,7 +190,7 @@ def sparse(
     check_choice("sparse", "index_format", index_format, INDEX_FORMATS)
     kept = num_kept(n, density)
     places = 4 * kept if index_format == "int32" else elias_fano_bytes(n, kept)
-    return [Message("all_gather", value_bytes * kept + places)]
+    return [Message("all_gather", -(-value_bytes * kept // 4) * 4 + places)]
 
 
 def elias_fano_bytes(n: int, kept: int) -> int:

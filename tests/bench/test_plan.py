@@ -2,7 +2,7 @@
 """`singa-lite plan`: predictions by hand, where options pay, calibrations as files, and the command line."""
 
 import json
-import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +15,6 @@ from singa_lite.bench.calibration import (
     write_calibration,
 )
 from singa_lite.bench.cost import Cluster, Network, all_gather, collective, hierarchical_all_reduce
-from singa_lite.bench.measure import MEASURED, measure
 from singa_lite.bench.plan import MOST_HOSTS, paying_range, predict, report
 from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, sparse
 from singa_lite.errors import OptionError
@@ -63,7 +62,22 @@ def test_merging_grows_with_the_ranks():
 
 
 def test_local_sgd_averages_now_and_then():
-    assert predict(TWO, PLAIN, "localSGD:4", 2) == ("localSGD:4", 2, 400, 1000 + 7 + (1600 + 400) / 4)
+    # both buckets in one all-reduce
+    assert predict(TWO, PLAIN, "localSGD:4", 2) == ("localSGD:4", 2, 400, 1000 + 7 + (1600 + 200) / 4)
+
+
+def test_an_option_may_group_gradients_in_its_own_way():
+    own = OptionTimes(20.0, 3.0, (BucketShapes(900.0, ((10, 10), (50, 5), (50,))),))
+    found = replace(TWO, options={"fp32": OptionTimes(0.0), "sparseTopK:0.1": own})
+    # 40 of 400 elements are 160 + 24 B of indices, after 20 s of compressing, with 2 ranks
+    [message] = sparse(400, 0.1)
+    assert predict(found, PLAIN, "sparseTopK:0.1", 2) == (
+        "sparseTopK:0.1",
+        2,
+        message.payload,
+        max(1020, 920 + message.payload + 100 + 6) + 7,
+    )
+    assert predict(found, PLAIN, "fp32", 2) == predict(TWO, PLAIN, "fp32", 2)
 
 
 def test_one_rank_sends_nothing():
@@ -186,13 +200,18 @@ def test_a_calibration_is_the_same_after_its_file(tmp_path):
         ({"update_s": None}, "update_s = None must be"),
         ({"compute_ms": 1}, "compute_ms is not known"),
         ({"buckets": []}, "at least one bucket"),
-        ({"buckets": 3}, "buckets a list"),
+        ({"buckets": 3}, "buckets are lists"),
         ({"buckets": [{"ready_s": 1}]}, "bucket 0: shapes is missing"),
         ({"buckets": [{"ready_s": 1, "shapes": [[0]]}]}, "bucket 0: shapes = 0 must be an int"),
         ({"options": {"fp16": {"compress_s": 0}}}, "fp32 among the options"),
         ({"options": {"fp32": {}}}, "options: fp32: compress_s is missing"),
         ({"options": {"fp32": {"compress_s": "1"}}}, "options: fp32: compress_s = '1' must be"),
         ({"options": {"fp23": {"compress_s": 1}}}, "fp23"),
+        (
+            {"options": {"fp32": {"compress_s": 1, "buckets": [{"ready_s": 1}]}}},
+            "fp32: bucket 0: shapes is missing",
+        ),
+        ({"options": {"fp32": {"compress_s": 1, "buckets": 3}}}, "buckets are lists"),
         ({"options": []}, "options is an object"),
     ],
 )
@@ -210,14 +229,6 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path):
     for name in ("none", "text", "list"):
         with pytest.raises(OptionError, match=f"calibration .*{name}: expected"):
             read_calibration(tmp_path / name)
-
-
-def test_the_cnn_is_measured():
-    found = measure(rounds=1)
-    assert tuple(found.options) == MEASURED and found.compute_s > 0 and found.options["fp32"].compress_s == 0
-    [bucket] = found.buckets
-    assert sum(map(math.prod, bucket.shapes)) == 431_080
-    assert sorted(bucket.shapes) == sorted(CNN)
 
 
 # ---- the command line --------------------------------------------------------------------------------
@@ -250,7 +261,17 @@ def test_the_command_prints_and_saves(tmp_path, capsys):
         (["--ranks", "0", "--link", "1gbit,1us"], "--ranks '0': expected"),
         (["--ranks", "8", "--link", "1gb"], "--link: expected RATE,LATENCY"),
         (["--ranks", "8", "--link", "1gbit,1us", "--node-link", "x"], "--node-link: expected RATE,LATENCY"),
-        (["--ranks", "8", "--link", "1gbit,1us", "--gpus-per-node", "0"], "--gpus-per-node 0: must be >= 1"),
+        (
+            ["--ranks", "8", "--link", "1gbit,1us", "--gpus-per-node", "0"],
+            "--gpus-per-node = 0 must be an int >= 1",
+        ),
+        (["--ranks", "8"], "--link is missing"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--steps", "3"], "--steps is for --validate"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp33"], "dist_option = 'fp33' is not known"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp32,fp32"], "has one twice"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp16"], "--options: --calibration says it"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--model", "mlp-mnist"], "--model: --calibration says it"),
+        (["--ranks", "2", "--validate"], "--calibration is not for --validate"),
         (["--ranks", "12", "--link", "1gbit,1us", "--gpus-per-node", "8"], "12 ranks do not fill hosts of 8"),
         (
             ["--ranks", "8", "--link", "1gbit,1us", "--calibration", "missing.json"],
@@ -263,4 +284,24 @@ def test_wrong_words_are_refused(words, reason, tmp_path, capsys):
     write_calibration(path, TWO)
     with pytest.raises(SystemExit) as error:
         cli.main(["plan", "--calibration", str(path), *words])
+    assert error.value.code == 2 and reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--model", "rnn"], "model = 'rnn' is not known; choose one of cnn-mnist"),
+        (["--model", "none.py:make"], "there is no file"),
+        (["--model", "{file}:missing"], "has no function 'missing'"),
+        (["--model", "{file}:number"], "returned int, expected a singa_lite.model.Model"),
+        (["--batch-size", "0"], "--batch-size = 0 must be an int >= 1"),
+    ],
+)
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_model_that_cannot_be_trained_is_refused(words, reason, validates, tmp_path, capsys):
+    file = tmp_path / "file.py"
+    file.write_text("def number():\n    return 1\n")
+    given = [word.replace("{file}", str(file)) for word in words]
+    with pytest.raises(SystemExit) as error:
+        cli.main(["plan", "--ranks", "2", "--link", "1gbit,1us", *given, *["--validate"] * validates])
     assert error.value.code == 2 and reason in " ".join(capsys.readouterr().err.split())
