@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank's step takes without a network, in a file. measure.py makes one for the MNIST CNN.
+"""What one rank's step takes without a network, in a file. measure.py makes one.
 
 The file is JSON, an object with
 

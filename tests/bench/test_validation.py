@@ -11,7 +11,11 @@ from dataclasses import replace
 
 import pytest
 
+from singa_lite import cli
+from singa_lite.bench import plan_command
 from singa_lite.bench.calibration import BucketShapes, Calibration, OptionTimes
+from singa_lite.bench.measure import MEASURED
+from singa_lite.bench.plan_command import STEPS
 from singa_lite.bench.validation import HostCluster, Row, check_trial, compare, is_valid, summary, table
 from singa_lite.bench.validation_rank import Found, Trial, period_of
 from singa_lite.bench.wire_bytes import Message
@@ -175,6 +179,24 @@ def test_the_command_predicts_and_measures_three_ranks(link, tmp_path):
     assert done.stdout.startswith("3 ranks (calibrated in ")
     last = done.stdout.splitlines()[-1]
     assert last.startswith("error: median ") and done.returncode == (0 if "within the limits" in last else 1)
+
+
+@pytest.mark.parametrize(("is_near_enough", "code"), [(True, 0), (False, 1)])
+def test_the_exit_code_says_whether_predictions_are_near_enough(is_near_enough, code, monkeypatch):
+    calls = []
+    monkeypatch.setattr(plan_command, "validate", lambda *given: calls.append(given) or is_near_enough)
+    words = "plan --validate --ranks 2,3 --link 100mbit,1ms --options fp32,sign --steps 5 --batch-size 7"
+    assert cli.main(words.split()) == code
+    assert calls == [(Trial(("fp32", "sign"), 5, "cnn-mnist", 7), [2, 3], parse_link("", "100mbit,1ms"))]
+
+
+def test_the_link_of_the_environment_is_predicted_too(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plan_command, "validate", lambda *given: calls.append(given) or True)
+    monkeypatch.setenv("SINGA_LITE_LINK", "1gbit,2ms")
+    assert cli.main(["plan", "--validate", "--ranks", "2"]) == 0
+    [(trial, _, link)] = calls
+    assert link == parse_link("", "1gbit,2ms") and trial == Trial(MEASURED, STEPS, "cnn-mnist", 64)
 
 
 def test_ranks_that_fail_end_the_command(tmp_path):
