@@ -60,7 +60,7 @@ class StepTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a rank computes in a step.
 
     Attributes:
@@ -85,7 +85,7 @@ class Training:
         shapes: of the parameters, by name.
     """
 
-    def __init__(self, work: Work, option: str, communicator: Communicator) -> None:
+    def __init__(self, work: Workload, option: str, communicator: Communicator) -> None:
         sgd = SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
         self.dist = DistOpt(sgd, dist_option=option, communicator=communicator)
         rng = np.random.default_rng(communicator.rank)
@@ -113,7 +113,7 @@ class Alone:
         groups: names of the parameters that were exchanged together in the last step; all, where nothing was.
     """
 
-    def __init__(self, work: Work, option: str, size: int, rank: int = 0) -> None:
+    def __init__(self, work: Workload, option: str, size: int, rank: int = 0) -> None:
         self._loopback = LoopbackCommunicator(World(rank, size, rank, size))
         self.training = Training(work, option, self._loopback)
         self.groups: list[tuple[str, ...]] = []
@@ -140,7 +140,7 @@ class Alone:
 
 def measure(
     options: Sequence[str] = MEASURED,
-    work: Work | None = None,
+    work: Workload | None = None,
     rounds: int = ROUNDS,
     limit_s: float = LIMIT_S,
 ) -> Calibration:
@@ -158,7 +158,7 @@ def measure(
     Raises:
         OptionError: there is no such option, or no formula of its bytes, or no such model.
     """
-    work, options = work or Work(), tuple(dict.fromkeys([PLAIN, *options]))
+    work, options = work or Workload(), tuple(dict.fromkeys([PLAIN, *options]))
     few = {option: Alone(work, option, FEW) for option in timed(options)}
     shapes = tuple(few[PLAIN].training.shapes.values())
     merging = [option for option in few if merges(option, shapes)]
@@ -254,6 +254,6 @@ def main(path: str, options: str, work: str) -> None:
     Args:
         path: of the file.
         options: a list of texts as JSON.
-        work: the arguments of a Work as JSON.
+        work: the arguments of a Workload as JSON.
     """
-    write_calibration(Path(path), measure(json.loads(options), Work(**json.loads(work))))
+    write_calibration(Path(path), measure(json.loads(options), Workload(**json.loads(work))))

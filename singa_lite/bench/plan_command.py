@@ -83,6 +83,8 @@ def run_plan(given: argparse.Namespace) -> int:
         raise OptionError("plan: --steps is for --validate")
     if given.link is None:
         raise OptionError("plan: --link is missing: what joins the hosts, for example --link 25gbit,10us")
+    if given.save is not None and not given.save.absolute().parent.is_dir():
+        raise OptionError(f"plan: --save {given.save}: there is no folder {given.save.absolute().parent}")
     algorithm = given.all_reduce or "smaller"
     outer = _network("--link", given.link, algorithm)
     inner = Network(0.0, 0.0)
@@ -138,7 +140,7 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
 
 
 def _work(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of a Work; OptionError where there is no such model."""
+    """Return the arguments of a Workload; OptionError where there is no such model."""
     batch_size = BATCH if given.batch_size is None else given.batch_size
     model = MODELS[0] if given.model is None else given.model
     make_model(model)  # raises here, and not in a rank

@@ -28,7 +28,7 @@ from ..comm.dispatch import DispatchCommunicator
 from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from .calibration import Calibration, calibration_from
-from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Work, calibration_of, timed
+from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Workload, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
 ROUNDS = 8  # of all options: often, as other programs come and go
@@ -44,7 +44,7 @@ class Trial:
     Attributes:
         options: texts of dist_options.
         steps: of each option that count, at least.
-        model, batch_size: see ``Work``.
+        model, batch_size: see ``Workload``.
     """
 
     options: tuple[str, ...]
@@ -111,7 +111,7 @@ class Rank:
         self._host = communicator  # without the emulated link
         if isinstance(communicator, (LinkCommunicator, DispatchCommunicator)):
             self._host = communicator.host
-        work, size, rank = Work(trial.model, trial.batch_size), communicator.size, communicator.rank
+        work, size, rank = Workload(trial.model, trial.batch_size), communicator.size, communicator.rank
         self._alone = {
             option: Alone(work, option, size, rank)
             for option in timed([*dict.fromkeys([PLAIN, *trial.options])])

@@ -16,7 +16,7 @@ from singa_lite.bench.measure import (
     Alone,
     StepTimes,
     Training,
-    Work,
+    Workload,
     calibration_of,
     measure,
     merges,
@@ -31,7 +31,7 @@ from singa_lite.opt.dist import THRESHOLD
 from singa_lite.tensor import to_numpy
 from tests.bench.test_wire_bytes import CNN
 
-SMALL = Work("mlp-mnist", 2)
+SMALL = Workload("mlp-mnist", 2)
 
 
 def loopback(rank=1, size=3):
@@ -141,7 +141,7 @@ def two_groups(monkeypatch):
     assert THRESHOLD < 784 * 2700
     monkeypatch.setattr(measuring, "make_model", make)
     monkeypatch.setattr(measuring, "WARM_UP", 0)
-    return Work("two groups", 2)
+    return Workload("two groups", 2)
 
 
 def test_predicted_bytes_are_those_sent_where_options_group_gradients_differently(two_groups):

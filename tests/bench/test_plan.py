@@ -266,6 +266,7 @@ def test_the_command_prints_and_saves(tmp_path, capsys):
             "--gpus-per-node = 0 must be an int >= 1",
         ),
         (["--ranks", "8"], "--link is missing"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--save", "no/such"], "--save no/such: there is no folder"),
         (["--ranks", "8", "--link", "1gbit,1us", "--steps", "3"], "--steps is for --validate"),
         (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp33"], "dist_option = 'fp33' is not known"),
         (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp32,fp32"], "has one twice"),
