@@ -276,3 +276,31 @@ def test_clocks_are_compared_to_within_their_error(transport, size):
     for rank, offset in found[0].items():
         assert abs(offset.offset_s - 50.0 * rank) <= offset.error_s + 1e-6
         assert offset.error_s < 1.0
+
+
+GLUON = """
+import numpy as np
+from singa_lite import autograd, gluon, kvstore, layer, tensor
+
+store = kvstore.create("dist_sync")
+net = layer.Linear(4)
+x = tensor.from_numpy(np.random.default_rng(store.rank).standard_normal((8, 3)).astype(np.float32))
+net(x)
+trainer = gluon.Trainer(net.get_params(), "sgd", {"lr": 0.1}, kvstore=store)
+for _ in range(3):
+    with autograd.record():
+        loss = autograd.reduce_mean(net(x) * net(x))
+    loss.backward()
+    trainer.step(1)
+"""
+
+
+def test_steps_of_a_trainer_are_traced(tmp_path):
+    (tmp_path / "train.py").write_text(GLUON)
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "--trace", "out.json", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    trace = json.loads((tmp_path / "out.json").read_bytes())
+    for rank in range(2):
+        names = [event["name"] for event in complete(trace, rank, COMPUTE)]
+        assert names.count("forward") == names.count("backward") == 3 and "update" in names
