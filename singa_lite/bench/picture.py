@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison's charts as a PNG, by matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+from .page import CHARTS, COLOURS, points_of
+from .report import Result
+
+INCHES, DPI = (15.0, 5.5), 100
+
+
+def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | None:
+    """Return a PNG with the charts of ``page``; None where matplotlib is not installed.
+
+    Args:
+        results: option -> the results of its seeds.
+        heading: lines that say how the runs were made.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
+    figure.suptitle(heading, fontsize=7, x=0.01, horizontalalignment="left", wrap=True)
+    for axes, (label, name, scale) in zip(figure.subplots(1, len(CHARTS)), CHARTS, strict=True):
+        for number, (option, runs) in enumerate(results.items()):
+            for run in runs:
+                points = points_of(run, name, scale)
+                xs, ys = [x for x, _ in points], [y for _, y in points]
+                first = option if run is runs[0] else None  # a line of the legend for an option, not for a seed
+                axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], alpha=0.8, marker=".", label=first)
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="evaluation error, %")
+        axes.grid(which="both", color="#eeeeee")
+    figure.axes[0].legend(fontsize=8)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
