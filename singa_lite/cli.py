@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run, plan = _add_run(commands), _add_plan(commands)
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them")
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
+    )
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())

@@ -43,7 +43,14 @@ SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
 LATE = {"device": {"backend.cuda"}, "cli": {"bench.sync", "bench.compare", "bench.allreduce"}}
 DATA_SEES = {"errors", "config"}
 
-OPTIONAL = {"cupy", "mpi4py", "onnx", "matplotlib", "threadpoolctl", "tqdm"}  # may be imported where they are used
+OPTIONAL = {
+    "cupy",
+    "mpi4py",
+    "onnx",
+    "matplotlib",
+    "threadpoolctl",
+    "tqdm",
+}  # may be imported where they are used
 IMPORTS_BY_NAME = {
     "_native",
     "comm",

@@ -66,7 +66,9 @@ def read_ints(option: str, text: str) -> list[int]:
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        raise OptionError(f"bench: --{option} {text!r}: expected ints with commas between, as in 0,1,2") from None
+        raise OptionError(
+            f"bench: --{option} {text!r}: expected ints with commas between, as in 0,1,2"
+        ) from None
     if len(set(numbers)) < len(numbers):
         raise OptionError(f"bench: --{option} {text} has one twice; leave it out")
     return numbers

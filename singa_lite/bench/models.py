@@ -86,7 +86,11 @@ def make_model(name: str) -> Model:
         return Classifier([layer.Flatten(), *hidden, layer.Linear(10)])
     if name == "resnet20-cifar10":  # 272,474 parameters
         stem: list[Layer] = [_convolution(STAGES[0], 3), layer.BatchNorm2d(momentum=0.1), layer.ReLU()]
-        blocks = [Block(width, stage > 0 and not number) for stage, width in enumerate(STAGES) for number in range(3)]
+        blocks = [
+            Block(width, stage > 0 and not number)
+            for stage, width in enumerate(STAGES)
+            for number in range(3)
+        ]
         return Classifier([*stem, *blocks, layer.AvgPool2d(8), layer.Flatten(), layer.Linear(10)])
     made = _function(*split_name(name))()
     if not isinstance(made, Model):
@@ -108,9 +112,13 @@ def check_model(name: str) -> None:
     except SingaLiteError:
         raise
     except (Exception, SystemExit) as error:
-        lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path.name)]
+        lines = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path.name)
+        ]
         where = f", line {lines[-1].lineno}" if lines else ""
-        raise OptionError(f"bench: model = {name!r} failed with {type(error).__name__}: {error} ({path}{where})") from error
+        raise OptionError(
+            f"bench: model = {name!r} failed with {type(error).__name__}: {error} ({path}{where})"
+        ) from error
     finally:
         sys.path[:] = before
 

@@ -24,7 +24,11 @@ COLOURS = (
     "#555555",
 )  # Okabe, Ito
 # what the error is drawn over: label, name in an evaluation, factor
-CHARTS = (("seconds of training", "seconds", 1.0), ("MB sent by all ranks", "bytes_sent", 1e-6), ("steps", "step", 1.0))
+CHARTS = (
+    ("seconds of training", "seconds", 1.0),
+    ("MB sent by all ranks", "bytes_sent", 1e-6),
+    ("steps", "step", 1.0),
+)
 LEAST_ERROR = 0.01  # %: an error of 0 has no logarithm
 STYLE = (
     "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#222;background:#fff}"

@@ -30,7 +30,9 @@ def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | No
             for run in runs:
                 points = points_of(run, name, scale)
                 xs, ys = [x for x, _ in points], [y for _, y in points]
-                first = option if run is runs[0] else None  # a line of the legend for an option, not for a seed
+                first = (
+                    option if run is runs[0] else None
+                )  # a line of the legend for an option, not for a seed
                 axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], alpha=0.8, marker=".", label=first)
         axes.set(xscale="log", yscale="log", xlabel=label, ylabel="evaluation error, %")
         axes.grid(which="both", color="#eeeeee")

@@ -112,7 +112,7 @@ class Place:
         environment = {name: value for name, value in switches.items() if value is not None}
         environment["threads"] = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(ranks))
         environment["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        return cls(_machine(), _software(), inputs, environment)
+        return cls(machine_facts(), software_facts(), inputs, environment)
 
 
 class Runs:
@@ -196,7 +196,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "result" in content else None
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Return what times depend on: processors, cores, system, host."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -210,7 +211,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _software() -> dict[str, str]:
+def software_facts() -> dict[str, str]:
     """Return versions; a hash of the package's files tells apart two states of a checkout with one version."""
     package = Path(__file__).resolve().parents[1]
     files = [

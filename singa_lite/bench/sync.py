@@ -215,7 +215,12 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-size", type=int, default=default.batch_size, metavar="N", help="a rank (default %(default)s)"
     )
     add("--lr", type=float, help="learning rate (default 0.005 on MNIST, 0.05 on CIFAR-10)")
-    add("--data", type=Path, metavar="FOLDER", help="of the images (default: MNIST_DIR, or a cache, fetched once)")
+    add(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="of the images (default: MNIST_DIR, or a cache, fetched once)",
+    )
     add(
         "--synthetic",
         type=int,
@@ -224,7 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COUNT",
         help="made images of learnable classes instead, COUNT to train on (default %(const)s), a fifth to test on",
     )
-    add("--link", metavar="RATE,LATENCY", help="emulated link of each rank, as in `singa-lite run`: 100mbit,1ms")
+    add(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="emulated link of each rank, as in `singa-lite run`: 100mbit,1ms",
+    )
     add(
         "--evaluate-every",
         type=int,
