@@ -31,8 +31,9 @@ REAL = "none"  # in place of a link
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 EPILOG = """
 A time is from a barrier before the call until wait() has returned, on the slowest rank: the median over the calls of a
-round, of about 0.2 s, and of that the median over the rounds, with the lowest and highest. Arrays are float32; a size is
-that of what one rank gives. Sent is what a rank puts on a ring. An emulated link is for shm; mpi is measured on its own.
+round, of about 0.2 s, and of that the median over the rounds, with the lowest and highest. Arrays are float32; a size
+is that of what one rank gives. Sent is what a rank puts on a ring. Emulated links are for shm; mpi is measured on its
+own.
 """
 
 
@@ -61,8 +62,8 @@ def plan(given: argparse.Namespace) -> list[Task]:
         raise OptionError(f"bench: --link {' --link '.join(given.link)} has one twice; leave it out")
     if None not in links and not set(transports) <= set(EMULATED):
         raise OptionError(
-            f"bench: --transports {given.transports}: links of mpi are real; leave it out, or add --link {REAL}, on which "
-            "alone it is measured"
+            f"bench: --transports {given.transports}: links of mpi are real; leave it out, or add --link {REAL}, on "
+            "which alone it is measured"
         )
     return [
         Task(transport, number, link, collectives, sizes, given.rounds)

@@ -53,8 +53,8 @@ def main(task: str, result: str) -> None:
 
     Args:
         task: a Task as JSON.
-        result: the file that rank 0 writes a list of objects to, as JSON: collective, bytes, bytes_sent of a call, calls
-            of a round, and the seconds of each round.
+        result: the file that rank 0 writes a list of objects to, as JSON: collective, bytes, bytes_sent of a call, and
+            of each round the calls and the seconds of one.
 
     Raises:
         CommError: the world has another transport or size, as where mpiexec belongs to another MPI.

@@ -21,10 +21,10 @@ TABLE = "table.json"
 REFUSED = ("machine", "devices", "environment", "settings", "inputs", "data", "seeds")
 STATED = ("software",)
 EPILOG = """
-A and B are folders of bench sync, or their table.json. An option is worse in B where a figure is larger by more than the
-tolerance (0.2: 1.2 times) and no seed of B is as good as the worst of A, or is no number; or where fewer of its runs reached the target.
-The exit code is then 1. Errors are 100 % minus the accuracy. Results of other machines, settings, data or seeds are
-refused unless --anyway is given, which states what differs; another version of the software is stated alone.
+A and B are folders of bench sync, or their table.json. An option is worse in B where a figure is larger by more than
+the tolerance (0.2: 1.2 times) and no seed of B is as good as the worst of A; where it is NaN; or where fewer of its
+runs reached the target. The exit code is then 1. Errors are 100 % minus the accuracy. Results of other machines,
+settings, data or seeds are refused; --anyway compares them, and says what differs. Other software is always said.
 """
 
 
@@ -102,35 +102,17 @@ def compare(a: Path, b: Path, tolerance: float, *, is_anyway: bool = False) -> i
     """
     check_number("bench compare", "tolerance", tolerance, 0)
     before, after = read_table(a), read_table(b)
-    refused, stated = (list(differences(before, after, names)) for names in (REFUSED, STATED))
+    refused = differences(before, after, REFUSED)
     if refused and not is_anyway:
         raise OptionError(
-            "bench compare: A and B are no two results of the same runs; --anyway compares them all the same. They "
-            "differ in\n  " + "\n  ".join(refused)
+            "bench compare: A and B are not results of the same runs; --anyway compares them all the same. They differ "
+            "in\n  " + "\n  ".join(refused)
         )
-    rows = [{row["option"]: row for row in table["rows"]} for table in (before, after)]
-    alone = [
-        f"{option} is in {where} alone"
-        for where, own, other in zip("AB", rows, rows[::-1])
-        for option in own
-        if option not in other
-    ]
-    common = [option for option in rows[0] if option in rows[1]]
-    if not common:
-        raise OptionError(
-            f"bench compare: A and B have no option in common; A has {', '.join(rows[0])}, B {', '.join(rows[1])}"
-        )
-    for line in (*refused, *stated):
+    changes = _changes(before, after)
+    for line in (*refused, *differences(before, after, STATED)):
         print(f"differs: {line}")
-    for line in alone:
+    for line in _left_out(before, after):
         print(f"left out: {line}")
-    is_target = before["target"] == after["target"]
-    if not is_target:
-        print("left out: seconds to the target, which is another one in B")
-    changes = {
-        option: changes_of(rows[0][option], rows[1][option], before["target"] if is_target else None)
-        for option in common
-    }
     print(f"A: {a}\nB: {b}\nB / A (mean of A to mean of B), less is better\n\n{_table(changes, tolerance)}")
     worse = [
         f"{option}: {name}"
@@ -139,7 +121,7 @@ def compare(a: Path, b: Path, tolerance: float, *, is_anyway: bool = False) -> i
         if change.is_worse(tolerance)
     ]
     print(
-        f"\nworse in B by more than {100 * tolerance:g} % and the spread of the seeds: {'; '.join(worse) or 'nothing'}"
+        f"\nworse in B by more than {100 * tolerance:g} % and the seeds' spread: {'; '.join(worse) or 'nothing'}"
     )
     return 1 if worse else 0
 
@@ -166,8 +148,8 @@ def read_table(path: Path) -> Mapping[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, which "
-            "writes it anew"
+            f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, "
+            "which writes it anew"
         ) from error
     return found  # type: ignore[no-any-return]
 
@@ -196,17 +178,46 @@ def changes_of(
         target: accuracy whose time is one of them, 0 to 1; None: it is not.
     """
     rows = (before, after)
+
+    def change(name: str) -> Change:
+        return Change(Figure(**before[name]), Figure(**after[name]))
+
+    errors = [_error(Figure(**row["accuracy"])) for row in rows]
     found = {
-        "step ms": Change(*(Figure(**row["step_ms"]) for row in rows)),
-        "bytes of the run": Change(*(Figure(**row["run_bytes"]) for row in rows)),
-        "loss": Change(*(Figure(**row["loss"]) for row in rows)),
-        "error %": Change(*(_error(Figure(**row["accuracy"])) for row in rows)),
+        "step ms": change("step_ms"),
+        "bytes of the run": change("run_bytes"),
+        "loss": change("loss"),
+        "error %": Change(errors[0], errors[1]),
     }
     if target is not None:
         times = [None if row["target_s"] is None else Figure(**row["target_s"]) for row in rows]
         shares = [row["num_reached"] / row["num_runs"] for row in rows]
-        found[f"s to {100 * target:g} %"] = Change(*times, is_lost=shares[1] < shares[0])
+        found[f"s to {100 * target:g} %"] = Change(times[0], times[1], shares[1] < shares[0])
     return found
+
+
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, dict[str, Change]]:
+    """Return the changes of each option that both tables have; OptionError if there is none."""
+    rows = {row["option"]: row for row in b["rows"]}
+    target = a["target"] if a["target"] == b["target"] else None
+    found = {
+        row["option"]: changes_of(row, rows[row["option"]], target)
+        for row in a["rows"]
+        if row["option"] in rows
+    }
+    if not found:
+        raise OptionError("bench compare: A and B have no option in common")
+    return found
+
+
+def _left_out(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return a line for each thing that one table alone has."""
+    options = [[row["option"] for row in table["rows"]] for table in (a, b)]
+    lines = [f"{option}, which B has not" for option in options[0] if option not in options[1]]
+    lines += [f"{option}, which A has not" for option in options[1] if option not in options[0]]
+    if a["target"] != b["target"]:
+        lines.append(f"seconds to the target, which is {a['target']} in A and {b['target']} in B")
+    return lines
 
 
 def _error(accuracy: Figure) -> Figure:

@@ -54,8 +54,8 @@ class DataSet:
         """Return what the images are, for headings."""
         if not synthetic:
             return self.title
-        tested = max(1, synthetic // TEST_SHARE)
-        return f"made images ({synthetic} to train on, {tested} to test on) in the shape of {self.title}, not {self.title}"
+        counts = f"{synthetic} to train on, {max(1, synthetic // TEST_SHARE)} to test on"
+        return f"made images ({counts}) in the shape of {self.title}, not {self.title}"
 
 
 MNIST = DataSet("MNIST", (1, 28, 28), (0.1307,), (0.3081,), 0.005, 1e-5, load_mnist, synthetic_mnist)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from .page import CHARTS, COLOURS, points_of
 from .report import Result
 
@@ -23,18 +25,18 @@ def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | No
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
+    figure = Figure(figsize=INCHES, dpi=DPI)
+    figure.subplots_adjust(left=0.05, right=0.99, top=0.86, wspace=0.18)
     figure.suptitle(heading, fontsize=7, x=0.01, horizontalalignment="left", wrap=True)
     for axes, (label, name, scale) in zip(figure.subplots(1, len(CHARTS)), CHARTS, strict=True):
         for number, (option, runs) in enumerate(results.items()):
             for run in runs:
-                points = points_of(run, name, scale)
-                xs, ys = [x for x, _ in points], [y for _, y in points]
-                first = (
-                    option if run is runs[0] else None
-                )  # a line of the legend for an option, not for a seed
-                axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], alpha=0.8, marker=".", label=first)
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel="evaluation error, %")
+                xs, ys = np.array(points_of(run, name, scale)).reshape(-1, 2).T
+                legend = option if run is runs[0] else None  # a line for an option, not for each seed
+                axes.plot(xs, ys, color=COLOURS[number % len(COLOURS)], alpha=0.8, marker=".", label=legend)
+        axes.set(xlabel=label, ylabel="evaluation error, %")
+        if any(line.get_xdata().size for line in axes.lines):  # a world of one sends no bytes
+            axes.set(xscale="log", yscale="log")
         axes.grid(which="both", color="#eeeeee")
     figure.axes[0].legend(fontsize=8)
     file = io.BytesIO()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def _heading(settings: Sequence[Settings], devices: Sequence[str], place: Place)
     )
 
 
-def _draw(results: dict[str, list[Result]], heading: str, folder: Path) -> list[str]:
+def _draw(results: Mapping[str, Sequence[Result]], heading: str, folder: Path) -> list[str]:
     """Write the picture; return its name, or none where matplotlib is not installed, which is said."""
     (folder / PICTURE).unlink(missing_ok=True)  # an older one would show other runs
     drawn = picture(results, heading)
