@@ -18,6 +18,7 @@ import numpy as np
 
 from ..checkpoint import atomic_file
 from ..comm.base import HAS_BLOCKS, Communicator
+from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..comm.work import Work
 from ..errors import CommError
@@ -108,13 +109,15 @@ def _measure(communicator: Communicator, kind: str, array: np.ndarray) -> tuple[
 
 def _slowest(communicator: Communicator, start_call: Callable[[], Work], calls: int) -> list[float]:
     """Return of each call the seconds of the slowest rank, on all ranks."""
+    # over the memory of the host: a barrier over a slow link would take longer than the call
+    host = communicator.host if isinstance(communicator, LinkCommunicator) else communicator
     seconds = np.empty(calls)
     for number in range(calls):
-        communicator.barrier()
+        host.barrier()
         start = time.perf_counter()
         start_call().wait()
         seconds[number] = time.perf_counter() - start
-    communicator.all_reduce(seconds, "max").wait()
+    host.all_reduce(seconds, "max").wait()
     return [float(value) for value in seconds]
 
 

@@ -23,10 +23,11 @@ def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | No
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogFormatter
     except ImportError:
         return None
     figure = Figure(figsize=INCHES, dpi=DPI)
-    figure.subplots_adjust(left=0.05, right=0.99, top=0.86, wspace=0.18)
+    figure.subplots_adjust(left=0.05, right=0.99, top=0.86, wspace=0.2)
     figure.suptitle(heading, fontsize=7, x=0.01, horizontalalignment="left", wrap=True)
     for axes, (label, name, scale) in zip(figure.subplots(1, len(CHARTS)), CHARTS, strict=True):
         for number, (option, runs) in enumerate(results.items()):
@@ -37,6 +38,9 @@ def picture(results: Mapping[str, Sequence[Result]], heading: str) -> bytes | No
         axes.set(xlabel=label, ylabel="evaluation error, %")
         if any(line.get_xdata().size for line in axes.lines):  # a world of one sends no bytes
             axes.set(xscale="log", yscale="log")
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.2, 0.5)))
         axes.grid(which="both", color="#eeeeee")
     figure.axes[0].legend(fontsize=8)
     file = io.BytesIO()

@@ -100,19 +100,19 @@ class Place:
     environment: Mapping[str, str]
 
     @classmethod
-    def here(cls, model: str, ranks: int, images: Images) -> Place:
-        """Return that of this machine.
-
-        Raises:
-            OptionError: there is no such model.
-        """
-        inputs = {} if model in MODELS else {"model": _hash_of(split_name(model)[0].read_bytes())}
-        inputs["data"] = _hash_of(*(array.tobytes() for array in images))
+    def here(cls, ranks: int, inputs: Mapping[str, str]) -> Place:
+        """Return that of this machine, where so many ranks share its cores; ``inputs`` as ``inputs_of`` returns."""
         switches = {name: config.env(name) for name in config.SWITCHES if name not in NOT_HASHED}
         environment = {name: value for name, value in switches.items() if value is not None}
         environment["threads"] = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(ranks))
         environment["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         return cls(machine_facts(), software_facts(), inputs, environment)
+
+
+def inputs_of(model: str, images: Images) -> dict[str, str]:
+    """Return hashes of the data and, unless the model is one of MODELS, of its file; OptionError without that."""
+    inputs = {} if model in MODELS else {"model": _hash_of(split_name(model)[0].read_bytes())}
+    return {**inputs, "data": _hash_of(*(array.tobytes() for array in images))}
 
 
 class Runs:

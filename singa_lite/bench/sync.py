@@ -22,7 +22,7 @@ from .models import MODELS, check_model
 from .page import page
 from .picture import picture
 from .report import Result, as_json, rows_of, table
-from .runs import FORMAT, Place, Runs, Settings, machine_text
+from .runs import FORMAT, Place, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
 TABLE, PAGE, PICTURE = "table.json", "table.html", "table.png"
@@ -86,7 +86,7 @@ def compare(
     first = settings[0]
     check_model(first.model)
     images = data_set_of(first.model).images(first.synthetic, data)
-    runs = Runs(folder, Place.here(first.model, first.ranks, images))
+    runs = Runs(folder, Place.here(first.ranks, inputs_of(first.model, images)))
     results: dict[str, list[dict[str, Any]]] = {each.option: [] for each in settings}
     with locked(folder / "lock"):  # two commands would make the same runs, and disturb each other's times
         for number, each in enumerate(settings, 1):
