@@ -44,12 +44,14 @@ class OfThread(threading.local):
         recording: False inside ``autograd.no_grad()``.
         recorder: what records this thread's step (graph.recorder.Recorder), else None.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
+        clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
     """
 
     training: bool = False
     recording: bool = True
     recorder: Any = None  # Any: types of modules above
     capture: Any = None
+    clock: Any = None
 
 
 @dataclass
