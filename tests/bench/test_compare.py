@@ -108,6 +108,13 @@ def test_seeds_that_overlap_forgive_it(steps, code, a, tmp_path):
     assert compare(a, b) == code
 
 
+@pytest.mark.parametrize(("accuracies", "code"), [((0.7, 0.85), 0), ((0.7, 0.79), 1)])
+def test_the_spread_of_errors_is_that_of_the_accuracies(accuracies, code, tmp_path):
+    before = write(tmp_path / "before", {"fp32": [result(accuracy=value) for value in (0.9, 0.8)]})
+    after = write(tmp_path / "after", {"fp32": [result(accuracy=value) for value in accuracies]})
+    assert compare(before, after) == code
+
+
 @pytest.mark.parametrize(
     ("before", "after", "ratio", "is_worse"),
     [

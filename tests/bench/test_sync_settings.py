@@ -80,6 +80,12 @@ def test_an_option_goes_before_the_environment(monkeypatch):
         sync.plan(parsed())
 
 
+def test_one_link_has_one_text_and_a_wrong_one_is_refused():
+    assert Settings("cnn-mnist", "fp32", link="1000mbit,1000us").link == "1gbit,1ms"
+    with pytest.raises(OptionError, match="link: expected RATE,LATENCY"):
+        Settings("cnn-mnist", "fp32", link="1gbit")
+
+
 def test_the_environment_of_a_run_has_no_link(monkeypatch):
     monkeypatch.setenv("SINGA_LITE_LINK", "1gbit,1ms")
     monkeypatch.setenv("SINGA_LITE_HOST", "a")
@@ -273,6 +279,21 @@ def test_a_bar_counts_all_steps_where_it_is_asked_for(tmp_path, monkeypatch):
     assert "fp32" in bar.options["desc"]
 
 
+def test_ranks_are_asked_for_a_bar_on_a_terminal_alone(tmp_path, monkeypatch):
+    commands = []
+
+    def launch(command, ranks, options):
+        commands.append(command)
+        return 1
+
+    monkeypatch.setattr(sync, "launch", launch)
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        settings = sync.plan(parsed("--model", small_model(tmp_path), *TRAINED))
+        assert sync.compare(settings, None, tmp_path / "out") == 1
+    assert [command[-1] for command in commands] == ["bar", ""]
+
+
 def test_no_bar_is_shown_without_a_terminal(linked):
     for done in linked[1:]:
         assert "\r" not in done.stderr and "step/s" not in done.stderr
@@ -306,6 +327,12 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path):
         assert started.wait(LIMIT_S) == 0, seen.decode()
     os.close(master)
     assert b"seed 0 fp32: " in seen and b"/2 [" in seen
+
+
+def test_a_fifth_as_many_images_are_made_to_test_on():
+    for name, count, tested in (("cnn-mnist", 40, 8), ("resnet20-cifar10", 3, 1)):
+        images = data_set_of(name).images(count)
+        assert (len(images.train_labels), len(images.test_images)) == (count, tested)
 
 
 def test_models_name_their_data():
