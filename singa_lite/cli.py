@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `run` starts ranks, `bench` compares dist_options, `plan` predicts, `info` lists what runs here."""
+"""The command line: `run` starts ranks, `bench` measures, `plan` predicts, `info` lists what runs here."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ USAGE = (
     "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
     "[--timeout-s T] [--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
 )
+BENCHES = (
+    "sync: train with several dist_options and compare them; compare: two results of sync; "
+    "allreduce: time collectives"
+)
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
     "from singa_lite import device as d; names = [d.device_query(i).split(chr(10))[0] for i in d.get_gpu_ids()]; "
@@ -50,20 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | info")
     commands.add_parser("info", help="list what was built and which transports work")
     run, plan = _add_run(commands), _add_plan(commands)
-    bench = commands.add_parser("bench", help="sync: train with several dist_options and compare them")
-    bench.add_argument("what", choices=["sync"], help="`singa-lite bench sync --help` lists its options")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of it")
+    bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
+    bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
+    )
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())
         return 0
     if options.name == "bench":
-        from .bench.sync import main as bench_sync  # with the data sets: `run` starts sooner without
-
-        return bench_sync(options.arguments)
+        return _bench(options.what, options.arguments)
     if options.name == "plan":
         return _plan(plan, options)
     return _run(run, options)
+
+
+def _bench(what: str, arguments: Sequence[str]) -> int:
+    """Run a command of the folder bench/, imported here as `run` starts sooner without the data sets."""
+    if what == "sync":
+        from .bench.sync import main as bench
+    elif what == "compare":
+        from .bench.compare import main as bench
+    else:
+        from .bench.allreduce import main as bench
+    return bench(arguments)
 
 
 def _add_run(commands: Any) -> argparse.ArgumentParser:
