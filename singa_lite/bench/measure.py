@@ -22,6 +22,7 @@ from ..comm.base import Communicator, World
 from ..device import get_num_threads
 from ..opt import SGD, DistOpt
 from .calibration import BucketShapes, Calibration, OptionTimes, write_calibration
+from .datasets import data_set_of
 from .loopback import LoopbackCommunicator
 from .models import MODELS, make_model, takes_dist_option
 from .wire_bytes import messages_of, word_of
@@ -39,7 +40,7 @@ MEASURED = (
     "localSGD:8",
 )
 PLAIN = "fp32"  # what other options are compared with
-IMAGE_SHAPE, CLASSES = (1, 28, 28), 10  # of a sample of the models
+CLASSES = 10  # of all data sets
 BATCH, ROUNDS, WARM_UP = 64, 40, 4
 LIMIT_S = 30.0  # on a busy machine fewer rounds have to do
 FEW, MANY = 4, 16  # ranks; more than 2, where int8 has two phases
@@ -64,7 +65,7 @@ class Workload:
     """What a rank computes in a step.
 
     Attributes:
-        model: one of MODELS, or ``file.py:function``, for inputs (n, 1, 28, 28) and labels 0 .. 9.
+        model: one of MODELS, or ``file.py:function``, which trains on made data in the shape of its data set.
         batch_size: n, >= 1.
     """
 
@@ -89,7 +90,7 @@ class Training:
         sgd = SGD(lr=0.005, momentum=0.9, weight_decay=1e-5)
         self.dist = DistOpt(sgd, dist_option=option, communicator=communicator)
         rng = np.random.default_rng(communicator.rank)
-        images = rng.standard_normal((work.batch_size, *IMAGE_SHAPE)).astype(np.float32)
+        images = rng.standard_normal((work.batch_size, *data_set_of(work.model).shape)).astype(np.float32)
         self._x = tensor.from_numpy(images)
         self._y = tensor.from_numpy(rng.integers(0, CLASSES, work.batch_size).astype(np.int32))
         self._model = make_model(work.model)

@@ -16,9 +16,10 @@ from typing import Any
 from ..comm.link import Link, link_of_process, parse_link
 from ..errors import OptionError, check_int
 from .calibration import Calibration, read_calibration, write_calibration
+from .command import rank_command, read_list
 from .cost import ALGORITHMS, Cluster, Network
 from .measure import BATCH, MEASURED
-from .models import MODELS, make_model
+from .models import MODELS, check_model
 from .plan import report
 from .validation import validate
 from .validation_rank import Trial
@@ -33,7 +34,6 @@ over shared memory, and predicted and measured step times are printed with the e
 errors are above 15 % in the median or 30 % at worst, or if rank 0 sent other bytes than predicted. Keep the machine
 idle meanwhile; its load is printed.
 """
-PYTHON = "import sys; sys.path[:] = {!r}; from singa_lite.bench.measure import main; main(*sys.argv[1:])"
 
 
 def add_plan(commands: Any) -> argparse.ArgumentParser:
@@ -130,9 +130,8 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.json"
         environ = {"OMP_NUM_THREADS": "1", **os.environ}  # more threads would wait for each other
-        # -c puts the current folder first, where a package of this name may be that is not the one running
-        command = [sys.executable, "-c", PYTHON.format(sys.path), str(path)]
-        command += [json.dumps(options or MEASURED), json.dumps(work)]
+        arguments = [str(path), json.dumps(options or MEASURED), json.dumps(work)]
+        command = [sys.executable, *rank_command("measure", *arguments)]
         answer = subprocess.run(command, stdin=subprocess.DEVNULL, env=environ)
         if answer.returncode != 0:
             raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
@@ -143,7 +142,7 @@ def _work(given: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a Workload; OptionError where there is no such model."""
     batch_size = BATCH if given.batch_size is None else given.batch_size
     model = MODELS[0] if given.model is None else given.model
-    make_model(model)  # raises here, and not in a rank
+    check_model(model)
     return {"model": model, "batch_size": check_int("plan", "--batch-size", batch_size, 1)}
 
 
@@ -151,11 +150,9 @@ def _options(text: str | None) -> list[str] | None:
     """Return the options of "A,B"; None: not given."""
     if text is None:
         return None
-    options = [word.strip() for word in text.split(",")]
+    options = read_list("options", text)
     for option in options:
         check_has_formula(option)
-    if len(set(options)) < len(options):
-        raise OptionError(f"plan: --options {text} has one twice; leave it out")
     return options
 
 

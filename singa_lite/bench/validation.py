@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,16 +17,13 @@ from typing import NamedTuple
 from ..comm.launch import LaunchOptions, launch
 from ..comm.link import Link
 from ..errors import CommError, OptionError
+from .command import rank_command
 from .cost import Cluster, Network, Transfer
 from .plan import predict
 from .validation_rank import Found, Trial, read_found
 from .wire_bytes import Message, options_of, word_of
 
 MEDIAN_LIMIT, WORST_LIMIT = 0.15, 0.30  # relative errors
-# the package of a rank is this one, whatever the current folder holds
-RANK = (
-    "import sys; sys.path[:] = {!r}; from singa_lite.bench.validation_rank import main; main(*sys.argv[1:])"
-)
 
 
 class Row(NamedTuple):
@@ -160,7 +156,7 @@ def _find(trial: Trial, size: int, link: Link | None) -> Found:
     """Return what ``size`` ranks find, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        command = ["-c", RANK.format(sys.path), json.dumps(asdict(trial)), str(path)]
+        command = rank_command("validation_rank", json.dumps(asdict(trial)), str(path))
         text = None if link is None else str(link)
         code = launch(command, size, LaunchOptions(num_servers=0, link=text))
         if code != 0 or not path.exists():

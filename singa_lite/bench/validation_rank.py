@@ -15,7 +15,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -234,7 +233,3 @@ class Rank:
 def period_of(option: str) -> int:
     """Return after how many steps an option repeats what it sends."""
     return int(options_of(option).period) if word_of(option) == "localSGD" else 1
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -337,7 +337,8 @@ class Communicator(ABC):
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
         work = self._start(operation, array, out, scale)
-        work.name, work._on_end, work._arrays = operation.name, self._forget, (array, out, scale)
+        work.name, work.kind = operation.name, operation.kind
+        work._on_end, work._arrays = self._forget, (array, out, scale)
         if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2

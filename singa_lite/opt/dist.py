@@ -22,6 +22,7 @@ from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..comm.work import Traffic
 from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..graph.clock import lap, pause_step
 from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
@@ -195,6 +196,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.guard()
         if not self._sums.is_last:
             self._sums.add(self._gradients(loss))
+            lap("backward")
+            pause_step()
             return
         self._begin(scheme, given)
         for param, grad in self._sums.means(self._gradients(loss)):
@@ -204,9 +207,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
         (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
+        lap("update")
         scheme.end([param for param, _ in pairs])
         self._sums.end()
-        bookkeep(self._end_measuring)
+        lap("update")
+        bookkeep(self._end_measuring, not loss.device.backend.runs_behind_host)
         self._called = scheme
         self.step()
 
