@@ -112,16 +112,15 @@ class Work:
             end = time.perf_counter()
             if self._on_end is not None:
                 self._on_end(self, end - start)
-        if not self._was_waited:  # a second time returns at once
-            self._was_waited = True
             self._report(start, end)
         return self._result
 
     def _report(self, start: float, end: float) -> None:
-        """Tell the clock of this thread's step that the host has waited."""
+        """Tell the clock of this thread's step that the host has waited, the first time: others return at once."""
         clock = this_thread.clock
-        if clock is not None and clock.is_running:
-            times = self._times() if self.has_times else None
+        if clock is not None and clock.is_running and not self._was_waited:
+            self._was_waited = True
+            times = self._times() if self.has_times and self._is_done() else None
             clock.waited(Waited(self.name, self.kind, self.bytes_sent, times, start, end))
 
     def done(self) -> bool:

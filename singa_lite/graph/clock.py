@@ -12,13 +12,14 @@ run behind the host, and a CUDA graph has no laps.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
-from itertools import zip_longest
 from time import perf_counter
 from typing import NamedTuple
 
 from ..config import this_thread
 from .nodes import ClockCall, Node
+from .trace import TraceWriter, trace_of_process
 
 MAX_WAITED = 4096  # of one step that are kept
 WAIT = "wait"
@@ -45,7 +46,8 @@ class Waited(NamedTuple):
         name: what its caller called it.
         kind: such as "all_reduce".
         bytes_sent: what this rank put on a ring.
-        times: when it was posted, when all ranks were there and when it ended (comm.work.Times); None if unknown.
+        times: when it was posted, when all ranks were there and when it ended (comm.work.Times); None if unknown, or
+            if it failed.
     """
 
     name: str
@@ -62,7 +64,7 @@ class StepTimes:
     Attributes:
         seconds: by phase.
         waited: the collectives that the host waited for, in order, the first MAX_WAITED.
-        spans: of the laps and the waits, in order; empty unless the clock keeps them.
+        spans: of the laps and the waits, in order; empty unless the clock has a writer.
     """
 
     def __init__(self) -> None:
@@ -74,13 +76,16 @@ class StepTimes:
 class StepClock:
     """The clock of one thread, see Note [laps].
 
+    Args:
+        writer: gets every step that ends, with its spans; None: steps have no spans.
+
     Attributes:
         is_running: whether a step has begun.
-        keeps_spans: whether steps have spans.
     """
 
-    def __init__(self) -> None:
-        self.is_running = self.keeps_spans = False
+    def __init__(self, writer: TraceWriter | None = None) -> None:
+        self.is_running = False
+        self._writer = writer
         self._start = 0.0  # of the lap that runs
         self._waits: list[Waited] = []  # in it
         self._times = StepTimes()
@@ -97,7 +102,7 @@ class StepClock:
             return
         now = perf_counter()
         seconds = self._times.seconds
-        if self.keeps_spans:
+        if self._writer is not None:
             self._add_spans(phase, name, now)
         spent, self._start = now - self._start, now
         for wait in self._waits:
@@ -121,7 +126,14 @@ class StepClock:
         """End a step; return what was measured since the last one ended."""
         self.is_running = False
         times, self._times = self._times, StepTimes()
+        if self._writer is not None and times.spans:
+            self._writer.add_step(times.spans, times.waited)
         return times
+
+    def abandon(self) -> None:
+        """End a step that the end of the process cuts off."""
+        self.lap("unfinished", "")
+        self.end()
 
     def _add_spans(self, phase: str, name: str, now: float) -> None:
         """Add the spans of the lap that ends."""
@@ -136,19 +148,22 @@ def without_empty_laps(nodes: list[Node]) -> list[Node]:
     """Return ``nodes`` without laps in which a replay does nothing."""
     return [
         node
-        for node, following in zip_longest(nodes, nodes[1:])
-        if not (_is_lap(node) and following is not None and _is_lap(following))
+        for before, node in zip([None, *nodes], nodes, strict=False)
+        if not (_is_lap(before) and _is_lap(node))
     ]
 
 
-def _is_lap(node: Node) -> bool:
+def _is_lap(node: Node | None) -> bool:
     return isinstance(node, ClockCall) and node.function is StepClock.lap
 
 
 def clock_of_thread() -> StepClock:
     """Return the clock of this thread, made at first use."""
     if this_thread.clock is None:
-        this_thread.clock = StepClock()
+        writer = trace_of_process()
+        this_thread.clock = StepClock(writer)
+        if writer is not None:
+            atexit.register(this_thread.clock.abandon)
     clock: StepClock = this_thread.clock
     return clock
 

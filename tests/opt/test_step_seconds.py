@@ -64,6 +64,9 @@ def all_options(communicator, use_graph):
         assert min([*parts, seconds.update]) >= 0, option
         assert 0 < seconds.total <= elapsed, option
         assert seconds.compute > 0 and seconds.update > 0, option
+        assert seconds.pack < seconds.compute or not use_graph, (
+            option
+        )  # gradients are computed in their buckets
         assert seconds.wire is not None and 0 <= seconds.hidden <= seconds.wire + 1e-9, option
         if use_graph:
             assert {info.break_reason for info in made.graph_info()} == {None}, option
