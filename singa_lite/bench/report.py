@@ -15,6 +15,7 @@ from typing import Any
 from ..sync.text import read_dist_option
 
 Result = Mapping[str, Any]  # JSON of a run
+PARTS = ("compute", "pack", "compress", "wire", "wait", "decompress", "update")  # with a column each
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Row:
         run_bytes: of all steps and ranks.
         fp32_ratio: the mean run_bytes of fp32 by those of this option; None without a row of fp32, or without bytes.
         step_ms: median of a run.
-        parts_ms: name -> the same of a part of the step.
+        parts_ms: name -> mean over the steps of a run of a part of the step (sync/step_seconds.py), where all runs know
+            it; the mean, as an option may not do the same in all of its steps.
+        overlap: the share of the time on the wire that was hidden, 0 to 1; None if not known, or nothing was sent.
         train_s: seconds without evaluations.
         num_reached: runs that reached the target.
         target_s, target_steps, target_bytes: until they did, over these runs; bytes of all ranks. None: no run did.
@@ -72,6 +75,7 @@ class Row:
     fp32_ratio: float | None
     step_ms: Figure
     parts_ms: Mapping[str, Figure]
+    overlap: Figure | None
     train_s: Figure
     num_reached: int
     target_s: Figure | None
@@ -139,8 +143,11 @@ def _row(
         fp32_ratio=reference / run_bytes.mean if reference is not None and run_bytes.mean else None,
         step_ms=Figure.of([run["step_ms"] for run in results]),
         parts_ms={
-            name: Figure.of([run["parts_ms"][name] for run in results]) for name in results[0]["parts_ms"]
+            name: Figure.of([run["parts_ms"][name] for run in results])
+            for name in results[0]["parts_ms"]
+            if all(name in run["parts_ms"] for run in results)
         },
+        overlap=_overlap(results),
         train_s=Figure.of([run["train_s"] for run in results]),
         num_reached=len(there),
         target_s=until["seconds"],
@@ -160,7 +167,8 @@ def cells_of(row: Row, target: float | None) -> dict[str, str]:
         "MB sent by all in the run": row.run_bytes.text(",.2f", 1e-6),
         "fp32's / its": "-" if row.fp32_ratio is None else f"{row.fp32_ratio:.1f}",
         "step ms": row.step_ms.text(".1f"),
-        **{f"{name} ms": figure.text(".2f") for name, figure in row.parts_ms.items()},
+        **{f"{name} ms": row.parts_ms[name].text(".2f") for name in PARTS if name in row.parts_ms},
+        "overlap %": "-" if row.overlap is None else row.overlap.text(".0f", 100),
     }
     if target is not None:
         some = "" if row.num_reached in (0, row.num_runs) else f", {row.num_reached} of {row.num_runs} runs"
@@ -172,6 +180,13 @@ def cells_of(row: Row, target: float | None) -> dict[str, str]:
 
 def _figure_of(evaluations: Sequence[Mapping[str, Any]], name: str) -> Figure | None:
     return Figure.of([evaluation[name] for evaluation in evaluations]) if evaluations else None
+
+
+def _overlap(results: Sequence[Result]) -> Figure | None:
+    parts = [run["parts_ms"] for run in results]
+    if not all(each.get("wire") and "hidden" in each for each in parts):
+        return None
+    return Figure.of([each["hidden"] / each["wire"] for each in parts])
 
 
 def _run_bytes(result: Result) -> float:

@@ -53,6 +53,7 @@ class Settings:
         synthetic: made images to train on, see ``DataSet.images``; 0: the real ones.
         link: the emulated link of each rank, as ``parse_link`` reads it; None: the real ones. Kept as ``Link`` prints
             it, so that one link has one text.
+        traced: write what the ranks do, which takes time.
 
     Raises:
         OptionError: a number out of range, or a text that is no link.
@@ -71,6 +72,7 @@ class Settings:
     evaluate_every: int = 67
     synthetic: int = 0
     link: str | None = None
+    traced: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "epochs", "batch_size", "evaluate_every"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from typing import Any
 from ..checkpoint import atomic_file
 from ..comm.launch import LaunchOptions, launch
 from ..comm.link import link_of_process, parse_link
+from ..comm.trace_file import tracing
 from ..data.cache import locked
 from ..errors import OptionError, check_int, check_number
 from .command import rank_command, read_ints, read_list, run_command, say
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``singa-lite bench sync`` with these arguments (None: those of this process); returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    return run_command(parser, lambda: compare(plan(given), given.target, given.out, given.data))
+    return run_command(parser, lambda: compare(plan(given), given.target, given.out, given.data, given.trace))
 
 
 def plan(given: argparse.Namespace) -> list[Settings]:
@@ -62,11 +64,16 @@ def plan(given: argparse.Namespace) -> list[Settings]:
     same["lr"] = data_set.lr if given.lr is None else given.lr
     same["synthetic"] = given.synthetic or 0
     same["link"] = None if link is None else str(link)
+    same["traced"] = given.trace is not None
     return [Settings(option=option, seed=seed, **same) for seed in seeds for option in options]
 
 
 def compare(
-    settings: Sequence[Settings], target: float | None, folder: Path, data: Path | None = None
+    settings: Sequence[Settings],
+    target: float | None,
+    folder: Path,
+    data: Path | None = None,
+    trace: Path | None = None,
 ) -> int:
     """Make the runs that are not in ``folder`` yet, and print the table of all.
 
@@ -75,6 +82,7 @@ def compare(
         target: accuracy to reach, 0 to 1; None: no columns of it.
         folder: of the runs' files; table.json in it gets what the table says.
         data: folder of the data; None: their cache.
+        trace: of settings that are ``traced``, the file of a single run, see ``_trace_of``.
 
     Returns:
         0, or the exit code of the run that failed; then there is no table, and the runs before it stay.
@@ -93,7 +101,8 @@ def compare(
             start = f"[{number}/{len(settings)}] seed {each.seed} {each.option}"
             result = runs.find(each)
             if result is None:
-                code = _run(each, runs, data)
+                with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
+                    code = _run(each, runs, data, variables)
                 if code != 0:
                     say(f"{start}: failed with exit code {code}; call again for what is missing")
                     return code
@@ -110,14 +119,26 @@ def compare(
     return 0
 
 
-def _run(settings: Settings, runs: Runs, data: Path | None) -> int:
-    """Train in processes of their own and add the run; returns the exit code, and adds nothing if it is not 0."""
+def _trace_of(trace: Path | None, settings: Settings) -> Path | None:
+    """Return the file for the trace of one of several runs: trace.json becomes trace-fp16-0.json, with the seed."""
+    if trace is None:
+        return None
+    option = re.sub(r"[^\w.=-]", "-", settings.option)
+    return trace.with_name(f"{trace.stem}-{option}-{settings.seed}{trace.suffix}")
+
+
+def _run(settings: Settings, runs: Runs, data: Path | None, variables: Mapping[str, str]) -> int:
+    """Train in processes of their own and add the run; returns the exit code, and adds nothing if it is not 0.
+
+    Args:
+        variables: of the ranks' environment.
+    """
     # written by rank 0; the run counts when all ranks have ended
     measured = runs.path(settings).with_suffix(".measured")
     measured.unlink(missing_ok=True)
     bar = "bar" if sys.stderr.isatty() else ""
     given = (json.dumps(asdict(settings)), str(measured.resolve()), str(data or ""), bar)
-    options = LaunchOptions(num_servers=0, link=settings.link)
+    options = LaunchOptions(num_servers=0, link=settings.link, worker_env=variables)
     code = launch(rank_command("train", *given), settings.ranks, options)
     if code == 0:
         try:
@@ -240,6 +261,12 @@ def _parser() -> argparse.ArgumentParser:
         default=default.evaluate_every,
         metavar="STEPS",
         help="from one evaluation to the next, while the clock stands (default %(default)s)",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what each rank did in its steps, as `singa-lite run` does; of several runs FILE-OPTION-SEED",
     )
     add("--out", type=Path, default=Path("runs/bench-sync"), metavar="DIR", help="default %(default)s")
     return parser

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from .models import make_model, takes_dist_option
 from .runs import Settings
 
 EVAL_BATCH = 500
+WARM_STEPS = 10  # whose parts do not count, where there are others: they record and allocate
 
 
 def main(settings: str, result: str, folder: str, bar: str) -> None:
@@ -127,7 +128,7 @@ class Trainer:
         count = len(self._images.train_labels)
         self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
         self._step_s: list[float] = []
-        self._parts_s: dict[str, list[float]] = {}
+        self._parts_s: dict[str, list[float | None]] = {}
         self._bytes = Sent()
         self._evaluations: list[dict[str, Any]] = []
 
@@ -142,7 +143,7 @@ class Trainer:
             loss: mean over the last epoch's batches and ranks.
             steps, train_s: of the run; seconds of rank 0, without evaluations.
             step_ms: median over rank 0's steps.
-            parts_ms: of each part of a step the median; "wait" is what it waited for collectives.
+            parts_ms: of each part of a step (sync/step_seconds.py) the mean over rank 0's steps.
             bytes_sent, bytes_payload: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
@@ -167,7 +168,7 @@ class Trainer:
             "steps": len(self._step_s),
             "train_s": clock.seconds,
             "step_ms": 1e3 * statistics.median(self._step_s),
-            "parts_ms": {name: 1e3 * statistics.median(values) for name, values in self._parts_s.items()},
+            "parts_ms": self._parts_ms(),
             "bytes_sent": [int(count) for count in by_rank[0]],
             "bytes_payload": [int(count) for count in by_rank[1]],
             "epochs": epochs,
@@ -216,9 +217,19 @@ class Trainer:
         self._bytes.payload += self.dist.bytes_payload
         return value
 
-    def _step_parts(self) -> dict[str, float]:
-        """Return the seconds of parts of the last step, by name; the table has a column for each."""
-        return {"wait": self.dist.wait_s}
+    def _step_parts(self) -> dict[str, float | None]:
+        """Return the seconds of parts of the last step, by name."""
+        seconds = self.dist.step_seconds
+        return {"wait": self.dist.wait_s} if seconds is None else asdict(seconds)
+
+    def _parts_ms(self) -> dict[str, float]:
+        """Return the mean of each part that is known of all steps, without the first ones if there are others."""
+        kept = {name: values[WARM_STEPS:] or values[1:] or values for name, values in self._parts_s.items()}
+        return {
+            name: 1e3 * statistics.fmean(known)
+            for name, values in kept.items()
+            if len(known := [value for value in values if value is not None]) == len(values)
+        }
 
     def _batch(
         self, images: np.ndarray, labels: np.ndarray, indices: np.ndarray | slice

@@ -81,11 +81,14 @@ class Dgc(BucketedSync):
         return self._density_at(step)  # Nesterov's rule is a guard of SGD's own
 
     def _density_at(self, step: StepContext) -> float:
-        """Return the share to send: for each rung of the ladder above ``density`` as many steps, and then that."""
+        """Return the share to send: for each rung of the ladder above ``density`` as many steps, and then that.
+
+        Where the warm-up does not divide evenly, the smaller shares have a step more.
+        """
         done = step.step - (step.step if self._first is None else self._first)
         rungs = [share for share in LADDER if share > step.options.density]
         if done < step.options.warmup and rungs:
-            return rungs[done * len(rungs) // step.options.warmup]
+            return rungs[((done + 1) * len(rungs) - 1) // step.options.warmup]
         return float(step.options.density)
 
     def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:

@@ -172,6 +172,11 @@ def test_the_table_says_what_the_files_of_the_runs_say(compared):
         assert cells["loss"] == spread([each["epochs"][-1]["loss"] for each in results], ".4f")
         assert cells["step ms"] == spread([each["step_ms"] for each in results], ".1f")
         assert cells["wait ms"] == spread([each["parts_ms"]["wait"] for each in results], ".2f")
+        for part in ("compute", "pack", "compress", "wire", "decompress", "update"):
+            assert cells[f"{part} ms"] == spread([each["parts_ms"][part] for each in results], ".2f")
+            assert part == "pack" or min(each["parts_ms"][part] for each in results) > 0
+        overlaps = [100 * each["parts_ms"]["hidden"] / each["parts_ms"]["wire"] for each in results]
+        assert cells["overlap %"] == spread(overlaps, ".0f")
         assert cells["bytes sent a step and rank"] == f"{sent / 6 / 2:,.0f}"
         assert cells["MB sent by all in the run"] == f"{sent / 1e6:,.2f}"
         assert cells["fp32's / its"] == f"{fp32_bytes / sent:.1f}"
@@ -373,6 +378,7 @@ PLAIN = Settings("cnn-mnist", "fp32")
 OTHERS = {
     "model": "mlp-mnist", "option": "fp16", "seed": 1, "ranks": 3, "epochs": 3, "graph": True, "batch_size": 65,
     "lr": 0.1, "momentum": 0.8, "weight_decay": 0.0, "evaluate_every": 68, "synthetic": 9, "link": "1gbit,1ms",
+    "traced": True,
 }  # fmt: skip
 OTHER_PLACES = {
     "machine": {"cores": 4}, "software": {"singa-lite": "2"}, "inputs": {"data": "b"}, "environment": {"threads": "2"}

@@ -339,3 +339,17 @@ def test_models_name_their_data():
     assert [data_set_of(name).title for name in ("cnn-mnist", "resnet20-cifar10", "x.py:f")] == [
         "MNIST", "CIFAR-10", "MNIST",
     ]  # fmt: skip
+
+
+# ---- the trace ---------------------------------------------------------------------------------------
+
+
+def test_each_run_has_a_trace_of_its_own(tmp_path):
+    arguments = ["--model", small_model(tmp_path), *TRAINED, "--out", tmp_path / "out"]
+    done = bench("sync", *arguments, "--options", "fp32,sparseTopK:0.5", "--trace", tmp_path / "trace.json")
+    assert done.returncode == 0, done.stderr
+    for name in ("trace-fp32-0.json", "trace-sparseTopK-0.5-0.json"):
+        events = json.loads((tmp_path / name).read_bytes())["traceEvents"]
+        assert {event["pid"] for event in events} == {0, 1}
+        assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {1, 2}
+    assert all(run["settings"]["traced"] for run in runs_of(tmp_path / "out"))

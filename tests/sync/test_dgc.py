@@ -13,6 +13,8 @@ from singa_lite import autograd
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, DTypeError, OptionError
+from singa_lite.sync import find_schemes
+from singa_lite.sync.base import StepContext
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.sync.by_hand import (
@@ -228,11 +230,21 @@ def warm_up(communicator: Any) -> tuple[list[int], int]:
 
 def test_a_recorded_warm_up_has_one_record_a_rung() -> None:
     lengths = [30, 18 + 3, 6]  # at a threshold of 20
-    shares = [0.25] * 3 + [0.0625] * 3 + [0.015625] * 2 + [0.01] * 4
-    assert [int(3 * step / 8) for step in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    shares = [0.25] * 2 + [0.0625] * 3 + [0.015625] * 3 + [0.01] * 4
     for sent, num_records in run_ranks(warm_up, 2):
         assert sent == [sum(sparse_bytes(n, math.ceil(share * n)) for n in lengths) for share in shares]
         assert num_records == 4
+
+
+def test_a_warm_up_of_an_epoch_of_ten_sends_93_times_less() -> None:
+    net, size = alone(), 431080
+    scheme = find_schemes()["dgc"](net.optimizer.communicator, 1, 1, net.optimizer)
+    options = type(scheme).Options(warmup=469)
+    scheme._first = 0
+    shares = [scheme._density_at(StepContext(options, step, net.optimizer)) for step in range(4690)]
+    sent = sum(sparse_bytes(size, math.ceil(share * size)) for share in shares)
+    assert [shares.count(share) for share in (0.25, 0.0625, 0.015625, 0.004)] == [117, 117, 117, 118]
+    assert 4690 * 4 * size / sent >= 93
 
 
 def alone(**sgd: Any) -> Net:
