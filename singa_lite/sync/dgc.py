@@ -16,6 +16,8 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
@@ -121,8 +123,11 @@ class Dgc(BucketedSync):
 
     # ---- one group ---------------------------------------------------------------------------------------
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        refuse_half("dgc", names, dtype)
+
     def exchange(self, bucket: Bucket) -> Exchange:
-        refuse_half("dgc", bucket)
         run, flat = bucket.backend.run, bucket.flat
         velocity, residual = self.state.of(bucket)
         if self._factors:

@@ -48,8 +48,11 @@ class Sign(BucketedSync):
         self._lr: float | None = None  # of the step that left the residuals
         self._ends: dict[Bucket, Array] = {}
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        refuse_half("sign", names, dtype)
+
     def exchange(self, bucket: Bucket) -> Exchange:
-        refuse_half("sign", bucket)
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat
         [residual] = self.state.of(bucket)
         if self.options.corr:  # flat + ratio * residual
