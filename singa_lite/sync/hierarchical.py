@@ -109,6 +109,9 @@ class Hierarchical(BucketedSync):
         self._weight = inner.size * num_hosts / self.communicator.size
         self._inner, self._between, self._loaded = inner, between, None
         self._kind, self._text = kind, text
+        groups = [each for each in (inner, between) if each is not None]
+        for each in groups:
+            each.abort_together([*groups, self.communicator])
         self._counted = {each: each.traffic.copy() for each in (inner, between) if each is not None}
 
     def check(self, bucket: Bucket) -> None:
