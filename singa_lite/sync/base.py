@@ -480,12 +480,8 @@ def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
     Args:
         without: names of options to leave out.
     """
-    values = (
-        (each.name, getattr(options, each.name)) for each in fields(options) if each.name not in without
-    )
-    # numpy's numbers print fewer digits than they have
-    plain = ((name, value.item() if isinstance(value, np.generic) else value) for name, value in values)
-    return "".join(f":{name}={value}" for name, value in plain)
+    each = (field.name for field in fields(options) if field.name not in without)
+    return "".join(f":{name}={getattr(options, name)}" for name in each)
 
 
 def option_names(scheme: type[Scheme]) -> list[str]:
