@@ -5,6 +5,8 @@
     python benchmarks/allreduce.py --torch-python ~/torchvenv/bin/python   # and gloo, from that interpreter
     python benchmarks/allreduce.py --ranks 2,3,4 --json allreduce.json
 
+`singa-lite bench allreduce` measures other collectives, transports and links; this script is for the peers.
+
 Call + wait, in place, on numpy arrays (gloo: on a torch tensor). A round is the median over many calls, on
 the slowest rank; peers are interleaved within a round; the table gives the median of 7 rounds. Where gloo's own
 rounds differ by more than 1.5 times the machine was not quiet, and the rounds of that size are run again.

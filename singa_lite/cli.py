@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `run` starts ranks, `bench` compares dist_options, `plan` predicts, `info` lists what runs here."""
+"""The command line: `run` starts ranks, `bench` measures, `plan` predicts, `info` lists what runs here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,17 @@ from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
 from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
+from .comm.trace_file import tracing
 from .errors import CommError, OptionError
 
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
-    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--timeout-s T] "
-    "[--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
+    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
+    "[--timeout-s T] [--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
+)
+BENCHES = (
+    "sync: train with several dist_options and compare them; compare: two results of sync; "
+    "allreduce: time collectives"
 )
 LIMIT_S = 30.0  # a broken MPI or driver may hang where its name is read
 ASK_CUDA = (
@@ -48,20 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | info")
     commands.add_parser("info", help="list what was built and which transports work")
     run, plan = _add_run(commands), _add_plan(commands)
-    bench = commands.add_parser("bench", help="sync: train with several dist_options and compare them")
-    bench.add_argument("what", choices=["sync"], help="`singa-lite bench sync --help` lists its options")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of it")
+    bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
+    bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
+    )
     options = parser.parse_args(arguments)
     if options.name == "info":
         print(info())
         return 0
     if options.name == "bench":
-        from .bench.sync import main as bench_sync  # with the data sets: `run` starts sooner without
-
-        return bench_sync(options.arguments)
+        return _bench(options.what, options.arguments)
     if options.name == "plan":
         return _plan(plan, options)
     return _run(run, options)
+
+
+def _bench(what: str, arguments: Sequence[str]) -> int:
+    """Run a command of the folder bench/, imported here as `run` starts sooner without the data sets."""
+    if what == "sync":
+        from .bench.sync import main as bench
+    elif what == "compare":
+        from .bench.compare import main as bench
+    else:
+        from .bench.allreduce import main as bench
+    return bench(arguments)
 
 
 def _add_run(commands: Any) -> argparse.ArgumentParser:
@@ -121,6 +138,13 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         metavar="RATE,LATENCY",
         help="have collectives take as long as over a link of this rate and latency per hop for each rank, for example "
         "100mbit,1ms; kbit, mbit, gbit; us, ms, s; not with -H or -s",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what each rank did in its steps, as Chrome trace events for ui.perfetto.dev; with -H to a folder "
+        "that all hosts share",
     )
     add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
     add(
@@ -254,7 +278,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _check_numbers(parser, options)
-    launch_options = LaunchOptions(
+    given = LaunchOptions(
         timeout_s=options.timeout_s,
         exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
         log_dir=options.log_dir,
@@ -263,21 +287,30 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         worker_env=_variables(parser, "--env-worker", options.env_worker),
         server_env=_variables(parser, "--env-server", options.env_server),
     )
-    is_local = _is_local(parser, options)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    is_local, command = _is_local(parser, options), _command(parser, options)
+    placement = None
+    if not is_local:
+        placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
+        if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
+            line = srun_line(command, options.num_workers, given)
+            parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
+    with tracing(options.trace) as variables:
+        launch_options = replace(given, worker_env={**given.worker_env, **variables})
+        if placement is None:
+            return launch(command, options.num_workers, launch_options)
+        return launch_on_hosts(command, options.num_workers, placement, launch_options)
+
+
+def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Return the arguments of Python."""
+    command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("which script? singa-lite run -n 2 train.py")
     if options.is_module:
-        command = ["-m", *command]
-    elif not Path(command[0]).exists():
+        return ["-m", *command]
+    if not Path(command[0]).exists():
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
-    if is_local:
-        return launch(command, options.num_workers, launch_options)
-    placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
-    if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-        line = srun_line(command, options.num_workers, launch_options)
-        parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
-    return launch_on_hosts(command, options.num_workers, placement, launch_options)
+    return command
 
 
 def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ SWITCHES = {
     "SINGA_LITE_LOST_FD": "where a rank's watchdog tells rank_wrapper.py that the rank is lost, set by that",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
     "SINGA_LITE_LINK": "emulated link of each rank, such as 100mbit,1ms (comm/link.py), set by `singa-lite run --link`",
+    "SINGA_LITE_TRACE": "folder for what the processes' steps did, set by `singa-lite run --trace`",
     "SINGA_LITE_HOST": "what this process calls its host, so that one machine can play several (split_by_host)",
     "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
     "SINGA_LITE_NCCL_BLOCKING": "1: NCCL's calls return sooner, but its start and connections have no deadline",
@@ -44,12 +45,14 @@ class OfThread(threading.local):
         recording: False inside ``autograd.no_grad()``.
         recorder: what records this thread's step (graph.recorder.Recorder), else None.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
+        clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
     """
 
     training: bool = False
     recording: bool = True
     recorder: Any = None  # Any: types of modules above
     capture: Any = None
+    clock: Any = None
 
 
 @dataclass
@@ -66,6 +69,7 @@ class State:
         store: the process's store of a job (kvstore.base.KVStore), made at first use.
         store_pid: likewise the process that made it.
         store_arguments: what it was made with.
+        trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
@@ -82,6 +86,7 @@ class State:
     store: Any = None  # Any: likewise
     store_pid: int = 0
     store_arguments: dict[str, Any] = field(default_factory=dict)
+    trace: Any = None  # Any: likewise
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it

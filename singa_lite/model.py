@@ -13,6 +13,7 @@ from . import autograd
 from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from .config import this_thread
 from .errors import CheckpointError, GraphError, OptionError
+from .graph.clock import begin_step
 from .layer.base import Layer
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
@@ -133,6 +134,7 @@ class Model(Layer):
             return self._evaluate(*inputs, **options)
         if not self._is_compiled:
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
+        begin_step()
         this_thread.training = True
         self._prepare()
         if not self._use_graph:

@@ -40,10 +40,17 @@ COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "o
 IMPORTS_BOTH = "opt.dist"
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
 # imported inside a function: the one imports cupy, when a CUDA device is made, the other the data sets
-LATE = {"device": {"backend.cuda"}, "cli": {"bench.sync"}}
+LATE = {"device": {"backend.cuda"}, "cli": {"bench.sync", "bench.compare", "bench.allreduce"}}
 DATA_SEES = {"errors", "config"}
 
-OPTIONAL = {"cupy", "mpi4py", "onnx", "matplotlib", "threadpoolctl"}  # may be imported where they are used
+OPTIONAL = {
+    "cupy",
+    "mpi4py",
+    "onnx",
+    "matplotlib",
+    "threadpoolctl",
+    "tqdm",
+}  # may be imported where they are used
 IMPORTS_BY_NAME = {
     "_native",
     "comm",

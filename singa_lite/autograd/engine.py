@@ -20,6 +20,7 @@ from typing import Any
 from ..config import state, this_thread
 from ..device import Device
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError
+from ..graph.clock import begin_step, lap
 from ..tensor import Tensor
 from ..tensor.core import check_alike
 
@@ -100,8 +101,10 @@ class Operator:
         recording = this_thread.training and this_thread.recording
         context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
         recorder = this_thread.recorder
-        if recorder is not None and any(context.needs_grad):  # arithmetic on gradients is not recorded
-            recorder.phase = "Forward"
+        if any(context.needs_grad):  # arithmetic on gradients is not recorded
+            begin_step()
+            if recorder is not None:
+                recorder.phase = "Forward"
         result = self.forward(context, *(tensor.array for tensor in inputs))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
@@ -200,6 +203,7 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     """
     check_recorded(y)
     assert y.creator is not None
+    lap("forward")
     if this_thread.recorder is not None:
         this_thread.recorder.phase = "Backward"
     return _walk(y.creator, y.creator_output, _seed(y, dy))
@@ -265,6 +269,7 @@ def _walk(root: Node, output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor
                 if uses[source] == 0 and source in gradients:
                     array = gradients.pop(source).release(source.device.backend)
                     yield source, Tensor.wrap(array, source.device)
+    lap("backward")
 
 
 def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:

@@ -151,6 +151,7 @@ class Backend(ABC):
 
     name: str = ""
     alignment_bytes = 1  # where an array in a larger one should begin
+    runs_behind_host = False  # whether a kernel may still run when its call has returned
 
     def run(
         self, kernel: str, /, *inputs: Array, out: Array | tuple[Array, ...], **attributes: object

@@ -23,6 +23,12 @@ COLOURS = (
     "#7a5195",
     "#555555",
 )  # Okabe, Ito
+# what the error is drawn over: label, name in an evaluation, factor
+CHARTS = (
+    ("seconds of training", "seconds", 1.0),
+    ("MB sent by all ranks", "bytes_sent", 1e-6),
+    ("steps", "step", 1.0),
+)
 LEAST_ERROR = 0.01  # %: an error of 0 has no logarithm
 STYLE = (
     "body{font:15px/1.5 sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#222;background:#fff}"
@@ -75,11 +81,7 @@ def page(
         heading: lines that say how the runs were made.
         target: accuracy, 0 to 1, that the table has columns of; None: it has none.
     """
-    charts = [
-        _chart("seconds of training", results, "seconds", 1),
-        _chart("MB sent by all ranks", results, "bytes_sent", 1e-6),
-        _chart("steps", results, "step", 1),
-    ]
+    charts = [_chart(label, results, name, scale) for label, name, scale in CHARTS]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>dist_options</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>dist_options compared</h1>\n<pre>{escape(heading)}</pre>\n"
@@ -109,7 +111,7 @@ def _legend(options: Sequence[str]) -> str:
 def _chart(label: str, results: Mapping[str, Sequence[Result]], name: str, scale: float) -> str:
     """Return an SVG of the error over one of the numbers of evaluations."""
     lines = [
-        (number, _points(run, name, scale)) for number, runs in enumerate(results.values()) for run in runs
+        (number, points_of(run, name, scale)) for number, runs in enumerate(results.values()) for run in runs
     ]
     across = Axis.over([x for _, points in lines for x, _ in points], LEFT, WIDTH - MARGIN)
     up = Axis.over([y for _, points in lines for _, y in points], HEIGHT - BOTTOM, MARGIN)
@@ -143,7 +145,7 @@ def _grid(across: Axis, up: Axis) -> str:
     return "".join(parts)
 
 
-def _points(run: Result, name: str, scale: float) -> Points:
+def points_of(run: Result, name: str, scale: float) -> Points:
     """Return (number, error in %) of each evaluation; one before anything was sent has no place on the axis."""
     found = ((scale * each[name], 100 * (1 - each["accuracy"])) for each in run["evaluations"])
     return [(x, max(error, LEAST_ERROR)) for x, error in found if x > 0]

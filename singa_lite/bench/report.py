@@ -54,10 +54,12 @@ class Row:
         step_bytes, step_payload: of a step of a rank: the last epoch's bytes by its steps and the ranks.
         run_bytes: of all steps and ranks.
         fp32_ratio: the mean run_bytes of fp32 by those of this option; None without a row of fp32, or without bytes.
-        step_ms, wait_ms: medians of a run; what rank 0 waited for collectives.
+        step_ms: median of a run.
+        parts_ms: name -> the same of a part of the step.
         train_s: seconds without evaluations.
         num_reached: runs that reached the target.
         target_s, target_steps, target_bytes: until they did, over these runs; bytes of all ranks. None: no run did.
+        is_synthetic: whether the images were made, not those of a data set.
     """
 
     option: str
@@ -69,24 +71,28 @@ class Row:
     run_bytes: Figure
     fp32_ratio: float | None
     step_ms: Figure
-    wait_ms: Figure
+    parts_ms: Mapping[str, Figure]
     train_s: Figure
     num_reached: int
     target_s: Figure | None
     target_steps: Figure | None
     target_bytes: Figure | None
+    is_synthetic: bool = False
 
 
-def rows_of(runs: Mapping[str, Sequence[Result]], target: float | None) -> list[Row]:
+def rows_of(
+    runs: Mapping[str, Sequence[Result]], target: float | None, is_synthetic: bool = False
+) -> list[Row]:
     """Return a row for each option.
 
     Args:
         runs: option -> the results of its seeds, at least one each.
         target: accuracy, 0 to 1; None: no run reaches it.
+        is_synthetic: of the rows.
     """
     plain = [option for option in runs if _is_fp32(option)]
     reference = statistics.fmean(_run_bytes(run) for run in runs[plain[0]]) if plain else None
-    return [_row(option, results, reference, target) for option, results in runs.items()]
+    return [_row(option, results, reference, target, is_synthetic) for option, results in runs.items()]
 
 
 def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
@@ -111,7 +117,13 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 
-def _row(option: str, results: Sequence[Result], reference: float | None, target: float | None) -> Row:
+def _row(
+    option: str,
+    results: Sequence[Result],
+    reference: float | None,
+    target: float | None,
+    is_synthetic: bool,
+) -> Row:
     reached = [when_reached(run, target) for run in results] if target is not None else []
     there = [evaluation for evaluation in reached if evaluation is not None]
     run_bytes = Figure.of([_run_bytes(run) for run in results])
@@ -126,12 +138,15 @@ def _row(option: str, results: Sequence[Result], reference: float | None, target
         run_bytes=run_bytes,
         fp32_ratio=reference / run_bytes.mean if reference is not None and run_bytes.mean else None,
         step_ms=Figure.of([run["step_ms"] for run in results]),
-        wait_ms=Figure.of([run["wait_ms"] for run in results]),
+        parts_ms={
+            name: Figure.of([run["parts_ms"][name] for run in results]) for name in results[0]["parts_ms"]
+        },
         train_s=Figure.of([run["train_s"] for run in results]),
         num_reached=len(there),
         target_s=until["seconds"],
         target_steps=until["step"],
         target_bytes=until["bytes_sent"],
+        is_synthetic=is_synthetic,
     )
 
 
@@ -139,13 +154,13 @@ def cells_of(row: Row, target: float | None) -> dict[str, str]:
     """Return the cells of a row by the names of their columns, those of the target only if there is one."""
     cells = {
         "option": row.option,
-        "accuracy %": row.accuracy.text(".2f", 100),
+        f"accuracy %{', made images' if row.is_synthetic else ''}": row.accuracy.text(".2f", 100),
         "loss": row.loss.text(".4f"),
         "bytes sent a step and rank": row.step_bytes.text(",.0f"),
         "MB sent by all in the run": row.run_bytes.text(",.2f", 1e-6),
         "fp32's / its": "-" if row.fp32_ratio is None else f"{row.fp32_ratio:.1f}",
         "step ms": row.step_ms.text(".1f"),
-        "waited ms": row.wait_ms.text(".2f"),
+        **{f"{name} ms": figure.text(".2f") for name, figure in row.parts_ms.items()},
     }
     if target is not None:
         some = "" if row.num_reached in (0, row.num_runs) else f", {row.num_reached} of {row.num_runs} runs"

@@ -25,14 +25,16 @@ import numpy as np
 
 from .. import config
 from ..checkpoint import atomic_file
+from ..comm.link import parse_link
 from ..comm.rendezvous import threads_per_rank
-from ..data.mnist import load_mnist
-from ..errors import check_int, check_number
+from ..errors import OptionError, check_int, check_number
+from .datasets import Images
 from .models import MODELS, split_name
 
-FORMAT = 1  # of a run's file; another one is another identity
+FORMAT = 2  # of a run's file; another one is another identity
 NAME_CHARACTERS = 16  # of the hash: 64 bits
-WHERE_DATA_IS = ("MNIST_DIR", "SINGA_LITE_CACHE")  # switches that change no number: the data are hashed
+# switches that are no part of the environment of a run: its data are hashed, its link is a setting
+NOT_HASHED = ("MNIST_DIR", "SINGA_LITE_CACHE", "SINGA_LITE_LINK")
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Settings:
         graph: record the steps.
         batch_size: samples a rank and step, >= 1.
         lr, momentum, weight_decay: of SGD.
-        mean, std: inputs are (pixel / 255 - mean) / std.
         evaluate_every: steps from one evaluation to the next, >= 1.
+        synthetic: made images to train on, see ``DataSet.images``; 0: the real ones.
+        link: the emulated link of each rank, as ``parse_link`` reads it; None: the real ones. Kept as ``Link`` prints
+            it, so that one link has one text.
 
     Raises:
-        OptionError: a number out of range.
+        OptionError: a number out of range, or a text that is no link.
     """
 
     model: str
@@ -64,14 +68,17 @@ class Settings:
     lr: float = 0.005
     momentum: float = 0.9
     weight_decay: float = 1e-5
-    mean: float = 0.1307
-    std: float = 0.3081
     evaluate_every: int = 67
+    synthetic: int = 0
+    link: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "epochs", "batch_size", "evaluate_every"):
             check_int("bench", name, getattr(self, name), 1)
-        check_int("bench", "seed", self.seed, 0)
+        for name in ("seed", "synthetic"):
+            check_int("bench", name, getattr(self, name), 0)
+        if self.link is not None:
+            object.__setattr__(self, "link", str(parse_link("bench: link", self.link)))
         for name in ("lr", "momentum", "weight_decay"):
             check_number("bench", name, getattr(self, name), 0)
 
@@ -93,19 +100,19 @@ class Place:
     environment: Mapping[str, str]
 
     @classmethod
-    def here(cls, model: str, ranks: int) -> Place:
-        """Return that of this machine; fetches the data where they are not cached yet.
-
-        Raises:
-            DataError: there are no data. OptionError: there is no such model.
-        """
-        inputs = {} if model in MODELS else {"model": _hash_of(split_name(model)[0].read_bytes())}
-        inputs["data"] = _hash_of(*(array.tobytes() for array in load_mnist()))
-        switches = {name: config.env(name) for name in config.SWITCHES if name not in WHERE_DATA_IS}
+    def here(cls, ranks: int, inputs: Mapping[str, str]) -> Place:
+        """Return that of this machine, where so many ranks share its cores; ``inputs`` as ``inputs_of`` returns."""
+        switches = {name: config.env(name) for name in config.SWITCHES if name not in NOT_HASHED}
         environment = {name: value for name, value in switches.items() if value is not None}
         environment["threads"] = os.environ.get("OMP_NUM_THREADS") or str(threads_per_rank(ranks))
         environment["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        return cls(_machine(), _software(), inputs, environment)
+        return cls(machine_facts(), software_facts(), inputs, environment)
+
+
+def inputs_of(model: str, images: Images) -> dict[str, str]:
+    """Return hashes of the data and, unless the model is one of MODELS, of its file; OptionError without that."""
+    inputs = {} if model in MODELS else {"model": _hash_of(split_name(model)[0].read_bytes())}
+    return {**inputs, "data": _hash_of(*(array.tobytes() for array in images))}
 
 
 class Runs:
@@ -114,11 +121,19 @@ class Runs:
     Args:
         folder: where the files are.
         place: that of new runs.
+
+    Raises:
+        OptionError: it cannot be made, as there is a file of its name, say.
     """
 
     def __init__(self, folder: Path, place: Place) -> None:
         self.folder, self.place = folder, place
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"bench: the folder of runs, {folder}, cannot be made ({error.strerror}); name another with --out"
+            ) from error
 
     def path(self, settings: Settings) -> Path:
         """Return the file of a run of these settings at this place."""
@@ -181,7 +196,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) and "result" in content else None
 
 
-def _machine() -> dict[str, Any]:
+def machine_facts() -> dict[str, Any]:
+    """Return what times depend on: processors, cores, system, host."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -195,7 +211,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _software() -> dict[str, str]:
+def software_facts() -> dict[str, str]:
     """Return versions; a hash of the package's files tells apart two states of a checkout with one version."""
     package = Path(__file__).resolve().parents[1]
     files = [

@@ -5,26 +5,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import atomic_file
 from ..comm.launch import LaunchOptions, launch
+from ..comm.link import link_of_process, parse_link
 from ..data.cache import locked
-from ..errors import OptionError, SingaLiteError, check_number
-from .models import MODELS
+from ..errors import OptionError, check_int, check_number
+from .command import rank_command, read_ints, read_list, run_command, say
+from .datasets import data_set_of
+from .models import MODELS, check_model
 from .page import page
-from .report import as_json, rows_of, table
-from .runs import Place, Runs, Settings, machine_text
+from .picture import picture
+from .report import Result, as_json, rows_of, table
+from .runs import FORMAT, Place, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
-TABLE, PAGE = "table.json", "table.html"
-# the package of a rank is this one, whatever the current folder holds
-RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.train import main; main(*sys.argv[1:])"
+TABLE, PAGE, PICTURE = "table.json", "table.html", "table.png"
+SYNTHETIC = 5000  # made images to train on, unless another number is given
 EPILOG = """
 Each option and seed runs in processes of its own, options in turn. A run that is finished in DIR is not repeated unless
 its settings, the data, the machine or the installed version differ. "threshold=x" in an option, as in
@@ -36,15 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``singa-lite bench sync`` with these arguments (None: those of this process); returns the exit code."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    try:
-        return compare(plan(given), given.target, given.out)
-    except OptionError as error:
-        parser.error(str(error))
-    except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-        return 141  # 128 + SIGPIPE, as in a shell
-    except (OSError, SingaLiteError) as error:
-        sys.exit(f"singa-lite bench sync: {error}")
+    return run_command(parser, lambda: compare(plan(given), given.target, given.out, given.data))
 
 
 def plan(given: argparse.Namespace) -> list[Settings]:
@@ -53,66 +47,78 @@ def plan(given: argparse.Namespace) -> list[Settings]:
     Raises:
         OptionError: an option, seed or number that no run can have, or one given twice.
     """
-    options = [option.strip() for option in given.options.split(",")]
-    seeds = _ints("seeds", given.seeds)
-    for name, values in (("options", options), ("seeds", seeds)):
-        if len(set(values)) < len(values):
-            raise OptionError(f"bench: --{name} {getattr(given, name)} has one twice; leave it out")
+    options, seeds = read_list("options", given.options), read_ints("seeds", given.seeds)
     for option in options:
         split_threshold(option)
     check_number("bench", "target", 1.0 if given.target is None else given.target, 0, 1)
-    same = {name: getattr(given, name) for name in ("model", "ranks", "epochs", "graph", "batch_size", "lr")}
-    every = {"evaluate_every": given.evaluate_every}
-    return [Settings(option=option, seed=seed, **same, **every) for seed in seeds for option in options]
+    if given.synthetic is not None:
+        check_int("bench", "synthetic", given.synthetic, 1)
+        if given.data is not None:
+            raise OptionError("bench: --data names real images and --synthetic makes others; leave one out")
+    data_set = data_set_of(given.model)
+    link = link_of_process() if given.link is None else parse_link("--link", given.link)
+    same = {name: getattr(given, name) for name in ("model", "ranks", "epochs", "graph", "batch_size")}
+    same["evaluate_every"], same["weight_decay"] = given.evaluate_every, data_set.weight_decay
+    same["lr"] = data_set.lr if given.lr is None else given.lr
+    same["synthetic"] = given.synthetic or 0
+    same["link"] = None if link is None else str(link)
+    return [Settings(option=option, seed=seed, **same) for seed in seeds for option in options]
 
 
-def compare(settings: Sequence[Settings], target: float | None, folder: Path) -> int:
+def compare(
+    settings: Sequence[Settings], target: float | None, folder: Path, data: Path | None = None
+) -> int:
     """Make the runs that are not in ``folder`` yet, and print the table of all.
 
     Args:
         settings: of the runs, which differ in option and seed alone.
         target: accuracy to reach, 0 to 1; None: no columns of it.
         folder: of the runs' files; table.json in it gets what the table says.
+        data: folder of the data; None: their cache.
 
     Returns:
         0, or the exit code of the run that failed; then there is no table, and the runs before it stay.
 
     Raises:
-        OptionError: there is no such model. DataError: there are no data. CheckpointError: a file cannot be written.
+        OptionError: there is no such model, or the folder cannot be made. DataError: there are no data.
+        CheckpointError: a file cannot be written.
     """
     first = settings[0]
-    runs = Runs(folder, Place.here(first.model, first.ranks))
+    check_model(first.model)
+    images = data_set_of(first.model).images(first.synthetic, data)
+    runs = Runs(folder, Place.here(first.ranks, inputs_of(first.model, images)))
     results: dict[str, list[dict[str, Any]]] = {each.option: [] for each in settings}
     with locked(folder / "lock"):  # two commands would make the same runs, and disturb each other's times
         for number, each in enumerate(settings, 1):
             start = f"[{number}/{len(settings)}] seed {each.seed} {each.option}"
             result = runs.find(each)
             if result is None:
-                code = _run(each, runs)
+                code = _run(each, runs, data)
                 if code != 0:
-                    _say(f"{start}: failed with exit code {code}; call again for what is missing")
+                    say(f"{start}: failed with exit code {code}; call again for what is missing")
                     return code
                 result = runs.find(each)
                 assert result is not None  # just written
                 how = f"{result['train_s']:.1f} s of training"
             else:
                 how = f"finished before, {runs.path(each)}"
-            _say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
+            say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
             for reason in result["break_reasons"]:
-                _say(f"  steps ran eagerly: {reason}")
+                say(f"  steps ran eagerly: {reason}")
             results[each.option].append(result)
         _report(settings, results, target, runs)
     return 0
 
 
-def _run(settings: Settings, runs: Runs) -> int:
+def _run(settings: Settings, runs: Runs, data: Path | None) -> int:
     """Train in processes of their own and add the run; returns the exit code, and adds nothing if it is not 0."""
-    measured = runs.path(settings).with_suffix(
-        ".measured"
-    )  # by rank 0; the run counts when all ranks have ended
+    # written by rank 0; the run counts when all ranks have ended
+    measured = runs.path(settings).with_suffix(".measured")
     measured.unlink(missing_ok=True)
-    command = ["-c", RANK.format(sys.path), json.dumps(asdict(settings)), str(measured.resolve())]
-    code = launch(command, settings.ranks, LaunchOptions(num_servers=0))
+    bar = "bar" if sys.stderr.isatty() else ""
+    given = (json.dumps(asdict(settings)), str(measured.resolve()), str(data or ""), bar)
+    options = LaunchOptions(num_servers=0, link=settings.link)
+    code = launch(rank_command("train", *given), settings.ranks, options)
     if code == 0:
         try:
             runs.add(settings, json.loads(measured.read_bytes()))
@@ -131,15 +137,15 @@ def _report(
     target: float | None,
     runs: Runs,
 ) -> None:
-    """Print the table and write it as JSON and HTML; name the runs in the folder that are left out."""
-    first, rows = settings[0], rows_of(results, target)
-    seeds = sorted({each.seed for each in settings})
+    """Print the table and write it as JSON, HTML and PNG; name the runs in the folder that are left out."""
+    first, rows = settings[0], rows_of(results, target, settings[0].synthetic > 0)
     devices = sorted({result["device"] for of_option in results.values() for result in of_option})
-    same = {name: value for name, value in asdict(first).items() if name not in ("option", "seed")}
     content = {
+        "format": FORMAT,
         **asdict(runs.place),
-        "settings": same,
-        "seeds": seeds,
+        "settings": {name: value for name, value in asdict(first).items() if name not in ("option", "seed")},
+        "data": data_set_of(first.model).text(first.synthetic),
+        "seeds": _seeds(settings),
         "target": target,
         "devices": devices,
         "rows": as_json(rows),
@@ -147,37 +153,52 @@ def _report(
             option: [runs.path(each).name for each in settings if each.option == option] for option in results
         },
     }
-    with atomic_file(runs.folder / TABLE) as file:
-        file.write(json.dumps(content, indent=1).encode())
-    heading = (
-        f"{machine_text(runs.place)}; {', '.join(devices)}, {runs.place.environment['threads']} threads a rank\n"
-        f"{first.model}, {first.ranks} ranks, batch {first.batch_size} a rank, {first.epochs} epochs, "
-        f"seeds {', '.join(map(str, seeds))}, SGD lr {first.lr} momentum {first.momentum} weight decay "
-        f"{first.weight_decay}, inputs (pixel / 255 - {first.mean}) / {first.std}, "
-        f"{'recorded' if first.graph else 'eager'} steps\n"
-        "mean (lowest to highest) of the seeds"
-    )
-    with atomic_file(runs.folder / PAGE) as file:
-        file.write(page(rows, results, heading, target).encode())
+    heading = _heading(settings, devices, runs.place)
+    texts = {TABLE: json.dumps(content, indent=1), PAGE: page(rows, results, heading, target)}
+    for name, text in texts.items():
+        with atomic_file(runs.folder / name) as file:
+            file.write(text.encode())
+    written = [*texts, *_draw(results, heading, runs.folder)]
     foreign = list(runs.foreign())
     if foreign:
-        _say("not in the table, as they were made elsewhere:\n  " + "\n  ".join(foreign))
-    saved = ", ".join(str((runs.folder / name).resolve()) for name in (TABLE, PAGE))
+        say("not in the table, as they were made elsewhere:\n  " + "\n  ".join(foreign))
+    saved = ", ".join(str((runs.folder / name).resolve()) for name in written)
     print(f"{heading}\n\n{table(rows, target)}\n\nsaved: {saved}")
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _heading(settings: Sequence[Settings], devices: Sequence[str], place: Place) -> str:
+    """Return lines that say how the runs were made."""
+    first = settings[0]
+    data_set = data_set_of(first.model)
+    return (
+        f"{machine_text(place)}; {', '.join(devices)}, {place.environment['threads']} threads a rank\n"
+        f"{first.model}, {first.ranks} ranks, batch {first.batch_size} a rank, {first.epochs} epochs, "
+        f"seeds {', '.join(map(str, _seeds(settings)))}, SGD lr {first.lr} momentum {first.momentum} weight decay "
+        f"{first.weight_decay}, inputs (pixel / 255 - {_numbers(data_set.mean)}) / {_numbers(data_set.std)}, "
+        f"{'recorded' if first.graph else 'eager'} steps\n"
+        f"data: {data_set.text(first.synthetic)}; link: {first.link or 'that of the machine'}\n"
+        "mean (lowest to highest) of the seeds"
+    )
 
 
-def _ints(name: str, text: str) -> list[int]:
-    """Return the numbers of "0,1,2"."""
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise OptionError(
-            f"bench: --{name} {text!r}: expected ints with commas between, as in 0,1,2"
-        ) from None
+def _draw(results: Mapping[str, Sequence[Result]], heading: str, folder: Path) -> list[str]:
+    """Write the picture; return its name, or none where matplotlib is not installed, which is said."""
+    (folder / PICTURE).unlink(missing_ok=True)  # an older one would show other runs
+    drawn = picture(results, heading)
+    if drawn is None:
+        say(f"no {PICTURE}, as matplotlib is not installed: pip install 'singa-lite[bench]' has it drawn")
+        return []
+    with atomic_file(folder / PICTURE) as file:
+        file.write(drawn)
+    return [PICTURE]
+
+
+def _seeds(settings: Sequence[Settings]) -> list[int]:
+    return sorted({each.seed for each in settings})
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return str(values[0]) if len(values) == 1 else str(tuple(values))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -193,7 +214,26 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--batch-size", type=int, default=default.batch_size, metavar="N", help="a rank (default %(default)s)"
     )
-    add("--lr", type=float, default=default.lr, help="learning rate (default %(default)s)")
+    add("--lr", type=float, help="learning rate (default 0.005 on MNIST, 0.05 on CIFAR-10)")
+    add(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="of the images (default: MNIST_DIR, or a cache, fetched once)",
+    )
+    add(
+        "--synthetic",
+        type=int,
+        nargs="?",
+        const=SYNTHETIC,
+        metavar="COUNT",
+        help="made images of learnable classes instead, COUNT to train on (default %(const)s), a fifth to test on",
+    )
+    add(
+        "--link",
+        metavar="RATE,LATENCY",
+        help="emulated link of each rank, as in `singa-lite run`: 100mbit,1ms",
+    )
     add(
         "--evaluate-every",
         type=int,

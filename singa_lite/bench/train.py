@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank of a run does: train as the Settings say, and, on rank 0, write down what was measured.
 
-A rank is started as ``main(settings as JSON, file for the result)``.
+A rank is started as ``main(settings as JSON, file for the result, folder of the data or "", "bar" or "")``.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +25,24 @@ from ..model import Model
 from ..opt import SGD, DistOpt
 from ..opt.dist import THRESHOLD
 from ..sync.text import read_dist_option
+from .datasets import DataSet, data_set_of
 from .models import make_model, takes_dist_option
 from .runs import Settings
 
 EVAL_BATCH = 500
-IMAGE_SHAPE = (1, 28, 28)
 
 
-def main(settings: str, result: str) -> None:
+def main(settings: str, result: str, folder: str, bar: str) -> None:
     """Train as one rank of the world that the environment names.
 
     Args:
         settings: a Settings as JSON.
         result: the file that rank 0 writes its measurements to, as JSON.
+        folder: of the data; "": their cache.
+        bar: "bar" has rank 0 show a progress bar, if tqdm is installed; "": none.
     """
-    trainer = Trainer(Settings(**json.loads(settings)))
-    measured = trainer.run()
+    trainer = Trainer(Settings(**json.loads(settings)), Path(folder) if folder else None)
+    measured = trainer.run(is_shown=bool(bar) and trainer.dist.global_rank == 0)
     if trainer.dist.global_rank == 0:
         with atomic_file(Path(result)) as file:
             file.write(json.dumps(measured).encode())
@@ -102,37 +103,46 @@ class Sent:
 class Trainer:
     """One rank's model, optimizer and data, and what it has measured.
 
+    Args:
+        settings: how to train.
+        folder: of the data; None: their cache.
+
     Attributes:
         dist: the DistOpt.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
         self._settings = settings
+        self._data_set = data_set_of(settings.model)
         self._option, threshold = split_threshold(settings.option)
         sgd = SGD(lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
         self.dist = DistOpt(sgd, dist_option=self._option, threshold=threshold)
         self._device = create_device(self.dist.local_rank)
         self._device.SetRandSeed(settings.seed)
-        self._model = _compiled(settings, self.dist, self._device)
+        self._model = _compiled(settings, self._data_set, self.dist, self._device)
         # the argument's default may be another option
         self._options = {"dist_option": self._option} if takes_dist_option(self._model) else {}
-        self._mnist = data.load_mnist()
+        self._images = self._data_set.images(settings.synthetic, folder)
         world, rank = self.dist.world_size, self.dist.global_rank
-        count = len(self._mnist.train_labels)
+        count = len(self._images.train_labels)
         self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
         self._step_s: list[float] = []
-        self._wait_s: list[float] = []
+        self._parts_s: dict[str, list[float]] = {}
         self._bytes = Sent()
         self._evaluations: list[dict[str, Any]] = []
 
-    def run(self) -> dict[str, Any]:
+    def run(self, *, is_shown: bool = False) -> dict[str, Any]:
         """Train for all epochs; return what was measured, with the bytes of all ranks.
+
+        Args:
+            is_shown: show a progress bar on standard error, if tqdm is installed.
 
         Returns:
             accuracy: of all test images, after the last step.
             loss: mean over the last epoch's batches and ranks.
             steps, train_s: of the run; seconds of rank 0, without evaluations.
-            step_ms, wait_ms: medians over rank 0's steps; what it waited for collectives.
+            step_ms: median over rank 0's steps.
+            parts_ms: of each part of a step the median; "wait" is what it waited for collectives.
             bytes_sent, bytes_payload: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
@@ -142,9 +152,10 @@ class Trainer:
         """
         epochs = []
         self._sum(np.zeros(1))  # all ranks are there
-        clock = Clock()
-        for epoch in range(self._settings.epochs):
-            epochs.append(self._epoch(clock, is_last=epoch == self._settings.epochs - 1))
+        with _shown(self._settings, len(self._sampler) if is_shown else 0) as advance:
+            clock = Clock()
+            for epoch in range(self._settings.epochs):
+                epochs.append(self._epoch(clock, advance, is_last=epoch == self._settings.epochs - 1))
         with clock.stopped():
             by_rank = np.zeros((2, self.dist.world_size))
             by_rank[:, self.dist.global_rank] = self._bytes.sent, self._bytes.payload
@@ -156,7 +167,7 @@ class Trainer:
             "steps": len(self._step_s),
             "train_s": clock.seconds,
             "step_ms": 1e3 * statistics.median(self._step_s),
-            "wait_ms": 1e3 * statistics.median(self._wait_s),
+            "parts_ms": {name: 1e3 * statistics.median(values) for name, values in self._parts_s.items()},
             "bytes_sent": [int(count) for count in by_rank[0]],
             "bytes_payload": [int(count) for count in by_rank[1]],
             "epochs": epochs,
@@ -166,13 +177,14 @@ class Trainer:
             "device": str(self._device),
         }
 
-    def _epoch(self, clock: Clock, *, is_last: bool) -> dict[str, Any]:
-        settings, mnist = self._settings, self._mnist
+    def _epoch(self, clock: Clock, advance: Callable[[], object], *, is_last: bool) -> dict[str, Any]:
+        settings, images = self._settings, self._images
         before, loss_sum = Sent(self._bytes.sent, self._bytes.payload), 0.0
         self._model.train()
         for number, indices in enumerate(self._sampler, 1):
-            batch = _batch(settings, mnist.train_images, mnist.train_labels, indices)
+            batch = self._batch(images.train_images, images.train_labels, indices)
             loss_sum += self._step(*batch)
+            advance()
             is_end = is_last and number == len(self._sampler)
             if len(self._step_s) % settings.evaluate_every == 0 or is_end:
                 with clock.stopped():
@@ -198,21 +210,31 @@ class Trainer:
         _, loss = self._model(inputs, labels, **self._options)
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
-        self._wait_s.append(self.dist.wait_s)
+        for name, seconds in self._step_parts().items():
+            self._parts_s.setdefault(name, []).append(seconds)
         self._bytes.sent += self.dist.bytes_sent
         self._bytes.payload += self.dist.bytes_payload
         return value
 
+    def _step_parts(self) -> dict[str, float]:
+        """Return the seconds of parts of the last step, by name; the table has a column for each."""
+        return {"wait": self.dist.wait_s}
+
+    def _batch(
+        self, images: np.ndarray, labels: np.ndarray, indices: np.ndarray | slice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return data.make_batch(images, labels, indices, mean=self._data_set.mean, std=self._data_set.std)
+
     def _evaluate(self, seconds: float) -> None:
         """Append an evaluation of all test images, of the ranks' average, which training does not go on from."""
-        images, labels = self._mnist.test_images, self._mnist.test_labels
+        images, labels = self._images.test_images, self._images.test_labels
         share = data.partition(len(labels), self.dist.global_rank, self.dist.world_size)
         correct = 0
         with _averaged(self._model, self.dist):
             self._model.eval()
             for first in range(share.start, share.stop, EVAL_BATCH):
                 part = slice(first, min(first + EVAL_BATCH, share.stop))
-                x, y = _batch(self._settings, images, labels, part)
+                x, y = self._batch(images, labels, part)
                 out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
                 correct += int(np.count_nonzero(out.argmax(axis=1) == y))
         totals = np.array([correct, self._bytes.sent, self._bytes.payload], np.float64)
@@ -231,18 +253,30 @@ class Trainer:
         self.dist.all_reduce(values)
 
 
-def _compiled(settings: Settings, dist: DistOpt, device: Any) -> Model:
+def _compiled(settings: Settings, data_set: DataSet, dist: DistOpt, device: Any) -> Model:
     model = make_model(settings.model)
     model.set_optimizer(dist)
-    zeros = tensor.zeros((settings.batch_size, *IMAGE_SHAPE), device)
+    zeros = tensor.zeros((settings.batch_size, *data_set.shape), device)
     model.compile([zeros], use_graph=settings.graph)
     return model
 
 
-def _batch(
-    settings: Settings, images: np.ndarray, labels: np.ndarray, indices: np.ndarray | slice
-) -> tuple[np.ndarray, np.ndarray]:
-    return data.make_batch(images, labels, indices, mean=settings.mean, std=settings.std)
+@contextmanager
+def _shown(settings: Settings, steps: int) -> Iterator[Callable[[], object]]:
+    """Give what to call after each step: it moves a progress bar over so many steps an epoch, 0 for none."""
+    bar = None
+    if steps:
+        with suppress(ImportError):  # of the extra bench
+            from tqdm import tqdm
+
+            # standard error is a pipe to the launcher, which shows bars where its own is a terminal
+            title = f"seed {settings.seed} {settings.option}"
+            bar = tqdm(total=steps * settings.epochs, desc=title, leave=False, ncols=100, unit="step")
+    try:
+        yield bar.update if bar is not None else lambda: None
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 @contextmanager
@@ -257,7 +291,3 @@ def _averaged(model: Model, dist: DistOpt) -> Iterator[None]:
     yield
     for name, state in states.items():
         state.copy_from_numpy(own[name])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

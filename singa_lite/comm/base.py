@@ -364,7 +364,8 @@ class Communicator(ABC):
             self._abort_others(error)
             raise
         work._on_failure = self._abort_others if self._aborts_with else None
-        work.name, work._on_end, work._arrays = operation.name, self._forget, (array, out, scale)
+        work.name, work.kind = operation.name, operation.kind
+        work._on_end, work._arrays = self._forget, (array, out, scale)
         if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2

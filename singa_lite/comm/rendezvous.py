@@ -29,6 +29,7 @@ from .lost_ranks import forget_members, list_member
 from .mpi_job import MpiJob, mpi_world, start_mpi
 from .p2p import Job, Messenger
 from .parent import end_with_parent
+from .trace_file import start_trace
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
 # Slurm: a real srun step sets SLURM_STEP_NUM_TASKS; a mere batch allocation does not.
@@ -170,6 +171,7 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     link = link_of_process()
     if world.transport == LocalCommunicator.transport:
         alone = LocalCommunicator(world, timeout_s)
+        start_trace(alone)
         return alone if link is None else LinkCommunicator(alone, link)
     transports = {word: kind for word, kind in find_transports().items() if kind.joins_worlds}
     check_choice("connect", "world.transport", world.transport, transports)
@@ -181,6 +183,7 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     hooks.communicators.append(communicator)
     end_with_parent()
     share_cores(world.local_size)
+    start_trace(communicator.host)
     return communicator
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..config import this_thread
 from ..errors import CommError, OptionError
+from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
@@ -79,12 +80,14 @@ class Work:
 
     Attributes:
         name: what the caller called it, e.g. the parameters of a bucket.
+        kind: such as "all_reduce" (base.KINDS).
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].
         bytes_payload: bytes of the array as sent.
         has_times: whether ``times`` knows anything; False over NCCL.
     """
 
     name: str = ""
+    kind: str = ""
     bytes_sent: int = 0
     bytes_payload: int = 0
     has_times: bool = True
@@ -92,6 +95,7 @@ class Work:
     _on_failure: Callable[[CommError], None] | None = None
     _arrays: tuple[Array | None, ...] = ()
     _result: Array | None = None
+    _was_waited: bool = False
 
     def wait(self, timeout_s: float | None = None) -> Array | None:
         """Block until the collective has ended; return the result of one with a new array, else None.
@@ -110,9 +114,19 @@ class Work:
                 self._on_failure(error)
             raise
         finally:
+            end = time.perf_counter()
             if self._on_end is not None:
-                self._on_end(self, time.perf_counter() - start)
+                self._on_end(self, end - start)
+            self._report(start, end)
         return self._result
+
+    def _report(self, start: float, end: float) -> None:
+        """Tell the clock of this thread's step that the host has waited, the first time: others return at once."""
+        clock = this_thread.clock
+        if clock is not None and clock.is_running and not self._was_waited:
+            self._was_waited = True
+            times = self._times() if self.has_times and self._is_done() else None
+            clock.waited(Waited(self.name, self.kind, self.bytes_sent, times, start, end))
 
     def done(self) -> bool:
         """Return whether wait() would return at once. Never blocks."""

@@ -4,7 +4,7 @@
 from .augment import pad_crop_flip
 from .cifar import Cifar, fetch_cifar10, load_cifar10, synthetic_cifar10
 from .loader import make_batch
-from .mnist import Mnist, load_mnist
+from .mnist import Mnist, load_mnist, synthetic_mnist
 from .prefetch import prefetch
 from .sampler import ShardedSampler, partition
 from .split import SplitSampler, batches
@@ -23,4 +23,5 @@ __all__ = [
     "partition",
     "prefetch",
     "synthetic_cifar10",
+    "synthetic_mnist",
 ]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import config
-from ..errors import DataError
+from ..errors import DataError, OptionError
 from .cache import cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
@@ -90,6 +90,35 @@ def load_mnist(folder: str | Path | None = None) -> Mnist:
     if folder:
         return read_folder(Path(folder))
     return Mnist(*(parse_idx(name, raw) for name, raw in _cached_files().items()))
+
+
+def synthetic_mnist(num_train: int, num_test: int, seed: int = 0) -> Mnist:
+    """Make random images in the shape of MNIST, to try a script or to measure time without the digits.
+
+    Each class has a random picture; its images are uniform noise on top of it, so that a model can learn to classify
+    them.
+
+    Args:
+        num_train: >= 1.
+        num_test: >= 1.
+        seed: >= 0; the same seed gives the same images.
+
+    Raises:
+        OptionError: an argument is out of range.
+
+    Example:
+        >>> synthetic_mnist(20, 10).test_images.shape
+        (10, 28, 28)
+    """
+    if num_train < 1 or num_test < 1 or seed < 0:
+        raise OptionError(f"synthetic_mnist: {num_train} + {num_test} images, seed {seed}; need >= 1, >= 0")
+    rng = np.random.default_rng(seed)
+    pictures = rng.integers(0, 128, (10, 28, 28), dtype=np.uint8)
+    parts: list[Array] = []
+    for count in (num_train, num_test):
+        labels = rng.integers(0, 10, count, dtype=np.uint8)
+        parts += [rng.integers(0, 128, (count, 28, 28), dtype=np.uint8) + pictures[labels], labels]
+    return Mnist(*parts)
 
 
 def cache_folder() -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import kvstore as stores
 from ..errors import DTypeError, GraphError, OptionError, check_choice, check_number
+from ..graph.clock import drop_step, lap
 from ..kvstore.base import KVStoreBase
 from ..kvstore.calls import Path
 from ..kvstore.store import KVStore, States
@@ -367,6 +368,8 @@ class Trainer:
         before = self._before
         self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
         self._before = sent, received, heads, wait_s
+        lap("update")
+        drop_step()
 
     def _moved(self) -> tuple[int, int, int, float]:
         if not isinstance(self._store, KVStore):

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
+from ..config import this_thread
+
 OnArrays = TypeVar("OnArrays", bound="ArrayNode")
 Call = TypeVar("Call", bound="PythonCall")
 
@@ -183,4 +185,13 @@ class StreamSwitch(PythonCall):
     name: ClassVar[str] = "Dist.stream"
 
 
-Node = Kernel | Collective | Wait | Host | StreamSwitch
+class ClockCall(PythonCall):
+    """``function(clock, *arguments)`` with the clock of the thread, which measures a step (clock.py)."""
+
+    name: ClassVar[str] = "Dist.clock"
+
+    def __call__(self) -> None:
+        self.function(this_thread.clock, *self.arguments)
+
+
+Node = Kernel | Collective | Wait | Host | StreamSwitch | ClockCall

@@ -15,6 +15,7 @@ from .. import autograd
 from ..backend.formulas import UPDATES
 from ..device import Device
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError
+from ..graph.clock import drop_step, lap
 from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.core import set_grads_fresh
@@ -223,10 +224,12 @@ class Optimizer:
 
     def step(self) -> None:
         """Count a step."""
+        lap("update")
         bookkeep(self._count_step)
 
     def _count_step(self) -> None:
         self._step_counter += 1
+        drop_step()
 
     def backward_and_update(self, loss: Tensor) -> None:
         """Do the same as calling the optimizer."""

@@ -22,17 +22,18 @@ from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
 from ..comm.work import Traffic
 from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..graph.clock import lap, pause_step
 from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, option_names, text_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
-from ..sync.text import options_by_name, read_dist_option, scheme_of_options, wrapped_field
+from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
-from .options import Option, check_options, join_options, options_at, with_defaults
+from .options import Option, check_options, join_options, values_at, with_defaults
 from .schedule import DecayScheduler, described
 from .sgd import SGD
 from .singa import SingaCalls
@@ -197,6 +198,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.guard()
         if not self._sums.is_last:
             self._sums.add(self._gradients(loss))
+            lap("backward")
+            pause_step()
             return
         self._begin(scheme, given)
         for param, grad in self._sums.means(self._gradients(loss)):
@@ -206,9 +209,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
         (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
+        lap("update")
         scheme.end([param for param, _ in pairs])
         self._sums.end()
-        bookkeep(self._end_call, scheme)
+        lap("update")
+        bookkeep(self._end_call, scheme, not loss.device.backend.runs_behind_host)
         self._called = scheme
         self.step()
 
@@ -240,9 +245,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._begin_measuring()
         scheme.follow(read)
 
-    def _end_call(self, scheme: Scheme) -> None:
-        """Note what the step has sent, at replays too."""
-        self._end_measuring()
+    def _end_call(self, scheme: Scheme, is_timed: bool) -> None:
+        """Note what the step has sent and how long it took, at replays too."""
+        self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
 
     def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
@@ -269,7 +274,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
             of_call = join_options("DistOpt", of_call, {"spars": spars})
         given |= of_call
-        check_options(scheme, given)
+        by_name = {name: value for name, value in given.items() if name != wrapped}
+        check_options(scheme_of_options(scheme, given), by_name)
         if self._clip_norm is not None and _clips(scheme):
             if "clip" in given:
                 raise OptionError(
@@ -281,7 +287,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
         """Return the step that is ``offset`` steps ahead; OptionError if ``opt`` does not fit."""
         step = self.opt._step_counter + offset
-        options = options_at(scheme, self._values(scheme, given), step)
+        options = make_options(scheme, values_at(self._values(scheme, given), step))
         if scheme.takes_momentum(options):
             self.opt.momentum_rule(step)
         return StepContext(options, step, self)

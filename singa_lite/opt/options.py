@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from ..errors import OptionError, check_number
-from ..sync.base import Scheme, text_of
-from ..sync.text import scheme_of_options, types_of, wrapped_field
 from .schedule import DecayScheduler
 
 Option = Any  # a number, a bool, or a DecayScheduler of numbers
@@ -30,15 +28,9 @@ def join_options(where: str, *several: Mapping[str, Option]) -> dict[str, Option
     return joined
 
 
-def check_options(scheme: type[Scheme], given: Mapping[str, Option]) -> None:
-    """Raise OptionError for a name or type that ``scheme.Options`` does not have; a DecayScheduler is a number.
-
-    Of a scheme that wraps another, ``given`` has the options of that one, as ``sync.text.options_by_name`` gives them.
-    """
-    if first := wrapped_field(scheme):
-        check_options(scheme_of_options(scheme, given), {k: v for k, v in given.items() if k != first})
-        return
-    types = types_of(scheme) if given else {}
+def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
+    """Raise OptionError for a name or type that ``scheme.Options`` does not have; a DecayScheduler is a number."""
+    types = get_type_hints(scheme.Options) if given else {}
     unknown = sorted(set(given) - set(types))
     if unknown:
         have = f"its options are {', '.join(types)}" if types else "it has no options"
@@ -54,14 +46,9 @@ def check_options(scheme: type[Scheme], given: Mapping[str, Option]) -> None:
             check_number(scheme.names[0], name, value)
 
 
-def options_at(scheme: type[Scheme], given: Mapping[str, Option], step: int) -> Any:
-    """Return ``scheme.Options`` with the values of ``given`` at ``step``; see ``check_options``."""
-    values = {name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
-    if first := wrapped_field(scheme):
-        wrapped = scheme_of_options(scheme, values)
-        values.pop(first, None)
-        values = {first: wrapped.names[0] + text_of(wrapped.Options(**values))}
-    return scheme.Options(**values)
+def values_at(given: Mapping[str, Option], step: int) -> dict[str, Any]:
+    """Return the values of ``given`` at ``step``."""
+    return {name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
 
 
 def with_defaults(options: Any, names: Iterable[str]) -> Any:

@@ -20,7 +20,8 @@ import numpy as np
 from ..config import state, this_thread
 from ..device import get_default_device
 from ..graph.arena import share_memory
-from ..graph.nodes import Collective, Host, Kernel, Node
+from ..graph.clock import without_empty_laps
+from ..graph.nodes import ClockCall, Collective, Host, Kernel, Node
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
 from ..layer.base import layers_of
@@ -118,7 +119,7 @@ class Record:
         """Turn the tape into what a replay runs."""
         backend = self._device.backend
         views = [recorder.view(tensor.array) for tensor in inputs]
-        nodes = backend.lower(pack_in_place(recorder.nodes))
+        nodes = without_empty_laps(backend.lower(pack_in_place(recorder.nodes)))
 
         def make(num_bytes: int) -> Any:
             found = next((arena for arena in arenas if arena.nbytes >= num_bytes), None)
@@ -136,6 +137,7 @@ class Record:
             dict.fromkeys(node.communicator for node in nodes if isinstance(node, Collective))
         )
         self._replay_nodes = backend.compile(self._nodes)
+        self._nodes = [node for node in self._nodes if not isinstance(node, ClockCall)]
 
     def fits(self, known: Known) -> bool:
         """Return whether a replay would do what the step does now; ``known`` collects what was compared."""

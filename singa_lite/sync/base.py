@@ -30,6 +30,7 @@ import numpy as np
 from ..comm.base import Communicator
 from ..comm.work import Traffic, Work
 from ..errors import CheckpointError, DTypeError
+from ..graph.clock import lap
 from ..graph.recorder import host, scalar, unrecorded
 from ..tensor import Tensor
 from .grouping import Grouping, layout
@@ -211,10 +212,12 @@ class Scheme:
         """Replace the values of ``params``, of one dtype and device, by their averages over the ranks."""
         backend, arrays = params[0].device.backend, [param.array for param in params]
         flat = backend.empty((sum(param.size() for param in params),), params[0].dtype)
-        backend.run("pack", *arrays, out=flat)
         name = self.collective_name(self.names_of(params))
+        backend.run("pack", *arrays, out=flat)
+        lap("pack", name)
         self.communicator.all_reduce(flat, "mean", name=name).wait()
         backend.run("unpack", flat, out=tuple(arrays))
+        lap("decompress", name)
 
     # ---- one step --------------------------------------------------------------------------------------
 
@@ -345,9 +348,11 @@ class BucketInFlight:
     def start(self, grads: list[Tensor]) -> None:
         """Pack ``grads`` into the bucket and run the exchange to its first yield."""
         bucket = self.bucket
+        lap("backward")
         with bucket.backend.packing(bucket.flat) as self.packed:
             arrays = (grad.array for grad in grads)
             bucket.backend.run("pack", *arrays, out=bucket.flat, alignment=bucket.alignment)
+            lap("pack", bucket.name)
             self._advance(None)
 
     def advance_soon(self) -> None:
@@ -367,6 +372,7 @@ class BucketInFlight:
             self.pending = self._steps.send(result)
         except StopIteration:
             self.pending = None
+        lap("compress" if self.pending is not None else "decompress", self.bucket.name)
 
 
 class BucketedSync(Scheme, ABC):
@@ -439,6 +445,7 @@ class BucketedSync(Scheme, ABC):
             if calls:
                 device = self._in_flight[0].bucket.params[0].device
                 host(_call, calls, [[Tensor.wrap(a, device) for a in call.arrays] for call in calls])
+                lap("compress")
             for in_flight in self._in_flight:
                 in_flight.advance()
                 if in_flight.pending is None:  # it has ended

@@ -18,12 +18,14 @@ from ..comm.base import Communicator, is_cuda_array
 from ..comm.work import Traffic
 from ..device import Device, create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, ShapeError
+from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import persist
 from ..tensor import Tensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
 from .sparse_threshold import check_magnitude, count_selected, send_selected
 from .sparse_top_k import check_share, send_top_k
+from .step_seconds import StepSeconds, step_seconds
 
 RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 
@@ -41,6 +43,7 @@ class ArrayCollectives:
         self.communicator = communicator
         # until the last step began, of the last step, and of all steps
         self._before, self._last, self._total = Traffic(), Traffic(), Traffic()
+        self._times: StepTimes | None = None
         self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
     def _compare_if_loaded(self) -> None:
@@ -66,12 +69,20 @@ class ArrayCollectives:
         """Seconds the host waited for collectives in the last step."""
         return self._last.wait_s
 
+    @property
+    def step_seconds(self) -> StepSeconds | None:
+        """Where the time of the last step went; None before the first one, and on CUDA, which runs behind the host."""
+        return None if self._times is None else step_seconds(self._times, self._last.bytes_sent)
+
     def _begin_measuring(self) -> None:
         self._before = self.communicator.traffic.copy()
 
-    def _end_measuring(self) -> None:
+    def _end_measuring(self, is_timed: bool) -> None:
+        """Count what was sent since the step began; of a device whose kernels run behind the host no seconds."""
         self._last = self.communicator.traffic.since(self._before)
         self._total.add(self._last)
+        times = end_step()
+        self._times = times if is_timed else None
 
     def broadcast(self, params: Iterable[Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank."""

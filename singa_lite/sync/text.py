@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
-from .base import Scheme
+from .base import Scheme, text_of
 
 BOOLS = {"1": True, "true": True, "0": False, "false": False}
 # what Python reads besides, such as 1_0, spaces, other alphabets' digits and inf, is a slip of the pen here
@@ -94,6 +94,15 @@ def scheme_of_options(scheme: type[Scheme], options: Mapping[str, Any]) -> type[
     """Return the scheme whose options are given by name: ``scheme``, or the one that it wraps."""
     first = wrapped_field(scheme)
     return read_dist_option(options.get(first, getattr(scheme.Options(), first))).scheme if first else scheme
+
+
+def make_options(scheme: type[Scheme], values: dict[str, Any]) -> Any:
+    """Return the ``Options`` with ``values``, as ``options_by_name`` gives them: a wrapped scheme's in its text."""
+    if first := wrapped_field(scheme):
+        wrapped = scheme_of_options(scheme, values)
+        inner = wrapped.Options(**{name: value for name, value in values.items() if name != first})
+        values = {first: wrapped.names[0] + text_of(inner)}
+    return scheme.Options(**values)
 
 
 def wrapped_field(scheme: type[Scheme]) -> str:

@@ -20,6 +20,7 @@ import pytest
 
 from singa_lite import cli, device, tensor
 from singa_lite.bench import sync, train
+from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import make_model
 from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
 from singa_lite.bench.report import rows_of, when_reached
@@ -170,7 +171,7 @@ def test_the_table_says_what_the_files_of_the_runs_say(compared):
         assert cells["accuracy %"] == spread([100 * each["accuracy"] for each in results], ".2f")
         assert cells["loss"] == spread([each["epochs"][-1]["loss"] for each in results], ".4f")
         assert cells["step ms"] == spread([each["step_ms"] for each in results], ".1f")
-        assert cells["waited ms"] == spread([each["wait_ms"] for each in results], ".2f")
+        assert cells["wait ms"] == spread([each["parts_ms"]["wait"] for each in results], ".2f")
         assert cells["bytes sent a step and rank"] == f"{sent / 6 / 2:,.0f}"
         assert cells["MB sent by all in the run"] == f"{sent / 1e6:,.2f}"
         assert cells["fp32's / its"] == f"{fp32_bytes / sent:.1f}"
@@ -219,7 +220,7 @@ def result_of(*accuracies, sent=100):
     ]
     epoch = {"loss": 1.0, "steps": 5, "bytes_sent": 2 * sent, "bytes_payload": sent}
     return {
-        "accuracy": accuracies[-1], "loss": 1.0, "steps": 10, "train_s": 3.0, "step_ms": 2.0, "wait_ms": 1.0,
+        "accuracy": accuracies[-1], "loss": 1.0, "steps": 10, "train_s": 3.0, "step_ms": 2.0, "parts_ms": {"wait": 1.0},
         "bytes_sent": [sent, 2 * sent], "bytes_payload": [sent, sent], "epochs": [epoch, epoch],
         "evaluations": evaluations,
     }  # fmt: skip
@@ -350,7 +351,12 @@ def test_killing_the_command_leaves_no_rank_and_no_run(digits, tmp_path):
     again = run(digits, tmp_path, *options)
     assert again.returncode == 0, again.stdout + again.stderr
     assert again.stderr.count("finished before") == 1 and again.stderr.count("s of training") == 1
-    left = {path.name for path in (tmp_path / "out").iterdir()} - {"lock", "table.json", "table.html"}
+    left = {path.name for path in (tmp_path / "out").iterdir()} - {
+        "lock",
+        "table.json",
+        "table.html",
+        "table.png",
+    }
     assert all(re.fullmatch(r"run-\w{16}\.json", name) for name in left) and len(left) == 2
 
 
@@ -366,7 +372,7 @@ PLACE = Place({"cores": 2}, {"singa-lite": "1"}, {"data": "a"}, {"threads": "1"}
 PLAIN = Settings("cnn-mnist", "fp32")
 OTHERS = {
     "model": "mlp-mnist", "option": "fp16", "seed": 1, "ranks": 3, "epochs": 3, "graph": True, "batch_size": 65,
-    "lr": 0.1, "momentum": 0.8, "weight_decay": 0.0, "mean": 0.0, "std": 1.0, "evaluate_every": 68,
+    "lr": 0.1, "momentum": 0.8, "weight_decay": 0.0, "evaluate_every": 68, "synthetic": 9, "link": "1gbit,1ms",
 }  # fmt: skip
 OTHER_PLACES = {
     "machine": {"cores": 4}, "software": {"singa-lite": "2"}, "inputs": {"data": "b"}, "environment": {"threads": "2"}
@@ -467,9 +473,13 @@ def test_the_clock_stands_during_evaluations():
     assert seen == [3.0, 7.0]
 
 
-@pytest.mark.parametrize(("name", "example"), [("cnn-mnist", "cnn.CNN"), ("mlp-mnist", "mlp.MLP")])
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [("cnn-mnist", "cnn.CNN"), ("mlp-mnist", "mlp.MLP"), ("resnet20-cifar10", "resnet.ResNet20")],
+)
 def test_the_models_are_those_of_the_examples(name, example):
-    x, outputs = np.random.default_rng(0).normal(size=(4, 1, 28, 28)).astype(np.float32), []
+    shape = (4, *data_set_of(name).shape)
+    x, outputs = np.random.default_rng(0).normal(size=shape).astype(np.float32), []
     for made in (make_model(name), load(example)()):
         dev = device.get_default_device()
         dev.SetRandSeed(3)
@@ -500,8 +510,16 @@ def test_a_threshold_is_taken_out_of_the_option():
         (["--options", "fp32", "--ranks", "0"], "ranks = 0"),
         (["--options", "fp32", "--evaluate-every", "0"], "evaluate_every = 0"),
         (["--options", "fp32", "--target", "98"], "target = 98.0"),
-        (["--options", "fp32", "--model", "vgg"], "cnn-mnist, mlp-mnist, or file.py:function"),
+        (
+            ["--options", "fp32", "--model", "vgg"],
+            "cnn-mnist, mlp-mnist, resnet20-cifar10, or file.py:function",
+        ),
         (["--options", "fp32", "--model", "nowhere.py:f"], "there is no file"),
+        (["--options", ""], "--options '': expected names with commas between"),
+        (["--options", "fp32,,fp16"], "one is empty"),
+        (["--options", "fp32", "--link", "fast"], "--link: expected RATE,LATENCY such as 100mbit,1ms"),
+        (["--options", "fp32", "--synthetic", "0"], "synthetic = 0"),
+        (["--options", "fp32", "--synthetic", "--data", "."], "leave one out"),
     ],
 )
 def test_what_no_run_can_have_is_refused_before_anything_starts(

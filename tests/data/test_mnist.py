@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from singa_lite.data import __main__ as command
-from singa_lite.data import load_mnist, mnist
-from singa_lite.errors import DataError
+from singa_lite.data import load_mnist, mnist, synthetic_mnist
+from singa_lite.errors import DataError, OptionError
 from tests.limits import LIMIT_S
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "mnist"
@@ -251,3 +251,21 @@ def test_the_command_prints_where_the_data_are_or_what_is_wrong(monkeypatch, cap
     monkeypatch.setenv("MNIST_DIR", str(FIXTURE))
     assert command.main(["mnist"]) == 0
     assert f"300 training and 100 test images in {FIXTURE}" in capsys.readouterr().out
+
+
+# ---- random images -------------------------------------------------------------------------------------
+
+
+def test_random_images_repeat_with_their_seed_and_show_their_class():
+    images = synthetic_mnist(200, 50, seed=4)
+    assert [array.shape for array in images] == [(200, 28, 28), (200,), (50, 28, 28), (50,)]
+    assert {array.dtype for array in images} == {np.dtype(np.uint8)} and images.train_labels.max() <= 9
+    for ours, theirs in zip(images, synthetic_mnist(200, 50, seed=4), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(images.train_labels, synthetic_mnist(200, 50, seed=5).train_labels)
+    pictures = np.stack([images.train_images[images.train_labels == label].mean(0) for label in range(10)])
+    distances = np.linalg.norm(images.test_images[:, None] - pictures, axis=(2, 3))
+    assert (distances.argmin(axis=1) == images.test_labels).all()
+    for bad in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+        with pytest.raises(OptionError, match="synthetic_mnist"):
+            synthetic_mnist(*bad)

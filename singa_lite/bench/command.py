@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of `singa-lite bench` have in common: errors, exit codes, lists, and starting ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OptionError, SingaLiteError
+
+# the package of a rank is this one, whatever the current folder holds
+RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.{} import main; main(*sys.argv[1:])"
+
+
+def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int:
+    """Return the exit code of ``call``; end this process with the text of its error, 2 for an OptionError, else 1."""
+    try:
+        return call()
+    except OptionError as error:
+        parser.error(str(error))
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+        return 141  # 128 + SIGPIPE, as in a shell
+    except (OSError, SingaLiteError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def rank_command(module: str, *arguments: str) -> list[str]:
+    """Return the arguments of the Python interpreter that call ``main`` of a module of this folder."""
+    return ["-c", RANK.format(sys.path, module), *arguments]
+
+
+def say(line: str) -> None:
+    """Print a line that is no result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def read_list(option: str, text: str, known: Any = None) -> list[str]:
+    """Return the words of "a,b,c".
+
+    Args:
+        option: names it in errors, without "--".
+        text: at least one word, none twice.
+        known: the words there are (a collection); None: any.
+
+    Raises:
+        OptionError: another text.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise OptionError(f"bench: --{option} {text!r}: expected names with commas between, and one is empty")
+    if len(set(words)) < len(words):
+        raise OptionError(f"bench: --{option} {text} has one twice; leave it out")
+    if known is not None:
+        for word in words:
+            if word not in known:
+                raise OptionError(f"bench: --{option}: {word!r} is not known; choose of {', '.join(known)}")
+    return words
+
+
+def read_ints(option: str, text: str) -> list[int]:
+    """Return the numbers of "0,1,2"; OptionError for another text, or one with a number twice."""
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise OptionError(
+            f"bench: --{option} {text!r}: expected ints with commas between, as in 0,1,2"
+        ) from None
+    if len(set(numbers)) < len(numbers):
+        raise OptionError(f"bench: --{option} {text} has one twice; leave it out")
+    return numbers

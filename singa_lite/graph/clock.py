@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a step goes: laps that code of a step ends, eagerly and at every replay.
+
+What lives here: the clock of a thread. What does not: what counts as which phase (autograd/engine.py, sync/base.py,
+opt/dist.py), and the times of collectives (comm/work.py).
+
+Note [laps]: a step is cut into laps without holes. ``lap("pack")`` says that the time since the last lap ended went
+into packing, but for what the host waited for collectives meanwhile, which counts as "wait". In a recorded step a
+lap is a node, so a replay measures by the same calls; compiled kernels are cut there. It says nothing of kernels that
+run behind the host, and a CUDA graph has no laps.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+from ..config import this_thread
+from .nodes import ClockCall, Node
+from .trace import TraceWriter, trace_of_process
+
+MAX_WAITED = 4096  # of one step that are kept
+WAIT = "wait"
+
+
+class Span(NamedTuple):
+    """What the host did from ``start`` to ``end``, in seconds of ``time.perf_counter``.
+
+    Attributes:
+        phase: that of a lap, or "wait".
+        name: of what it was done to, such as the parameters of a bucket.
+    """
+
+    phase: str
+    name: str
+    start: float
+    end: float
+
+
+class Waited(NamedTuple):
+    """A collective that the host waited for, from ``start`` to ``end``.
+
+    Attributes:
+        name: what its caller called it.
+        kind: such as "all_reduce".
+        bytes_sent: what this rank put on a ring.
+        times: when it was posted, when all ranks were there and when it ended (comm.work.Times); None if unknown, or
+            if it failed.
+    """
+
+    name: str
+    kind: str
+    bytes_sent: int
+    times: tuple[float, float, float] | None
+    start: float
+    end: float
+
+
+class StepTimes:
+    """What a clock has measured from the beginning of a step to its end.
+
+    Attributes:
+        seconds: by phase.
+        waited: the collectives that the host waited for, in order, the first MAX_WAITED.
+        spans: of the laps and the waits, in order; empty unless the clock has a writer.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.waited: list[Waited] = []
+        self.spans: list[Span] = []
+
+
+class StepClock:
+    """The clock of one thread, see Note [laps].
+
+    Args:
+        writer: gets every step that ends, with its spans; None: steps have no spans.
+
+    Attributes:
+        is_running: whether a step has begun.
+    """
+
+    def __init__(self, writer: TraceWriter | None = None) -> None:
+        self.is_running = False
+        self._writer = writer
+        self._start = 0.0  # of the lap that runs
+        self._waits: list[Waited] = []  # in it
+        self._times = StepTimes()
+
+    def begin(self) -> None:
+        """Start the first lap of a step, or go on with a step that was paused; nothing if a lap runs."""
+        if not self.is_running:
+            self.is_running, self._start = True, perf_counter()
+            self._waits.clear()
+
+    def lap(self, phase: str, name: str) -> None:
+        """End a lap and start the next one; nothing if no step runs."""
+        if not self.is_running:
+            return
+        now = perf_counter()
+        seconds = self._times.seconds
+        if self._writer is not None:
+            self._add_spans(phase, name, now)
+        spent, self._start = now - self._start, now
+        for wait in self._waits:
+            waited = wait.end - wait.start
+            spent -= waited
+            seconds[WAIT] = seconds.get(WAIT, 0.0) + waited
+        seconds[phase] = seconds.get(phase, 0.0) + spent
+        self._waits.clear()
+
+    def waited(self, wait: Waited) -> None:
+        """Tell that the host has waited for a collective, since the lap began."""
+        if self.is_running and len(self._times.waited) < MAX_WAITED:
+            self._waits.append(wait)
+            self._times.waited.append(wait)
+
+    def pause(self) -> None:
+        """End a part of a step: what comes before the next ``begin`` does not count."""
+        self.is_running = False
+
+    def end(self) -> StepTimes:
+        """End a step; return what was measured since the last one ended."""
+        self.is_running = False
+        times, self._times = self._times, StepTimes()
+        if self._writer is not None and times.spans:
+            self._writer.add_step(times.spans, times.waited)
+        return times
+
+    def abandon(self) -> None:
+        """End a step that the end of the process cuts off."""
+        self.lap("unfinished", "")
+        self.end()
+
+    def _add_spans(self, phase: str, name: str, now: float) -> None:
+        """Add the spans of the lap that ends."""
+        spans, since = self._times.spans, self._start
+        for wait in self._waits:
+            spans += [Span(phase, name, since, wait.start), Span(WAIT, wait.name, wait.start, wait.end)]
+            since = wait.end
+        spans.append(Span(phase, name, since, now))
+
+
+def without_empty_laps(nodes: list[Node]) -> list[Node]:
+    """Return ``nodes`` without laps in which a replay does nothing."""
+    return [
+        node
+        for before, node in zip([None, *nodes], nodes, strict=False)
+        if not (_is_lap(before) and _is_lap(node))
+    ]
+
+
+def _is_lap(node: Node | None) -> bool:
+    return isinstance(node, ClockCall) and node.function is StepClock.lap
+
+
+def clock_of_thread() -> StepClock:
+    """Return the clock of this thread, made at first use."""
+    if this_thread.clock is None:
+        writer = trace_of_process()
+        this_thread.clock = StepClock(writer)
+        if writer is not None:
+            atexit.register(this_thread.clock.abandon)
+    clock: StepClock = this_thread.clock
+    return clock
+
+
+def begin_step() -> None:
+    """Begin a step, unless one runs, now and at this place of every replay."""
+    if not clock_of_thread().is_running:
+        _tell(StepClock.begin)
+
+
+def lap(phase: str, name: str = "") -> None:
+    """Count the time since the last lap as that of ``phase``, now and at this place of every replay, see Note [laps].
+
+    Args:
+        phase: "forward", "backward", "pack", "compress", "decompress" or "update".
+        name: of what it was done to, such as the parameters of a bucket.
+    """
+    if clock_of_thread().is_running:
+        _tell(StepClock.lap, phase, name)
+
+
+def pause_step() -> None:
+    """Have the step go on at the next ``begin_step``, now and at this place of every replay."""
+    _tell(StepClock.pause)
+
+
+def end_step() -> StepTimes:
+    """End the step of this thread's clock; return what was measured since the last one ended."""
+    return clock_of_thread().end()
+
+
+def drop_step() -> None:
+    """End a step that nobody has ended."""
+    if this_thread.clock is not None and this_thread.clock.is_running:
+        this_thread.clock.end()
+
+
+def _tell(function: Callable[..., None], *arguments: str) -> None:
+    if this_thread.recorder is not None:
+        this_thread.recorder.nodes.append(ClockCall(function, arguments))
+    function(clock_of_thread(), *arguments)

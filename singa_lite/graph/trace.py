@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write what the steps of this process did, a line of JSON a step, to its part of a trace.
+
+What lives here: writing a part. What does not: measuring steps (clock.py), who asks for a trace and joins its parts
+(comm/trace_file.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from ..config import env, state
+
+MAX_STEPS = 1000  # of a process: viewers of traces stop at about a million events
+SUFFIX = ".jsonl"
+
+
+class TraceWriter:
+    """One process's part of a trace: lines of JSON, each written at once, so that a killed process leaves them.
+
+    The first line says which process it is; ``tell`` adds what it learns later, such as its rank. A part that cannot
+    be written ends with a message; the process goes on.
+
+    Args:
+        folder: of all parts of a trace.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.pid = os.getpid()
+        self._num_steps = 0
+        self._threads: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._file: Any = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"{secrets.token_hex(8)}{SUFFIX}").open("ab", buffering=0)
+        except OSError as error:
+            self._give_up(error)
+        self.tell(pid=self.pid, rank=env("SINGA_LITE_RANK"))
+
+    def tell(self, **facts: Any) -> None:
+        """Add facts about this process, JSON values."""
+        self._write(facts)
+
+    def add_step(self, spans: list[Any], waited: list[Any]) -> None:
+        """Add a step, lists of clock.Span and clock.Waited; only MAX_STEPS, and none of a forked child."""
+        if self.pid != os.getpid():
+            return
+        with self._lock:
+            thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
+            self._num_steps += 1
+            number = self._num_steps
+        if number <= MAX_STEPS:
+            self._write({"step": number, "thread": thread, "spans": spans, "waited": waited})
+        elif number == MAX_STEPS + 1:
+            self._write({"is_cut": True})
+
+    def close(self) -> None:
+        """End the part; nothing is written any more."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        sys.stderr.write(f"singa_lite: the trace of process {self.pid} ends here: {error}\n")
+
+
+def trace_of_process() -> TraceWriter | None:
+    """Return what writes this process's part of a trace, made at first use; None: SINGA_LITE_TRACE asks for none."""
+    folder = env("SINGA_LITE_TRACE")
+    if folder is None:
+        return None
+    if state.trace is None or state.trace.pid != os.getpid():
+        state.trace = TraceWriter(Path(folder))
+        atexit.register(state.trace.close)
+    writer: TraceWriter = state.trace
+    return writer

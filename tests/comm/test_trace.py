@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`singa-lite run --trace`: what ranks did, on one time line, also after a failure and from several hosts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from singa_lite.comm.clock_offset import Offset, measure_offset, offset_at, pairs_with_rank_0
+from singa_lite.comm.trace_file import (
+    COMPUTE,
+    EXCHANGE,
+    WAIT,
+    WIRE,
+    Part,
+    chrome_trace,
+    join_trace,
+    parts_folder,
+    read_part,
+    tracing,
+)
+from singa_lite.errors import CommError, OptionError
+from singa_lite.graph import trace as trace_module
+from singa_lite.graph.clock import Span, Waited
+from singa_lite.graph.trace import TraceWriter
+from tests.ranks import run_ranks
+
+TRAIN = """
+import os, signal, sys
+import numpy as np
+from singa_lite import layer, model, opt, tensor
+
+class Net(model.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.loss = layer.Linear(300), layer.Linear(10), layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+option, graph, end = sys.argv[1:]
+sgd = opt.SGD(0.01, momentum=0.9)
+dist = opt.DistOpt(sgd, dist_option=option) if option != "none" else sgd
+rank = dist.global_rank if option != "none" else 0
+net = Net()
+net.set_optimizer(dist)
+rng = np.random.default_rng(rank)
+x = tensor.from_numpy(rng.standard_normal((32, 200)).astype(np.float32))
+y = tensor.from_numpy(rng.integers(0, 10, 32).astype(np.int32))
+net.compile([x], use_graph=graph == "graph")
+for step in range(6):
+    if step == 4 and rank == 1 and end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 4 and rank == 1 and end == "raise":
+        raise ValueError("a bad batch")
+    net(x, y)
+"""
+
+
+def traced(folder: Path, *arguments: str, ranks: int = 3) -> tuple[dict, subprocess.CompletedProcess[str]]:
+    """Return the trace of a run of TRAIN, and how the run ended."""
+    script, out = folder / "train.py", folder / "out.json"
+    script.write_text(TRAIN)
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", str(ranks), "--trace", str(out), str(script)]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    assert not parts_folder(out).exists()
+    return json.loads(out.read_bytes()), ended
+
+
+def complete(trace: dict, rank: int, thread: int | None = None) -> list[dict]:
+    return [
+        event
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == rank and thread in (None, event["tid"])
+    ]
+
+
+@pytest.mark.parametrize(("option", "graph"), [("fp32", "eager"), ("sparseTopK:0.1", "graph")])
+def test_a_trace_has_what_every_rank_did_in_every_step(tmp_path, option, graph):
+    trace, ended = traced(tmp_path, option, graph, "well")
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(3):
+        host = [event for thread in (COMPUTE, EXCHANGE, WAIT) for event in complete(trace, rank, thread)]
+        assert {"forward", "backward", "update", "compress", "wait"} <= {event["name"] for event in host}
+        assert {event["args"]["step"] for event in host} == set(range(1, 7))
+        of_step = defaultdict(list)
+        for event in host:
+            of_step[event["args"]["step"]].append(event)
+        for events in of_step.values():  # without holes, one thing at a time
+            events.sort(key=lambda event: event["ts"])
+            assert next(event["name"] for event in events if event["tid"] == COMPUTE) == "forward"
+            for one, other in itertools.pairwise(events):
+                assert other["ts"] == pytest.approx(one["ts"] + one["dur"], abs=0.01)
+    wires = [complete(trace, rank, WIRE) for rank in range(3)]
+    sent = [[event["args"]["bytes_sent"] for event in wire if "waits" not in event["name"]] for wire in wires]
+    assert sent[0] == sent[1] == sent[2] and min(sent[0]) > 0
+    assert all("layers" in event["args"]["of"] or "first" in event["args"]["of"] for event in wires[0][-2:])
+
+
+def test_arrows_go_from_the_message_over_the_wire_to_the_gradients(tmp_path):
+    trace, _ = traced(tmp_path, "fp16", "eager", "well", ranks=2)
+    arrows = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] in "stf":
+            arrows[event["id"]].append(event)
+    assert arrows
+    for start, over, end in arrows.values():
+        assert (start["ph"], over["ph"], end["ph"]) == ("s", "t", "f")
+        assert start["ts"] <= over["ts"] <= end["ts"] and over["tid"] >= WIRE
+        for arrow in (start, over, end):  # each end is within an event, or a viewer does not show it
+            around = complete(trace, arrow["pid"], arrow["tid"])
+            assert any(e["ts"] - 0.01 <= arrow["ts"] <= e["ts"] + e["dur"] + 0.01 for e in around), arrow
+
+
+@pytest.mark.parametrize(("end", "code"), [("kill", 128 + signal.SIGKILL), ("raise", 1)])
+def test_a_failed_job_leaves_its_trace(tmp_path, end, code):
+    trace, ended = traced(tmp_path, "fp32", "eager", end)
+    assert ended.returncode == code
+    steps = [{event["args"]["step"] for event in complete(trace, rank)} for rank in range(3)]
+    assert set(range(1, 5)) <= steps[1]
+    assert steps[0] == steps[2] == set(range(1, 6))  # with the step in which they lost rank 1
+    assert "unfinished" in {event["name"] for event in complete(trace, 0) if event["args"]["step"] == 5}
+    assert "trace of 3 processes" in ended.stderr
+
+
+def test_one_process_without_a_world_has_a_trace(tmp_path):
+    trace, ended = traced(tmp_path, "none", "graph", "well", ranks=1)
+    assert ended.returncode == 0, ended.stderr
+    names = [event["name"] for event in complete(trace, 0)]
+    assert [names.count(name) for name in ("forward", "backward", "update")] == [6, 6, 6]
+
+
+# ---- parts ---------------------------------------------------------------------------------------------
+
+
+def part(rank: int, spans: list[Span], waited: list[Waited], **facts) -> Part:
+    return Part(rank, "host", [(1, 0, spans, waited)], **facts)
+
+
+def test_the_last_rank_is_named_and_waited_for():
+    def of(rank: int, posted: float) -> Part:
+        times = (posted, 7.0, 9.0)
+        return part(
+            rank,
+            [
+                Span("compress", "a", 1.0, 8.0),
+                Span("wait", "a", 8.0, 9.0),
+                Span("decompress", "a", 9.0, 10.0),
+            ],
+            [Waited("a", "all_reduce", 24, times, 8.0, 9.0)],
+        )
+
+    trace = chrome_trace({0: of(0, 5.0), 1: of(1, 7.0), 2: of(2, 6.0)})
+    waits = {rank: [event["name"] for event in complete(trace, rank, WIRE)] for rank in range(3)}
+    assert waits == {
+        0: ["waits for rank 1", "all_reduce"],
+        1: ["all_reduce"],
+        2: ["waits for rank 1", "all_reduce"],
+    }
+    first, second = complete(trace, 0, WIRE)
+    assert (first["ts"], first["dur"]) == (4e6, 2e6)  # times begin with the first span
+    assert (second["ts"], second["dur"]) == (6e6, 2e6)
+    assert second["args"] == {
+        "step": 1, "of": "a", "bytes_sent": 24, "kind": "all_reduce", "last_rank": 1
+    }  # fmt: skip
+
+
+def test_collectives_that_overlap_are_on_several_wires():
+    waited = [
+        Waited(name, "all_reduce", 8, times, 8.0, 8.0)
+        for name, times in [("a", (1.0, 1.0, 4.0)), ("b", (2.0, 2.0, 3.0)), ("c", (5.0, 5.0, 6.0))]
+    ]
+    trace = chrome_trace({0: part(0, [Span("wait", "", 0.0, 9.0)], waited)})
+    assert [event["args"]["of"] for event in complete(trace, 0, WIRE)] == ["a", "c"]
+    assert [event["args"]["of"] for event in complete(trace, 0, WIRE + 1)] == ["b"]
+
+
+def test_times_of_other_hosts_become_those_of_rank_0():
+    offsets = {1: [Offset(0.0, 100.0, 1e-3), Offset(100.0, 102.0, 2e-3)]}
+    zero = part(0, [Span("forward", "", 0.0, 1.0)], [], offsets=offsets)
+    one = part(
+        1,
+        [Span("forward", "", 151.0, 153.0)],
+        [Waited("a", "all_reduce", 8, (151.0, 151.0, 153.0), 152.0, 153.0)],
+    )
+    trace = chrome_trace({0: zero, 1: one})
+    [event] = complete(trace, 1, COMPUTE)
+    assert event["ts"] / 1e6 == pytest.approx(151.0 - offset_at(offsets[1], 151.0))
+    [wire] = complete(trace, 1, WIRE)
+    assert wire["ts"] == event["ts"]
+    assert trace["metadata"]["clocks minus rank 0's"] == {
+        "rank 1": {"offset_s": [100.0, 102.0], "error_s": 2e-3}
+    }
+
+
+def test_an_offset_between_two_measurements_is_on_the_line():
+    offsets = [Offset(10.0, 5.0, 0.0), Offset(20.0, 6.0, 0.0)]
+    assert [offset_at(offsets, now) for now in (0.0, 10.0, 12.5, 20.0, 99.0)] == [5.0, 5.0, 5.25, 6.0, 6.0]
+
+
+def test_a_part_that_a_kill_has_cut_keeps_its_whole_lines():
+    step = {"step": 1, "thread": 0, "spans": [["forward", "", 1.0, 2.0]], "waited": []}
+    lines = [json.dumps(line) for line in ({"pid": 7, "rank": None}, {"rank": 2, "host": "h"}, step)]
+    found = read_part([line.encode() for line in [*lines, '{"step": 2, "thr']])
+    assert (found.rank, found.host, len(found.steps)) == (2, "h", 1)
+
+
+def test_a_long_run_is_cut_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trace_module, "MAX_STEPS", 3)
+    with tracing(tmp_path / "out.json") as variables:
+        writer = TraceWriter(Path(variables["SINGA_LITE_TRACE"]))
+        for start in range(5):
+            writer.add_step([Span("forward", "", float(start), start + 0.5)], [])
+        writer.close()
+        writer.add_step([], [])
+    assert "the first 3 steps" in capsys.readouterr().err
+    trace = json.loads((tmp_path / "out.json").read_bytes())
+    assert trace["metadata"]["ranks with more steps than are here"] == [0]
+    assert [event["args"]["step"] for event in complete(trace, 0)] == [1, 2, 3]
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    for path in (tmp_path, tmp_path / "missing" / "out.json"):
+        with pytest.raises(OptionError, match="--trace"), tracing(path):
+            raise AssertionError("the run began")
+
+
+def test_parts_that_are_missing_are_an_error(tmp_path):
+    with pytest.raises(CommError, match="no process has written a part"):
+        join_trace(tmp_path / "out.json")
+
+
+def test_a_writer_without_a_disk_says_so_and_goes_on(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    writer = TraceWriter(tmp_path / "file")
+    writer.add_step([Span("forward", "", 0.0, 1.0)], [])
+    assert "ends here" in capsys.readouterr().err
+
+
+# ---- clocks of several hosts ---------------------------------------------------------------------------
+
+
+def offsets_of_hosts(communicator):
+    os.environ["SINGA_LITE_HOST"] = "ab"[communicator.rank // 2]
+    try:
+        pairs = pairs_with_rank_0(communicator)
+    finally:
+        del os.environ["SINGA_LITE_HOST"]
+    skew = 50.0 * communicator.rank
+
+    def clock() -> float:
+        return __import__("time").perf_counter() + skew
+
+    return {rank: measure_offset(pair, clock) for rank, pair in pairs.items()}
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("shm", 4), ("mpi", 3)])
+def test_clocks_are_compared_to_within_their_error(transport, size):
+    found = run_ranks(offsets_of_hosts, size, transport=transport)
+    assert sorted(found[0]) == list(range(2, size))
+    assert found[1] == {} and all(found[rank] == {rank: None} for rank in range(2, size))
+    for rank, offset in found[0].items():
+        assert abs(offset.offset_s - 50.0 * rank) <= offset.error_s + 1e-6
+        assert offset.error_s < 1.0
+
+
+GLUON = """
+import numpy as np
+from singa_lite import autograd, gluon, kvstore, layer, tensor
+
+store = kvstore.create("dist_sync")
+net = layer.Linear(4)
+x = tensor.from_numpy(np.random.default_rng(store.rank).standard_normal((8, 3)).astype(np.float32))
+net(x)
+trainer = gluon.Trainer(net.get_params(), "sgd", {"lr": 0.1}, kvstore=store)
+for _ in range(3):
+    with autograd.record():
+        loss = autograd.reduce_mean(net(x) * net(x))
+    loss.backward()
+    trainer.step(1)
+"""
+
+
+def test_steps_of_a_trainer_are_traced(tmp_path):
+    (tmp_path / "train.py").write_text(GLUON)
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "--trace", "out.json", "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    trace = json.loads((tmp_path / "out.json").read_bytes())
+    for rank in range(2):
+        names = [event["name"] for event in complete(trace, rank, COMPUTE)]
+        assert names.count("forward") == names.count("backward") == 3 and "update" in names

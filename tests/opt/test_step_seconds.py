@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistOpt.step_seconds: where the time of a step went, eagerly and in a replay, by every dist_option."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from singa_lite import layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.link import LinkCommunicator, parse_link
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.tensor import from_numpy
+from tests.opt.every_scheme import ACTIVE, check_that_none_is_missing
+from tests.ranks import run_ranks
+
+SLEEP_S = 0.03
+
+
+class Net(model.Model):
+    """Two layers, whose forward pass takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer.Linear(24), layer.Linear(4)
+        self.relu, self.loss = layer.ReLU(), layer.SoftMaxCrossEntropy()
+
+    def forward(self, x):
+        return self.second(self.relu(self.first(x)))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = self.loss(out, y)
+        self.optimizer(loss)
+        return out, loss
+
+
+def net(communicator, option="fp32", use_graph=False, **options):
+    made = Net()
+    dist = opt.DistOpt(
+        opt.SGD(0.01, momentum=0.9), communicator=communicator, dist_option=option, threshold=50, **options
+    )
+    made.set_optimizer(dist)
+    rng = np.random.default_rng(communicator.rank)
+    x = from_numpy(rng.standard_normal((8, 16)).astype(np.float32))
+    y = from_numpy(rng.integers(0, 4, 8).astype(np.int32))
+    made.compile([x], use_graph=use_graph)
+    return made, dist, x, y
+
+
+def all_options(communicator, use_graph):
+    found = {}
+    for option in ACTIVE.values():
+        made, dist, x, y = net(communicator, option, use_graph)
+        assert dist.step_seconds is None
+        for _ in range(4):
+            start = time.perf_counter()
+            made(x, y)
+            elapsed = time.perf_counter() - start
+        seconds = dist.step_seconds
+        parts = [seconds.compute, seconds.pack, seconds.compress, seconds.wait, seconds.decompress]
+        assert min([*parts, seconds.update]) >= 0, option
+        assert 0 < seconds.total <= elapsed, option
+        assert seconds.compute > 0 and seconds.update > 0, option
+        assert seconds.pack < seconds.compute or not use_graph, (
+            option
+        )  # gradients are computed in their buckets
+        assert seconds.wire is not None and 0 <= seconds.hidden <= seconds.wire + 1e-9, option
+        if use_graph:
+            assert {info.break_reason for info in made.graph_info()} == {None}, option
+        found[option] = seconds.wire, dist.bytes_sent
+    return found
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(("transport", "size"), [("local", 1), ("shm", 3), ("mpi", 2)])
+def test_parts_add_up_to_no_more_than_the_step_by_every_option(transport, size, use_graph):
+    check_that_none_is_missing()
+    for rank in run_ranks(all_options, size, use_graph, transport=transport):
+        assert {option: wire > 0 for option, (wire, _) in rank.items()} == {
+            option: sent > 0 for option, (_, sent) in rank.items()
+        }
+        assert any(sent > 0 for _, sent in rank.values()) == (size > 1)
+
+
+def over_a_link(communicator, use_graph):
+    made, dist, x, y = net(LinkCommunicator(communicator, parse_link("test", "1mbit,1ms")), "fp32", use_graph)
+    for _ in range(3):
+        made(x, y)
+    return dist.step_seconds, dist.bytes_sent, dist.wait_s
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_an_emulated_link_is_the_wire_and_is_waited_for(use_graph):
+    for seconds, sent, wait_s in run_ranks(over_a_link, 3, use_graph):
+        expected = sent * 8 / 1e6 + 4 * 1e-3
+        assert expected - 1e-4 <= seconds.wire  # later only where the machine is busy
+        assert seconds.wait == pytest.approx(wait_s, rel=0.05)
+        assert seconds.wait + seconds.hidden >= expected - 1e-3
+
+
+class Slow(Net):
+    """Sleeps in its forward pass."""
+
+    def forward(self, x):
+        time.sleep(SLEEP_S)
+        return super().forward(x)
+
+
+def test_only_what_is_between_call_and_update_counts():
+    alone = LocalCommunicator(World())
+    made, dist, x, y = net(alone)
+    made.__class__ = Slow
+    made(x, y)
+    assert dist.step_seconds.compute >= SLEEP_S
+    made.__class__ = Net
+    time.sleep(SLEEP_S)  # loading data
+    made(x, y)
+    assert dist.step_seconds.total < SLEEP_S
+
+
+def test_accumulation_counts_all_calls_of_the_update():
+    made, dist, x, y = net(LocalCommunicator(World()), accumulate=3)
+    made.__class__ = Slow
+    for call in range(3):
+        assert dist.step_seconds is None
+        made(x, y)
+        if call < 2:
+            time.sleep(10 * SLEEP_S)
+    assert 3 * SLEEP_S <= dist.step_seconds.compute < 10 * SLEEP_S
