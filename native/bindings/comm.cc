@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python's view of native/comm: numpy arrays become pointers, the GIL is released, CommError is Python's own.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <vector>
@@ -194,6 +195,7 @@ PYBIND11_MODULE(_comm, m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make<Engine, int>), py::arg("rendezvous_id"), py::arg("rank"), py::arg("size"),
            py::arg("timeout_s"), py::arg("check"))
+      .def("name_ranks", &Engine::name_ranks, py::arg("names"))
       .def("wait_for_all", &wait_for_all<Engine>, py::arg("check"))
       .def("start", &start)
       .def("wait", &wait)

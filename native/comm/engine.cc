@@ -40,12 +40,12 @@ bool Engine::is_forked() const { return forks_ != forks_so_far(); }
 void Engine::wait_for_all(const Segment::Check& check) { segment_->wait_for_all(timeout_s_, check); }
 
 std::string Engine::label(const Op& op) const {
-  return "rank " + std::to_string(rank_) + ": " + name_of(op.request.kind) + " #" +
+  return "rank " + name_of_rank(rank_) + ": " + name_of(op.request.kind) + " #" +
          std::to_string(op.fingerprint.sequence) + " '" + shortened(op.request.name) + "'";
 }
 
 void Engine::check_usable() const {
-  const std::string who = "rank " + std::to_string(rank_) + ": ";
+  const std::string who = "rank " + name_of_rank(rank_) + ": ";
   if (is_forked())
     throw CommError(who + "a shm communicator made before fork() is not usable in the child (process " +
                     std::to_string(getpid()) + "); make the world after the fork");
@@ -151,7 +151,7 @@ void Engine::abort(const std::string& text) {
   if (is_stopping_.load() || is_broken_.load()) return;
   progress_owner_ = ProgressOwner::kCaller;
   lock.unlock();
-  fail("rank " + std::to_string(rank_) + ": this rank aborted: " + text);
+  fail("rank " + name_of_rank(rank_) + ": this rank aborted: " + text);
   lock.lock();
   release(lock);
 }
@@ -169,7 +169,7 @@ void Engine::close() {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     await_progress_owner(lock);  // another thread may be moving data
-    if (!is_broken_.load()) failure_ = "rank " + std::to_string(rank_) + ": this communicator was closed while a collective was in flight";
+    if (!is_broken_.load()) failure_ = "rank " + name_of_rank(rank_) + ": this communicator was closed while a collective was in flight";
     for (const auto& op : in_flight_) op->state.store(2);
     in_flight_.clear();
     idle_.notify_all();

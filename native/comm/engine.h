@@ -69,6 +69,9 @@ class Engine {
   Engine(const std::string& rendezvous_id, int rank, int size, double timeout_s, const Segment::Check& check = {});
   ~Engine() { close(); }
 
+  // Have errors call rank r ``names[r]``: a group's ranks have the numbers of the world it was made in.
+  void name_ranks(std::vector<int> names) { names_ = std::move(names); }
+
   // Second half of construction: returns once all ranks have joined. Throws CommError.
   void wait_for_all(const Segment::Check& check = {});
 
@@ -139,11 +142,13 @@ class Engine {
   void fail(const std::string& text);
   void finish(Op& op, int state);
   void check_usable() const;
+  std::string name_of_rank(int rank) const { return std::to_string(names_.empty() ? rank : names_[std::size_t(rank)]); }
   std::string label(const Op& op) const;
 
   std::unique_ptr<Segment> segment_;
   const Slots slots_;
   const int rank_, size_;
+  std::vector<int> names_;  // of the ranks in errors; empty: their numbers
   const double timeout_s_;
   const std::uint64_t forks_;
   const bool may_spin_;

@@ -251,8 +251,8 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
     if (r == rank_ || std::memcmp(&other.fingerprint, &op.fingerprint, sizeof(Fingerprint)) == 0) continue;
     const std::string_view mine = std::string_view(op.request.name).substr(0, kNameBytes);
     const std::string_view theirs(other.name, std::min<std::size_t>(other.fingerprint.name_bytes, kNameBytes));
-    throw CommError(label(op) + ": the ranks disagree: rank " + std::to_string(rank_) + " calls " +
-                    describe(op.fingerprint, mine, other.fingerprint, theirs) + ", rank " + std::to_string(r) +
+    throw CommError(label(op) + ": the ranks disagree: rank " + name_of_rank(rank_) + " calls " +
+                    describe(op.fingerprint, mine, other.fingerprint, theirs) + ", rank " + name_of_rank(r) +
                     " calls " + describe(other.fingerprint, theirs, op.fingerprint, mine) +
                     "; all ranks must make the same calls in the same order");
   }

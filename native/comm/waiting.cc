@@ -115,13 +115,13 @@ void Engine::check_peers(const Await& await) {
       return peer.counters[std::size_t(await.counter)].load(std::memory_order_acquire) < await.value;
     };
     if (r == rank_ || !lags()) continue;
-    const std::string who = "rank " + std::to_string(r) + " (process " + std::to_string(peer.pid.load()) + ") ";
+    const std::string who = "rank " + name_of_rank(r) + " (process " + std::to_string(peer.pid.load()) + ") ";
     if (peer.presence.load(std::memory_order_acquire) == Presence::kClosed && lags()) {
       const std::string why = segment_->abort_text();
       throw CommError(label(op) + ": " + (why.empty() ? who + "has closed its communicator" : why));
     }
     if (!segment_->is_alive(r) && lags()) throw CommError(label(op) + ": " + who + "died");
-    late += (late.empty() ? "" : ", ") + std::to_string(r);
+    late += (late.empty() ? "" : ", ") + name_of_rank(r);
   }
   if (late.empty()) return;
   if (const std::string why = segment_->abort_text(); !why.empty()) throw CommError(label(op) + ": " + why);

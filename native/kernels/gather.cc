@@ -59,7 +59,18 @@ bool read(const Call& call, const View& whole, const View& indices, const View& 
   return part.shape == expected;
 }
 
+template <class Index>
+void take_elements(const Index* indices, std::size_t count, const float* x, float* y) {
+  parallel_for(count, 2, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) y[i] = x[indices[i]];
+  });
+}
+
 void take(const Gather& g, const float* x, float* y) {
+  if (g.before == 1 && g.after == 1) {  // without divisions
+    if (g.is_wide) return take_elements(static_cast<const std::int64_t*>(g.indices), g.count, x, y);
+    return take_elements(static_cast<const std::int32_t*>(g.indices), g.count, x, y);
+  }
   parallel_for(g.before * g.count, g.after, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
       std::memcpy(y + i * g.after, x + (i / g.count * g.size + g[i % g.count]) * g.after, g.after * sizeof(float));

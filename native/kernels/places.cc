@@ -41,17 +41,29 @@ struct Permutation {
   }
 };
 
-// Most leave 0 .. n - 1 at most a few times, so all are moved once, and then those outside again.
+// Most leave 0 .. n - 1 at most a few times, so all of a batch are moved once, and then those outside again, together:
+// one after the other each would wait for its own multiplications.
 template <class Index>
 ALWAYS_INLINE void choose_in(const Permutation& permutation, Index* places, std::size_t begin, std::size_t end) {
-  constexpr std::size_t kBatch = 64;
+  constexpr std::size_t kBatch = 256;
   std::uint64_t moved[kBatch];
+  std::uint32_t positions[kBatch];  // of the moved that are left
   for (std::size_t first = begin; first < end; first += kBatch) {
     const std::size_t size = std::min(kBatch, end - first);
     for (std::size_t i = 0; i < kBatch; ++i) moved[i] = permutation.once(first + i);
-    for (std::size_t i = 0; i < size; ++i) {
-      while (moved[i] >= permutation.n) moved[i] = permutation.once(moved[i]);
-      places[first + i] = Index(moved[i]);
+    for (std::size_t i = 0; i < size; ++i) positions[i] = std::uint32_t(i);
+    for (std::size_t left = size; left;) {
+      std::size_t outside = 0;
+      for (std::size_t i = 0; i < left; ++i) {
+        const std::uint64_t place = moved[i];
+        const std::uint32_t position = positions[i];
+        places[first + position] = Index(place);  // also one outside, which is moved again: no branch to guess
+        moved[outside] = place;
+        positions[outside] = position;
+        outside += place >= permutation.n;
+      }
+      left = outside;
+      for (std::size_t i = 0; i < left; ++i) moved[i] = permutation.once(moved[i]);
     }
   }
 }

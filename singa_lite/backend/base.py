@@ -126,6 +126,12 @@ KERNELS = {
     "pack_signs": "(x (n,)) -> uint8 (ceil(n / 8) or more,), bit i % 8 of byte i // 8 is 1 where x >= 0; others are 0",
     "add_signs": "(bits, scales (segments,), ends (segments,)) -> flat += or, where its bit is 0, -= factor times the "
     "scale of its segment, in place; factor: float",
+    # low-rank exchange, see cpu/low_rank.py; p (rank, rows), q (rank, columns), rank: 1 .. 32
+    "orthonormal_rows": "(p) -> its rows made orthonormal in their order, each projected twice; one of which at most "
+    "``dropped`` of the squared length is left becomes 0; dropped: float",
+    "unit_rows": "(q) -> its rows at length 1; random normal ones where the length is 0 or not finite; seed, counter",
+    "low_rank_sum": "(p, q) -> (rows, columns), the sum of p[k, i] * q[k, j] over k in its order",
+    "low_rank_rest": "(m (rows, columns), p, q) -> m - low_rank_sum(p, q), 0 where that is not finite",
     # the scale of half-precision exchange
     "max_abs": "(x) -> largest |x|, shape (1,); 0 for an empty x, NaN if x has one",
     "power_of_two_scale": "(largest (1,)) -> (1,), the largest power of two s with largest * s <= limit; 1 where "

@@ -8,9 +8,10 @@ What lives here: argument checks, sequence numbers. What does not: work in fligh
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -61,6 +62,7 @@ class World:
         rendezvous_id: random name shared by all ranks of a "shm" world, else "".
         transport: that of the Communicator to join it with (``comm.find_transports``): "local" (size 1), "shm" (one
             host), "mpi".
+        members: of a group, the rank of each of its ranks in the world that it was made of, for errors; () of a world.
     """
 
     rank: int = 0
@@ -69,6 +71,15 @@ class World:
     local_size: int = 1
     rendezvous_id: str = ""
     transport: str = "local"
+    members: tuple[int, ...] = field(default=(), repr=False, compare=False)
+
+    def name_of(self, rank: int) -> int:
+        """Return what errors call ``rank``: that of the world, also in a group."""
+        return self.members[rank] if self.members else rank
+
+    def members_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the ``members`` of a group of ``ranks``."""
+        return tuple(self.name_of(rank) for rank in ranks)
 
 
 class Operation(NamedTuple):
@@ -126,6 +137,7 @@ class Communicator(ABC):
         self.timeout_s = float(timeout_s)
         self.traffic = Traffic()
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
+        self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._is_closed = False
 
     @property
@@ -303,6 +315,16 @@ class Communicator(ABC):
         """Leave because of an error: close() that reports ``reason`` to the peers. Never blocks."""
         self.close()
 
+    def abort_together(self, others: Sequence[Communicator]) -> None:
+        """From now on, abort ``others`` if a collective fails here: their ranks would wait for this one in vain."""
+        self._aborts_with = [weakref.ref(other) for other in others if other is not self]
+
+    def _abort_others(self, error: CommError) -> None:
+        others, self._aborts_with = self._aborts_with, []
+        for reference in others:
+            if (other := reference()) is not None:
+                other.abort(str(error))
+
     # ---- what a transport writes -------------------------------------------------------------------
 
     @abstractmethod
@@ -336,7 +358,12 @@ class Communicator(ABC):
         """Start a collective on checked arrays, count it, and record it if a step is being recorded."""
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
-        work = self._start(operation, array, out, scale)
+        try:
+            work = self._start(operation, array, out, scale)
+        except CommError as error:
+            self._abort_others(error)
+            raise
+        work._on_failure = self._abort_others if self._aborts_with else None
         work.name, work.kind = operation.name, operation.kind
         work._on_end, work._arrays = self._forget, (array, out, scale)
         if operation.kind in HAS_RESULT:

@@ -21,6 +21,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,8 @@ class MpiCommunicator(Communicator):
             return None
         group = self._comm.Get_group().Incl(ranks)
         comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
-        return MpiCommunicator(world_of(self._mpi, comm, self.timeout_s), self.timeout_s, comm)
+        world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
+        return MpiCommunicator(world, self.timeout_s, comm)
 
     def close(self) -> None:
         self.abort("")
@@ -232,7 +234,7 @@ class MpiCommunicator(Communicator):
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
         call = call_of(self._num_calls, kind, name, words)
         if self.error is not None:
-            raise CommError(f"rank {self.rank}: {call.label}: {self.error}")
+            raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
         self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
         posted = time.perf_counter()
@@ -302,15 +304,16 @@ class MpiCommunicator(Communicator):
         return [data if rank == self.rank else data_in(self._rows[rank]) for rank in range(self.size)]
 
     def _check_call(self, call: Call, peer: int, theirs: str) -> None:
-        where = f"rank {self.rank}: {call.label}"
+        where = f"rank {self.world.name_of(self.rank)}: {call.label}"
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
             how = f"aborted: {reason}" if reason else "has closed its communicator"
-            raise CommError(f"{where}: rank {peer} {how}")
+            raise CommError(f"{where}: rank {self.world.name_of(peer)} {how}")
         if theirs != call.text:
             mine, theirs = difference(call.text, theirs), difference(theirs, call.text)
             raise CommError(
-                f"{where}: the ranks disagree: rank {self.rank} calls {mine}, rank {peer} calls {theirs}; "
+                f"{where}: the ranks disagree: rank {self.world.name_of(self.rank)} calls {mine}, rank "
+                f"{self.world.name_of(peer)} calls {theirs}; "
                 "all ranks must make the same calls in the same order"
             )
 
@@ -318,11 +321,13 @@ class MpiCommunicator(Communicator):
         """Return the error of a collective that did not end within ``timeout_s``; the communicator is lost."""
         self.is_stuck = True
         numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
-        missing = ", ".join(str(peer) for peer, number in numbers.items() if number != self._sequence)
+        missing = ", ".join(
+            str(self.world.name_of(peer)) for peer, number in numbers.items() if number != self._sequence
+        )
         who = f"rank {missing}" if missing else "data of ranks that have all called it"
         self.error = self.error or CommError(
-            f"rank {self.rank}: {call.label}: waited {timeout_s:g} s for {who}, which is stopped, too slow, or "
-            "does not make this call"
+            f"rank {self.world.name_of(self.rank)}: {call.label}: waited {timeout_s:g} s for {who}, which is stopped, "
+            "too slow, or does not make this call"
         )
         return self.error
 

@@ -92,6 +92,8 @@ class ShmCommunicator(Communicator):
         self._engine = load_native().Engine(
             world.rendezvous_id, world.rank, world.size, self.timeout_s, self._lost_rank
         )
+        if world.members:
+            self._engine.name_ranks(list(world.members))
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -116,7 +118,7 @@ class ShmCommunicator(Communicator):
     def _new_group(self, ranks: list[int], name: str) -> ShmCommunicator | None:
         """Let the group's first rank make the segment and send all its name, or why it failed; the others attach."""
         group: ShmCommunicator | None = None
-        rendezvous_id, failure = "", ""
+        rendezvous_id, failure, members = "", "", self.world.members_of(ranks)
         if self.rank in ranks:
             group = ShmCommunicator.__new__(ShmCommunicator)
         if self.rank == ranks[0]:
@@ -124,7 +126,7 @@ class ShmCommunicator(Communicator):
             # nobody else knows the name before the file is there, so nobody can take it
             rendezvous_id = f"{self.world.rendezvous_id}-{secrets.token_hex(8)}"
             failure = group._try_open(
-                World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm"), self.timeout_s
+                World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm", members), self.timeout_s
             )
         gathered = self.all_gather_object([rendezvous_id, failure], name=f"new_group {name}")
         rendezvous_id, failure = gathered[ranks[0]]
@@ -133,7 +135,9 @@ class ShmCommunicator(Communicator):
         if group is not None:
             rank = ranks.index(self.rank)
             if rank != 0:
-                group._open(World(rank, len(ranks), rank, len(ranks), rendezvous_id, "shm"), self.timeout_s)
+                group._open(
+                    World(rank, len(ranks), rank, len(ranks), rendezvous_id, "shm", members), self.timeout_s
+                )
             group._engine.wait_for_all(group._lost_rank)
         return group
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config import this_thread
-from ..errors import OptionError
+from ..errors import CommError, OptionError
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 
@@ -92,6 +92,7 @@ class Work:
     bytes_payload: int = 0
     has_times: bool = True
     _on_end: Callable[[Work, float], None] | None = None  # is told the seconds that the host waited
+    _on_failure: Callable[[CommError], None] | None = None
     _arrays: tuple[Array | None, ...] = ()
     _result: Array | None = None
     _was_waited: bool = False
@@ -108,6 +109,10 @@ class Work:
         start = time.perf_counter()
         try:
             self._wait(timeout_s)
+        except CommError as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            raise
         finally:
             end = time.perf_counter()
             if self._on_end is not None:

@@ -26,14 +26,14 @@ from ..graph.clock import lap, pause_step
 from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
-from ..sync.base import Scheme, StepContext, option_names
+from ..sync.base import Scheme, StepContext, option_names, text_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
-from ..sync.text import read_dist_option, text_of
+from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
-from .options import Option, check_options, join_options, options_at, with_defaults
+from .options import Option, check_options, join_options, values_at, with_defaults
 from .schedule import DecayScheduler, described
 from .sgd import SGD
 from .singa import SingaCalls
@@ -140,7 +140,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
         scheme, of_text = read_dist_option(dist_option)
-        join_options("DistOpt", of_text, options, {} if spars is None else {"spars": spars})
+        of_text = options_by_name(scheme, join_options("DistOpt", of_text, options))
+        join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
         self._step(scheme, self._given(None, None, {}))
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
@@ -157,6 +158,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes: dict[str, Scheme] = {}
         self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
+        self._inside, self._between = Traffic(), Traffic()  # of the last step
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -211,7 +213,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme.end([param for param, _ in pairs])
         self._sums.end()
         lap("update")
-        bookkeep(self._end_measuring, not loss.device.backend.runs_behind_host)
+        bookkeep(self._end_call, scheme, not loss.device.backend.runs_behind_host)
         self._called = scheme
         self.step()
 
@@ -243,6 +245,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._begin_measuring()
         scheme.follow(read)
 
+    def _end_call(self, scheme: Scheme, is_timed: bool) -> None:
+        """Note what the step has sent and how long it took, at replays too."""
+        self._end_measuring(is_timed)
+        self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
+
     def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
         step = self._step(type(scheme), given, offset)
@@ -259,12 +266,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
         default, of_default = read_dist_option(self.dist_option)
         scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
-        of_call = dict(options)
-        if spars is not None and "spars" in option_names(scheme):
+        of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
+        given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
+        wrapped = wrapped_field(scheme)
+        if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
+            given = {}  # are another scheme's
+        if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
             of_call = join_options("DistOpt", of_call, {"spars": spars})
-        of_constructor = {**self._options, **of_default} if scheme is default else {}
-        given = {**of_constructor, **join_options("DistOpt", of_text, of_call)}
-        check_options(scheme, given)
+        given |= of_call
+        by_name = {name: value for name, value in given.items() if name != wrapped}
+        check_options(scheme_of_options(scheme, given), by_name)
         if self._clip_norm is not None and _clips(scheme):
             if "clip" in given:
                 raise OptionError(
@@ -276,7 +287,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
         """Return the step that is ``offset`` steps ahead; OptionError if ``opt`` does not fit."""
         step = self.opt._step_counter + offset
-        options = options_at(scheme, self._values(scheme, given), step)
+        options = make_options(scheme, values_at(self._values(scheme, given), step))
         if scheme.takes_momentum(options):
             self.opt.momentum_rule(step)
         return StepContext(options, step, self)
@@ -294,7 +305,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
         """Return ``given`` with the attribute ``spars`` where it holds."""
-        return {"spars": self.spars, **given} if "spars" in option_names(scheme) else given
+        takes_it = "spars" in option_names(scheme_of_options(scheme, given))
+        return {"spars": self.spars, **given} if takes_it else given
 
     def _scheme(self, dist_option: str, threshold: int | None) -> Scheme:
         kind = read_dist_option(dist_option).scheme
@@ -343,16 +355,22 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 self.broadcast(params)
 
     def _compare_options(self, scheme: Scheme, given: dict[str, Option]) -> None:
-        """Compare, at the first step of ``scheme``, its options with the other ranks'."""
+        """Compare, at the first step of ``scheme``, its options with the other ranks'.
+
+        Later ones are compared by the names of collectives (sync/base.py, Note [options in names]).
+        """
         if scheme in self._compared:
             return
         with unrecorded():
-            name, step = scheme.names[0], self.opt._step_counter
-            mine = {"dist_option": name + text_of(self._step(type(scheme), given).options)}
+            step = self.opt._step_counter
+            text = scheme.names[0] + text_of(self._step(type(scheme), given).options)
+            mine = {"dist_option": text}
             for key, value in self._values(type(scheme), given).items():
                 if isinstance(value, DecayScheduler):
                     mine[f"the schedule of {key}"] = described(value, step)
-            compare(self.communicator, "their dist_option", mine, "pass the same dist_option on every rank")
+            # once another scheme has run, the others may not compare now: they get the text from the name
+            what = f"their dist_option, here {text}" if self._compared else "their dist_option"
+            compare(self.communicator, what, mine, "pass the same dist_option on every rank")
         self._compared.add(scheme)
 
     def _compare_states(self, scheme: Scheme | None) -> None:
@@ -369,6 +387,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
         settings = {**self.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
         compare_progress(self.communicator, self.opt._step_counter, settings, values)
+
+    @property
+    def bytes_inside_hosts(self) -> int:
+        """Of ``bytes_sent``, those among the ranks of this host; 0 unless the last step was ``hierarchical``."""
+        return self._inside.bytes_sent
+
+    @property
+    def bytes_between_hosts(self) -> int:
+        """Of ``bytes_sent``, those among the leaders of hosts; 0 unless the last step was ``hierarchical``."""
+        return self._between.bytes_sent
 
     @property
     def keeps_equal(self) -> bool:

@@ -46,11 +46,9 @@ def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
             check_number(scheme.names[0], name, value)
 
 
-def options_at(scheme: Any, given: Mapping[str, Option], step: int) -> Any:
-    """Return ``scheme.Options`` with the values of ``given`` at ``step``."""
-    return scheme.Options(
-        **{name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
-    )
+def values_at(given: Mapping[str, Option], step: int) -> dict[str, Any]:
+    """Return the values of ``given`` at ``step``."""
+    return {name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
 
 
 def with_defaults(options: Any, names: Iterable[str]) -> Any:

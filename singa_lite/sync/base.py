@@ -10,6 +10,11 @@ that change from step to step reach kernels through ``scalar``; what decides whi
 ``step_key``;
 what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``. Memory that stays
 from step to step is ParamState's (state.py), or is made within ``unrecorded``.
+
+Note [options in names]: options that one rank alone changes between steps may leave every collective's kind and size as
+they are. So its name begins with the step's options, and transports compare names: the ranks get a CommError with both
+texts, without a message more. A recorded step has its options for good, but those that ``read_again`` names; a scheme
+that has such ones starts a collective from the host whose name has their values.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ..comm.base import Communicator
-from ..comm.work import Work
+from ..comm.work import Traffic, Work
 from ..errors import CheckpointError, DTypeError
 from ..graph.clock import lap
 from ..graph.recorder import host, scalar, unrecorded
@@ -106,9 +111,11 @@ class Scheme:
         read_again: names of options that reach kernels through ``scalar`` alone, so that a recorded step need not be
             recorded again when they change.
         wraps_another: whether its first option is the text of another dist_option: all that follows its own name.
+            Options of that one may also be given by name.
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
+        inside, between: what the last step sent within and between hosts, where the scheme distinguishes them.
         state: these arrays.
         options: the options of the step that runs.
 
@@ -125,6 +132,8 @@ class Scheme:
     keeps_equal: ClassVar[bool] = True
     keeps_velocity: ClassVar[bool] = False
     slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})
+    inside: Traffic | None = None
+    between: Traffic | None = None
 
     @dataclass(frozen=True)
     class Options:
@@ -139,6 +148,7 @@ class Scheme:
         self.optimizer = optimizer
         self.state = ParamState(self.slots)
         self.options: Any = self.Options()  # Any: each scheme has a class of its own
+        self._options_text = ""  # of the step that runs, see Note [options in names]
         self._read: Callable[[], StepContext] = lambda: StepContext(self.options, 0, optimizer)
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -191,14 +201,18 @@ class Scheme:
             return self._read()
 
     def names_of(self, params: list[Tensor]) -> str:
-        """Return the names of ``params``, to name a collective by: ranks that send other ones get a CommError."""
+        """Return the names of ``params``, equal on all ranks."""
         return ", ".join(map(self.optimizer.name_of, params))
+
+    def collective_name(self, names: str) -> str:
+        """Return what a collective of the parameters ``names`` is called, see Note [options in names]."""
+        return self._options_text + names
 
     def average(self, params: list[Tensor]) -> None:
         """Replace the values of ``params``, of one dtype and device, by their averages over the ranks."""
         backend, arrays = params[0].device.backend, [param.array for param in params]
         flat = backend.empty((sum(param.size() for param in params),), params[0].dtype)
-        name = self.names_of(params)
+        name = self.collective_name(self.names_of(params))
         backend.run("pack", *arrays, out=flat)
         lap("pack", name)
         self.communicator.all_reduce(flat, "mean", name=name).wait()
@@ -215,6 +229,8 @@ class Scheme:
             read: gives the same, and is called again at every replay of a recorded step. None gives ``step``.
         """
         self.options = step.options
+        if self.names:
+            self._options_text = f"{self.names[0]}{text_of(step.options, self.read_again)}: "
         self.follow(read or (lambda: step))
         self._pairs = []
         self.state.begin()
@@ -262,14 +278,15 @@ class Bucket:
 
     Attributes:
         params: the parameters, in yield order.
-        name: of its collectives: the names of all parameters, so that ranks with other ones raise.
+        key: the names of all parameters, equal on all ranks and in all steps.
+        name: of the step's collectives: its options and ``key``, so that ranks with other ones raise.
         flat: all gradients one after the other, each at a multiple of the alignment of the backend; zeros in
             between.
         grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
     """
 
-    def __init__(self, params: list[Tensor], name: str, is_aligned: bool) -> None:
-        self.params, self.name = params, name
+    def __init__(self, params: list[Tensor], key: str, is_aligned: bool) -> None:
+        self.params, self.key, self.name = params, key, key
         self.backend = params[0].device.backend
         self.dtype = params[0].dtype
         self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
@@ -378,6 +395,14 @@ class BucketedSync(Scheme, ABC):
         self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
         self._in_flight: list[BucketInFlight] = []
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        """Raise DTypeError for gradients, of the parameters ``names``, that the scheme does not send; it sends all."""
+
+    def check(self, bucket: Bucket) -> None:
+        """Raise for gradients that cannot be sent, alike on all ranks, before anything of them is."""
+        self.check_dtype(bucket.key, bucket.dtype)
+
     @abstractmethod
     def exchange(self, bucket: Bucket) -> Exchange:
         """Turn ``bucket.flat``, this rank's gradients, into the gradients to apply.
@@ -432,6 +457,8 @@ class BucketedSync(Scheme, ABC):
         if params not in self._buckets:
             self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
         bucket = self._buckets[params]
+        bucket.name = self.collective_name(bucket.key)
+        self.check(bucket)
         in_flight = BucketInFlight(bucket, self.exchange(bucket))
         in_flight.start([grad for _, grad in group])
         for earlier in self._in_flight:
@@ -446,12 +473,22 @@ def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
         call.function(*given)
 
 
-def refuse_half(where: str, bucket: Bucket) -> None:
+def refuse_half(where: str, names: str, dtype: np.dtype[Any]) -> None:
     """Raise DTypeError for gradients in which a residual cannot be summed up."""
-    if bucket.dtype not in ("float32", "float64"):
+    if dtype not in ("float32", "float64"):
         raise DTypeError(
-            f"{where}: {bucket.name} is {bucket.dtype}, in which sums over many steps lose too much; use float32"
+            f"{where}: {names} is {dtype}, in which sums over many steps lose too much; use float32"
         )
+
+
+def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
+    """Return ``options``, an object of a scheme's ``Options``, as a dist_option has them behind the name.
+
+    Args:
+        without: names of options to leave out.
+    """
+    each = (field.name for field in fields(options) if field.name not in without)
+    return "".join(f":{name}={getattr(options, name)}" for name in each)
 
 
 def option_names(scheme: type[Scheme]) -> list[str]:

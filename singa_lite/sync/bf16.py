@@ -9,6 +9,10 @@ become infinite; so does, as with fp32, a sum over the ranks beyond float32.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from ..errors import DTypeError
 from .base import Bucket, BucketedSync, Exchange
 
@@ -18,9 +22,12 @@ class Bf16(BucketedSync):
 
     names = ("bf16",)
 
-    def exchange(self, bucket: Bucket) -> Exchange:
-        if bucket.dtype != "float32":
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        if dtype != "float32":
             raise DTypeError(
-                f"bf16: {bucket.name} is {bucket.dtype}; only float32 gradients are sent as bfloat16, use fp32"
+                f"bf16: {names} is {dtype}; only float32 gradients are sent as bfloat16, use fp32"
             )
+
+    def exchange(self, bucket: Bucket) -> Exchange:
         yield self.communicator.all_reduce(bucket.flat, "mean", wire_dtype="bfloat16", name=bucket.name)

@@ -16,6 +16,8 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
@@ -124,28 +126,29 @@ class Dgc(BucketedSync):
 
     # ---- one group ---------------------------------------------------------------------------------------
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        refuse_half("dgc", names, dtype)
+
     def exchange(self, bucket: Bucket) -> Exchange:
-        refuse_half("dgc", bucket)
         run, flat = bucket.backend.run, bucket.flat
         velocity, residual = self.state.of(bucket)
         if self._factors:
             run("mul", flat, self._factors[bucket.dtype], out=flat)
         self._accumulate(bucket, velocity, residual)
-        run("copy", residual, out=flat)
         message = SparseMessage(
-            self.communicator, bucket.backend, flat, None, bucket.name, self.options.values
+            self.communicator, bucket.backend, flat, None, bucket.name, self.options.values, residual
         )
         work = send_top_k(message, self._density)
         # what is not finite has been sent, NaN first, and must not come again
-        run("finite_or_zero", flat, out=residual)
+        run("finite_or_zero", residual, out=residual)
         run("scatter_fill", message.indices, out=residual, value=0.0)
         if message.lost is not None:
             run("scatter_add", message.indices, message.lost, out=residual)
         if self.options.momentum:
-            run("finite_or_zero", velocity, out=flat)
+            run("finite_or_zero", velocity, out=velocity)
             if self.options.mask:
-                run("scatter_fill", message.indices, out=flat, value=0.0)
-            run("copy", flat, out=velocity)
+                run("scatter_fill", message.indices, out=velocity, value=0.0)
         yield work
         message.merge(1.0 / self.communicator.size)
 

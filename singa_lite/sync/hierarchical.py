@@ -30,7 +30,7 @@ class Hierarchical(BucketedSync):
 
     Attributes:
         inside: what the last step sent among the ranks of this host.
-        between: what it sent among the leaders; nothing on a rank that is none.
+        between: what it sent among the leaders; nothing on a rank that is not a leader.
     """
 
     names = ("hierarchical",)
@@ -55,7 +55,8 @@ class Hierarchical(BucketedSync):
         self._inner: Communicator | None = None
         self._between: Communicator | None = None  # of the leaders
         self._outer: Scheme | None = None  # on a leader
-        self._text: str | None = None  # of the outer scheme
+        self._kind: type[BucketedSync] | None = None  # of the outer scheme, on all ranks
+        self._text = ""  # of the outer scheme, at the first step
         self._weight = 1.0  # see Note [weights]
         self._ready: list[Bucket] = []  # of this step, averaged within the host
         self._num_fed = 0  # of them, that the outer scheme has
@@ -70,7 +71,7 @@ class Hierarchical(BucketedSync):
         if self._inner is None:
             with unrecorded():
                 self._join_hosts(step.options.outer)
-        if step.options.outer != self._text:
+        if read_dist_option(step.options.outer).scheme is not self._kind:
             raise OptionError(
                 f"hierarchical: outer = {step.options.outer!r}, but it began with {self._text!r}; make another DistOpt"
             )
@@ -90,6 +91,7 @@ class Hierarchical(BucketedSync):
         """Make both communicators and, on a leader, the outer scheme; all ranks call it at their first step."""
         inner, between = self.communicator.split_by_host(name="hierarchical")
         kind = read_dist_option(text).scheme
+        assert issubclass(kind, BucketedSync)  # or Options had raised
         failure = ""
         if between is not None:
             self._outer = kind(between, self.threshold, self.bucket_bytes, self.optimizer)
@@ -105,8 +107,16 @@ class Hierarchical(BucketedSync):
         )
         num_hosts = sum(size > 0 for size in sizes)
         self._weight = inner.size * num_hosts / self.communicator.size
-        self._inner, self._between, self._text, self._loaded = inner, between, text, None
+        self._inner, self._between, self._loaded = inner, between, None
+        self._kind, self._text = kind, text
+        groups = [each for each in (inner, between) if each is not None]
+        for each in groups:
+            each.abort_together([*groups, self.communicator])
         self._counted = {each: each.traffic.copy() for each in (inner, between) if each is not None}
+
+    def check(self, bucket: Bucket) -> None:
+        assert self._kind is not None
+        self._kind.check_dtype(bucket.key, bucket.dtype)
 
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:
         super().add_gradient(param, grad)

@@ -12,6 +12,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
 
 from ..errors import DTypeError, check_int
 from .base import Array, Bucket, BucketedSync, Exchange, Soon
@@ -50,11 +53,14 @@ class Int8(BucketedSync):
         def __post_init__(self) -> None:
             check_int("int8", "seed", self.seed, 0)
 
-    def exchange(self, bucket: Bucket) -> Exchange:
-        if bucket.dtype not in ("float16", "float32"):
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        if dtype not in ("float16", "float32"):
             raise DTypeError(
-                f"int8: {bucket.name} is {bucket.dtype}; only float32 and float16 gradients are sent as int8, use fp32"
+                f"int8: {names} is {dtype}; only float32 and float16 gradients are sent as int8, use fp32"
             )
+
+    def exchange(self, bucket: Bucket) -> Exchange:
         run, flat, ranks = bucket.backend.run, bucket.flat, self.communicator.size
         if ranks <= 2:
             message = self._quantized(bucket, flat, 1, flat.size)
@@ -88,7 +94,7 @@ class Int8(BucketedSync):
 
     def _stream(self, bucket: Bucket, what: str) -> dict[str, int]:
         """Return the attributes of a stream of draws that no other rank, group, step or phase has."""
-        text = f"{self.options.seed} {self.communicator.rank} {what} {bucket.name}"
+        text = f"{self.options.seed} {self.communicator.rank} {what} {bucket.key}"
         seed = int.from_bytes(
             hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"
         )  # a double holds it

@@ -4,8 +4,8 @@
 Note [low rank]: a gradient plus what was not sent before is a matrix M, shape (rows, columns), rows the parameter's
 first axis. With Q, shape (rank, columns), of the step before, the ranks average P = Q M^T, orthonormalise its rows,
 average Q = P M, and apply P^T Q; each keeps M - P^T Q by its own Q. Both are sums, so bytes don't grow with the number
-of ranks. What all compute for themselves (the orthonormal rows, the product) runs element by element in one
-order, not in a library that may choose another on another host.
+of ranks. What all compute for themselves (the orthonormal rows, the product) are kernels with one order of sums, not a
+library's, which may choose another on another host.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ class PowerSgd(BucketedSync):
         for _, m, p, q, _ in matrices:
             run("matmul", q, m, out=p, transpose_b=True)
         yield from self._mean(bucket, [*(matrix.p for matrix in matrices), *dense])
-        for matrix in matrices:
-            self._multiply(bucket, matrix)
+        matrices = [self._multiply(bucket, matrix) for matrix in matrices]
         yield from self._mean(bucket, [matrix.q for matrix in matrices])
         for matrix in matrices:
             self._expand(bucket, matrix)
@@ -143,73 +142,26 @@ class PowerSgd(BucketedSync):
             yield self.communicator.all_reduce(flat, "mean", name=bucket.name)
             bucket.backend.run("unpack", flat, out=tuple(arrays))
 
-    def _multiply(self, bucket: Bucket, matrix: Matrix) -> None:
-        """Orthonormalise P, set Q to P M, and keep what they miss of M."""
+    def _multiply(self, bucket: Bucket, matrix: Matrix) -> Matrix:
+        """Set Q to P M with P orthonormalised, keep what they miss of M, and return the matrix with that P."""
         run, (_, m, p, q, error) = bucket.backend.run, matrix
-        self._orthonormalise(bucket, p)
-        run("matmul", p, m, out=q)
+        orthonormal = bucket.backend.empty(p.shape, bucket.dtype)
+        run("orthonormal_rows", p, out=orthonormal, dropped=DROPPED)
+        run("matmul", orthonormal, m, out=q)
         if self.options.feedback:
-            product = bucket.backend.empty(m.shape, bucket.dtype)
-            run("matmul", p, q, out=product, transpose_a=True)
-            run("sub", m, product, out=m)
-            run("finite_or_zero", m, out=error)
+            run("low_rank_rest", m, orthonormal, q, out=error)
+        return matrix._replace(p=orthonormal)
 
     def _expand(self, bucket: Bucket, matrix: Matrix) -> None:
         """Write P^T Q into the bucket, and make Q what the next step begins with."""
-        run, empty = bucket.backend.run, bucket.backend.empty
-        param, m, p, q, _ = matrix
-        term = empty(m.shape, bucket.dtype)
-        for row, (column, line) in enumerate(zip(p, q, strict=True)):
-            run("mul", column.reshape(-1, 1), line.reshape(1, -1), out=term if row else m)
-            if row:
-                run("add", m, term, out=m)
-        fresh = empty(q.shape, bucket.dtype)
-        counter = self.scalar(lambda step: step.step)
-        run("random_normal", out=fresh, mean=0.0, std=1.0, seed=seed_of(param), counter=counter)
-        if not self.options.warm_start:
-            run("copy", fresh, out=q)
-            return
-        # rows of length 1 keep P in the range of M. A row of P that was rounding alone became 0, and Q's with it, which
-        # would stay 0: it is 0 / 0 here, and so drawn again
-        length, norm = empty((len(q), 1), bucket.dtype), empty((len(q), 1), bucket.dtype)
-        kept = empty(q.shape, bucket.dtype)
-        self._sums_of_squares(bucket, q, length)
-        run("sqrt", length, out=norm)
-        run("div", q, norm, out=q)
-        run("finite_or", q, fresh, out=kept)
-        run("copy", kept, out=q)
-
-    def _orthonormalise(self, bucket: Bucket, p: Array) -> None:
-        """Make the rows of ``p`` orthonormal by Gram-Schmidt, twice against rounding; or 0, see DROPPED."""
-        run = bucket.backend.run
-        before, after, share, keep = (bucket.backend.empty((1, 1), bucket.dtype) for _ in range(4))
-        run("fill", out=share, value=DROPPED)
-        for number in range(len(p)):
-            row, earlier = p[number : number + 1], p[:number]
-            self._sums_of_squares(bucket, row, before)
-            for _ in range(2 if number else 0):
-                self._subtract_projection(bucket, row, earlier)
-            self._sums_of_squares(bucket, row, after)
-            run("mul", before, share, out=before)
-            run("compare", after, before, out=keep, relation="greater")
-            run("sqrt", after, out=before)
-            run("select", keep, before, share, out=after)  # no division of 0 by 0
-            run("div", row, after, out=row)
-            run("mul", row, keep, out=row)
-
-    def _subtract_projection(self, bucket: Bucket, row: Array, earlier: Array) -> None:
-        """Subtract from ``row``, (1, n), its part in the span of ``earlier``, orthonormal rows."""
-        run, empty = bucket.backend.run, bucket.backend.empty
-        terms, factors = empty(earlier.shape, bucket.dtype), empty((len(earlier), 1), bucket.dtype)
-        total = empty(row.shape, bucket.dtype)
-        run("mul", earlier, row, out=terms)
-        run("sum", terms, out=factors, axes=(1,), keepdims=True)
-        run("mul", earlier, factors, out=terms)
-        run("sum", terms, out=total, axes=(0,), keepdims=True)
-        run("sub", row, total, out=row)
-
-    def _sums_of_squares(self, bucket: Bucket, rows: Array, out: Array) -> None:
-        """Write the sum of squares of each row of ``rows`` into ``out``, (number of rows, 1)."""
-        squares = bucket.backend.empty(rows.shape, bucket.dtype)
-        bucket.backend.run("square", rows, out=squares)
-        bucket.backend.run("sum", squares, out=out, axes=(1,), keepdims=True)
+        run, (param, m, p, q, _) = bucket.backend.run, matrix
+        run("low_rank_sum", p, q, out=m)
+        following = bucket.backend.empty(q.shape, bucket.dtype)
+        stream = {"seed": seed_of(param), "counter": self.scalar(lambda step: step.step)}
+        if self.options.warm_start:
+            # rows of length 1 keep P in the range of M. A row of P that was rounding alone became 0, and Q's with it,
+            # which would stay 0: it is drawn again
+            run("unit_rows", q, out=following, **stream)
+        else:
+            run("random_normal", out=following, mean=0.0, std=1.0, **stream)
+        run("copy", following, out=q)

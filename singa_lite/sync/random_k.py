@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from .base import Bucket, BucketedSync, Exchange, StepContext, refuse_half
 from .sparse_top_k import check_share, count_of_share
 from .state import Slot
@@ -61,15 +63,18 @@ class RandomK(BucketedSync):
                 stacklevel=2,
             )
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        refuse_half("randomK", names, dtype)
+
     def exchange(self, bucket: Bucket) -> Exchange:
-        refuse_half("randomK", bucket)
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat
         [residual] = self.state.of(bucket)
         if self.options.corr:
             run("add", flat, residual, out=flat)
         k = count_of_share(self.options.density, flat.size)
         indices, values = empty((k,), "int32" if flat.size < 2**31 else "int64"), empty((k,), bucket.dtype)
-        seed, step = zlib.crc32(bucket.name.encode()), self.scalar(lambda step: step.step)
+        seed, step = zlib.crc32(bucket.key.encode()), self.scalar(lambda step: step.step)
         run("random_indices", out=indices, n=flat.size, seed=seed, counter=step)
         run("gather", flat, indices, out=values, axis=0)
         # what is not finite is sent in the place of every value, as it may not be among the chosen: largest - largest

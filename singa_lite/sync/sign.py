@@ -48,15 +48,18 @@ class Sign(BucketedSync):
         self._lr: float | None = None  # of the step that left the residuals
         self._ends: dict[Bucket, Array] = {}
 
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        refuse_half("sign", names, dtype)
+
     def exchange(self, bucket: Bucket) -> Exchange:
-        refuse_half("sign", bucket)
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat
         [residual] = self.state.of(bucket)
         if self.options.corr:  # flat + ratio * residual
             run("sgd_update", residual, out=(flat,), lr=self.scalar(lambda step: -self._ratio(step)))
         ends = self._ends_of(bucket)
         packet, scales, bits = self._packet(bucket)
-        rest = empty(flat.shape, bucket.dtype)
+        rest = residual if self.options.corr else empty(flat.shape, bucket.dtype)
         run("abs", flat, out=rest)
         for number, (_, part) in enumerate(bucket.views(rest)):
             run("mean", part.reshape(-1), out=scales[number : number + 1], axes=(0,), keepdims=True)
@@ -66,7 +69,7 @@ class Sign(BucketedSync):
             run("copy", flat, out=rest)
             run("add_signs", bits, scales, ends, out=rest, factor=-1.0)
             # what is not finite makes the magnitude so, and has been sent
-            run("finite_or_zero", rest, out=residual)
+            run("finite_or_zero", rest, out=rest)
         gathered = yield work
         run("fill", out=flat, value=0.0)
         for theirs in gathered:

@@ -33,9 +33,10 @@ class SparseMessage:
     """Selected elements of one flat array on their way to all ranks, as one message: values, then indices as words.
 
     Args:
-        flat: values to select from, shape (n,), replaced by the sum of what all ranks selected.
+        flat: shape (n,), replaced by the sum of what all ranks selected.
         residual: receives what this rank did not select, shape (n,), and what rounding lost; None drops it.
         values: "own" sends values in their dtype, "fp16" rounded to float16, +-65504 at most.
+        source: what to select from, shape (n,), which stays as it is; None is ``flat``.
 
     Attributes:
         indices: what this rank has selected, padded; once there is ``room`` for it.
@@ -53,8 +54,10 @@ class SparseMessage:
         residual: Array | None,
         name: str,
         values: str = "own",
+        source: Array | None = None,
     ) -> None:
         self.communicator, self.backend, self.name = communicator, backend, name
+        self.source = flat if source is None else source
         self.flat, self.residual = flat, residual
         self.index_dtype = "int32" if flat.size < 2**31 else "int64"
         self._value_dtype = np.dtype("float16") if values == "fp16" else flat.dtype

@@ -69,8 +69,10 @@ class SparseThreshold(SparseSync):
         message = self.message(bucket)
         count = count_selected(message, self.scalar(lambda step: step.options.spars))
         counts = yield self.communicator.all_gather(count, name=f"number selected of {bucket.name}")
-        yield OnHost(partial(self._send, message), counts)
+        yield OnHost(partial(self._send, message, bucket.name), counts)
         yield OnHost(partial(message.merge, 1.0 / self.communicator.size))
 
-    def _send(self, message: SparseMessage, counts: Any) -> None:
-        send_selected(message, self.now().options.spars, counts.ravel().tolist())
+    def _send(self, message: SparseMessage, name: str, counts: Any) -> None:
+        spars = self.now().options.spars
+        message.name = f"spars={spars} of {name}"  # see Note [options in names]
+        send_selected(message, spars, counts.ravel().tolist())

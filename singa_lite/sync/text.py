@@ -3,14 +3,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
+from math import inf
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
-from .base import Scheme
+from .base import Scheme, text_of
 
 BOOLS = {"1": True, "true": True, "0": False, "false": False}
+# what Python reads besides, such as 1_0, spaces, other alphabets' digits and inf, is a slip of the pen here
+NUMBERS = {int: r"[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"}
 
 
 class DistOption(NamedTuple):
@@ -28,7 +35,8 @@ class DistOption(NamedTuple):
 def read_dist_option(text: str) -> DistOption:
     """Return what ``name[:value][:key=value...]`` says; the bare value is that of the first field.
 
-    All behind the name is that value where a scheme ``wraps_another``.
+    All behind the name is that value where a scheme ``wraps_another``, and so is all behind ``:key=``. Numbers are
+    decimal and finite, in ASCII digits, without spaces.
 
     Raises:
         OptionError: an unknown name or key, a key given twice, or a value that is not of its field's type or out
@@ -38,14 +46,15 @@ def read_dist_option(text: str) -> DistOption:
     known = find_schemes()
     check_choice("DistOpt", "dist_option", name, known)
     scheme = known[name]
-    types = get_type_hints(scheme.Options)
+    types = types_of(scheme)
     if scheme.wraps_another and parts:
         parts = [":".join(parts)]
     options: dict[str, Any] = {}
     for number, part in enumerate(parts):
         key, equals, value = part.partition("=")
-        if number == 0 and types and (not equals or scheme.wraps_another):
-            key, value = next(iter(types)), part
+        first = next(iter(types), None)
+        if number == 0 and first and (not equals or (scheme.wraps_another and key != first)):
+            key, value = first, part
         if key not in types or key in options:
             problem = f"gives {key} twice" if key in options else f"has {part!r}, which is no option"
             raise OptionError(f"DistOpt: dist_option {text!r} {problem}; {form_of(scheme)}")
@@ -63,18 +72,67 @@ def read_dist_option(text: str) -> DistOption:
     return DistOption(scheme, options)
 
 
+def options_by_name(scheme: type[Scheme], options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with those of a wrapped scheme beside its name, instead of in its text.
+
+    Raises:
+        OptionError: one of them is given twice, or the text is wrong.
+    """
+    first = wrapped_field(scheme)
+    if first not in options:
+        return options
+    wrapped = read_dist_option(options[first])
+    twice = sorted(set(wrapped.options) & set(options))
+    if twice:
+        raise OptionError(
+            f"DistOpt: {', '.join(twice)} is given twice, in {first} = {options[first]!r} and by name; leave one out"
+        )
+    return {**options, **wrapped.options, first: wrapped.scheme.names[0]}
+
+
+def scheme_of_options(scheme: type[Scheme], options: Mapping[str, Any]) -> type[Scheme]:
+    """Return the scheme whose options are given by name: ``scheme``, or the one that it wraps."""
+    first = wrapped_field(scheme)
+    return read_dist_option(options.get(first, getattr(scheme.Options(), first))).scheme if first else scheme
+
+
+def make_options(scheme: type[Scheme], values: dict[str, Any]) -> Any:
+    """Return the ``Options`` with ``values``, as ``options_by_name`` gives them: a wrapped scheme's in its text."""
+    if first := wrapped_field(scheme):
+        wrapped = scheme_of_options(scheme, values)
+        inner = wrapped.Options(**{name: value for name, value in values.items() if name != first})
+        values = {first: wrapped.names[0] + text_of(inner)}
+    return scheme.Options(**values)
+
+
+def wrapped_field(scheme: type[Scheme]) -> str:
+    """Return the name of the option that is another dist_option, "" if there is none."""
+    return fields(scheme.Options)[0].name if scheme.wraps_another else ""
+
+
 def form_of(scheme: type[Scheme]) -> str:
     """Return how a dist_option of ``scheme`` is written, with the name, type and default of every field."""
-    name, types = scheme.names[0], get_type_hints(scheme.Options)
+    name, types = scheme.names[0], types_of(scheme)
     if not types:
         return f"{name} has no options"
     each = [f"{f.name}: {_type_name(types[f.name])} = {f.default}" for f in fields(scheme.Options)]
+    if scheme.wraps_another:
+        return (
+            f"write {name}[:{next(iter(types))}], with another dist_option and its options: {', '.join(each)}"
+        )
     return f"write {name}[:{next(iter(types))}][:key=value...], with the options {', '.join(each)}"
 
 
-def text_of(options: Any) -> str:
-    """Return the dist_option that gives ``options``, an object of a scheme's ``Options``; a schedule as it prints."""
-    return "".join(f":{field.name}={getattr(options, field.name)}" for field in fields(options))
+def types_of(scheme: type[Scheme]) -> Mapping[str, Any]:
+    """Return the type of each option."""
+    options: Any = scheme.Options  # Any: mypy takes no class for hashable
+    return _types_of(options)
+
+
+@cache
+def _types_of(options: Any) -> Mapping[str, Any]:
+    """Return the type of each field; found once, as that takes longer than reading a text."""
+    return MappingProxyType(get_type_hints(options))
 
 
 def _value_of(text: str, kind: Any) -> Any:
@@ -86,7 +144,13 @@ def _value_of(text: str, kind: Any) -> Any:
         if text.lower() not in BOOLS:
             raise ValueError(text)
         return BOOLS[text.lower()]
-    return next(each for each in accepted if each is not type(None))(text)
+    number = next(each for each in accepted if each is not type(None))
+    if number in NUMBERS and not re.fullmatch(NUMBERS[number], text):
+        raise ValueError(text)
+    value = number(text)
+    if value in (inf, -inf):  # 1e999
+        raise ValueError(text)
+    return value
 
 
 def _type_name(kind: Any) -> str:

@@ -293,6 +293,26 @@ def update_samples() -> list[Sample]:
     ]
 
 
+def low_rank_samples() -> list[Sample]:
+    p, q, m = normal(3, 7), normal(3, 4), normal(7, 4)
+    basis, upper = np.linalg.qr(p.T)
+    orthonormal = (basis * np.sign(np.diag(upper))).T
+    with_zeros = np.insert(p, 1, 0.0, axis=0)
+    m[2, 1], m[3, 3] = np.inf, np.nan
+    rest = m - p.T @ q
+    rest[2, 1] = rest[3, 3] = 0
+    return [
+        Sample("orthonormal_rows", (p,), (orthonormal,), {"dropped": 1e-12}),
+        Sample(
+            "orthonormal_rows", (with_zeros,), (np.insert(orthonormal, 1, 0.0, axis=0),), {"dropped": 1e-12}
+        ),
+        Sample("unit_rows", (q,), (q / np.linalg.norm(q, axis=1, keepdims=True),), {"seed": 3, "counter": 5}),
+        Sample("low_rank_sum", (p, q), (p.T @ q,)),
+        Sample("low_rank_sum", (p[:1], q[:1]), (np.outer(p[0], q[0]),)),
+        Sample("low_rank_rest", (m, p, q), (rest,)),
+    ]
+
+
 def select_samples() -> list[Sample]:
     values = np.array([1.0, -3.0, 0.5, 3.0, np.nan, -2.0, 3.0, -np.inf])
     indices = np.array([1, 4, 7], np.int64)
@@ -443,6 +463,7 @@ SAMPLES = [
     *update_samples(),
     *select_samples(),
     *int8_samples(),
+    *low_rank_samples(),
 ]
 for sample in SAMPLES:
     if sample.kernel == "matmul":

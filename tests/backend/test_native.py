@@ -738,6 +738,44 @@ def test_segments_that_do_not_fit_are_left_to_numpy(ends):
 
 
 @quick
+@given(seeds, st.integers(1, 9), st.integers(0, 700), st.integers(0, 60), st.booleans())
+def test_low_rank_products_are_numpys_bit_by_bit(seed, rank, rows, columns, has_nan):
+    p, q, m = floats(seed, rank, rows), floats(seed + 1, rank, columns), floats(seed + 2, rows, columns)
+    if rank > 2:
+        p[2] = p[0] * 3 - p[1]
+    if has_nan and m.size:
+        m[rows // 2, 0], p[-1, rows // 2] = np.inf, np.nan
+    for kernel, inputs, attributes in [
+        ("orthonormal_rows", (p,), {"dropped": 1e-12}),
+        ("low_rank_sum", (p, q), {}),
+        ("low_rank_rest", (m, p, q), {}),
+    ]:
+        shape = p.shape if kernel == "orthonormal_rows" else m.shape
+        got, expected = np.full(shape, 7, np.float32), np.full(shape, 7, np.float32)
+        assert getattr(KERNELS, kernel)(*inputs, out=got, **attributes)
+        REFERENCE.run(kernel, *inputs, out=expected, **attributes)
+        np.testing.assert_array_equal(got, expected)
+    got, expected = np.full(q.shape, 7, np.float32), np.full(q.shape, 7, np.float32)
+    if q.size:
+        assert KERNELS.unit_rows(q, out=got, seed=1, counter=2)
+        REFERENCE.run("unit_rows", q, out=expected, seed=1, counter=2)
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+def test_rows_without_a_length_are_drawn_by_numpy(value):
+    q, drawn = floats(0, 3, 5), np.zeros((3, 5), np.float32)
+    q[1] = value
+    before, out = q.copy(), np.full_like(q, 7)
+    assert not KERNELS.unit_rows(q, out=out, seed=1, counter=2)
+    assert (out == 7).all() and q.tobytes() == before.tobytes()
+    REFERENCE.run("unit_rows", q, out=out, seed=1, counter=2)
+    REFERENCE.run("random_normal", out=drawn, mean=0.0, std=1.0, seed=1, counter=2)
+    np.testing.assert_array_equal(out[1], drawn[1])
+    np.testing.assert_allclose(np.linalg.norm(out[[0, 2]], axis=1), 1, rtol=1e-6)
+
+
+@quick
 @given(
     seeds, st.integers(1, 100_000), st.floats(0, 1), st.integers(0, 1 << 40), st.sampled_from(["i4", "i8"])
 )

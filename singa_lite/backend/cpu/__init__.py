@@ -17,6 +17,7 @@ from .conv import ConvKernels
 from .elementwise import ElementwiseKernels
 from .indices import IndexKernels
 from .loss import LossKernels
+from .low_rank import LowRankKernels
 from .move import MoveKernels
 from .native import NativeKernels
 from .norm import NormKernels
@@ -43,6 +44,7 @@ class NumpyBackend(
     SelectKernels,
     IndexKernels,
     SignKernels,
+    LowRankKernels,
     Backend,
 ):
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""

@@ -26,6 +26,7 @@ from .fuse import fuse
 from .graph_memory import GraphMemory
 from .indices import IndexKernels
 from .loss import LossKernels
+from .low_rank import LowRankKernels
 from .move import MoveKernels
 from .norm import NormKernels
 from .pool import PoolKernels
@@ -52,6 +53,7 @@ class CudaBackend(
     SelectKernels,
     IndexKernels,
     SignKernels,
+    LowRankKernels,
 ):
     """The kernels of one GPU, on streams of its own that do not wait for the default stream, see Note [streams].
 
