@@ -7,7 +7,7 @@
     comm.all_reduce([p.grad for p in params], division=True)
 
 What lives here: nnabla's names over the process's communicator, and the callback that sums gradients while backward
-goes on. What does not: moving data (comm/), packing gradients as they come (sync/base.py). docs/nnabla.md says what
+goes on. What does not: moving data (comm/), packing gradients as they come (sync/buckets.py). docs/nnabla.md says what
 differs from nnabla.
 """
 
@@ -42,7 +42,8 @@ from .sync.arrays import (
     given_arrays,
     one_a_rank,
 )
-from .sync.base import Bucket, BucketedSync, Exchange, StepContext
+from .sync.base import StepContext
+from .sync.buckets import Bucket, BucketedSync, Exchange
 from .sync.collectives import RawOrTensor
 from .tensor import Tensor
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of a step goes: laps that code of a step ends, eagerly and at every replay.
 
-What lives here: the clock of a thread. What does not: what counts as which phase (autograd/engine.py, sync/base.py,
+What lives here: the clock of a thread. What does not: what counts as which phase (autograd/engine.py, sync/buckets.py,
 opt/dist.py), and the times of collectives (comm/work.py).
 
 Note [laps]: a step is cut into laps without holes. ``lap("pack")`` says that the time since the last lap ended went

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a synchronisation scheme, and what schemes share that send gradients.
+"""The contract of a synchronisation scheme; what those share that send gradients is in buckets.py.
 
 A scheme makes the gradients (or parameters) of N ranks equal. It knows Tensors, a backend and the Communicator
 contract, but no transport. One scheme is one file in this folder; its class names the words of ``dist_option`` that
@@ -7,9 +7,8 @@ choose it, and the folder is searched for it (see sync/__init__.py).
 
 Note [once]: in a recorded step a scheme's Python runs once, while its kernels and collectives are recorded. Numbers
 that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key`` or
-``step_key``;
-what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``. Memory that stays
-from step to step is ParamState's (state.py), or is made within ``unrecorded``.
+``step_key``; what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``.
+Memory that stays from step to step is ParamState's (state.py), or is made within ``unrecorded``.
 
 Note [options in names]: options that one rank alone changes between steps may leave every collective's kind and size as
 they are. So its name begins with the step's options, and transports compare names: the ranks get a CommError with both
@@ -19,8 +18,7 @@ that has such ones starts a collective from the host whose name has their values
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -28,12 +26,11 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ..comm.base import Communicator
-from ..comm.work import Traffic, Work
-from ..errors import CheckpointError, DTypeError
+from ..comm.work import Traffic
+from ..errors import CheckpointError
 from ..graph.clock import lap
-from ..graph.recorder import host, scalar, unrecorded
+from ..graph.recorder import scalar, unrecorded
 from ..tensor import Tensor
-from .grouping import Grouping, layout
 from .state import ParamState, Slot
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
@@ -271,214 +268,6 @@ class Scheme:
         arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
         self.set_counters({name: value.item() for name, value in counters.items()})
         self.state.load_state_dict(arrays, names)
-
-
-class Bucket:
-    """Gradients that are sent as one flat array, in yield order.
-
-    Attributes:
-        params: the parameters, in yield order.
-        key: the names of all parameters, equal on all ranks and in all steps.
-        name: of the step's collectives: its options and ``key``, so that ranks with other ones raise.
-        flat: all gradients one after the other, each at a multiple of the alignment of the backend; zeros in
-            between.
-        grads: each parameter with its part of ``flat``, which holds the gradient to apply in the end.
-    """
-
-    def __init__(self, params: list[Tensor], key: str, is_aligned: bool) -> None:
-        self.params, self.key, self.name = params, key, key
-        self.backend = params[0].device.backend
-        self.dtype = params[0].dtype
-        self.alignment = max(1, self.backend.alignment_bytes // self.dtype.itemsize) if is_aligned else 1
-        self._spans, size = layout((param.shape for param in params), self.alignment)
-        with unrecorded():
-            self.flat = self.backend.zeros((size,), self.dtype)
-        self.grads = [(param, Tensor.wrap(part, param.device)) for param, part in self.views(self.flat)]
-
-    def views(self, flat: Array) -> Iterator[tuple[Tensor, Array]]:
-        """Yield each parameter with its part of ``flat``, in the parameter's shape."""
-        for param, span in zip(self.params, self._spans, strict=True):
-            yield param, flat[span].reshape(param.shape)
-
-
-class Soon:
-    """What an exchange yields to continue as soon as the next bucket is packed, instead of after the last gradient.
-
-    Args:
-        work: a collective that has ended before the exchange continues: a short one, as packing waits for it.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self.wait = work.wait
-
-
-class OnHost:
-    """What an exchange yields to have ``function`` called with numpy copies of ``arrays``, after the last gradient.
-
-    It is called at every replay of a recorded step, and a CUDA graph ends before it; all buckets' functions are called
-    together. What it starts, it or a later one must wait for.
-    """
-
-    def __init__(self, function: Callable[..., None], *arrays: Array) -> None:
-        self.function, self.arrays = function, arrays
-
-    def wait(self) -> None:
-        """Nothing is left to wait for: ``BucketedSync.finish`` has called the function."""
-
-
-Exchange = Generator[Work | Soon | OnHost, Any, None]
-
-
-class BucketInFlight:
-    """A bucket whose exchange has begun.
-
-    Args:
-        steps: what ``BucketedSync.exchange`` returns for the bucket.
-
-    Attributes:
-        pending: what ``steps`` yielded last; None once they have ended.
-        packed: what the backend's ``packing`` gave, for its ``unpacking``.
-    """
-
-    def __init__(self, bucket: Bucket, steps: Exchange) -> None:
-        self.bucket, self._steps = bucket, steps
-        self.pending: Work | Soon | OnHost | None = None
-        self.packed: Any = None
-
-    def start(self, grads: list[Tensor]) -> None:
-        """Pack ``grads`` into the bucket and run the exchange to its first yield."""
-        bucket = self.bucket
-        lap("backward")
-        with bucket.backend.packing(bucket.flat) as self.packed:
-            arrays = (grad.array for grad in grads)
-            bucket.backend.run("pack", *arrays, out=bucket.flat, alignment=bucket.alignment)
-            lap("pack", bucket.name)
-            self._advance(None)
-
-    def advance_soon(self) -> None:
-        """Run the exchange to its next yield while gradients are still computed, if its yield asks for it."""
-        while isinstance(self.pending, Soon):
-            with self.bucket.backend.packing(self.bucket.flat) as self.packed:
-                self._advance(self.pending.wait())
-
-    def advance(self) -> None:
-        """Run the exchange to its next yield, after the last gradient; one that ended before is joined."""
-        with self.bucket.backend.unpacking(self.packed):
-            if self.pending is not None:
-                self._advance(self.pending.wait())
-
-    def _advance(self, result: Any) -> None:
-        try:
-            self.pending = self._steps.send(result)
-        except StopIteration:
-            self.pending = None
-        lap("compress" if self.pending is not None else "decompress", self.bucket.name)
-
-
-class BucketedSync(Scheme, ABC):
-    """Gathers gradients in buckets as they come, and exchanges each as soon as it is full.
-
-    A scheme writes ``exchange``.
-
-    Attributes:
-        is_selective: whether elements compete within a group: then groups are limited by ``threshold`` and not by
-            ``bucket_bytes``, and gradients are contiguous.
-        changes_one_rank: whether the gradients to apply differ from a rank's own in a world of one.
-    """
-
-    is_selective: ClassVar[bool] = False
-    changes_one_rank: ClassVar[bool] = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._groupings: dict[np.dtype, Grouping[tuple[Tensor, Tensor]]] = {}
-        self._buckets: dict[tuple[Tensor, ...], Bucket] = {}
-        self._in_flight: list[BucketInFlight] = []
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        """Raise DTypeError for gradients, of the parameters ``names``, that the scheme does not send; it sends all."""
-
-    def check(self, bucket: Bucket) -> None:
-        """Raise for gradients that cannot be sent, alike on all ranks, before anything of them is."""
-        self.check_dtype(bucket.key, bucket.dtype)
-
-    @abstractmethod
-    def exchange(self, bucket: Bucket) -> Exchange:
-        """Turn ``bucket.flat``, this rank's gradients, into the gradients to apply.
-
-        A generator that starts collectives. After a ``yield`` of a Work it continues when all gradients are there and
-        that collective has ended, after a ``yield Soon(work)`` as soon as the next bucket is packed. Such a yield gives
-        the Work's result. After a ``yield OnHost(function, *arrays)`` it continues when that function has been called.
-        All ranks must yield alike.
-        """
-
-    def begin(self, step: StepContext, read: Callable[[], StepContext] | None = None) -> None:
-        super().begin(step, read)
-        self._groupings.clear()
-        self._in_flight.clear()
-        for backend in {bucket.backend for bucket in self._buckets.values()}:
-            backend.join()
-
-    def add_gradient(self, param: Tensor, grad: Tensor) -> None:
-        if self.communicator.is_alone and not self.changes_one_rank:
-            super().add_gradient(param, grad)
-            return
-        if param.dtype not in self._groupings:
-            limit = self.threshold if self.is_selective else self.bucket_bytes // param.dtype.itemsize
-            self._groupings[param.dtype] = Grouping(limit)
-        group = self._groupings[param.dtype].add((param, grad), param.size())
-        if group:
-            self._launch(group)
-
-    def finish(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from super().finish()
-        for grouping in self._groupings.values():
-            group = grouping.flush()
-            if group:
-                self._launch(group)
-        for in_flight in self._in_flight:
-            in_flight.advance_soon()
-        while self._in_flight:
-            yielded = [in_flight.pending for in_flight in self._in_flight]
-            calls = [call for call in yielded if isinstance(call, OnHost)]
-            if calls:
-                device = self._in_flight[0].bucket.params[0].device
-                host(_call, calls, [[Tensor.wrap(a, device) for a in call.arrays] for call in calls])
-                lap("compress")
-            for in_flight in self._in_flight:
-                in_flight.advance()
-                if in_flight.pending is None:  # it has ended
-                    yield from in_flight.bucket.grads
-            self._in_flight = [in_flight for in_flight in self._in_flight if in_flight.pending is not None]
-
-    def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
-        params = tuple(param for param, _ in group)
-        if params not in self._buckets:
-            self._buckets[params] = Bucket(list(params), self.names_of(list(params)), not self.is_selective)
-        bucket = self._buckets[params]
-        bucket.name = self.collective_name(bucket.key)
-        self.check(bucket)
-        in_flight = BucketInFlight(bucket, self.exchange(bucket))
-        in_flight.start([grad for _, grad in group])
-        for earlier in self._in_flight:
-            earlier.advance_soon()
-        self._in_flight.append(in_flight)
-
-
-def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
-    """Call what exchanges yielded, with numpy copies of ``tensors``: all are read before anything is started."""
-    values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
-    for call, given in zip(calls, values, strict=True):
-        call.function(*given)
-
-
-def refuse_half(where: str, names: str, dtype: np.dtype[Any]) -> None:
-    """Raise DTypeError for gradients in which a residual cannot be summed up."""
-    if dtype not in ("float32", "float64"):
-        raise DTypeError(
-            f"{where}: {names} is {dtype}, in which sums over many steps lose too much; use float32"
-        )
 
 
 def text_of(options: Any, without: tuple[str, ...] = ()) -> str:

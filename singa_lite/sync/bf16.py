@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError
-from .base import Bucket, BucketedSync, Exchange
+from .buckets import Bucket, BucketedSync, Exchange
 
 
 class Bf16(BucketedSync):

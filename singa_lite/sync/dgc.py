@@ -20,7 +20,8 @@ import numpy as np
 
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
-from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
+from .base import Array, StepContext
+from .buckets import Bucket, BucketedSync, Exchange, refuse_half
 from .clip import clip_factors
 from .sparse import SparseMessage, check_values
 from .sparse_top_k import check_share, send_top_k

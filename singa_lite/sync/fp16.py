@@ -18,7 +18,8 @@ from ..backend.base import Backend
 from ..comm.base import Communicator, ReduceOp
 from ..comm.work import Work
 from ..errors import DTypeError, OptionError
-from .base import Array, Bucket, BucketedSync, Exchange, Soon
+from .base import Array
+from .buckets import Bucket, BucketedSync, Exchange, Soon
 
 HALF_MAX = 65504.0  # the largest finite float16
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .base import Bucket, BucketedSync, Exchange
+from .buckets import Bucket, BucketedSync, Exchange
 
 
 class Fp32(BucketedSync):

@@ -21,7 +21,8 @@ from ..comm.work import Traffic
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import Bucket, BucketedSync, Exchange, Scheme, Soon, StepContext
+from .base import Scheme, StepContext
+from .buckets import Bucket, BucketedSync, Exchange, Soon
 from .text import DistOption, read_dist_option
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DTypeError, check_int
-from .base import Array, Bucket, BucketedSync, Exchange, Soon
+from .base import Array
+from .buckets import Bucket, BucketedSync, Exchange, Soon
 from .state import Slot
 
 BLOCK = 256  # elements that share a scale (backend/cpu/quantize.py)

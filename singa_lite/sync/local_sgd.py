@@ -12,7 +12,8 @@ from typing import Any
 from ..errors import CheckpointError, check_int
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start
 from ..tensor import Tensor
-from .base import Bucket, BucketedSync, Exchange, Scheme, StepContext
+from .base import Scheme, StepContext
+from .buckets import Bucket, BucketedSync, Exchange
 
 PREFIX = "local updates of "
 

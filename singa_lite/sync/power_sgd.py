@@ -20,7 +20,8 @@ import numpy as np
 
 from ..errors import OptionError, check_int, check_number
 from ..tensor import Tensor
-from .base import Array, Bucket, BucketedSync, Exchange
+from .base import Array
+from .buckets import Bucket, BucketedSync, Exchange
 from .state import Slot
 
 MAX_RANK = 32  # rows of Q that are kept; more save too few bytes to be worth their arithmetic

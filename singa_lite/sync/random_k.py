@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import Bucket, BucketedSync, Exchange, StepContext, refuse_half
+from .base import StepContext
+from .buckets import Bucket, BucketedSync, Exchange, refuse_half
 from .sparse_top_k import check_share, count_of_share
 from .state import Slot
 

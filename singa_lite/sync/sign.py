@@ -16,7 +16,8 @@ import numpy as np
 from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import Array, Bucket, BucketedSync, Exchange, StepContext, refuse_half
+from .base import Array, StepContext
+from .buckets import Bucket, BucketedSync, Exchange, refuse_half
 from .state import Slot
 
 

@@ -16,7 +16,8 @@ from ..backend.base import Backend
 from ..comm.base import Communicator
 from ..comm.work import Work
 from ..errors import check_choice
-from .base import Array, Bucket, BucketedSync
+from .base import Array
+from .buckets import Bucket, BucketedSync
 from .fp16 import HALF_MAX
 from .indices import IndexCode
 from .state import Slot

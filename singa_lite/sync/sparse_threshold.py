@@ -9,7 +9,8 @@ from typing import Any
 
 from ..comm.work import Work
 from ..errors import OptionError, check_number
-from .base import Array, Bucket, Exchange, OnHost
+from .base import Array
+from .buckets import Bucket, Exchange, OnHost
 from .sparse import SparseMessage, SparseSync, check_values
 
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ..comm.work import Work
 from ..errors import OptionError, check_number
-from .base import Bucket, Exchange
+from .buckets import Bucket, Exchange
 from .sparse import SparseMessage, SparseSync, check_values
 
 

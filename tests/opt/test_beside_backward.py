@@ -16,7 +16,8 @@ from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
-from singa_lite.sync.base import Bucket, BucketedSync, Exchange, option_names
+from singa_lite.sync.base import option_names
+from singa_lite.sync.buckets import Bucket, BucketedSync, Exchange
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import batch, compiled, distributed, trained
 from tests.comm.gpu_standin import host_of

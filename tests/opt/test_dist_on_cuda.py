@@ -23,7 +23,7 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import CommError
-from singa_lite.sync.base import BucketedSync
+from singa_lite.sync.buckets import BucketedSync
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of

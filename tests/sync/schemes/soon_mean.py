@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .base import Bucket, BucketedSync, Exchange, Soon
+from .buckets import Bucket, BucketedSync, Exchange, Soon
 
 
 class SoonMean(BucketedSync):
