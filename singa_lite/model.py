@@ -13,7 +13,7 @@ from . import autograd
 from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from .config import this_thread
 from .errors import CheckpointError, GraphError, OptionError
-from .graph.clock import begin_step
+from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
@@ -137,9 +137,13 @@ class Model(Layer):
         begin_step()
         this_thread.training = True
         self._prepare()
-        if not self._use_graph:
-            return self.train_one_batch(*inputs, **options)
-        return self._records.call(self, inputs, options)
+        try:
+            if not self._use_graph:
+                return self.train_one_batch(*inputs, **options)
+            return self._records.call(self, inputs, options)
+        except BaseException:
+            abandon_step()
+            raise
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ namespace {
 
 constexpr Key kSizeBits = 0x7fffffffu;
 constexpr Key kNan = 0x7f800001u;         // all NaNs are equal
-constexpr std::size_t kSample = 1 << 16;  // 0.4 % spread of the quantile at k = 1 %; its own cost stays below 1 ms
+constexpr std::size_t kMinSample = 1 << 12, kMaxSample = 1 << 16;
+constexpr std::size_t kPerSample = 64;    // elements for one of the sample, whose sorting then costs less than a pass
 constexpr std::size_t kBlock = 16;        // elements looked at together; at 1 % most blocks hold nothing
 constexpr std::size_t kRun = 4096;        // elements between two checks of the space left
 
@@ -105,13 +106,13 @@ Positions collect(const float* values, std::size_t count, Key bound, std::size_t
 
 // A key that about k elements and a few more reach; 0 when nearly all must.
 Key sampled_bound(const float* values, std::size_t count, std::size_t k) {
-  const std::size_t stride = count / kSample;
+  const std::size_t size = std::clamp(count / kPerSample, kMinSample, kMaxSample), stride = count / size;
   if (stride < 4) return 0;
-  std::vector<Key> sample(kSample);
-  for (std::size_t i = 0; i < kSample; ++i) sample[i] = key(values, i * stride);
-  const double expected = double(k) * double(kSample) / double(count);
+  std::vector<Key> sample(size);
+  for (std::size_t i = 0; i < size; ++i) sample[i] = key(values, i * stride);
+  const double expected = double(k) * double(size) / double(count);
   const double wanted = expected + 5 * std::sqrt(expected) + 8;  // 5 deviations: hardly ever too few
-  if (wanted >= double(kSample)) return 0;
+  if (wanted >= double(size)) return 0;
   const auto nth = sample.begin() + std::ptrdiff_t(wanted);
   std::nth_element(sample.begin(), nth, sample.end(), std::greater<Key>());
   return *nth;

@@ -10,9 +10,16 @@
 namespace singa_lite {
 namespace signs_loops {
 
-// Whole bytes: 8 values each.
+// Whole bytes: 8 values each, 4 bytes together.
 CLONES void pack(const float* values, std::uint8_t* bits, std::size_t num_bytes) {
-  for (std::size_t i = 0; i < num_bytes; ++i) {
+  std::size_t i = 0;
+  for (; i + 4 <= num_bytes; i += 4) {
+    std::uint32_t found = 0;
+#pragma omp simd reduction(| : found)
+    for (unsigned bit = 0; bit < 32; ++bit) found |= (values[8 * i + bit] >= 0 ? 1u : 0u) << bit;
+    for (unsigned byte = 0; byte < 4; ++byte) bits[i + byte] = std::uint8_t(found >> 8 * byte);
+  }
+  for (; i < num_bytes; ++i) {
     unsigned found = 0;
     for (unsigned bit = 0; bit < 8; ++bit) found |= unsigned(values[8 * i + bit] >= 0) << bit;
     bits[i] = std::uint8_t(found);

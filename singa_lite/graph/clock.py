@@ -131,9 +131,10 @@ class StepClock:
         return times
 
     def abandon(self) -> None:
-        """End a step that the end of the process cuts off."""
+        """End a step that an error, or the end of the process, cuts off; nothing if none runs."""
         self.lap("unfinished", "")
-        self.end()
+        if self.is_running:
+            self.end()
 
     def _add_spans(self, phase: str, name: str, now: float) -> None:
         """Add the spans of the lap that ends."""
@@ -199,6 +200,12 @@ def drop_step() -> None:
     """End a step that nobody has ended."""
     if this_thread.clock is not None and this_thread.clock.is_running:
         this_thread.clock.end()
+
+
+def abandon_step() -> None:
+    """End a step that an error cuts off, so that its time does not count for the next one."""
+    if this_thread.clock is not None:
+        this_thread.clock.abandon()
 
 
 def _tell(function: Callable[..., None], *arguments: str) -> None:

@@ -121,6 +121,24 @@ def test_only_what_is_between_call_and_update_counts():
     assert dist.step_seconds.total < SLEEP_S
 
 
+class Failing(Slow):
+    """Fails where its step should end."""
+
+    def train_one_batch(self, x, y):
+        self.loss(self.forward(x), y)
+        raise ValueError("a bad batch")
+
+
+def test_a_step_that_failed_does_not_count_for_the_next_one():
+    made, dist, x, y = net(LocalCommunicator(World()))
+    made.__class__ = Failing
+    with pytest.raises(ValueError, match="bad batch"):
+        made(x, y)
+    made.__class__ = Net
+    made(x, y)
+    assert dist.step_seconds.total < SLEEP_S
+
+
 def test_accumulation_counts_all_calls_of_the_update():
     made, dist, x, y = net(LocalCommunicator(World()), accumulate=3)
     made.__class__ = Slow
