@@ -25,7 +25,7 @@ from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
 from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
-from .comm.trace_file import tracing
+from .comm.trace_file import join_trace, tracing
 from .errors import CommError, OptionError
 
 USAGE = (
@@ -48,9 +48,14 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | info")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | trace | info")
     commands.add_parser("info", help="list what was built and which transports work")
     run, plan = _add_run(commands), add_plan(commands)
+    trace = commands.add_parser(
+        "trace", help="join what processes wrote that were not started by `run --trace`"
+    )
+    trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
+    trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
     bench.add_argument(
@@ -64,7 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _bench(options.what, options.arguments)
     if options.name == "plan":
         return run_command(plan, lambda: run_plan(options))
+    if options.name == "trace":
+        return run_command(trace, lambda: _join(options.folder, options.file))
     return _run(run, options)
+
+
+def _join(folder: Path, path: Path) -> int:
+    print(join_trace(folder, path))
+    return 0
 
 
 def _bench(what: str, arguments: Sequence[str]) -> int:

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
 from collections import defaultdict
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoint import atomic_file
-from ..errors import CommError, OptionError
+from ..errors import CheckpointError, CommError, OptionError
 from ..graph.clock import Span, Waited
 from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
 from .base import Communicator
@@ -63,16 +62,17 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
     try:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder")
-        shutil.rmtree(folder, ignore_errors=True)  # of a launcher that was killed
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
+        for part in _parts_in(folder):  # of a launcher that was killed
+            part.unlink()
     except OSError as error:
         raise OptionError(f"--trace {path}: cannot be written: {error}") from error
     try:
         yield {"SINGA_LITE_TRACE": str(folder)}
     finally:
         try:
-            told = join_trace(path)
-        except (CommError, OSError) as error:
+            told = join_trace(folder, path)
+        except (CommError, CheckpointError, OSError) as error:
             told = str(error)
         sys.stderr.write(f"singa-lite: {told}\n")
 
@@ -162,29 +162,36 @@ def read_part(lines: Iterable[bytes]) -> Part:
     return part
 
 
-def join_trace(path: Path) -> str:
-    """Join the parts of the trace ``path``, write it and remove the parts; return a line about it.
+def join_trace(folder: Path, path: Path) -> str:
+    """Join the parts of a trace in ``folder``, write it to ``path`` and remove them; return a line about it.
 
     Raises:
-        CommError: there are no parts. OSError: a file cannot be read or written; the parts stay.
+        CommError: there are no parts. OSError, CheckpointError: a file cannot be read or written; the parts stay.
     """
-    folder = parts_folder(path)
-    parts = [read_part(file.read_bytes().splitlines()) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+    files = _parts_in(folder)
+    parts = [read_part(file.read_bytes().splitlines()) for file in files]
     if not parts:
         raise CommError(
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"
         )
     known: dict[int, Part] = {}
-    for part in parts:
+    for part in sorted(
+        parts, key=lambda part: (part.rank is None, part.host == "")
+    ):  # first those of a world
         known[_free_rank(part, known)] = part
     trace = chrome_trace(known)
-    with atomic_file(path) as file:
-        file.write(json.dumps(trace).encode())
-    shutil.rmtree(folder)
-    cut = f", of each rank the first {max(len(part.steps) for part in parts)} steps" * any(
-        p.is_cut for p in parts
-    )
+    with atomic_file(path) as written:
+        written.write(json.dumps(trace).encode())
+    for file in files:
+        file.unlink()
+    with contextlib.suppress(OSError):  # other files are in it
+        folder.rmdir()
+    cut = ", of the first steps alone" if any(part.is_cut for part in parts) else ""
     return f"trace of {len(known)} processes{cut}: {path}; open it in ui.perfetto.dev or chrome://tracing"
+
+
+def _parts_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def _free_rank(part: Part, known: Mapping[int, Part]) -> int:

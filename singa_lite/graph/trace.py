@@ -19,7 +19,7 @@ from typing import Any
 from ..config import env, state
 
 MAX_STEPS = 1000  # of a process: viewers of traces stop at about a million events
-SUFFIX = ".jsonl"
+SUFFIX = ".trace-part"
 
 
 class TraceWriter:

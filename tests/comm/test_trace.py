@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from singa_lite import cli
 from singa_lite.comm.clock_offset import Offset, measure_offset, offset_at, pairs_with_rank_0
 from singa_lite.comm.trace_file import (
     COMPUTE,
@@ -227,7 +228,7 @@ def test_a_long_run_is_cut_and_says_so(tmp_path, monkeypatch, capsys):
             writer.add_step([Span("forward", "", float(start), start + 0.5)], [])
         writer.close()
         writer.add_step([], [])
-    assert "the first 3 steps" in capsys.readouterr().err
+    assert "of the first steps alone" in capsys.readouterr().err
     trace = json.loads((tmp_path / "out.json").read_bytes())
     assert trace["metadata"]["ranks with more steps than are here"] == [0]
     assert [event["args"]["step"] for event in complete(trace, 0)] == [1, 2, 3]
@@ -239,9 +240,23 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
             raise AssertionError("the run began")
 
 
+def test_parts_are_joined_by_a_command(tmp_path, capsys):
+    writer = TraceWriter(tmp_path / "parts")
+    writer.add_step([Span("forward", "", 1.0, 2.0)], [])
+    writer.close()
+    assert cli.main(["trace", str(tmp_path / "parts"), str(tmp_path / "out.json")]) == 0
+    assert "trace of 1 processes" in capsys.readouterr().out
+    [event] = complete(json.loads((tmp_path / "out.json").read_bytes()), 0)
+    assert (event["name"], event["dur"]) == ("forward", 1e6)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trace", str(tmp_path / "parts"), str(tmp_path / "out.json")])
+    assert "no process has written a part" in str(ended.value)
+
+
 def test_parts_that_are_missing_are_an_error(tmp_path):
     with pytest.raises(CommError, match="no process has written a part"):
-        join_trace(tmp_path / "out.json")
+        join_trace(tmp_path, tmp_path / "out.json")
 
 
 def test_a_writer_without_a_disk_says_so_and_goes_on(tmp_path, capsys):
