@@ -401,12 +401,7 @@ def ranks_count_packs(communicator, option):
 
 @pytest.mark.parametrize("option", ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"])
 def test_a_replay_computes_gradients_right_where_they_are_sent_from(option):
-    assert run_ranks(ranks_count_packs, 3, option) == [(0, ranks_copies(option))] * 3
-
-
-def ranks_copies(option):
-    """Two inputs and two results; a scheme that runs on the host copies what it keeps there, a group each."""
-    return 4 + {"sparseThreshold": 3}.get(option, 0)
+    assert run_ranks(ranks_count_packs, 3, option) == [(0, 4)] * 3  # two inputs and two results are copied
 
 
 def test_activations_not_alive_together_share_memory():
@@ -542,4 +537,4 @@ def ranks_count_calls(communicator):
 
 
 def test_a_replay_makes_few_calls_of_python():
-    assert all(0 < calls <= 170 for calls in run_ranks(ranks_count_calls, 2))
+    assert all(0 < calls <= 180 for calls in run_ranks(ranks_count_calls, 2))

@@ -23,6 +23,8 @@ from typing import Any
 from ..errors import OptionError, SingaLiteError, check_int, check_number
 from .wire_bytes import word_of
 
+LONGEST_S = 1e9  # of what is calibrated, seconds
+
 
 @dataclass(frozen=True)
 class BucketShapes:
@@ -84,7 +86,7 @@ def calibration_from(where: str, found: Any) -> Calibration:
         fields = _fields(where, found, ("compute_s", "update_s", "buckets", "options"), ("about",))
         options = {name: _option(where, name, given) for name, given in fields["options"].items()}
         buckets = tuple(_bucket(where, number, given) for number, given in enumerate(fields["buckets"]))
-        times = [check_number(where, name, fields[name], 0) for name in ("compute_s", "update_s")]
+        times = [check_number(where, name, fields[name], 0, LONGEST_S) for name in ("compute_s", "update_s")]
     except (AttributeError, TypeError) as error:
         if isinstance(error, SingaLiteError):
             raise
@@ -123,7 +125,7 @@ def _option(where: str, name: str, given: Any) -> OptionTimes:
     buckets = tuple(_bucket(where, number, bucket) for number, bucket in own)
     times = (fields["compress_s"], fields.get("merge_s", 0.0))
     compress_s, merge_s = (
-        check_number(where, key, value, 0)
+        check_number(where, key, value, 0, LONGEST_S)
         for key, value in zip(("compress_s", "merge_s"), times, strict=True)
     )
     return OptionTimes(compress_s, merge_s, buckets)
@@ -133,4 +135,6 @@ def _bucket(where: str, number: int, given: Any) -> BucketShapes:
     where = f"{where}: bucket {number}"
     fields = _fields(where, given, ("ready_s", "shapes"))
     shapes = tuple(tuple(check_int(where, "shapes", size, 1) for size in shape) for shape in fields["shapes"])
-    return BucketShapes(check_number(where, "ready_s", fields["ready_s"], 0), shapes)
+    if not shapes:
+        raise OptionError(f"{where}: shapes has none; leave a bucket without parameters out")
+    return BucketShapes(check_number(where, "ready_s", fields["ready_s"], 0, LONGEST_S), shapes)

@@ -141,12 +141,13 @@ def read_table(path: Path) -> Mapping[str, Any]:
         if found["format"] != FORMAT or not all(name in found for name in (*REFUSED, *STATED)):
             raise ValueError("another format")
         for row in found["rows"]:
-            changes_of(row, row, found["target"])
+            for change in changes_of(row, row, found["target"]).values():
+                change.text(0.0)
     except OSError as error:
         raise OptionError(
             f"bench compare: {file}: {error.strerror}; expected a folder of `bench sync --out`"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise OptionError(
             f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, "
             "which writes it anew"

@@ -19,7 +19,7 @@ class Call(NamedTuple):
     """A collective that was called.
 
     Attributes:
-        name: of its Operation: of a bucket the names of its parameters, with ", " between.
+        name: of its Operation: of a bucket the options, ": ", and the names of its parameters, with ", " between.
         called_s: when, in seconds of the clock.
     """
 

@@ -130,7 +130,7 @@ class Alone:
         end = time.perf_counter()
         calls: dict[tuple[str, ...], float] = {}
         for call in loopback.calls:
-            names = tuple(call.name.split(", "))
+            names = tuple(call.name.rpartition(": ")[2].split(", "))  # behind the options
             if all(name in self.training.shapes for name in names):  # others are of a part of the bucket
                 calls.setdefault(names, call.called_s - start)
         self.groups = list(calls) or [tuple(self.training.shapes)]

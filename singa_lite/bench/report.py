@@ -55,9 +55,8 @@ class Row:
         step_bytes, step_payload: of a step of a rank: the last epoch's bytes by its steps and the ranks.
         run_bytes: of all steps and ranks.
         fp32_ratio: the mean run_bytes of fp32 by those of this option; None without a row of fp32, or without bytes.
-        step_ms: median of a run.
-        parts_ms: name -> mean over the steps of a run of a part of the step (sync/step_seconds.py), where all runs know
-            it; the mean, as an option may not do the same in all of its steps.
+        step_ms: mean over the steps of a run.
+        parts_ms: name -> the same of a part of the step (sync/step_seconds.py), where all runs know it.
         overlap: the share of the time on the wire that was hidden, 0 to 1; None if not known, or nothing was sent.
         train_s: seconds without evaluations.
         num_reached: runs that reached the target.

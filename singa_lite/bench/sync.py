@@ -111,6 +111,7 @@ def compare(
                 how = f"{result['train_s']:.1f} s of training"
             else:
                 how = f"finished before, {runs.path(each)}"
+                how += "" if trace is None else "; its trace is not written again"
             say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
             for reason in result["break_reasons"]:
                 say(f"  steps ran eagerly: {reason}")

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from .datasets import DataSet, data_set_of
 from .models import make_model, takes_dist_option
 from .runs import Settings
 
+Value = TypeVar("Value")
 EVAL_BATCH = 500
 WARM_STEPS = 10  # whose parts do not count, where there are others: they record and allocate
 
@@ -142,8 +143,8 @@ class Trainer:
             accuracy: of all test images, after the last step.
             loss: mean over the last epoch's batches and ranks.
             steps, train_s: of the run; seconds of rank 0, without evaluations.
-            step_ms: median over rank 0's steps.
-            parts_ms: of each part of a step (sync/step_seconds.py) the mean over rank 0's steps.
+            step_ms: mean over rank 0's steps, as options may do more in some than in others; not those of ``_warm``.
+            parts_ms: the same of each part of a step (sync/step_seconds.py).
             bytes_sent, bytes_payload: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
@@ -167,7 +168,7 @@ class Trainer:
             "loss": epochs[-1]["loss"],
             "steps": len(self._step_s),
             "train_s": clock.seconds,
-            "step_ms": 1e3 * statistics.median(self._step_s),
+            "step_ms": 1e3 * statistics.fmean(_warm(self._step_s)),
             "parts_ms": self._parts_ms(),
             "bytes_sent": [int(count) for count in by_rank[0]],
             "bytes_payload": [int(count) for count in by_rank[1]],
@@ -224,7 +225,7 @@ class Trainer:
 
     def _parts_ms(self) -> dict[str, float]:
         """Return the mean of each part that is known of all steps, without the first ones if there are others."""
-        kept = {name: values[WARM_STEPS:] or values[1:] or values for name, values in self._parts_s.items()}
+        kept = {name: _warm(values) for name, values in self._parts_s.items()}
         return {
             name: 1e3 * statistics.fmean(known)
             for name, values in kept.items()
@@ -262,6 +263,11 @@ class Trainer:
     def _sum(self, values: np.ndarray) -> None:
         """Replace float64 ``values`` by their sum over the ranks."""
         self.dist.all_reduce(values)
+
+
+def _warm(values: Sequence[Value]) -> Sequence[Value]:
+    """Return the values of steps without those that record and allocate, if there are others."""
+    return values[WARM_STEPS:] or values[1:] or values
 
 
 def _compiled(settings: Settings, data_set: DataSet, dist: DistOpt, device: Any) -> Model:

@@ -21,7 +21,7 @@ from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choic
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
 from .wire import WIRE_DTYPES
-from .work import Array, Traffic, Work, WorkList, ring_bytes
+from .work import Array, FinishedWork, Traffic, Work, WorkList, ring_bytes
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
@@ -375,6 +375,8 @@ class Communicator(ABC):
         if len(self._works) > MAX_DROPPED:
             self._works = {key: other for key, other in self._works.items() if not other._is_done()}
         self._works[id(work)] = work
+        if isinstance(work, FinishedWork):
+            self.traffic.wait_s += work.report_call()
         if this_thread.recorder is not None:
             inputs = (array,) if scale is None else (array, scale)
             this_thread.recorder.collective(self, operation, inputs, out, work)

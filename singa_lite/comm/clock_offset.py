@@ -51,14 +51,22 @@ def pairs_with_rank_0(communicator: Communicator) -> dict[int, Communicator]:
     return found
 
 
-def measure_offset(pair: Communicator, clock: Callable[[], float] = perf_counter) -> Offset | None:
-    """Compare the clocks of the two ranks of ``pair``, which both must call; None on the second, see Note [offset]."""
+def measure_offset(
+    pair: Communicator, clock: Callable[[], float] = perf_counter, timeout_s: float | None = None
+) -> Offset | None:
+    """Compare the clocks of the two ranks of ``pair``, which both must call; None on the second, see Note [offset].
+
+    Raises:
+        CommError: the other rank is gone, or has not called it within ``timeout_s`` (None: that of ``pair``).
+    """
     message, best = np.zeros(1), Offset(0.0, 0.0, math.inf)
+    if timeout_s is not None:
+        pair.timeout_s = timeout_s  # of calls that wait themselves
     for _ in range(NUM_ROUNDS):
         start = clock()
-        pair.broadcast(message, 0, name="there").wait()
+        pair.broadcast(message, 0, name="there").wait(timeout_s)
         message[0] = clock()
-        pair.broadcast(message, 1, name="back").wait()
+        pair.broadcast(message, 1, name="back").wait(timeout_s)
         end = clock()
         best = min(best, Offset(end, float(message[0]) - (start + end) / 2, (end - start) / 2), key=_error)
     return best if pair.rank == 0 else None
@@ -69,10 +77,11 @@ def _error(offset: Offset) -> float:
 
 
 def offset_at(offsets: Sequence[Offset], now: float) -> float:
-    """Return the offset at a time of rank 0's clock: between measurements by a straight line, else the nearest one.
+    """Return the offset at a time of a rank: between measurements by a straight line, else the nearest one.
 
     Args:
         offsets: of a rank, at least one, in the order of time.
-        now: seconds of rank 0's clock; that of the rank will do.
+        now: seconds of the rank's own clock, which may have begun long before or after rank 0's.
     """
-    return float(np.interp(now, [one.at for one in offsets], [one.offset_s for one in offsets]))
+    shown = [one.at + one.offset_s for one in offsets]  # by the rank's clock, when each was measured
+    return float(np.interp(now, shown, [one.offset_s for one in offsets]))

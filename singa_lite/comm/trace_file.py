@@ -20,11 +20,12 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..checkpoint import atomic_file
+from ..config import env
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.clock import Span, Waited
 from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
@@ -33,6 +34,7 @@ from .clock_offset import Offset, measure_offset, offset_at, pairs_with_rank_0
 from .work import Times
 
 Event = dict[str, Any]
+LEAVE_S = 2.0  # that a rank waits at its end for each comparison of clocks
 COMPUTE, EXCHANGE, WAIT, WIRE = range(4)
 THREADS = {COMPUTE: "compute", EXCHANGE: "exchange", WAIT: "wait"}  # from WIRE on: wires
 THREAD_OF = {"pack": EXCHANGE, "compress": EXCHANGE, "decompress": EXCHANGE, "wait": WAIT}  # else COMPUTE
@@ -71,10 +73,10 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
         yield {"SINGA_LITE_TRACE": str(folder)}
     finally:
         try:
-            told = join_trace(folder, path)
+            message = join_trace(folder, path)
         except (CommError, CheckpointError, OSError) as error:
-            told = str(error)
-        sys.stderr.write(f"singa-lite: {told}\n")
+            message = str(error)
+        sys.stderr.write(f"singa-lite: {message}\n")
 
 
 def start_trace(communicator: Communicator) -> None:
@@ -86,25 +88,29 @@ def start_trace(communicator: Communicator) -> None:
     writer = trace_of_process()
     if writer is None:
         return
-    writer.tell(rank=communicator.rank, host=socket.gethostname())
+    if communicator.is_alone and env("SINGA_LITE_RANK") not in (None, "0"):
+        return  # a world of one within a rank
+    writer.add_facts(rank=communicator.rank, host=socket.gethostname())
     pairs = {} if communicator.is_alone else pairs_with_rank_0(communicator)
     _compare_clocks(pairs, writer)
     if pairs:
         atexit.register(_compare_clocks_again, pairs, writer)
 
 
-def _compare_clocks(pairs: Mapping[int, Communicator], writer: TraceWriter) -> None:
+def _compare_clocks(
+    pairs: Mapping[int, Communicator], writer: TraceWriter, timeout_s: float | None = None
+) -> None:
     for rank, pair in pairs.items():
-        offset = measure_offset(pair)
+        offset = measure_offset(pair, timeout_s=timeout_s)
         if offset is not None:
-            writer.tell(offset_of=rank, offset=offset)
+            writer.add_facts(offset_of=rank, offset=offset)
 
 
 def _compare_clocks_again(pairs: Mapping[int, Communicator], writer: TraceWriter) -> None:
-    """Compare clocks before this process leaves its world, as far as the peers are still there."""
+    """Compare clocks before this process leaves its world, with peers that end at about the same time."""
     if writer.pid == os.getpid():
         with contextlib.suppress(CommError):
-            _compare_clocks(pairs, writer)
+            _compare_clocks(pairs, writer, LEAVE_S)
 
 
 class Collective(NamedTuple):
@@ -126,13 +132,15 @@ class Part:
     """What a process wrote.
 
     Attributes:
-        rank: None if the process has not told, because it joined no world.
-        host: "" likewise.
+        pid: of the process.
+        rank: that in the environment or the world; None: neither is there.
+        host: "" if the process has joined no world.
         steps: of each its number, the thread, spans and collectives.
         offsets: of other ranks' clocks, if this is rank 0's.
         is_cut: whether there were more steps than a part holds.
     """
 
+    pid: int = 0
     rank: int | None = None
     host: str = ""
     steps: list[tuple[int, int, list[Span], list[Waited]]] = field(default_factory=list)
@@ -157,7 +165,7 @@ def read_part(lines: Iterable[bytes]) -> Part:
             part.offsets.setdefault(line["offset_of"], []).append(Offset(*line["offset"]))
         else:
             part.is_cut |= line.get("is_cut", False)
-            part.host = line.get("host", part.host)
+            part.pid, part.host = line.get("pid", part.pid), line.get("host", part.host)
             part.rank = part.rank if line.get("rank") is None else int(line["rank"])
     return part
 
@@ -195,7 +203,7 @@ def _parts_in(folder: Path) -> list[Path]:
 
 
 def _free_rank(part: Part, known: Mapping[int, Part]) -> int:
-    """Return the rank of a part, or for a process that is none, the next number that is free."""
+    """Return the rank of a part, or the next free number for a process that is no rank or a child of one."""
     return part.rank if part.rank is not None and part.rank not in known else max(known, default=-1) + 1
 
 
@@ -207,8 +215,8 @@ def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
     start = min((span.start for part in shifted.values() for span in _spans(part)), default=0.0)
     events: list[Event] = []
     for rank, part in sorted(shifted.items()):
-        host = f" on {part.host}" if part.host else ""
-        events.append(_named("process_name", f"rank {rank}{host}", rank))
+        name = f"rank {rank} on {part.host}" if part.host else f"process {part.pid}"
+        events.append(_named("process_name", name, rank))
         events += _host_events(rank, part, start)
     events += _wire_events(collectives, shifted, start)
     clocks = {
@@ -246,7 +254,7 @@ def _shifted(part: Part, offsets: Sequence[Offset]) -> Part:
             for each in waited
         ]
         steps.append((number, thread, moved, works))
-    return Part(part.rank, part.host, steps, part.offsets, part.is_cut)
+    return replace(part, steps=steps)
 
 
 def _spans(part: Part) -> Iterator[Span]:
@@ -283,7 +291,9 @@ def _wire_events(
     of_key: dict[tuple[int, str, int], list[Collective]] = defaultdict(list)
     for each in collectives:
         of_key[each.key].append(each)
-    spans = {(rank, step): spans for rank, part in parts.items() for step, _, spans, _ in part.steps}
+    steps = {
+        (rank, step): (thread, spans) for rank, part in parts.items() for step, thread, spans, _ in part.steps
+    }
     wires: dict[int, list[float]] = defaultdict(list)  # of a rank: when each of its wires is free
     timed = [each for each in collectives if each.waited.times is not None]
     for number, each in enumerate(sorted(timed, key=_posted)):
@@ -301,18 +311,23 @@ def _wire_events(
             what = f"waits for rank {last}"
             yield _complete(what, rank, WIRE + wire, posted - start, there - start, step, name, **facts)
         yield _complete(waited.kind, rank, WIRE + wire, there - start, ended - start, step, name, **facts)
-        arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": rank}
-        before, after = _span_at(spans[rank, step], posted), _span_at(spans[rank, step], waited.end)
-        if before is not None and after is not None:
-            yield {
-                **arrow,
-                "ph": "s",
-                "ts": 1e6 * (posted - start),
-                "tid": THREAD_OF.get(before.phase, COMPUTE),
-            }
-            yield {**arrow, "ph": "t", "ts": 1e6 * (there - start), "tid": WIRE + wire}
-            tid = THREAD_OF.get(after.phase, COMPUTE)
-            yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (waited.end - start), "tid": tid}
+        yield from _arrow(number, each, *steps[rank, step], WIRE + wire, start)
+
+
+def _arrow(
+    number: int, one: Collective, thread: int, spans: Sequence[Span], wire: int, start: float
+) -> Iterator[Event]:
+    """Yield the arrow from what called a collective, over its wire, to what followed the wait for it."""
+    waited = one.waited
+    posted, there, _ = waited.times or (0.0, 0.0, 0.0)
+    before, after = _span_at(spans, posted), _span_at(spans, waited.end)
+    if before is None or after is None:
+        return
+    arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": one.rank}
+    first, last = (thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE) for span in (before, after))
+    yield {**arrow, "ph": "s", "ts": 1e6 * (posted - start), "tid": first}
+    yield {**arrow, "ph": "t", "ts": 1e6 * (max(posted, there) - start), "tid": wire}
+    yield {**arrow, "ph": "f", "bp": "e", "ts": 1e6 * (waited.end - start), "tid": last}
 
 
 def _posted(one: Collective) -> float:

@@ -121,7 +121,7 @@ class Work:
         return self._result
 
     def _report(self, start: float, end: float) -> None:
-        """Tell the clock of this thread's step that the host has waited, the first time: others return at once."""
+        """Tell the clock of this thread's step that the host has waited, but not again: a second wait is none."""
         clock = this_thread.clock
         if clock is not None and clock.is_running and not self._was_waited:
             self._was_waited = True
@@ -161,6 +161,13 @@ class FinishedWork(Work):
 
     def __init__(self, times: Times | None = None) -> None:
         self._known, self.has_times = times, times is not None
+
+    def report_call(self) -> float:
+        """Count the time of the call itself as waited; return its seconds, 0 where they are not known."""
+        if self._known is None:
+            return 0.0
+        self._report(self._known.posted, self._known.ended)
+        return self._known.ended - self._known.posted
 
     def _times(self) -> Times | None:
         return self._known

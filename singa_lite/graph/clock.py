@@ -22,6 +22,7 @@ from .nodes import ClockCall, Node
 from .trace import TraceWriter, trace_of_process
 
 MAX_WAITED = 4096  # of one step that are kept
+MAX_SPANS = 4096  # of one step that are not written yet
 WAIT = "wait"
 
 
@@ -64,7 +65,7 @@ class StepTimes:
     Attributes:
         seconds: by phase.
         waited: the collectives that the host waited for, in order, the first MAX_WAITED.
-        spans: of the laps and the waits, in order; empty unless the clock has a writer.
+        spans: of the laps and the waits, in order, that have not been written.
     """
 
     def __init__(self) -> None:
@@ -89,6 +90,7 @@ class StepClock:
         self._start = 0.0  # of the lap that runs
         self._waits: list[Waited] = []  # in it
         self._times = StepTimes()
+        self._num_written = 0  # of the collectives
 
     def begin(self) -> None:
         """Start the first lap of a step, or go on with a step that was paused; nothing if a lap runs."""
@@ -104,6 +106,8 @@ class StepClock:
         seconds = self._times.seconds
         if self._writer is not None:
             self._add_spans(phase, name, now)
+            if len(self._times.spans) >= MAX_SPANS:
+                self._write()
         spent, self._start = now - self._start, now
         for wait in self._waits:
             waited = wait.end - wait.start
@@ -113,9 +117,11 @@ class StepClock:
         self._waits.clear()
 
     def waited(self, wait: Waited) -> None:
-        """Tell that the host has waited for a collective, since the lap began."""
-        if self.is_running and len(self._times.waited) < MAX_WAITED:
-            self._waits.append(wait)
+        """Count a wait of the host for a collective, since the lap began."""
+        if not self.is_running:
+            return
+        self._waits.append(wait)
+        if len(self._times.waited) < MAX_WAITED:
             self._times.waited.append(wait)
 
     def pause(self) -> None:
@@ -125,9 +131,10 @@ class StepClock:
     def end(self) -> StepTimes:
         """End a step; return what was measured since the last one ended."""
         self.is_running = False
+        if self._writer is not None:
+            self._write()
         times, self._times = self._times, StepTimes()
-        if self._writer is not None and times.spans:
-            self._writer.add_step(times.spans, times.waited)
+        self._num_written = 0
         return times
 
     def abandon(self) -> None:
@@ -135,6 +142,13 @@ class StepClock:
         self.lap("unfinished", "")
         if self.is_running:
             self.end()
+
+    def _write(self) -> None:
+        """Write the spans so far, and the collectives since the last time."""
+        times = self._times
+        if self._writer is not None and times.spans:  # a step without laps is none
+            self._writer.add_step(times.spans, times.waited[self._num_written :])
+            times.spans, self._num_written = [], len(times.waited)
 
     def _add_spans(self, phase: str, name: str, now: float) -> None:
         """Add the spans of the lap that ends."""
@@ -172,7 +186,7 @@ def clock_of_thread() -> StepClock:
 def begin_step() -> None:
     """Begin a step, unless one runs, now and at this place of every replay."""
     if not clock_of_thread().is_running:
-        _tell(StepClock.begin)
+        _call_and_record(StepClock.begin)
 
 
 def lap(phase: str, name: str = "") -> None:
@@ -183,12 +197,12 @@ def lap(phase: str, name: str = "") -> None:
         name: of what it was done to, such as the parameters of a bucket.
     """
     if clock_of_thread().is_running:
-        _tell(StepClock.lap, phase, name)
+        _call_and_record(StepClock.lap, phase, name)
 
 
 def pause_step() -> None:
     """Have the step go on at the next ``begin_step``, now and at this place of every replay."""
-    _tell(StepClock.pause)
+    _call_and_record(StepClock.pause)
 
 
 def end_step() -> StepTimes:
@@ -208,7 +222,7 @@ def abandon_step() -> None:
         this_thread.clock.abandon()
 
 
-def _tell(function: Callable[..., None], *arguments: str) -> None:
+def _call_and_record(function: Callable[..., None], *arguments: str) -> None:
     if this_thread.recorder is not None:
         this_thread.recorder.nodes.append(ClockCall(function, arguments))
     function(clock_of_thread(), *arguments)

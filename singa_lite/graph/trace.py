@@ -25,8 +25,8 @@ SUFFIX = ".trace-part"
 class TraceWriter:
     """One process's part of a trace: lines of JSON, each written at once, so that a killed process leaves them.
 
-    The first line says which process it is; ``tell`` adds what it learns later, such as its rank. A part that cannot
-    be written ends with a message; the process goes on.
+    The first line names the process; ``add_facts`` adds what is known later, such as its rank. A part that cannot be
+    written ends with a message; the process goes on.
 
     Args:
         folder: of all parts of a trace.
@@ -43,9 +43,9 @@ class TraceWriter:
             self._file = (folder / f"{secrets.token_hex(8)}{SUFFIX}").open("ab", buffering=0)
         except OSError as error:
             self._give_up(error)
-        self.tell(pid=self.pid, rank=env("SINGA_LITE_RANK"))
+        self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"))
 
-    def tell(self, **facts: Any) -> None:
+    def add_facts(self, **facts: Any) -> None:
         """Add facts about this process, JSON values."""
         self._write(facts)
 

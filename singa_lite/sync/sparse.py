@@ -125,10 +125,10 @@ class SparseMessage:
         run("finite_or_zero", rest, out=self.lost)
 
     def _keep_rest(self, mine: Array) -> None:
-        """Write what is not sent of ``flat`` into the residual; ``mine`` are the indices of what is."""
+        """Write what is not sent of ``flat`` into the residual, where finite; ``mine`` are the indices of what is."""
         if self.residual is None:
             return
-        self.backend.run("copy", self.flat, out=self.residual)
+        self.backend.run("finite_or_zero", self.flat, out=self.residual)
         self.backend.run("scatter_fill", mine, out=self.residual, value=0.0)
         if self.lost is not None:
             self.backend.run("scatter_add", mine, self.lost[: mine.size], out=self.residual)

@@ -149,7 +149,7 @@ def test_one_process_without_a_world_has_a_trace(tmp_path):
 
 
 def part(rank: int, spans: list[Span], waited: list[Waited], **facts) -> Part:
-    return Part(rank, "host", [(1, 0, spans, waited)], **facts)
+    return Part(rank=rank, host="host", steps=[(1, 0, spans, waited)], **facts)
 
 
 def test_the_last_rank_is_named_and_waited_for():
@@ -200,7 +200,7 @@ def test_times_of_other_hosts_become_those_of_rank_0():
     )
     trace = chrome_trace({0: zero, 1: one})
     [event] = complete(trace, 1, COMPUTE)
-    assert event["ts"] / 1e6 == pytest.approx(151.0 - offset_at(offsets[1], 151.0))
+    assert event["ts"] / 1e6 == pytest.approx(50.0)  # rank 0's clock was at 50 when rank 1's was at 151
     [wire] = complete(trace, 1, WIRE)
     assert wire["ts"] == event["ts"]
     assert trace["metadata"]["clocks minus rank 0's"] == {
@@ -209,8 +209,10 @@ def test_times_of_other_hosts_become_those_of_rank_0():
 
 
 def test_an_offset_between_two_measurements_is_on_the_line():
-    offsets = [Offset(10.0, 5.0, 0.0), Offset(20.0, 6.0, 0.0)]
-    assert [offset_at(offsets, now) for now in (0.0, 10.0, 12.5, 20.0, 99.0)] == [5.0, 5.0, 5.25, 6.0, 6.0]
+    offsets = [Offset(10.0, 5.0, 0.0), Offset(20.0, 6.0, 0.0)]  # the rank's clock was at 15 and at 26
+    assert [offset_at(offsets, now) for now in (0.0, 15.0, 20.5, 26.0, 99.0)] == [5.0, 5.0, 5.5, 6.0, 6.0]
+    booted = [Offset(10.0, -1e6, 0.0), Offset(20.0, -1e6 + 0.01, 0.0)]
+    assert offset_at(booted, -1e6 + 15.005) == pytest.approx(-1e6 + 0.005, abs=1e-4)
 
 
 def test_a_part_that_a_kill_has_cut_keeps_its_whole_lines():

@@ -33,8 +33,11 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Written:
     """Stands for a TraceWriter."""
 
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+
     def add_step(self, spans: Any, waited: Any) -> None:
-        self.spans = spans
+        self.spans += spans
 
 
 def wait(start: float, end: float, num_bytes: int = 8, times: Any = None) -> Waited:
@@ -42,7 +45,8 @@ def wait(start: float, end: float, num_bytes: int = 8, times: Any = None) -> Wai
 
 
 def test_laps_and_waits_add_up_to_the_step(now):
-    clock = StepClock(Written())
+    written = Written()
+    clock = StepClock(written)
     now[0] = 10.0
     clock.begin()
     now[0] = 13.0
@@ -52,9 +56,8 @@ def test_laps_and_waits_add_up_to_the_step(now):
     now[0] = 20.0
     clock.lap("compress", "b")
     times = clock.end()
-    assert clock._writer.spans is times.spans
     assert times.seconds == {"forward": 3.0, "compress": 4.5, "wait": 2.5}
-    assert [tuple(span) for span in times.spans] == [
+    assert [tuple(span) for span in written.spans] == [
         ("forward", "", 10.0, 13.0),
         ("compress", "b", 13.0, 14.0),
         ("wait", "w", 14.0, 16.0),
@@ -62,7 +65,7 @@ def test_laps_and_waits_add_up_to_the_step(now):
         ("wait", "w", 16.5, 17.0),
         ("compress", "b", 17.0, 20.0),
     ]
-    assert all(one.end == other.start for one, other in pairwise(times.spans))
+    assert all(one.end == other.start for one, other in pairwise(written.spans))
 
 
 def test_a_pause_does_not_count(now):
@@ -140,3 +143,16 @@ def test_times_that_are_not_known():
     clock.waited(wait(5.0, 8.0, 30, (1.0, 2.0, 6.0)))
     clock.waited(wait(8.0, 9.0, 12))
     assert step_seconds(clock.end(), 42).wire is None
+
+
+def test_a_step_without_an_end_is_written_all_the_same(now, monkeypatch):
+    monkeypatch.setattr(clock_module, "MAX_SPANS", 3)
+    written = Written()
+    clock = StepClock(written)
+    clock.begin()
+    for number in range(10):
+        now[0] = float(number)
+        clock.lap("backward", "")
+    assert len(written.spans) == 9
+    clock.end()
+    assert [span.end for span in written.spans] == list(range(10))

@@ -338,6 +338,20 @@ def test_without_correction_what_is_not_sent_is_dropped(name):
         assert np.all((result == 0) | (result == gradient))
 
 
+def test_top_k_keeps_no_value_that_is_not_finite():
+    scheme = make_scheme("sparseTopK", LocalCommunicator(World()), 0, 1 << 20)
+    param = Tensor((6,), name="p")
+    values = np.array([np.nan, np.inf, -np.inf, 1, 2, np.nan], np.float32)
+    for step, grads in enumerate((values, np.zeros(6, np.float32), np.zeros(6, np.float32))):
+        begin(scheme, step, spars=0.3)
+        scheme.add_gradient(param, Tensor(data=grads))
+        [(_, mean)] = scheme.finish()
+        found = to_numpy(mean)
+        scheme.end([param])
+        expected = [[np.nan, 0, 0, 0, 0, np.nan], [0, 0, 0, 1, 2, 0], np.zeros(6)][step]
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_top_k_always_sends_nan_and_breaks_ties_by_the_lowest_index():
     scheme = make_scheme("sparseTopK", LocalCommunicator(World()), LARGE, LARGE)
     param = Tensor((6,), name="p")
