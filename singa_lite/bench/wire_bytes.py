@@ -83,7 +83,7 @@ def messages_of(option: str, shapes: Sequence[tuple[int, ...]], size: int) -> li
         case "hierarchical":
             return messages_of(options.outer, shapes, size)
     raise OptionError(
-        f"messages_of: what {option} sends depends on the gradients, so there is no formula; leave it out"
+        f"plan: what {option} sends depends on the gradients, so there is no formula; leave it out"
     )
 
 

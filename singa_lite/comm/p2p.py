@@ -18,7 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError
+from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 from .base import DTYPES, TIMEOUT_S
 from .work import Array, Work
@@ -433,4 +435,7 @@ class _Waiting:
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._traffic.wait_s += time.perf_counter() - self._start
+        end = time.perf_counter()
+        self._traffic.wait_s += end - self._start
+        if this_thread.clock is not None:
+            this_thread.clock.waited(Waited("messages", "message", 0, None, self._start, end))

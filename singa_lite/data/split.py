@@ -163,7 +163,7 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
         batch_size: samples a batch, >= 1.
 
     Raises:
-        OptionError: ``batch_size`` is no int >= 1, or ``sampler`` has no length or cannot be iterated over.
+        OptionError: ``batch_size`` is not an int >= 1, or ``sampler`` has no length or cannot be iterated over.
         DTypeError, DataError: while iterating, if the sampler yields something else than ints, or ends too early.
 
     Example:

@@ -35,7 +35,7 @@ def split_data(data: Data, num_slice: int, batch_axis: int = 0, even_split: bool
 
     Raises:
         ShapeError: n is not divisible by ``num_slice`` and ``even_split`` is True; or n < num_slice; or no such axis.
-        OptionError: ``num_slice`` is no int >= 1.
+        OptionError: ``num_slice`` is not an int >= 1.
         DTypeError: ``data`` is neither a Tensor nor a numpy array.
 
     Example:

@@ -120,6 +120,8 @@ class StepClock:
         """Count a wait of the host for a collective, since the lap began."""
         if not self.is_running:
             return
+        while self._waits and self._waits[-1].start >= wait.start:  # one that was part of this one
+            self._waits.pop()
         self._waits.append(wait)
         if len(self._times.waited) < MAX_WAITED:
             self._times.waited.append(wait)

@@ -39,7 +39,7 @@ class GradientSums:
         num_batches: calls an update, >= 1; with 1 gradients pass as they are.
 
     Raises:
-        OptionError: ``num_batches`` is no int or < 1.
+        OptionError: ``num_batches`` is not an int >= 1.
     """
 
     def __init__(self, num_batches: int) -> None:

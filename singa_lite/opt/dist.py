@@ -241,7 +241,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme.begin(step, read)
 
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
-        """Do what begins a step and its replays: between these the scheme may have run with other options."""
+        """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
         scheme.follow(read)
 

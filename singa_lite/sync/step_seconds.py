@@ -14,7 +14,9 @@ Interval = tuple[float, float]  # start and end
 class StepSeconds:
     """Seconds that one rank spent on parts of a step, evaluations and data loading not among them.
 
-    All but ``wire`` add up to the step.
+    All but ``wire`` and ``hidden`` add up to the step. It begins with the call of a Model in training mode, else with
+    the first operator that records for backward. So a forward pass in training mode that no step follows counts for the
+    next step, with the time between them: look at a loss in evaluation mode or under ``autograd.no_grad()``.
 
     Attributes:
         compute: forward and backward.

@@ -312,12 +312,15 @@ for _ in range(3):
 """
 
 
-def test_steps_of_a_trainer_are_traced(tmp_path):
+@pytest.mark.parametrize("servers", [0, 1])
+def test_steps_of_a_trainer_are_traced(tmp_path, servers):
     (tmp_path / "train.py").write_text(GLUON)
-    command = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "--trace", "out.json", "train.py"]
+    run = [sys.executable, "-m", "singa_lite", "run", "-n", "2", "-s", str(servers)]
+    command = [*run, "--trace", "out.json", "train.py"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     trace = json.loads((tmp_path / "out.json").read_bytes())
     for rank in range(2):
         names = [event["name"] for event in complete(trace, rank, COMPUTE)]
         assert names.count("forward") == names.count("backward") == 3 and "update" in names
+        assert {event["args"]["step"] for event in complete(trace, rank, WAIT)} == {1, 2, 3}

@@ -68,6 +68,22 @@ def test_laps_and_waits_add_up_to_the_step(now):
     assert all(one.end == other.start for one, other in pairwise(written.spans))
 
 
+def test_a_wait_within_another_counts_once(now):
+    written = Written()
+    clock = StepClock(written)
+    clock.begin()
+    clock.waited(wait(2.0, 3.0))
+    clock.waited(wait(1.0, 4.0))
+    now[0] = 5.0
+    clock.lap("update", "")
+    assert clock.end().seconds == {"update": 2.0, "wait": 3.0}
+    assert [(span.phase, span.start, span.end) for span in written.spans] == [
+        ("update", 0.0, 1.0),
+        ("wait", 1.0, 4.0),
+        ("update", 4.0, 5.0),
+    ]
+
+
 def test_a_pause_does_not_count(now):
     clock = StepClock()
     clock.begin()
