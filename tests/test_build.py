@@ -113,6 +113,7 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
     assert set(metadata.get_all("Provides-Extra")) == {
         "mpi",
         "plot",
+        "bench",
         "notebook",
         "test",
         "onnx",

@@ -37,6 +37,7 @@ TYPES = {
         "signs": "el fl dl",
         "gather": "ei fi di ii li el fl dl il ll",
         "layer_norm": "e f d",
+        "low_rank": "f d",
     }.items()
 }
 
