@@ -150,7 +150,7 @@ def read_table(path: Path) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise OptionError(
             f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, "
-            "which writes it anew"
+            "which writes it again"
         ) from error
     return found  # type: ignore[no-any-return]
 

@@ -90,7 +90,7 @@ def serve(timeout_s: float | None = None) -> None:
         )
     try:
         Server(messenger).serve()
-    except Exception as error:  # a script may catch it; the workers are told in any case
+    except Exception as error:  # a script may catch it; the workers get it in any case
         messenger.abort(f"{type(error).__name__}: {error}")
         raise
     messenger.close()
