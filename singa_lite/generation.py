@@ -6,9 +6,9 @@ ranks save, and their agreement (checkpoint/), writing a file atomically (files.
 
 Note [generations]: FOLDER/step-00000120/ has ``shared.safetensors``, the arrays that are equal on all ranks, a
 ``rank-00003.safetensors`` for each rank with those that are not, and ``manifest.json``, written last and by renaming: a
-folder without it does not count, so that a job killed while it saves leaves the generation before. A manifest has the
-number of bytes and the SHA-256 of each file. ``number`` grows with every generation of a folder, also where a job has
-gone back to an earlier step: the newest is that of the largest.
+folder without it does not count, so that a job killed while it saves leaves the generation before. A manifest has a
+hash of each array, of its dtype, shape and bytes. ``number`` grows with every generation of a folder, also where a job
+has gone back to an earlier step: the newest is that of the largest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Manifest:
         optimizer: what ``Optimizer.settings`` gave.
         dist_option: of the DistOpt, None without one.
         samplers, extras: of each rank, JSON values; None where it had none.
-        files: size in bytes and SHA-256 by name of file.
+        files: the arrays of each file and their hashes, see ``digest``.
     """
 
     format: int
@@ -65,7 +65,7 @@ class Manifest:
     dist_option: str | None
     samplers: list[Json]
     extras: list[Json]
-    files: dict[str, list[Json]]
+    files: dict[str, dict[str, str]]
 
     def to_json(self) -> dict[str, Json]:
         """Return a JSON object."""
@@ -94,7 +94,14 @@ class Manifest:
 
 
 def _is_entry(entry: Json) -> bool:
-    return isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and isinstance(entry[1], str)
+    return isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values())
+
+
+def digest(array: np.ndarray[Any, Any]) -> str:
+    """Return the first half of the SHA-256 of an array's dtype, shape and bytes, as 32 hexadecimal digits."""
+    whole = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    whole.update(np.ascontiguousarray(array).reshape(-1).data)
+    return whole.hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -177,8 +184,8 @@ def remove_old(folder: str | os.PathLike[str], keep: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[Json]:
-    """Write a safetensors file to the disk; return its entry of the manifest.
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write a safetensors file atomically.
 
     Raises:
         CheckpointError: the system cannot.
@@ -186,18 +193,12 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list
     import safetensors.numpy
 
     content = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
-    try:
-        with open(path, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
-    return [len(content), hashlib.sha256(content).hexdigest()]
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 def read_arrays(generation: Generation, names: Sequence[str]) -> list[Arrays]:
-    """Return the arrays of files of a generation, whose sizes and hashes are as its manifest says.
+    """Return the arrays of files of a generation, whose hashes are as its manifest says.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -207,13 +208,14 @@ def read_arrays(generation: Generation, names: Sequence[str]) -> list[Arrays]:
 
     found = []
     for name in names:
-        size, digest = generation.manifest.files[name]
+        path = generation.path / name
         try:
-            with open(generation.path / name, "rb") as file:
-                content = file.read(size + 1)
-            if len(content) != size or hashlib.sha256(content).hexdigest() != digest:
-                raise CheckpointError("it is damaged: size or SHA-256 is not what the manifest says")
-            found.append(safetensors.numpy.load(content))
-        except (CheckpointError, OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"cannot read {generation.path / name}: {error}") from error
+            arrays: Arrays = safetensors.numpy.load(path.read_bytes())
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if {key: digest(array) for key, array in arrays.items()} != generation.manifest.files[name]:
+            raise CheckpointError(
+                f"cannot read {path}: it is damaged: its arrays are not what the manifest says"
+            )
+        found.append(arrays)
     return found

@@ -154,7 +154,7 @@ class Model(Layer):
     ) -> None:
         """Write parameters, buffers, optimizer state and random state to a file, atomically.
 
-        Recorded steps are forgotten, so that the next step is recorded, eagerly, as in a run that loads the file: both
+        The next step of each recorded kind runs eagerly, as in a run that loads the file, where it is recorded: both
         continue with the same bits.
 
         Hides no collective: each rank that calls it writes a file, so call it on rank 0, or give every rank a
@@ -198,7 +198,9 @@ class Model(Layer):
         return loaded.aux
 
     def snapshot(self, where: str = "snapshot") -> Checkpoint:
-        """Return copies of parameters, buffers, optimizer state and random state; recorded steps are forgotten.
+        """Return copies of parameters, buffers, optimizer state and random state.
+
+        The next step of each recorded kind runs eagerly, see ``save_states``.
 
         Args:
             where: whose name errors begin with.
@@ -209,7 +211,7 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self.optimizer is None else self.optimizer.get_states()
-        self._records.clear()
+        self._records.postpone()
         return Checkpoint(states, {}, random_states, optimizer)
 
     def restore(self, checkpoint: Checkpoint, where: str = "restore") -> None:

@@ -7,10 +7,8 @@ them beside the training (saving.py), another number of ranks (resize.py).
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import time
 import warnings
 from collections.abc import Mapping
@@ -30,6 +28,7 @@ from ..generation import (
     Arrays,
     Generation,
     Manifest,
+    digest,
     find_generations,
     make_folder,
     rank_file,
@@ -38,7 +37,6 @@ from ..generation import (
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
-from ..sync.agree import digests
 from ..tensor import Tensor, to_numpy
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
@@ -89,7 +87,7 @@ def save_job(
 
     Saved are parameters, buffers, the optimizer's and the dist_option's states, unfinished sums of gradients, and the
     random streams of devices, numpy and Python. The generation counts once all of it is on the disk; then the oldest
-    ones are removed. Recorded steps are forgotten, as by ``Model.save_states``.
+    ones are removed. The next recorded step runs eagerly, as after ``Model.save_states``.
 
     Args:
         folder: the job's own, on a file system that all hosts share; made if it is not there.
@@ -120,7 +118,7 @@ def save_job(
         arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
         return {
             "step": model.optimizer.step_counter,
-            "digests": digests(arrays),
+            "digests": _digests(arrays),
             "sampler": None if sampler is None else _as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
             "new": _begin(folder, model.optimizer.step_counter, job) if communicator.rank == 0 else None,
@@ -134,13 +132,10 @@ def save_job(
                 "call it after the same step on all ranks"
             )
     path, number = everyone[0]["new"]
-    manifest = _manifest(model, number, everyone)
-    is_shared = {
-        name: all(theirs["digests"].get(name) == digest for theirs in everyone)
-        for name, digest in everyone[0]["digests"].items()
-    }
-    shared = {name: array for name, array in arrays.items() if is_shared.get(name)}
-    own = {name: array for name, array in arrays.items() if not is_shared.get(name)}
+    files = _files([theirs["digests"] for theirs in everyone])
+    manifest = _manifest(model, number, everyone, files)
+    shared = {name: arrays[name] for name in files[SHARED]}
+    own = {name: arrays[name] for name in files[rank_file(communicator.rank)]}
     job.known.add((_key(folder), number))
     saving = Saving(communicator, Path(path), manifest, shared, own, keep)
     if block:
@@ -260,29 +255,36 @@ def _as_json(what: str, value: Any) -> Json:
     return again
 
 
-def _manifest(model: Model, number: int, everyone: list[Json]) -> Manifest:
-    """Return the manifest of a new generation, without its files."""
+def _digests(arrays: Arrays) -> dict[str, str]:
+    return {name: digest(array) for name, array in arrays.items()}
+
+
+def _files(by_rank: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the arrays of each file and their hashes: what is equal on all ranks is in one file."""
+    first, *others = by_rank
+    shared = {name: value for name, value in first.items() if all(own.get(name) == value for own in others)}
+    own_files = {
+        rank_file(rank): {name: value for name, value in own.items() if name not in shared}
+        for rank, own in enumerate(by_rank)
+    }
+    return {SHARED: shared, **own_files}
+
+
+def _manifest(model: Model, number: int, everyone: list[Json], files: dict[str, dict[str, str]]) -> Manifest:
+    """Return the manifest of a new generation, but for versions."""
     return Manifest(
         format=FORMAT,
         number=number,
         step=everyone[0]["step"],
         world_size=len(everyone),
         saved_at=time.time(),
-        versions=_versions(),
+        versions={},
         optimizer=json.loads(json.dumps(model.optimizer.settings(), default=repr)),
         dist_option=getattr(model.optimizer, "dist_option", None),
         samplers=[theirs["sampler"] for theirs in everyone],
         extras=[theirs["extra"] for theirs in everyone],
-        files={},
+        files=files,
     )
-
-
-def _versions() -> dict[str, str]:
-    try:
-        ours = importlib.metadata.version("singa-lite")
-    except importlib.metadata.PackageNotFoundError:  # run from a folder
-        ours = "unknown"
-    return {"singa_lite": ours, "python": platform.python_version(), "numpy": np.__version__}
 
 
 # ---- folders ---------------------------------------------------------------------------------------------
@@ -381,8 +383,8 @@ def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, wh
 
 def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
     """Return a hash of each array that the model has now; CheckpointError unless those are what was read."""
-    found, wanted = digests(has), digests(read)
-    for name, digest in wanted.items():
-        if not name.startswith(EXTRA) and found.get(name) != digest:
+    found, wanted = _digests(has), _digests(read)
+    for name, value in wanted.items():
+        if not name.startswith(EXTRA) and found.get(name) != value:
             raise CheckpointError(f"{where}: {name!r} is not what was read after it was loaded")
     return found

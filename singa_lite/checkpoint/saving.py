@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing a generation in a thread of each rank, and its end on all ranks.
 
-Note [two phases]: each rank's thread writes its file and then a record of it beside it. Rank 0's thread waits for all
-records, then writes the manifest, so that no thread calls a collective. ``wait`` is one: there a rank learns of another
-rank's failure, and rank 0 stops waiting for a record that will not come.
+Note [two phases]: each rank's thread writes its file, which is there when it is whole. Rank 0's thread waits for all of
+them, then writes the manifest, so that no thread calls a collective. ``wait`` is one: there a rank learns of another
+rank's failure, and rank 0 stops waiting for a file that will not come.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import importlib.metadata
+import platform
 import sys
 import threading
 import time
@@ -22,13 +23,12 @@ import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import CheckpointError
-from ..files import atomic_file
 from ..generation import SHARED, Manifest, rank_file, remove_old, write_arrays, write_manifest
 from .together import together
 
 POLL_S = 0.002
 EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
-RECORDS_S = 120.0  # how long files that other hosts have written may take to be seen here
+SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 WHERE = "save_job"
@@ -40,7 +40,7 @@ class Saving:
     Args:
         communicator: of the job's ranks.
         path: the generation's folder.
-        manifest: without its files.
+        manifest: without versions.
         shared: arrays that rank 0 writes for all.
         own: arrays of this rank.
         keep: generations that stay in the folder.
@@ -96,7 +96,7 @@ class Saving:
             raise self._failure
 
     def _ended(self) -> None:
-        self._thread.join(RECORDS_S)
+        self._thread.join(SEEN_S)
         if self._thread.is_alive():
             self._is_given_up.set()
             self._thread.join()
@@ -117,7 +117,7 @@ class Saving:
     def _run(self) -> None:
         try:
             for name, arrays in self._parts.items():
-                _write_record(self.path, name, write_arrays(self.path / name, arrays))
+                write_arrays(self.path / name, arrays)
             self._parts = {}
             self._is_written.set()
             if self._communicator.rank == 0:
@@ -130,25 +130,19 @@ class Saving:
             self._is_written.set()
 
     def _commit(self) -> None:
-        """Write the manifest once every rank's record is there, then remove what is not needed any more."""
-        names = [SHARED, *map(rank_file, range(self._manifest.world_size))]
-        records = {name: _record(self.path, name) for name in names}
-        while not all(path.exists() for path in records.values()):
+        """Write the manifest once every rank's file is there, then remove what is not needed any more."""
+        files = [self.path / name for name in self._manifest.files]
+        while missing := [file.name for file in files if not file.exists()]:
             if self._is_given_up.is_set():
-                missing = [name for name, path in records.items() if not path.exists()]
                 raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")
             time.sleep(POLL_S)
-        files = {name: json.loads(path.read_bytes()) for name, path in records.items()}
-        write_manifest(self.path, replace(self._manifest, files=files))
-        for path in records.values():
-            path.unlink()
+        write_manifest(self.path, replace(self._manifest, versions=_versions()))
         remove_old(self.path.parent, self._keep)
 
 
-def _record(path: Path, name: str) -> Path:
-    return path / f"{name}.json"
-
-
-def _write_record(path: Path, name: str, entry: list[Any]) -> None:
-    with atomic_file(_record(path, name)) as file:
-        file.write(json.dumps(entry).encode())
+def _versions() -> dict[str, str]:
+    try:
+        ours = importlib.metadata.version("singa-lite")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder
+        ours = "unknown"
+    return {"singa_lite": ours, "python": platform.python_version(), "numpy": np.__version__}

@@ -66,7 +66,7 @@ def compare_progress(
     compare(communicator, "their optimizers", {"the number of steps made": steps, **optimizer}, cure)
     if values is None:
         return
-    what, mine = "their parameters and optimizer states", digests(values)
+    what, mine = "their parameters and optimizer states", _digests(values)
     joined = hashlib.blake2b("".join(mine.values()).encode(), digest_size=8).digest()
     everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=what).wait()
     assert everyone is not None
@@ -77,9 +77,9 @@ def compare_progress(
 def are_equal(communicator: Communicator, what: str, tensors: Iterable[Tensor]) -> bool:
     """Return whether the bits of ``tensors`` are equal on all ranks."""
     values = {str(number): to_numpy(tensor) for number, tensor in enumerate(tensors)}
-    return len(set(communicator.all_gather_object("".join(digests(values).values()), name=what))) == 1
+    return len(set(communicator.all_gather_object("".join(_digests(values).values()), name=what))) == 1
 
 
-def digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
+def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return a hash of 8 bytes of each array, by name."""
     return {name: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for name, a in values.items()}
