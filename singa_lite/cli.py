@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `run` starts ranks, `bench` measures, `plan` predicts, `info` lists what runs here."""
+"""The command line: `run` starts ranks, `inspect` shows what they do, `bench` measures, `plan` predicts, `info`..."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from . import _native
 from .bench.command import run_command
 from .bench.plan_command import add_plan, run_plan
 from .comm import find_transports
+from .comm.flight_report import SHOWN_CALLS
 from .comm.hosts import read_hosts
+from .comm.inspect_job import inspect_job
 from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
 from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
 from .comm.link import parse_link
@@ -48,7 +50,9 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="run | bench | plan | trace | info")
+    commands = parser.add_subparsers(
+        dest="name", required=True, metavar="run | inspect | bench | plan | trace | info"
+    )
     commands.add_parser("info", help="list what was built and which transports work")
     run, plan = _add_run(commands), add_plan(commands)
     trace = commands.add_parser(
@@ -56,6 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
     trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
+    inspect = commands.add_parser("inspect", help="show what every rank of a running job is doing")
+    inspect.add_argument("pid", type=int, metavar="PID", help="of a rank, or of what started the ranks")
+    inspect.add_argument(
+        "--calls",
+        type=int,
+        default=SHOWN_CALLS,
+        metavar="N",
+        help="how many last calls of each rank (default %(default)s)",
+    )
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
     bench.add_argument(
@@ -65,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.name == "info":
         print(info())
         return 0
+    if options.name == "inspect":
+        return run_command(inspect, lambda: _inspect(options.pid, options.calls))
     if options.name == "bench":
         return _bench(options.what, options.arguments)
     if options.name == "plan":
@@ -72,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.name == "trace":
         return run_command(trace, lambda: _join(options.folder, options.file))
     return _run(run, options)
+
+
+def _inspect(pid: int, num_calls: int) -> int:
+    if num_calls < 1:
+        raise OptionError(f"--calls {num_calls}: must be >= 1")
+    print(inspect_job(pid, num_calls), end="")
+    return 0
 
 
 def _join(folder: Path, path: Path) -> int:

@@ -26,6 +26,8 @@ SWITCHES = {
     "SINGA_LITE_LOST_FD": "where a rank's watchdog tells rank_wrapper.py that the rank is lost, set by that",
     "SINGA_LITE_TIMEOUT_S": "seconds a rank waits for a peer before CommError (default 300)",
     "SINGA_LITE_LINK": "emulated link of each rank, such as 100mbit,1ms (comm/link.py), set by `singa-lite run --link`",
+    "SINGA_LITE_LOG_DIR": "folder for reports of what every rank was doing, set by `singa-lite run --log-dir`",
+    "SINGA_LITE_FLIGHT_RECORDER": "off: ranks do not record their last collectives, to measure what that costs",
     "SINGA_LITE_TRACE": "folder for what the processes' steps did, set by `singa-lite run --trace`",
     "SINGA_LITE_HOST": "what this process calls its host, so that one machine can play several (split_by_host)",
     "SINGA_LITE_NCCL_LIB": "libnccl.so.2 to open, instead of the one of nvidia-nccl-cu12/-cu13 or the loader's",
@@ -71,6 +73,9 @@ class State:
         store_arguments: what it was made with.
         jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
+        flight_recorders: those of its communicators (comm.flight_recorder.FlightRecorder).
+        reports_at_sigquit: the process that does (comm.flight_signals).
+        writes_stacks: likewise the process that does for others (comm.stacks).
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
@@ -91,6 +96,9 @@ class State:
         default_factory=weakref.WeakKeyDictionary
     )  # Any: likewise
     trace: Any = None  # Any: likewise
+    flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
+    reports_at_sigquit: int = 0
+    writes_stacks: int = 0
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it

@@ -8,6 +8,7 @@
 
 #include "comm/combine.h"
 #include "comm/engine.h"
+#include "comm/flight_recorder.h"
 #include "comm/p2p.h"
 #include "common/error.h"
 
@@ -16,12 +17,16 @@ using namespace singa_lite;
 
 namespace {
 
-// The memory of a C-contiguous array; the caller of this module keeps the array alive.
-const void* memory_of(const py::handle& array, bool is_written) {
+// The memory of a C-contiguous array, and its shape; the caller of this module keeps the array alive.
+const void* memory_of(const py::handle& array, bool is_written, CallSite* site = nullptr) {
   Py_buffer view;
-  if (PyObject_GetBuffer(array.ptr(), &view, is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+  if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_ND | (is_written ? PyBUF_WRITABLE : 0)) != 0)
     throw py::error_already_set();
   const void* memory = view.buf;
+  if (site != nullptr) {
+    site->num_dims = std::size_t(view.ndim);
+    std::copy_n(view.shape, std::min(site->num_dims, kFlightDims), site->dims);
+  }
   PyBuffer_Release(&view);
   return memory;
 }
@@ -57,19 +62,77 @@ void wait_for_all(T& made, const py::object& check) {
 }
 
 std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire, int root, const py::handle& in,
-                          const py::handle& out, std::size_t count, std::string name, float scale) {
+                          const py::handle& out, std::size_t count, std::string name, float scale,
+                          std::string_view file, int line) {
+  CallSite site{file, line};
   Request request{Kind(kind),
                   ReduceOp(op),
                   DType(dtype),
                   DType(wire),
                   root,
-                  memory_of(in, false),
+                  memory_of(in, false, &site),
                   const_cast<void*>(memory_of(out, true)),
                   count,
                   std::move(name),
                   scale};
-  py::gil_scoped_release release;
-  return engine.start(std::move(request));
+  py::gil_scoped_release release;  // the caller holds `file`
+  return engine.start(std::move(request), site);
+}
+
+// A call of a transport that moves its data elsewhere.
+void start_in_file(FlightFile& file, int rank, int kind, int op, int dtype, int wire, int root, const py::handle& array,
+                   std::uint64_t count, std::uint64_t number, const std::string& name, std::string_view site_file,
+                   int line) {
+  const Fingerprint call{number,
+                         count,
+                         std::hash<std::string>()(name),
+                         std::uint8_t(kind),
+                         std::uint8_t(op),
+                         std::uint8_t(dtype),
+                         std::uint8_t(wire),
+                         root,
+                         name.size()};
+  CallSite site{site_file, line};
+  memory_of(array, false, &site);
+  file.record().start(rank, call, name, site, monotonic_s());
+}
+
+py::dict to_python(const CallReading& call) {
+  py::dict made;
+  made["number"] = call.number;
+  made["kind"] = to_python(call.kind);
+  made["op"] = to_python(call.op);
+  made["dtype"] = to_python(call.dtype);
+  made["wire"] = to_python(call.wire);
+  made["root"] = call.root;
+  made["count"] = call.count;
+  made["name"] = to_python(call.name);
+  made["name_hash"] = call.name_hash;
+  made["shape"] = py::cast(call.dims);
+  made["has_more_axes"] = call.has_more_dims;
+  made["file"] = to_python(call.file);
+  made["line"] = call.line;
+  made["state"] = std::uint32_t(call.state);
+  made["called"] = call.called_s;
+  made["all_there"] = call.all_called_s;
+  made["ended"] = call.ended_s;
+  return made;
+}
+
+// (id, title, [(process, rank in the world, when it joined, number of calls, [call, ...]), ...])
+py::tuple to_python(const FlightReading& reading) {
+  py::list ranks;
+  for (const RankReading& rank : reading.ranks) {
+    py::list calls;
+    for (const CallReading& call : rank.calls) calls.append(to_python(call));
+    ranks.append(py::make_tuple(rank.pid, rank.world_rank, rank.joined_s, rank.num_calls, calls));
+  }
+  return py::make_tuple(to_python(reading.id), to_python(reading.title), ranks);
+}
+
+py::tuple read_flight_of(const py::buffer& memory) {
+  const py::buffer_info view = memory.request();
+  return to_python(read_flight(static_cast<const char*>(view.ptr), std::size_t(view.size * view.itemsize)));
 }
 
 // float32 values as float16 or bfloat16, times `scale`; Python sees the bits of these as those of any 16-bit dtype.
@@ -92,16 +155,18 @@ void widen(const py::handle& in, const py::handle& out, std::size_t count, float
 
 constexpr double kSliceS = 0.1;  // of waiting, between which Python's signal handlers run
 
-void wait(Engine& engine, Op& op, double limit_s) {
-  bool has_ended;
-  const double since_s = monotonic_s();
-  do {
+// Returns 0 once `op` has ended; or since when this waits, as soon as the caller should warn of late ranks and then call
+// it again with that number, which is 0 at first.
+double wait(Engine& engine, Op& op, double limit_s, double waits_since_s) {
+  const double since_s = waits_since_s > 0 ? waits_since_s : monotonic_s();
+  for (;;) {
     {
       py::gil_scoped_release release;
-      has_ended = engine.wait(op, kSliceS, limit_s, since_s);
+      if (engine.wait(op, kSliceS, limit_s, since_s)) return 0;
     }
-    if (!has_ended && PyErr_CheckSignals() != 0) throw py::error_already_set();
-  } while (!has_ended);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (waits_since_s <= 0 && engine.is_warning_due(op, limit_s, since_s)) return since_s;
+  }
 }
 
 // Call wait(deadline_s) until it returns true; false if that takes longer than `limit_s` from moved_s() on.
@@ -188,6 +253,7 @@ PYBIND11_MODULE(_comm, m) {
   py::class_<Op, std::shared_ptr<Op>>(m, "Op")
       .def_property_readonly("has_ended", [](const Op& op) { return op.state.load() != 0; })
       .def_property_readonly("has_succeeded", [](const Op& op) { return op.state.load() == 1; })
+      .def_property_readonly("number", [](const Op& op) { return op.fingerprint.sequence; })
       .def_property_readonly("times", [](const Op& op) {
         return py::make_tuple(op.called_s, op.all_called_s, op.ended_s);  // once it has ended
       });
@@ -197,6 +263,11 @@ PYBIND11_MODULE(_comm, m) {
            py::arg("timeout_s"), py::arg("check"))
       .def("name_ranks", &Engine::name_ranks, py::arg("names"))
       .def("wait_for_all", &wait_for_all<Engine>, py::arg("check"))
+      .def("record", &Engine::record, py::arg("title"))
+      .def("read_record", [](const Engine& engine) { return to_python(engine.read_record()); })
+      .def("claim_report", &Engine::claim_report)
+      .def("late_ranks", &Engine::late_ranks)
+      .def("take_first_failure", &Engine::take_first_failure)
       .def("start", &start)
       .def("wait", &wait)
       .def("is_done", &Engine::is_done, py::call_guard<py::gil_scoped_release>())
@@ -223,6 +294,27 @@ PYBIND11_MODULE(_comm, m) {
       .def("receive", &receive_message)
       .def("read", &read_message)
       .def("leave", &Messenger::leave, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<FlightFile>(m, "FlightFile")
+      .def(py::init<int>(), py::arg("size"))
+      .def_property_readonly("descriptor", &FlightFile::descriptor)
+      .def("describe", [](FlightFile& file, const std::string& id, const std::string& title) {
+        file.record().describe(id, title);
+      })
+      .def("join", [](FlightFile& file, int rank, int pid, int world_rank) { file.record().join(rank, pid, world_rank); })
+      .def("name_rank",
+           [](FlightFile& file, int rank, int pid, int world_rank) { file.record().name_rank(rank, pid, world_rank); })
+      .def("start", &start_in_file)
+      .def("all_there", [](FlightFile& file, int rank, std::uint64_t number) {
+        file.record().all_there(rank, number, monotonic_s());
+      })
+      .def("end", [](FlightFile& file, int rank, std::uint64_t number, bool is_good) {
+        file.record().end(rank, number, is_good ? FlightState::kEnded : FlightState::kFailed, monotonic_s());
+      })
+      .def("claim_report", [](FlightFile& file) { return file.record().claim_report(); })
+      .def("read_record", [](const FlightFile& file) { return to_python(read_flight(file.memory(), file.bytes())); });
+  m.def("claim_report", &claim_report, py::arg("path"), py::arg("id"));
+  m.def("read_flight", &read_flight_of, py::arg("memory"));
 
   m.def("float_to_half", &narrow<DType::kFloat16>);
   m.def("half_to_float", &widen<DType::kFloat16>);

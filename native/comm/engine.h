@@ -29,11 +29,14 @@
 #include <thread>
 #include <vector>
 
+#include "comm/flight_recorder.h"
 #include "comm/segment.h"
 #include "comm/slots.h"
 #include "comm/types.h"
 
 namespace singa_lite {
+
+constexpr double kWarnShare = 0.1;  // of the time-out, after which a waiting rank names those that are late
 
 // What a caller requests. `in` is read and `out` is written; they may be the same memory.
 struct Request {
@@ -71,15 +74,27 @@ class Engine {
 
   // Have errors call rank r ``names[r]``: a group's ranks have the numbers of the world it was made in.
   void name_ranks(std::vector<int> names) { names_ = std::move(names); }
+  // Keep a flight record from now on, of a communicator that is called `title`.
+  void record(const std::string& title);
+  // Whether no rank of this communicator has claimed before to report a failure.
+  bool claim_report() { return is_stopping_.load() || record_.claim_report(); }
+  // Throws CommError if this communicator is closed.
+  FlightReading read_record() const;
 
   // Second half of construction: returns once all ranks have joined. Throws CommError.
   void wait_for_all(const Segment::Check& check = {});
 
   // Start a collective. Throws CommError if this communicator is broken, closed or in a forked child.
-  std::shared_ptr<Op> start(Request request);
+  std::shared_ptr<Op> start(Request request, const CallSite& site = {});
   // Wait until `op` has ended, at most `slice_s`; false if it has not. Throws CommError if it failed: also if no
   // peer moves for `limit_s` (negative: the engine's own time-out) from the first slice, `since_s`, on.
   bool wait(Op& op, double slice_s, double limit_s, double since_s);
+  // The ranks that have not called `op` by now, in errors' numbers; none if all have, or if that is not known.
+  std::vector<int> late_ranks(const Op& op) const;
+  // Whether nothing of `op` has moved for kWarnShare of wait()'s time-out, and ranks are late.
+  bool is_warning_due(const Op& op, double limit_s, double since_s) const;
+  // Whether this rank failed first of all, for a reason of its own; true once.
+  bool take_first_failure() { return is_first_failure_.exchange(false); }
   // Whether wait() would return or throw at once. Moves what can be moved without waiting.
   bool is_done(Op& op);
 
@@ -140,13 +155,17 @@ class Engine {
   void step_all_guarded();
   void run_progress_guarded(const Op* until, double deadline_s);
   void fail(const std::string& text);
-  void finish(Op& op, int state);
+  void finish(Op& op);
+  void set_failed(Op& op);
   void check_usable() const;
   std::string name_of_rank(int rank) const { return std::to_string(names_.empty() ? rank : names_[std::size_t(rank)]); }
   std::string label(const Op& op) const;
 
   std::unique_ptr<Segment> segment_;
   const Slots slots_;
+  const std::string id_;
+  FlightRecord record_;
+  bool is_recording_ = false;
   const int rank_, size_;
   std::vector<int> names_;  // of the ranks in errors; empty: their numbers
   const double timeout_s_;
@@ -170,7 +189,7 @@ class Engine {
 
   std::atomic<std::uint64_t> issued_{0};  // collectives started so far
   std::atomic<int> waiters_{0}, large_in_flight_{0};
-  std::atomic<bool> is_stopping_{false}, is_broken_{false};
+  std::atomic<bool> is_stopping_{false}, is_broken_{false}, is_first_failure_{false};
   std::atomic<double> limit_s_, since_s_{0}, moved_s_{0};  // the time-out in force, and from when it counts
 };
 

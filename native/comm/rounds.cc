@@ -129,7 +129,7 @@ bool Engine::try_consume() {
       in_flight_.pop_front();
       ++first_sequence_;
     }
-    finish(*ended, 1);
+    finish(*ended);
   }
   return true;
 }
@@ -260,6 +260,7 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
   op.is_checked = true;
   for (int r = 0; r < size_; ++r)
     op.all_called_s = std::max(op.all_called_s, slots_.descriptor(r, op.first_round).called_s);
+  if (is_recording_) record_.all_there(rank_, op.fingerprint.sequence, op.all_called_s);
 }
 
 }  // namespace singa_lite

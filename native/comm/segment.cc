@@ -21,7 +21,7 @@
 namespace singa_lite {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x53494e47414c5403;  // "SINGALT", layout 3
+constexpr std::uint64_t kMagic = 0x53494e47414c5404;  // "SINGALT", layout 4
 constexpr std::size_t kPage = 4096;
 constexpr double kPollS = 0.001;  // between checks of a world that ranks still join
 constexpr double kCheckS = 0.05;  // between calls of the caller's check, which may need Python
@@ -95,14 +95,15 @@ std::string list_of(const std::vector<int>& ranks, const NameOf& name_of) {
   return list;
 }
 
-void AbortRecord::post(int who, const std::string& why) {
+bool AbortRecord::post(int who, const std::string& why) {
   std::uint32_t none = 0;
-  if (!state.compare_exchange_strong(none, 1)) return;
+  if (!state.compare_exchange_strong(none, 1)) return false;
   rank = who;
   const std::size_t length = std::min(why.size(), sizeof(text) - 1);
   std::memcpy(text, why.data(), length);
   text[length] = '\0';
   state.store(2, std::memory_order_release);
+  return true;
 }
 
 Segment::Segment(const std::string& rendezvous_id, int rank, int size, Payload payload, double timeout_s,
@@ -293,7 +294,13 @@ void Segment::unlink_if_ours() {
   if (ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) shm_unlink(name_.c_str());
 }
 
-void Segment::post_abort(const std::string& text) { header().abort.post(rank_, text); }
+bool Segment::post_abort(const std::string& text) { return header().abort.post(rank_, text); }
+
+std::size_t Segment::flight_at(const char* memory, std::size_t bytes) {
+  if (bytes < sizeof(Header)) return 0;
+  const Header& head = *reinterpret_cast<const Header*>(memory);
+  return head.magic.load(std::memory_order_acquire) == kMagic ? std::size_t(head.flight_at) : 0;
+}
 
 std::string Segment::abort_text() const {
   const AbortRecord& record = header().abort;

@@ -31,7 +31,8 @@ struct alignas(kLine) RankBlock {
 
 // Why somebody aborted; the first text is kept.
 struct AbortRecord {
-  void post(int rank, const std::string& why);
+  // Whether it is the first.
+  bool post(int rank, const std::string& why);
   bool is_posted() const { return state.load(std::memory_order_acquire) == 2; }
 
   std::atomic<std::uint32_t> state;  // 0 none, 1 being written, 2 readable
@@ -44,6 +45,7 @@ struct Header {
   std::uint64_t total_bytes;
   std::uint32_t size;
   std::atomic<std::uint32_t> all_attached;
+  std::uint64_t flight_at;  // where in the segment its FlightRecord begins (flight_recorder.h); 0: it has none
   AbortRecord abort;
 };
 
@@ -78,14 +80,18 @@ class Segment {
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   RankBlock& block(int rank) const { return blocks_[rank]; }
   char* payload() const { return payload_; }  // zeros at first, at the start of a line
+  const char* memory() const { return base_; }
+  std::size_t total_bytes() const { return total_bytes_; }
+  // Header::flight_at of a segment's memory, 0 if it is none of this version.
+  static std::size_t flight_at(const char* memory, std::size_t bytes);
   int rank() const { return rank_; }
   int size() const { return size_; }
 
   // Whether the process of a peer still holds its lock: false from the instant it dies, collected or not.
   bool is_alive(int peer) const;
 
-  // Show the others why this rank aborts; only the first text of a world is kept.
-  void post_abort(const std::string& text);
+  // Show the others why this rank aborts; only the first text of a world is kept. Returns whether this is it.
+  bool post_abort(const std::string& text);
   // "rank 2: <text>", or "" if no rank aborted.
   std::string abort_text() const;
 

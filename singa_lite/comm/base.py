@@ -18,6 +18,7 @@ import numpy as np
 
 from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
+from .flight_recorder import FlightRecorder
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
 from .wire import WIRE_DTYPES
@@ -118,6 +119,7 @@ class Communicator(ABC):
 
     Attributes:
         traffic: what was sent so far.
+        flight_recorder: keeps the last collectives for reports of failures; None: nothing does.
         transport: the word of ``World.transport`` for this class; "" for one that only wraps others.
         joins_worlds: whether it is made of a World and a time-out; False if it is made for a world that was joined.
     """
@@ -136,6 +138,7 @@ class Communicator(ABC):
         self.world = world
         self.timeout_s = float(timeout_s)
         self.traffic = Traffic()
+        self.flight_recorder: FlightRecorder | None = None
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._is_closed = False
@@ -319,6 +322,11 @@ class Communicator(ABC):
         """From now on, abort ``others`` if a collective fails here: their ranks would wait for this one in vain."""
         self._aborts_with = [weakref.ref(other) for other in others if other is not self]
 
+    def _note_failure(self, error: CommError) -> None:
+        self._abort_others(error)
+        if self.flight_recorder is not None:
+            self.flight_recorder.report(error)
+
     def _abort_others(self, error: CommError) -> None:
         others, self._aborts_with = self._aborts_with, []
         for reference in others:
@@ -361,9 +369,9 @@ class Communicator(ABC):
         try:
             work = self._start(operation, array, out, scale)
         except CommError as error:
-            self._abort_others(error)
+            self._note_failure(error)
             raise
-        work._on_failure = self._abort_others if self._aborts_with else None
+        work._on_failure = self._note_failure
         work.name, work.kind = operation.name, operation.kind
         work._on_end, work._arrays = self._forget, (array, out, scale)
         if operation.kind in HAS_RESULT:

@@ -30,6 +30,7 @@ class DispatchCommunicator(Communicator):
     def __init__(self, host: Communicator, parent: DispatchCommunicator | None = None) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host = host
+        self.flight_recorder = host.flight_recorder
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
         self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None

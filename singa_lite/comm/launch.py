@@ -30,6 +30,7 @@ from types import FrameType
 from typing import IO
 
 from ..errors import CommError
+from .inspect_job import reports_at_sigquit
 from .lost_ranks import report_lost_rank
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
@@ -96,7 +97,10 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
-    with noted_signals() as job.signals:
+    with (
+        noted_signals() as job.signals,
+        reports_at_sigquit(job.output.report, options.log_dir, rendezvous_id),
+    ):
         try:
             _start_all(job, reaper, command, num_workers, options)
             job.supervise()
@@ -333,6 +337,8 @@ def _start_all(
             environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
         if options.link is not None:
             environ["SINGA_LITE_LINK"] = options.link
+        if options.log_dir is not None:
+            environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
         if not environ.get("OMP_NUM_THREADS") and len(job.names) > 1:
             threads = threads_per_rank(num_workers, num_servers) if rank < num_workers else 1
             environ["OMP_NUM_THREADS"] = str(threads)

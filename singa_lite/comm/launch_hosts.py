@@ -30,6 +30,7 @@ from pathlib import Path
 from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .hosts import Host, place
+from .inspect_job import reports_at_sigquit
 from .launch import (
     FINAL_OUTPUT_S,
     POLL_S,
@@ -109,12 +110,14 @@ def launch_on_hosts(
     environ |= {"PYTHONUNBUFFERED": "1", "SINGA_LITE_NUM_SERVERS": str(options.num_servers or 0)}
     if options.timeout_s is not None:
         environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
+    if options.log_dir is not None:
+        environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
     if len(placement.rsh) > 1:
         environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement.copy_to or folder, options)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
     start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
-    with noted_signals() as signals:
+    with noted_signals() as signals, reports_at_sigquit(_report):
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals))
         code = 0
@@ -182,6 +185,10 @@ def _in_folder(command: Sequence[str], folder: Path) -> list[str]:
             "from the script's folder"
         )
     return [str(script.resolve().relative_to(folder.resolve())), *command[1:]]
+
+
+def _report(text: str) -> None:
+    os.write(2, f"singa-lite run: {text}\n".encode())
 
 
 def _describe(hosts: Sequence[str], num_workers: int, folder: Path, options: LaunchOptions) -> str:

@@ -196,6 +196,7 @@ class LinkCommunicator(Communicator):
     ) -> None:
         super().__init__(host.world, host.timeout_s)
         self.host, self.link, self.clock, self._sleep = host, link, clock, sleep
+        self.flight_recorder = host.flight_recorder
         self._unscheduled: deque[LinkWork] = deque()
         self._line, self._hosts = Line(link) if line is None else line, list(hosts)
         if line is None:

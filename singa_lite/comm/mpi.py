@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import _native
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
+from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
+from .flight_recorder import WARN_SHARE, FileRecorder, FlightRecorder, is_recording, title_of
+from .hosts import this_host
 from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
 from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
 from .wire import WIRE_DTYPES, narrow, widen
@@ -52,6 +57,7 @@ class MpiCommunicator(Communicator):
         world: this process's ranks, from ``mpi_world``.
         timeout_s: seconds a collective waits for its peers.
         comm: mpi4py communicator to own; None: one of the first ``world.size`` processes of COMM_WORLD, the workers.
+        name, root: a group's own and its world's recorder.
     """
 
     # Any below: types of mpi4py, which need not be installed
@@ -62,7 +68,14 @@ class MpiCommunicator(Communicator):
     def describe(cls) -> str:
         return describe_mpi()
 
-    def __init__(self, world: World, timeout_s: float = TIMEOUT_S, comm: Any = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        timeout_s: float = TIMEOUT_S,
+        comm: Any = None,
+        name: str = "",
+        root: FlightRecorder | None = None,
+    ) -> None:
         super().__init__(world, timeout_s)
         self._mpi = load_mpi()
         self._comm = comm or workers_of(self._mpi, world.size, timeout_s)
@@ -77,6 +90,19 @@ class MpiCommunicator(Communicator):
         self._leave_requests: list[Any] = []
         self.error: CommError | None = None  # the first failure; every later call repeats it
         self.is_stuck = False  # a peer is late or a transfer did not end, so MPI_Finalize would not either
+        self._recorder = self._make_recorder(name, root)
+        self.flight_recorder = self._recorder
+
+    def _make_recorder(self, name: str, root: FlightRecorder | None) -> FileRecorder | None:
+        mine = (this_host(), os.getpid(), secrets.token_hex(8))
+        processes = within(self.timeout_s, "connect", lambda: self._comm.allgather(mine))
+        native, _ = _native.load("_comm")
+        if native is None or not is_recording() or self.size == 1:
+            return None
+        members = self.world.members or range(self.size)
+        title = title_of(self.world.members, name)
+        hosts = [(host, pid) for host, pid, _ in processes]
+        return FileRecorder(native, self.rank, members, hosts, processes[0][2], title, root)
 
     # ---- collectives -------------------------------------------------------------------------------
 
@@ -88,6 +114,10 @@ class MpiCommunicator(Communicator):
         kind, name, op, root, wire_dtype = operation
         words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
         words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
+        if self._recorder is not None and self.error is None:
+            wire_code = WIRE_CODES[wire_dtype] if wire_dtype else DTYPE_CODES[array.dtype]
+            codes = (KIND_CODES[kind], OP_CODES[op], DTYPE_CODES[array.dtype], wire_code, root)
+            self._recorder.start(codes, array, array.size, self._num_calls, kind, name)
         return self._collective(kind, words, name, flat, wire, scale, small, large)
 
     def _all_reduce(
@@ -195,7 +225,10 @@ class MpiCommunicator(Communicator):
         group = self._comm.Get_group().Incl(ranks)
         comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
         world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
-        return MpiCommunicator(world, self.timeout_s, comm)
+        recorder = self.flight_recorder
+        return MpiCommunicator(
+            world, self.timeout_s, comm, name, recorder.root or recorder if recorder else None
+        )
 
     def close(self) -> None:
         self.abort("")
@@ -244,6 +277,8 @@ class MpiCommunicator(Communicator):
                 sends = narrow(flat, wire, scale) if is_small else flat[:0]
                 rows = self._exchange(call, sends.tobytes(), timeout_s)
                 all_there = time.perf_counter()
+                if self._recorder is not None:
+                    self._recorder.all_there(call.number)
                 if is_small:
                     small([np.frombuffer(row, wire) for row in rows])
                 else:
@@ -251,12 +286,14 @@ class MpiCommunicator(Communicator):
             return Times(posted, all_there, time.perf_counter())
 
         if is_small and self._newest._is_done():
-            return FinishedWork(self._guarded(lambda: run(self.timeout_s)))
+            return FinishedWork(self._guarded(call, lambda: run(self.timeout_s)))
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
             self._worker.start()
         # without a deadline in the worker: wait() has one, and fails the communicator when it passes
-        self._newest = transfer = _Transfer(self, call, lambda: self._guarded(lambda: run(float("inf"))))
+        self._newest = transfer = _Transfer(
+            self, call, lambda: self._guarded(call, lambda: run(float("inf")))
+        )
         self._queue.put(transfer)
         return transfer
 
@@ -266,12 +303,15 @@ class MpiCommunicator(Communicator):
             transfer.run()
             del transfer  # or its arrays would live until the next collective
 
-    def _guarded(self, run: Callable[[], Times]) -> Times:
+    def _guarded(self, call: Call, run: Callable[[], Times]) -> Times:
         """Run, and remember the first failure of this communicator."""
+        is_good = False
         try:
             if self.error is not None:
                 raise self.error
-            return run()
+            times = run()
+            is_good = True
+            return times
         except CommError as error:
             self.error = self.error or error
             raise
@@ -279,10 +319,14 @@ class MpiCommunicator(Communicator):
             self.is_stuck = True
             self.error = self.error or CommError(f"{self!r}: MPI failed: {error}")
             raise self.error from error
+        finally:
+            if self._recorder is not None:
+                self._recorder.end(call.number, is_good)
 
     def _exchange(self, call: Call, data: bytes, timeout_s: float) -> list[bytes]:
         """Give ``call`` and ``data`` to every rank; return their data in rank order, see Note [agreement]."""
-        deadline = time.monotonic() + timeout_s
+        start = time.monotonic()
+        deadline, warning = start + timeout_s, start + WARN_SHARE * timeout_s
         self._sequence = call.number
         message = message_of(call.number, call.text, data)
         clear(self._rows)
@@ -298,6 +342,9 @@ class MpiCommunicator(Communicator):
             elif time.monotonic() > deadline:
                 raise self.late(call, timeout_s)
             else:
+                if time.monotonic() > warning:
+                    warning = float("inf")
+                    self.warn(call, time.monotonic() - start)
                 time.sleep(NAP_S)
         for peer in self._peers:
             self._check_call(call, peer, words_in(self._rows[peer]))
@@ -308,8 +355,10 @@ class MpiCommunicator(Communicator):
         if theirs.startswith(LEFT):
             reason = theirs.removeprefix(LEFT).strip()
             how = f"aborted: {reason}" if reason else "has closed its communicator"
+            self._note_own_failure(not reason)
             raise CommError(f"{where}: rank {self.world.name_of(peer)} {how}")
         if theirs != call.text:
+            self._note_own_failure()
             mine, theirs = difference(call.text, theirs), difference(theirs, call.text)
             raise CommError(
                 f"{where}: the ranks disagree: rank {self.world.name_of(self.rank)} calls {mine}, rank "
@@ -320,16 +369,32 @@ class MpiCommunicator(Communicator):
     def late(self, call: Call, timeout_s: float) -> CommError:
         """Return the error of a collective that did not end within ``timeout_s``; the communicator is lost."""
         self.is_stuck = True
-        numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
-        missing = ", ".join(
-            str(self.world.name_of(peer)) for peer, number in numbers.items() if number != self._sequence
-        )
+        self._note_own_failure(self.error is None)
+        missing = ", ".join(map(str, self._missing()))
         who = f"rank {missing}" if missing else "data of ranks that have all called it"
         self.error = self.error or CommError(
             f"rank {self.world.name_of(self.rank)}: {call.label}: waited {timeout_s:g} s for {who}, which is stopped, "
             "too slow, or does not make this call"
         )
         return self.error
+
+    def warn(self, call: Call, waited_s: float) -> None:
+        """Tell which ranks have not made a call that this one waits for."""
+        missing = self._missing()
+        if missing and self.flight_recorder is not None:
+            self.flight_recorder.warn(
+                call.kind, call.number, call.name, self.world.name_of(self.rank), missing, waited_s
+            )
+
+    def _missing(self) -> list[int]:
+        """Return the ranks from which the messages of the newest exchange have not come."""
+        numbers = {peer: number_in(self._rows[peer]) for peer in self._peers}
+        return [self.world.name_of(peer) for peer, number in numbers.items() if number != self._sequence]
+
+    def _note_own_failure(self, is_own: bool = True) -> None:
+        """Have the recorder report the failure that follows, unless it repeats that of another rank."""
+        if is_own and self._recorder is not None:
+            self._recorder.has_failed = True
 
     # ---- moving large arrays -----------------------------------------------------------------------
 
@@ -387,7 +452,10 @@ class _Transfer(Work):
 
     def _wait(self, timeout_s: float | None) -> None:
         limit = self._communicator.timeout_s if timeout_s is None else timeout_s
-        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
+        start = time.monotonic()
+        if not self._ended.wait(min(WARN_SHARE * limit, threading.TIMEOUT_MAX)):
+            self._communicator.warn(self._call, time.monotonic() - start)
+        if not self._ended.wait(min(max(start + limit - time.monotonic(), 0), threading.TIMEOUT_MAX)):
             raise self._communicator.late(self._call, limit)
         if self._error is not None:
             raise self._error

@@ -23,6 +23,8 @@ class Call:
     """One collective in words: its number, the label for errors, and the text on which the ranks must agree."""
 
     number: int
+    kind: str
+    name: str
     label: str
     text: str
 
@@ -30,13 +32,13 @@ class Call:
 def call_of(number: int, kind: str, name: str, words: str) -> Call:
     """Return the collective ``kind`` called ``name``; ``words``: on what else the ranks must agree."""
     label = f"{kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
-    raw = name.encode(errors="replace")
+    raw, whole = name.encode(errors="replace"), name
     if len(raw) > NAME_BYTES:
         digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
         name = f"{raw[:NAME_BYTES].decode(errors='ignore')}...' ({len(raw)} bytes, hash {digest})"
     else:
         name += "'"
-    return Call(number, label, f"{kind} #{number} '{name} {words}")
+    return Call(number, kind, whole, label, f"{kind} #{number} '{name} {words}")
 
 
 def difference(text: str, other: str) -> str:

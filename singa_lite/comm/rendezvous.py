@@ -23,6 +23,7 @@ from . import find_messengers, find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
 from .exit_hooks import exit_hooks
+from .flight_signals import report_at_sigquit
 from .link import LinkCommunicator, check_emulated, link_of_process
 from .local import LocalCommunicator
 from .lost_ranks import forget_members, list_member
@@ -183,6 +184,7 @@ def connect(world: World, timeout_s: float = TIMEOUT_S) -> Communicator:
     hooks.communicators.append(communicator)
     end_with_parent()
     share_cores(world.local_size)
+    report_at_sigquit()
     start_trace(communicator.host)
     return communicator
 

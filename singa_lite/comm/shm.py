@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 import weakref
 from typing import Any
 
 from .. import _native
 from ..errors import CommError
-from .base import DTYPES, HAS_BLOCKS, KINDS, TIMEOUT_S, UINT8, Communicator, Operation, World
+from .base import HAS_BLOCKS, TIMEOUT_S, Communicator, Operation, World
+from .call_site import CallSites
+from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
+from .flight_recorder import EngineRecorder, FlightRecorder, is_recording, title_of
 from .lost_ranks import forget_members, has_living_parent, lost_rank
-from .wire import BFLOAT16, WIRE_DTYPES
 from .work import Array, Times, Work
-
-# The numbers of native/comm/types.h.
-_KINDS = {kind: code for code, kind in enumerate(KINDS)}
-_OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
-_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16, UINT8))}
-_WIRES = {word: _DTYPES[dtype] for word, dtype in WIRE_DTYPES.items()}
 
 
 def load_native() -> Any:
@@ -39,11 +36,16 @@ def load_native() -> Any:
 class ShmWork(Work):
     """A collective of a ShmCommunicator in flight."""
 
-    def __init__(self, engine: Any, op: Any) -> None:  # native
-        self._engine, self._op = engine, op
+    def __init__(self, communicator: ShmCommunicator, operation: Operation, op: Any) -> None:  # native
+        self._communicator, self._engine = communicator, communicator._engine
+        self._operation, self._op = operation, op
 
     def _wait(self, timeout_s: float | None) -> None:
-        self._engine.wait(self._op, -1.0 if timeout_s is None else timeout_s)
+        limit_s = -1.0 if timeout_s is None else timeout_s
+        since_s = self._engine.wait(self._op, limit_s, 0.0)
+        if since_s:  # a tenth of the time-out is over
+            self._communicator._warn(self._operation, self._op, time.monotonic() - since_s)
+            self._engine.wait(self._op, limit_s, since_s)
 
     def _is_done(self) -> bool:
         return bool(self._engine.is_done(self._op))
@@ -53,7 +55,7 @@ class ShmWork(Work):
 
 
 class ShmCommunicator(Communicator):
-    """Ranks of one host, over /dev/shm/singa_lite-<rendezvous_id> (0.5 MB a rank, at most 32 MB).
+    """Ranks of one host over /dev/shm/singa_lite-<rendezvous_id>: 0.5 MB a rank, at most 32 MB, and 20 KB for calls.
 
     The file is readable by this user only, really allocated, and gone from /dev/shm once all ranks have
     attached. A peer's death is noticed by the lock it held. After the first CommError the communicator
@@ -86,14 +88,26 @@ class ShmCommunicator(Communicator):
             if is_complete or not has_living_parent():
                 forget_members(world.rendezvous_id)
 
-    def _open(self, world: World, timeout_s: float) -> None:
-        """First half of construction: create the segment (rank 0) or attach to it."""
+    def _open(
+        self, world: World, timeout_s: float, name: str = "", root: FlightRecorder | None = None
+    ) -> None:
+        """First half of construction: create the segment (rank 0) or attach to it.
+
+        ``name`` and ``root`` are a group's own and its world's recorder.
+        """
         super().__init__(world, timeout_s)
         self._engine = load_native().Engine(
             world.rendezvous_id, world.rank, world.size, self.timeout_s, self._lost_rank
         )
         if world.members:
             self._engine.name_ranks(list(world.members))
+        self._sites: CallSites | None = None
+        if is_recording():
+            self._engine.record(title_of(world.members, name))
+            self.flight_recorder = EngineRecorder(
+                self._engine, root.world_id if root else world.rendezvous_id, root
+            )
+            self._sites = self.flight_recorder.sites
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -107,18 +121,29 @@ class ShmCommunicator(Communicator):
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> ShmWork:
         kind, name, op, root, wire_dtype = operation
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
-        dtype = _DTYPES[array.dtype]
-        wire = dtype if wire_dtype is None else _WIRES[wire_dtype]
+        dtype = DTYPE_CODES[array.dtype]
+        wire = dtype if wire_dtype is None else WIRE_CODES[wire_dtype]
         factor = 1.0 if scale is None else float(scale[0])
+        file, line = "", 0
+        if self._sites is not None:
+            file, line = self._sites.known.get((kind, name)) or self._sites.find(kind, name)
         native = self._engine.start(
-            _KINDS[kind], _OPS[op], dtype, wire, root, array, out, count, name, factor
+            KIND_CODES[kind], OP_CODES[op], dtype, wire, root, array, out, count, name, factor, file, line
         )
-        return ShmWork(self._engine, native)
+        return ShmWork(self, operation, native)
+
+    def _warn(self, operation: Operation, op: Any, waited_s: float) -> None:
+        late = self._engine.late_ranks(op)
+        if late and self.flight_recorder is not None:
+            rank = self.world.name_of(self.rank)
+            self.flight_recorder.warn(operation.kind, op.number, operation.name, rank, late, waited_s)
 
     def _new_group(self, ranks: list[int], name: str) -> ShmCommunicator | None:
         """Let the group's first rank make the segment and send all its name, or why it failed; the others attach."""
         group: ShmCommunicator | None = None
         rendezvous_id, failure, members = "", "", self.world.members_of(ranks)
+        recorder = self.flight_recorder
+        context = (self.timeout_s, name, recorder.root or recorder if recorder else None)
         if self.rank in ranks:
             group = ShmCommunicator.__new__(ShmCommunicator)
         if self.rank == ranks[0]:
@@ -126,7 +151,7 @@ class ShmCommunicator(Communicator):
             # nobody else knows the name before the file is there, so nobody can take it
             rendezvous_id = f"{self.world.rendezvous_id}-{secrets.token_hex(8)}"
             failure = group._try_open(
-                World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm", members), self.timeout_s
+                World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm", members), *context
             )
         gathered = self.all_gather_object([rendezvous_id, failure], name=f"new_group {name}")
         rendezvous_id, failure = gathered[ranks[0]]
@@ -136,7 +161,7 @@ class ShmCommunicator(Communicator):
             rank = ranks.index(self.rank)
             if rank != 0:
                 group._open(
-                    World(rank, len(ranks), rank, len(ranks), rendezvous_id, "shm", members), self.timeout_s
+                    World(rank, len(ranks), rank, len(ranks), rendezvous_id, "shm", members), *context
                 )
             group._engine.wait_for_all(group._lost_rank)
         return group
@@ -145,9 +170,9 @@ class ShmCommunicator(Communicator):
         """Return why the world cannot become complete, or ""; called while this rank waits for that."""
         return lost_rank(self.world.rendezvous_id, self.size)
 
-    def _try_open(self, world: World, timeout_s: float) -> str:
+    def _try_open(self, world: World, *context: Any) -> str:
         try:
-            self._open(world, timeout_s)
+            self._open(world, *context)
         except CommError as error:
             return str(error)
         return ""

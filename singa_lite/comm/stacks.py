@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python stacks of other processes: a signal has each write its own into a file that has no name.
+
+Python's faulthandler writes them in the signal handler itself, so also those of a process that never comes back to
+Python's main loop: in an endless loop, in a call of native code, at the prompt of a debugger. A stopped process writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from ..config import state
+from .flight_record import files_of
+
+NAME = "singa_lite-stacks"
+SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time signal, which hardly any program uses
+ANSWER_S = 0.4  # for stacks to come; they take milliseconds where there is a core to run on
+QUIET_S = 0.03  # after the last piece of a stack, which comes in many
+MAX_BYTES = 1 << 20  # of old stacks in a process's file
+STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "I": "idle"}
+STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
+
+
+def write_stacks() -> None:
+    """Have SIGNAL write this process's stacks into a file of its own from now on; a second call does nothing.
+
+    Nothing happens on other systems than Linux, or if the program has a handler for SIGNAL.
+    """
+    if state.writes_stacks == os.getpid():
+        return
+    state.writes_stacks = os.getpid()  # a forked child has its parent's file
+    if sys.platform != "linux" or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        return
+    with contextlib.suppress(OSError):  # no descriptors left
+        descriptor = os.memfd_create(f"{NAME}-{os.getpid()}")  # kept until the process ends
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(SIGNAL, descriptor, all_threads=True)
+
+
+def state_of(pid: int) -> str:
+    """Return what process ``pid`` does by the system's words, such as "running"; "" if it has ended."""
+    letter = _field_of(pid)
+    return "" if letter in ("", "Z", "X") else {**STATES, **STOPPED}.get(letter, f"state {letter}")
+
+
+def stacks_of(pids: Collection[int]) -> dict[int, str]:
+    """Return the Python stacks of living processes of this user, or for each why there is none.
+
+    Takes up to ``ANSWER_S``. Only processes that have called ``write_stacks`` get the signal.
+    """
+    texts, paths = {}, {}
+    for pid in pids:
+        path = next(iter(files_of(pid, f"/memfd:{NAME}-{pid} ")), None)
+        if _field_of(pid) in STOPPED:
+            texts[pid] = f"none: the process is {state_of(pid)}"
+        elif path is None or not _catches(pid, SIGNAL):
+            texts[pid] = "none: the process has ended, is another user's, or does not write stacks"
+        else:
+            paths[pid] = path
+    starts = {pid: _ask(pid, path) for pid, path in paths.items()}
+    sizes, deadline = dict(starts), time.monotonic() + ANSWER_S
+    while sizes:
+        time.sleep(QUIET_S)
+        for pid, before in list(sizes.items()):
+            sizes[pid] = _size(paths[pid])
+            if starts[pid] < before == sizes[pid] or time.monotonic() > deadline:
+                del sizes[pid]
+                texts[pid] = _read(paths[pid], starts[pid]) or "none: the process did not answer"
+    return texts
+
+
+def _ask(pid: int, path: str) -> int:
+    """Have a process write its stacks; return where in its file they will begin."""
+    with contextlib.suppress(OSError):
+        if _size(path) > MAX_BYTES:
+            os.truncate(path, 0)
+        size = _size(path)
+        os.kill(pid, SIGNAL)
+        return size
+    return 0
+
+
+def _size(path: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_size
+    return 0
+
+
+def _read(path: str, start: int) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(MAX_BYTES).decode(errors="replace").strip("\n")
+    return ""
+
+
+def _field_of(pid: int) -> str:
+    """Return the letter of a process's state, "" if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, which would end it otherwise."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
