@@ -110,13 +110,13 @@ class Running:
 
 
 def kill_one(kind: Kind, folder: Path, steps: int, span: float, rng: random.Random) -> str:
-    """Start the job and kill one of its processes; return which."""
+    """Start the job and kill one of its processes; return which, "" if it had ended before."""
     with Running(kind, folder, folder.with_name(folder.name + "-killed"), steps) as job:
         job.wait_for("training from")
         time.sleep(rng.uniform(0.0, span))
         ranks = job.ranks()
         if not ranks:
-            return "none: it had ended"
+            return ""
         victim = rng.choice([job.process.pid, *ranks])
         try:
             subprocess.run(["kill", f"-{signal.SIGKILL.value}", str(victim)], stderr=subprocess.DEVNULL)
@@ -146,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     wanted: dict[Kind, tuple[list[str], float]] = {}
-    counts = {"rank": 0, "launcher": 0, "none: it had ended": 0}
+    counts = {"rank": 0, "launcher": 0}
     resumed_from: dict[int, int] = {}
     with tempfile.TemporaryDirectory(prefix="singa_lite-kills-") as name:
         for number, kind in enumerate(itertools.islice(kinds(), arguments.kills)):
@@ -156,7 +156,9 @@ def main() -> None:
                 wanted[kind] = hashes, seconds
                 shutil.rmtree(folder)
             hashes, seconds = wanted[kind]
-            counts[kill_one(kind, folder, arguments.steps, seconds, rng)] += 1
+            while not (victim := kill_one(kind, folder, arguments.steps, seconds, rng)):
+                shutil.rmtree(folder)
+            counts[victim] += 1
             step = check_whole(kind, folder)
             resumed_from[step] = resumed_from.get(step, 0) + 1
             found, _, output = finish(kind, folder, arguments.steps)
