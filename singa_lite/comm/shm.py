@@ -51,6 +51,9 @@ class ShmWork(Work):
     def _times(self) -> Times | None:
         return Times(*self._op.times) if self._op.has_succeeded else None
 
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self._op.is_asked_to_stop)
+
 
 class ShmCommunicator(Communicator):
     """Ranks of one host, over /dev/shm/singa_lite-<rendezvous_id> (0.5 MB a rank, at most 32 MB).
@@ -111,7 +114,7 @@ class ShmCommunicator(Communicator):
         wire = dtype if wire_dtype is None else _WIRES[wire_dtype]
         factor = 1.0 if scale is None else float(scale[0])
         native = self._engine.start(
-            _KINDS[kind], _OPS[op], dtype, wire, root, array, out, count, name, factor
+            _KINDS[kind], _OPS[op], dtype, wire, root, array, out, count, name, factor, self.stop_requests.is_sent
         )
         return ShmWork(self._engine, native)
 
