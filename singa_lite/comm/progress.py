@@ -2,12 +2,13 @@
 """How far the ranks of a job are, as its launcher knows it: a file in which each rank writes its own record.
 
 What lives here: the file, on both sides. What does not: what the launcher makes of it (launch.py, restart.py), who
-counts steps (opt/stopping.py). rank_wrapper.py, which imports nothing of the package, finds its path in the same
+counts steps (stopping.py). rank_wrapper.py, which imports nothing of the package, finds its path in the same
 variable.
 
-A record is two 64-bit integers: 1 + the step that the rank has reached, 0 before its first; and 1 if it takes signals
-as requests to stop. On one host the file is in shared memory; for several hosts it is in the folder of checkpoints,
-which all hosts share.
+A record is four 64-bit integers: 1 + the step that the rank has reached, 0 before its first; 1 if it takes signals as
+requests to stop; and what rank_wrapper.py writes when it fails: its exit code, negative for a signal, and how far that
+failure is from the cause (``RankOutput.distance_to_cause``). On one host the file is in shared memory; for several
+hosts it is in the folder of checkpoints, which all hosts share.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..config import env
 from .rendezvous import launched_job
 
 NUMBER = struct.Struct("<q")
-RECORD = struct.Struct("<qq")
+RECORD = struct.Struct("<qqqq")
 NAME = ".progress"  # in a folder of checkpoints
 VARIABLE = "SINGA_LITE_PROGRESS"
 
@@ -59,11 +60,16 @@ class ProgressFile:
 
     def steps(self) -> list[int | None]:
         """Return the newest step of each rank; None for one that has made none, or where nothing is known."""
-        return [count - 1 if count else None for count, _ in self._records()]
+        return [record[0] - 1 if record[0] else None for record in self._records()]
 
     def takers(self) -> list[int]:
         """Return the ranks that take signals as requests to stop."""
-        return [rank for rank, (_, takes) in enumerate(self._records()) if takes]
+        return [rank for rank, record in enumerate(self._records()) if record[1]]
+
+    def first_failure(self) -> tuple[int | None, int]:
+        """Return which rank's failure is nearest to the cause, and its exit code; None, 0 if none is known."""
+        failures = [(record[3], rank, record[2]) for rank, record in enumerate(self._records()) if record[2]]
+        return min(failures)[1:] if failures else (None, 0)
 
     def remove(self) -> None:
         """Remove the file."""
@@ -71,13 +77,13 @@ class ProgressFile:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
-    def _records(self) -> Sequence[tuple[int, int]]:
+    def _records(self) -> Sequence[tuple[int, int, int, int]]:
         data = b""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 data = self._path.read_bytes()
         if len(data) != RECORD.size * self._num_ranks:
-            return [(0, 0)] * self._num_ranks
+            return [(0, 0, 0, 0)] * self._num_ranks
         return list(RECORD.iter_unpack(data))
 
 

@@ -114,7 +114,17 @@ class ShmCommunicator(Communicator):
         wire = dtype if wire_dtype is None else _WIRES[wire_dtype]
         factor = 1.0 if scale is None else float(scale[0])
         native = self._engine.start(
-            _KINDS[kind], _OPS[op], dtype, wire, root, array, out, count, name, factor, self.stop_requests.is_sent
+            _KINDS[kind],
+            _OPS[op],
+            dtype,
+            wire,
+            root,
+            array,
+            out,
+            count,
+            name,
+            factor,
+            self.stop_requests.is_sent,
         )
         return ShmWork(self._engine, native)
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to stop: a bit that every collective carries beside its data, combined with "or" over the ranks.
 
-What lives here: what this rank sends and what it has received. What does not: moving the bit (shm.py, mpi.py), when a
-training step has ended (opt/dist.py), signals (stop_signals.py).
+What lives here: what this rank sends and what it has received. What does not: moving the bit (shm.py, mpi.py), signals
+and the ends of steps (stopping.py).
 
-Note [same step]: all ranks must decide alike at the end of a step. What a rank sends changes at the begin and the end of
-a step alone, so all complete exchanges of one step combine the same bits, whichever collectives they are made of. Within
-a step a rank also sends on what it has received: a leader that has heard of a request in its host (sync/hierarchical.py)
-tells the other leaders, and then all leaders their hosts.
+Note [same step]: all ranks must decide alike at the end of a step. What a rank sends changes at the begin and the end
+of a step alone, so all complete exchanges of one step combine the same bits, whichever collectives they are made of.
+Within a step a rank also sends on what it has received: a leader that has received a request within its host
+(sync/hierarchical.py) passes it on to the other leaders, and each leader to its host.
 """
 
 from __future__ import annotations

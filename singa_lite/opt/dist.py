@@ -20,6 +20,7 @@ from .. import autograd
 from ..autograd.engine import check_recorded
 from ..comm.base import Communicator
 from ..comm.rendezvous import process_communicator
+from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..graph.clock import lap, pause_step
@@ -37,7 +38,6 @@ from .options import Option, check_options, join_options, values_at, with_defaul
 from .schedule import DecayScheduler, described
 from .sgd import SGD
 from .singa import SingaCalls
-from .stopping import STOP_SIGNALS, StopAgreement
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default

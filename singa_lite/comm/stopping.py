@@ -2,7 +2,7 @@
 """Stopping all ranks at the end of the same step: signals become requests, and the end of each step decides.
 
 What lives here: what ``DistOpt.should_stop`` is made of. What does not: how a request travels with the collectives of a
-step (comm/stop_requests.py).
+step (stop_requests.py).
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-from ..comm.base import Communicator
-from ..comm.progress import Progress, progress_of_process
-from ..comm.stop_requests import StopRequests
 from ..errors import OptionError
 from ..graph.recorder import unrecorded
+from .base import Communicator
+from .progress import Progress, progress_of_process
+from .stop_requests import StopRequests
 
-STOP_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))  # no SIGUSR1 on Windows
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []),
+)  # no SIGUSR1 on Windows
 REPEAT_S = 1.0  # schedulers signal every process of a job, and the launcher passes it on: that is one request
 ONLY_REQUESTS = {getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2")}
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
