@@ -140,8 +140,8 @@ def load_data(arguments):
 def make_batches(cifar, sampler, seed):
     """(x, y) of every step of this rank's epoch; a step's random numbers depend on nothing but its number."""
     epoch = sampler.epoch
-    for step, indices in enumerate(sampler):
-        rng = np.random.default_rng([seed, epoch, step, sampler.rank])
+    for indices in sampler:
+        rng = np.random.default_rng([seed, epoch, sampler.position, sampler.rank])
         images = data.pad_crop_flip(cifar.train_images[indices], rng)
         yield data.make_batch(images, cifar.train_labels[indices], slice(None), mean=MEAN, std=STD)
 
@@ -150,7 +150,9 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments):
     """One epoch; this rank's sum of batch losses, number of correct answers and bytes sent."""
     model.train()
     loss_sum, correct, sent = 0.0, 0, 0
-    for step, (x, y) in enumerate(data.prefetch(make_batches(cifar, sampler, arguments.seed))):
+    for step, (x, y) in enumerate(
+        data.prefetch(make_batches(cifar, sampler, arguments.seed), sampler=sampler)
+    ):
         x, labels = tensor.from_numpy(x.astype(arguments.precision), dev), tensor.from_numpy(y, dev)
         out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()

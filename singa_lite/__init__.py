@@ -24,7 +24,7 @@ from . import (
 from .singa_wrap import NcclIdHolder
 
 if TYPE_CHECKING:
-    from . import data, gluon, kvstore
+    from . import checkpoint, data, gluon, kvstore
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ for _name in vars(layer)["__all__"]:
 
 def __getattr__(name: str) -> ModuleType:
     """Import what most scripts do without at its first use: what fetches data sets takes longer than all the rest."""
-    if name in ("data", "gluon", "kvstore"):
+    if name in ("checkpoint", "data", "gluon", "kvstore"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -43,6 +43,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "NcclIdHolder",
     "autograd",
+    "checkpoint",
     "communicators",
     "config",
     "data",

@@ -72,6 +72,7 @@ class State:
         store: the process's store of a job (kvstore.base.KVStore), made at first use.
         store_pid: likewise the process that made it.
         store_arguments: what it was made with.
+        jobs: what is known of the job checkpoints of each model (checkpoint.job.JobState).
         trace: what writes this process's part of a trace (graph.trace.TraceWriter), made at first use.
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
@@ -89,6 +90,9 @@ class State:
     store: Any = None  # Any: likewise
     store_pid: int = 0
     store_arguments: dict[str, Any] = field(default_factory=dict)
+    jobs: weakref.WeakKeyDictionary[Any, Any] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # Any: likewise
     trace: Any = None  # Any: likewise
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import autograd
-from .checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from .config import this_thread
+from .device import Device
 from .errors import CheckpointError, GraphError, OptionError
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer
+from .model_file import Checkpoint, read_checkpoint, write_checkpoint
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
@@ -152,7 +154,7 @@ class Model(Layer):
     ) -> None:
         """Write parameters, buffers, optimizer state and random state to a file, atomically.
 
-        Recorded steps are forgotten, so that the next step is recorded, eagerly, as in a run that loads the file: both
+        The next step of each recorded kind runs eagerly, as in a run that loads the file, where it is recorded: both
         continue with the same bits.
 
         Hides no collective: each rank that calls it writes a file, so call it on rank 0, or give every rank a
@@ -167,15 +169,11 @@ class Model(Layer):
                 ``aux_states`` is not an array of numbers. An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
-        states = {name: to_numpy(value) for name, value in self._compiled_states("save_states").items()}
         aux = {
             name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
             for name, value in (aux_states or {}).items()
         }
-        random_states = [device.get_random_state() for device in self._devices()]
-        optimizer = None if self.optimizer is None else self.optimizer.get_states()
-        write_checkpoint(fpath, Checkpoint(states, aux, random_states, optimizer))
-        self._records.clear()
+        write_checkpoint(fpath, replace(self.snapshot("save_states"), aux=aux))
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         """Read back what ``save_states`` wrote; the optimizer's state too if one is set and was saved.
@@ -196,20 +194,61 @@ class Model(Layer):
         self._prepare()
         known = None if self.optimizer is None else self.optimizer.get_states()
         loaded = read_checkpoint(fpath, targets, known)
-        if loaded.optimizer is not None:
+        self.restore(loaded, f"load_states: {fpath}")
+        return loaded.aux
+
+    def snapshot(self, where: str = "snapshot") -> Checkpoint:
+        """Return copies of parameters, buffers, optimizer state and random state.
+
+        The next step of each recorded kind runs eagerly, see ``save_states``.
+
+        Args:
+            where: whose name errors begin with.
+
+        Raises:
+            GraphError: the model is not compiled yet.
+        """
+        states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
+        random_states = [device.get_random_state() for device in self.devices()]
+        optimizer = None if self.optimizer is None else self.optimizer.get_states()
+        self._records.postpone()
+        return Checkpoint(states, {}, random_states, optimizer)
+
+    def restore(self, checkpoint: Checkpoint, where: str = "restore") -> None:
+        """Continue from what ``snapshot`` gave; recorded steps are forgotten.
+
+        Args:
+            checkpoint: of a model and an optimizer like these; without an optimizer's states that stays as it is.
+            where: whose name errors begin with.
+
+        Raises:
+            CheckpointError: it is another model's or optimizer's; nothing was changed.
+            GraphError: the model is not compiled yet.
+        """
+        targets = self._compiled_states(where)
+        self._prepare()
+        for name in {**targets, **checkpoint.states}:
+            mine, theirs = targets.get(name), checkpoint.states.get(name)
+            if mine is None or theirs is None or (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+                has = [
+                    f"{each.dtype}{each.shape}" if each is not None else "missing" for each in (theirs, mine)
+                ]
+                raise CheckpointError(
+                    f"{where}: {name!r} is {has[0]} in the checkpoint, but {has[1]} in the model"
+                )
+        if checkpoint.optimizer is not None:
             try:
-                self.optimizer.set_states(loaded.optimizer)  # all or nothing, and the last that can fail
+                self.optimizer.set_states(checkpoint.optimizer)  # all or nothing, and the last that can fail
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"load_states: the optimizer cannot load its part of {fpath}: {error}"
+                    f"{where}: the optimizer cannot go on from its part: {error}"
                 ) from error
-        self.set_states(loaded.states)
-        for device, random_state in zip(self._devices(), loaded.random_states, strict=False):
+        self.set_states(checkpoint.states)
+        for device, random_state in zip(self.devices(), checkpoint.random_states, strict=False):
             device.set_random_state(random_state)
         if self.optimizer is not None:
             self.optimizer.states_loaded()
         self._records.clear()
-        return loaded.aux
 
     def _compiled_states(self, where: str) -> dict[str, Tensor]:
         if not self._is_compiled:
@@ -218,5 +257,6 @@ class Model(Layer):
             )
         return self.get_states()
 
-    def _devices(self) -> list[Any]:
+    def devices(self) -> list[Device]:
+        """Return the devices of parameters and buffers, in their order."""
         return list(dict.fromkeys(value.device for value in self.get_states().values()))

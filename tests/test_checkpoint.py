@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from singa_lite import layer, model, opt
-from singa_lite.checkpoint import ATTRIBUTES_FILE, OPTIMIZER_FILE, STATES_FILE, atomic_file
 from singa_lite.device import get_default_device
 from singa_lite.errors import CheckpointError
+from singa_lite.files import atomic_file
+from singa_lite.model_file import ATTRIBUTES_FILE, OPTIMIZER_FILE, STATES_FILE
 from singa_lite.tensor import Tensor, to_numpy
 
 MUTATIONS = 400
@@ -485,7 +486,7 @@ def test_file_and_folder_reach_the_disk_before_the_call_ends(tmp_path, monkeypat
 
 KILLED = """
 import os, sys
-from singa_lite.checkpoint import atomic_file
+from singa_lite.files import atomic_file
 with atomic_file(sys.argv[1]) as file:
     file.write(b"half of it")
     file.flush()

@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import atomic_file
 from ..comm.base import KINDS
 from ..comm.launch import LaunchOptions, die_with_launcher, launch
 from ..comm.launch_hosts import find_mpiexec
 from ..comm.link import EMULATED, link_of_process, parse_link
 from ..errors import CommError, OptionError, check_int
+from ..files import atomic_file
 from .collectives import Task
 from .command import rank_command, read_ints, read_list, run_command, say
 from .runs import Place, machine_facts, machine_text, software_facts

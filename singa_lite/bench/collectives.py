@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import atomic_file
 from ..comm.base import HAS_BLOCKS, Communicator
 from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..comm.work import Work
 from ..errors import CommError
+from ..files import atomic_file
 
 BUDGET_S = 0.2  # of the calls of one size in a round
 LEAST_CALLS, MOST_CALLS = 5, 500

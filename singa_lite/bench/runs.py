@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..checkpoint import atomic_file
 from ..comm.link import parse_link
 from ..comm.rendezvous import threads_per_rank
 from ..errors import OptionError, check_int, check_number
+from ..files import atomic_file
 from .datasets import Images
 from .models import MODELS, split_name
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import data, tensor
-from ..checkpoint import atomic_file
 from ..device import create_device
 from ..errors import OptionError
+from ..files import atomic_file
 from ..model import Model
 from ..opt import SGD, DistOpt
 from ..opt.dist import THRESHOLD

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import atomic_file
 from ..comm.base import Communicator
 from ..comm.dispatch import DispatchCommunicator
 from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
+from ..files import atomic_file
 from .calibration import Calibration, calibration_from
 from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Workload, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of

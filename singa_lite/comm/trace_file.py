@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint import atomic_file
 from ..config import env
 from ..errors import CheckpointError, CommError, OptionError
+from ..files import atomic_file
 from ..graph.clock import Span, Waited
 from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
 from .base import Communicator

@@ -6,25 +6,41 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import OptionError
 
 Item = TypeVar("Item")
 
 
-def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, None]:
+class Sampler(Protocol):
+    """Where training is in its samples (ShardedSampler)."""
+
+    def live_state(self) -> Any:
+        """Return the state of the loop that runs."""
+
+    def follow(self, state: Any) -> None:
+        """Have ``state_dict`` give ``state`` from now on."""
+
+    def rewind(self) -> None:
+        """Go where the last state that ``follow`` got was taken."""
+
+
+def prefetch(
+    items: Iterable[Item], depth: int = 2, *, sampler: Sampler | None = None
+) -> Generator[Item, None, None]:
     """Yield ``items`` in their order; a thread takes them up to ``depth`` ahead.
 
     The thread starts with the first item requested. It has ended when the iteration ends, by exhaustion, an error,
     ``break`` or ``close()``: close waits for the item it is making, and closes ``items`` if that is a generator.
     An exception in ``items`` is raised at its position in the order, with the traceback of the thread; not at all when
     the consumer has left before. ``items`` runs in the thread, so it must touch nothing that the consumer changes.
-    A ``ShardedSampler`` in it is ahead of the consumer: take its state between epochs.
 
     Args:
         items: e.g. a generator of batches; what numpy copies there runs beside the training.
         depth: items kept ready, >= 1; one more may be in the making.
+        sampler: the ShardedSampler that ``items`` takes batches from, one for each item. The thread runs it ahead;
+            with this its ``state_dict()`` is that of the item taken last, and where the consumer leaves, it stays.
 
     Raises:
         OptionError: ``depth`` is less than 1.
@@ -35,7 +51,30 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Generator[Item, None, Non
     """
     if depth < 1:
         raise OptionError(f"prefetch: depth = {depth} must be >= 1")
-    return _consume(items, _Shelf(depth))
+    if sampler is None:
+        return _consume(items, _Shelf(depth))
+    return _follow(_consume(_with_states(items, sampler), _Shelf(depth)), sampler)
+
+
+def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Item, Any], None, None]:
+    """Yield items with the state of the sampler behind each; closes ``items`` if that is a generator."""
+    try:
+        for item in items:
+            yield item, sampler.live_state()
+    finally:
+        if isinstance(items, Generator):
+            items.close()
+
+
+def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) -> Generator[Item, None, None]:
+    sampler.follow(sampler.live_state())
+    try:
+        for item, state in items:
+            sampler.follow(state)
+            yield item
+    finally:
+        items.close()
+        sampler.rewind()
 
 
 class _Shelf(Generic[Item]):

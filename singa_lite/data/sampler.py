@@ -6,10 +6,15 @@ Note [global batches first]: an epoch is one seeded permutation, split into glob
 once, every rank makes the same number of steps, and in every step the ranks' batches differ by at most one
 sample. The last global batch is smaller. Would it have fewer samples than there are ranks, then the one
 before it takes them too, one more for some of the ranks, so that no rank ever gets an empty batch.
+
+Note [another number of ranks]: global batches before a position are the first samples of the permutation, whatever the
+number of ranks. So with another one an epoch goes on behind the samples that were used: ``start`` of them, and
+``position`` counts the steps since.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,11 +97,14 @@ class ShardedSampler:
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
+        self.start = 0  # samples of this epoch that another number of ranks has used
         self.position = 0
+        self._iterated_by: int | None = None  # the thread in whose loop it is
+        self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
 
     def __len__(self) -> int:
-        """Steps of one epoch, equal on every rank."""
-        full, rest = divmod(self.num_samples, self.world_size * self.batch_size)
+        """Steps of one epoch, from ``start`` on; equal on every rank."""
+        full, rest = divmod(self.num_samples - self.start, self.world_size * self.batch_size)
         return full + (rest >= self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -104,43 +112,95 @@ class ShardedSampler:
         if epoch < 0:
             raise OptionError(f"ShardedSampler: epoch = {epoch} must be >= 0")
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch, self.start, self.position = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Array]:
         """Yield this rank's indices, int64, shape (n,), for every step left in the epoch."""
-        epoch, order, steps = self.epoch, self._order(), len(self)
-        for step in range(self.position, steps):
-            # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
-            self.epoch, self.position = (epoch, step + 1) if step + 1 < steps else (epoch + 1, 0)
-            yield order[self._share(step, steps)]
+        epoch, start, order, steps = self.epoch, self.start, self._order(), len(self)
+        self._iterated_by = threading.get_ident()
+        try:
+            for step in range(self.position, steps):
+                # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
+                is_last = step + 1 == steps
+                self.epoch, self.start, self.position = (
+                    (epoch + 1, 0, 0) if is_last else (epoch, start, step + 1)
+                )
+                yield order[self._share(start, step, is_last)]
+        finally:
+            self._iterated_by = None
 
     def _order(self) -> Array:
         if not self.shuffle:
             return np.arange(self.num_samples)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
 
-    def _share(self, step: int, steps: int) -> slice:
-        start = step * self.world_size * self.batch_size
-        stop = self.num_samples if step == steps - 1 else start + self.world_size * self.batch_size
+    def _share(self, start: int, step: int, is_last: bool) -> slice:
+        start += step * self.world_size * self.batch_size
+        stop = self.num_samples if is_last else start + self.world_size * self.batch_size
         share = partition(stop - start, self.rank, self.world_size)
         return slice(start + share.start, start + share.stop)
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps; equal on every rank."""
-        return {"epoch": self.epoch, "position": self.position, **self._plan()}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go where ``state_dict()`` was taken.
+        """Return what a checkpoint keeps; equal on every rank.
 
         Raises:
-            CheckpointError: it was taken with another plan (data size, batch, ranks, shuffle or seed).
+            CheckpointError: another thread runs the loop, ahead of what was trained on, without ``follow``.
         """
+        if self._taken is not None:
+            return self._taken
+        if self._iterated_by not in (None, threading.get_ident()):
+            raise CheckpointError(
+                "ShardedSampler: another thread takes its batches ahead of the training, so where that is cannot be "
+                "said; call prefetch(batches, sampler=sampler)"
+            )
+        return self.live_state()
+
+    def live_state(self) -> dict[str, int]:
+        """Return the state of the loop that runs, whichever thread runs it."""
+        return {"epoch": self.epoch, "start": self.start, "position": self.position, **self._plan()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go where ``state_dict()`` was taken, by as many ranks or others.
+
+        With another number of ranks, and then another ``batch_size`` too if wanted, the epoch goes on behind the
+        samples that were used: each is used once, see Note [another number of ranks].
+
+        Raises:
+            CheckpointError: it was taken with another plan (data size, shuffle, seed; with as many ranks, batch size),
+                or more ranks than the epoch has samples left are to go on.
+        """
+        if not isinstance(state, dict) or not all(
+            type(value) is int and value >= 0 for value in state.values()
+        ):
+            raise CheckpointError(f"ShardedSampler: {state!r} is not what state_dict gives")
         plan = {name: state.get(name) for name in self._plan()}
-        if plan != self._plan():
+        resized = plan["world_size"] != self.world_size
+        mine = self._plan() | ({name: plan[name] for name in ("world_size", "batch_size")} if resized else {})
+        where = [state.get("epoch"), state.get("start", 0), state.get("position")]
+        if plan != mine or None in (*plan.values(), *where):
             raise CheckpointError(
                 f"ShardedSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
             )
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        epoch, start, position = (int(value or 0) for value in where)
+        if resized:
+            start, position = start + position * state["world_size"] * state["batch_size"], 0
+        left = self.num_samples - start - position * self.world_size * self.batch_size
+        if left < self.world_size:
+            raise CheckpointError(
+                f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.world_size} ranks; "
+                "go on with fewer until the epoch ends, or call set_epoch for the next"
+            )
+        self.epoch, self.start, self.position, self._taken = epoch, start, position, None
+
+    def follow(self, state: dict[str, int]) -> None:
+        """Have ``state_dict`` give ``state`` from now on: that of the last batch a consumer has taken."""
+        self._taken = state
+
+    def rewind(self) -> None:
+        """Go where the last state that ``follow`` got was taken: what was made ahead of it was not used."""
+        if self._taken is not None:
+            state, self._taken = self._taken, None
+            self.load_state_dict(state)
 
     def _plan(self) -> dict[str, int]:
         names = ("num_samples", "batch_size", "world_size", "shuffle", "seed")

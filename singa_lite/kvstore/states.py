@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving the optimizers' states of a store, and what compression has lost, and going on from them.
 
-What lives here: what is in the file. What does not: the file's format and safe reading (checkpoint.py), collecting
+What lives here: what is in the file. What does not: the file's format and safe reading (model_file.py), collecting
 states from servers (dist.py). Both functions are called on all workers, and only worker 0 has the file.
 
 Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from ..comm.base import Communicator
 from ..errors import CheckpointError
+from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
 from .calls import Key, Path, Spec
 from .residuals import Residuals
 from .stored import Arrays

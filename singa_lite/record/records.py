@@ -77,12 +77,14 @@ class Record:
 
     Attributes:
         result: what the step returned, for the caller of this call.
+        is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
         break_reason, is_lasting: the Recorder's.
     """
 
     def __init__(
         self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], arenas: list[Any]
     ) -> None:  # model: model.Model, of a module above
+        self.is_postponed = False
         recorder = Recorder(leaves)
         given = leaves((arguments, options))
         inputs = [tensor.clone() for tensor in given]
@@ -231,6 +233,9 @@ class Records:
                 if record.fits(known):
                     kind.records.insert(0, kind.records.pop(number))
                     kind.misses = 0
+                    if record.is_postponed:
+                        record.is_postponed = False
+                        return model.train_one_batch(*arguments, **options)
                     return record.replay(tensors)
             if kind.misses == MAX_MISSES:
                 kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
@@ -280,6 +285,17 @@ class Records:
             if kind.break_reason is not None:
                 found.append(RecordInfo(kind.label, 0, 0, 0, 0, kind.break_reason))
         return found
+
+    def postpone(self) -> None:
+        """Have the next step of each record run eagerly, as in a run that goes on from a checkpoint made now.
+
+        There that step is recorded, which rounds as an eager one does; those behind it are replayed in both.
+        """
+        self._kinds = OrderedDict((key, kind) for key, kind in self._kinds.items() if kind.records)
+        for kind in self._kinds.values():
+            kind.misses = kind.retries = 0
+            for record in kind.records:
+                record.is_postponed = True
 
     def clear(self) -> None:
         """Forget all records."""

@@ -11,8 +11,8 @@ import weakref
 
 import pytest
 
-from singa_lite.data import prefetch
-from singa_lite.errors import OptionError
+from singa_lite.data import ShardedSampler, prefetch
+from singa_lite.errors import CheckpointError, OptionError
 from tests.limits import LIMIT_S
 
 
@@ -221,3 +221,30 @@ def test_an_interpreter_that_ends_with_a_loader_open_is_not_held_up():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_with_a_sampler_its_state_is_that_of_the_batch_taken_last():
+    reference = ShardedSampler(40, 4, 0, 1, seed=2)
+    states = [reference.state_dict() for _ in reference]
+    sampler = ShardedSampler(40, 4, 0, 1, seed=2)
+    rest = []
+    for number, _ in enumerate(prefetch((batch.tolist() for batch in sampler), 3, sampler=sampler)):
+        assert sampler.state_dict() == states[number]
+        if number == 4:
+            break
+    assert sampler.state_dict() == states[4]  # what the thread had made ready is not used
+    for batch in prefetch((batch.tolist() for batch in sampler), 3, sampler=sampler):
+        rest.append(batch)
+    again = ShardedSampler(40, 4, 0, 1, seed=2)
+    assert rest == [batch.tolist() for batch in again][5:]
+    assert sampler.state_dict() == reference.state_dict() and sampler.epoch == 1
+
+
+def test_without_it_the_state_is_refused_while_the_thread_is_ahead():
+    sampler = ShardedSampler(40, 4, 0, 1)
+    batches = prefetch(batch for batch in sampler)
+    next(batches)
+    with pytest.raises(CheckpointError, match="prefetch\\(batches, sampler=sampler\\)"):
+        sampler.state_dict()
+    batches.close()
+    sampler.state_dict()

@@ -114,10 +114,65 @@ def test_a_resumed_sampler_yields_exactly_what_was_left(plan, data):
     assert len(rest) >= len(reference) - stop
 
 
-def test_a_checkpoint_of_another_plan_is_refused():
-    state = ShardedSampler(30, 4, 0, 2).state_dict()
-    with pytest.raises(CheckpointError, match="world_size"):
-        ShardedSampler(30, 4, 0, 3).load_state_dict(state)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_samples": 31}, "num_samples"),
+        ({"batch_size": 5}, "batch_size"),
+        ({"seed": 1}, "seed"),
+        ({"position": "2"}, "not what state_dict gives"),
+        ({"position": -1}, "not what state_dict gives"),
+        ({"position": 4}, "-2 samples of epoch 0 are left"),
+        ({"epoch": None}, "not what state_dict gives"),
+    ],
+)
+def test_a_checkpoint_of_another_plan_is_refused(change, text):
+    state = ShardedSampler(30, 4, 0, 2).state_dict() | change
+    sampler = ShardedSampler(30, 4, 0, 2)
+    with pytest.raises(CheckpointError, match=text):
+        sampler.load_state_dict(state)
+    assert sampler.state_dict() == ShardedSampler(30, 4, 0, 2).state_dict()
+
+
+@given(plans(), st.data())
+def test_other_numbers_of_ranks_go_on_behind_the_samples_that_were_used(plan, data):
+    num_samples, batch_size, world_size = plan
+    used, state = [], None
+    for _ in range(4):
+        ranks = [
+            ShardedSampler(num_samples, batch_size, rank, world_size, seed=3) for rank in range(world_size)
+        ]
+        if state is not None:
+            for rank in ranks:
+                rank.load_state_dict(state)
+        steps = data.draw(st.integers(0, len(ranks[0]) - ranks[0].position), label="steps")
+        loops = [iter(rank) for rank in ranks]
+        for _ in range(steps):
+            batches = [next(loop) for loop in loops]
+            assert all(batch.size for batch in batches)
+            assert max(map(len, batches)) - min(map(len, batches)) <= 1
+            used += [index for batch in batches for index in batch]
+        assert len({str(rank.state_dict()) for rank in ranks}) == 1
+        state = ranks[0].state_dict()
+        if state["epoch"]:
+            break
+        left = num_samples - len(used)
+        before, world_size = world_size, data.draw(st.integers(1, min(8, left)), label="ranks")
+        if world_size != before:
+            batch_size = data.draw(st.integers(1, 9), label="batch size")
+    else:
+        last = ShardedSampler(num_samples, state["batch_size"], 0, 1, seed=3)
+        last.load_state_dict(state)
+        used += [index for batch in last for index in batch]
+    assert sorted(used) == list(range(num_samples))
+
+
+def test_more_ranks_than_samples_that_are_left_are_refused():
+    sampler = ShardedSampler(8, 3, 0, 2)
+    next(iter(sampler))
+    assert sampler.position == 1
+    with pytest.raises(CheckpointError, match="2 samples of epoch 0 are left, which cannot feed 3 ranks"):
+        ShardedSampler(8, 3, 0, 3).load_state_dict(sampler.state_dict())
 
 
 def test_fewer_samples_than_ranks_is_an_error():

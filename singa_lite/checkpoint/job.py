@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving a job and going on from what was saved, on all ranks alike.
+
+What lives here: what a rank saves, and what all ranks agree on. What does not: the files (../generation.py), writing
+them beside the training (saving.py), another number of ranks (resize.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..comm.base import Communicator, World
+from ..comm.local import LocalCommunicator
+from ..config import env, state
+from ..errors import CheckpointError, OptionError, check_int
+from ..generation import (
+    FORMAT,
+    SHARED,
+    Arrays,
+    Generation,
+    Manifest,
+    digest,
+    find_generations,
+    make_folder,
+    rank_file,
+    read_arrays,
+)
+from ..model import Model
+from ..model_file import Checkpoint
+from ..opt import DistOpt
+from ..tensor import Tensor, to_numpy
+from .resize import EXTRA, OPTIMIZER, resized
+from .saving import Saving
+from .streams import check_streams, restore_streams, streams
+from .together import together
+
+Json = Any
+MODEL = "model/"
+
+
+class Sampler(Protocol):
+    """Where the training is in its samples (data.ShardedSampler)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go where ``state_dict`` was taken."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ``load_job`` has gone on from.
+
+    Attributes:
+        step: optimizer steps that were made.
+        world_size: ranks that saved it.
+        extra: what this rank gave ``save_job``; rank 0's where the number of ranks is another.
+        folder: the generation.
+    """
+
+    step: int
+    world_size: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+
+
+def save_job(
+    folder: str | os.PathLike[str],
+    model: Model,
+    *,
+    sampler: Sampler | None = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
+    block: bool = True,
+) -> Saving:
+    """Save all that the ranks need to go on with the same bits, as a new generation in ``folder``; a collective.
+
+    Saved are parameters, buffers, the optimizer's and the dist_option's states, unfinished sums of gradients, and the
+    random streams of devices, numpy and Python. The generation counts once all of it is on the disk; then the oldest
+    ones are removed. The next recorded step runs eagerly, as after ``Model.save_states``.
+
+    Args:
+        folder: the job's own, on a file system that all hosts share; made if it is not there.
+        model: compiled, with an optimizer; on several ranks, a DistOpt.
+        sampler: whose ``state_dict()`` is to be saved as well.
+        extra: what else to keep, by name: JSON values or arrays of numbers; each rank has its own.
+        keep: whole generations that stay, >= 1.
+        block: False returns as soon as the values are copied, and a thread writes them. The next ``save_job`` or
+            ``wait()`` on all ranks raises what went wrong.
+
+    Returns:
+        The Saving; its ``wait()``, which ``block`` has called, gives the generation's folder.
+
+    Raises:
+        CheckpointError: on all ranks if one cannot write, or if ``folder`` has a job that this model neither saved nor
+            loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
+    """
+    check_int("save_job", "keep", keep, 1)
+    communicator = _communicator(model, "save_job")
+    job = _state(model)
+    if job.saving is not None:
+        last, job.saving = job.saving, None
+        last.wait()
+    arrays: Arrays = {}
+
+    def collect() -> Json:
+        more, values = _split_extra(extra)
+        arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
+        return {
+            "step": model.optimizer.step_counter,
+            "digests": _digests(arrays),
+            "sampler": None if sampler is None else _as_json("sampler.state_dict()", sampler.state_dict()),
+            "extra": values,
+            "new": _begin(folder, model.optimizer.step_counter, job) if communicator.rank == 0 else None,
+        }
+
+    everyone = together(communicator, "save_job", collect)
+    for rank, theirs in enumerate(everyone):
+        if theirs["step"] != everyone[0]["step"]:
+            raise CheckpointError(
+                f"save_job: rank 0 has made {everyone[0]['step']} steps, but rank {rank} {theirs['step']}; "
+                "call it after the same step on all ranks"
+            )
+    path, number = everyone[0]["new"]
+    files = _files([theirs["digests"] for theirs in everyone])
+    manifest = _manifest(model, number, everyone, files)
+    shared = {name: arrays[name] for name in files[SHARED]}
+    own = {name: arrays[name] for name in files[rank_file(communicator.rank)]}
+    job.known.add((_key(folder), number))
+    saving = Saving(communicator, Path(path), manifest, shared, own, keep)
+    if block:
+        saving.wait()
+    else:
+        job.saving = saving
+    return saving
+
+
+def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler | None = None) -> Job | None:
+    """Go on from the newest generation in ``folder`` that is whole; a collective.
+
+    A generation with a missing or damaged file is left out with a warning, on all ranks. With as many ranks as saved it
+    the job goes on with the same bits; with another number see docs/jobs.md.
+
+    Args:
+        folder: what ``save_job`` was given.
+        model: as it was saved: compiled, with an optimizer.
+        sampler: as it was saved with, or none if it was not; with another number of ranks it goes on behind the samples
+            that were used.
+
+    Returns:
+        What was loaded, or None if there is no generation yet: nothing was changed.
+
+    Raises:
+        CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
+            sampler. CommError: a peer has gone.
+    """
+    communicator = _communicator(model, "load_job")
+    found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
+    problems = list(found["problems"])
+    for path, values in found["generations"]:
+        generation = Generation(Path(path), Manifest.of_json(values))
+        try:
+            arrays = _read_together(generation, communicator)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            warnings.warn(f"load_job: {problem}; going on from {generation.path.name}", stacklevel=2)
+        return _go_on(communicator, model, sampler, generation, arrays, _key(folder))
+    if problems:
+        raise CheckpointError(f"load_job: no generation in {folder} can be read: {'; '.join(problems)}")
+    return None
+
+
+@dataclass
+class JobState:
+    """What is known of a model's job checkpoints.
+
+    Attributes:
+        known: (folder, number) of the generations that this model has saved or loaded.
+        saving: the last one of ``block=False``, not waited for yet.
+    """
+
+    known: set[tuple[str, int]] = field(default_factory=set)
+    saving: Saving | None = None
+
+
+def _state(model: Model) -> JobState:
+    found: JobState = state.jobs.setdefault(model, JobState())
+    return found
+
+
+# ---- what a rank has -------------------------------------------------------------------------------------
+
+
+def _communicator(model: Model, where: str) -> Communicator:
+    """Return the communicator of the job's ranks."""
+    if not isinstance(model, Model):
+        raise OptionError(f"{where}: expected a Model, got {type(model).__name__}")
+    if isinstance(model.optimizer, DistOpt):
+        return model.optimizer.communicator
+    if model.optimizer is None:
+        raise OptionError(f"{where}: the model has no optimizer; call set_optimizer first")
+    if int(env("SINGA_LITE_WORLD_SIZE", "1") or 1) > 1:
+        raise OptionError(
+            f"{where}: the model's optimizer is no DistOpt, so each of this job's ranks would save for itself"
+        )
+    return LocalCommunicator(World())
+
+
+def _arrays(model: Model) -> Arrays:
+    """Return copies of all that a rank has, by name."""
+    snapshot = model.snapshot("save_job")
+    arrays = {MODEL + name: array for name, array in snapshot.states.items()}
+    arrays |= {OPTIMIZER + name: array for name, array in (snapshot.optimizer or {}).items()}
+    return arrays | streams(snapshot.random_states)
+
+
+def _split_extra(extra: Mapping[str, Any] | None) -> tuple[Arrays, dict[str, Json]]:
+    """Return the arrays of ``extra`` and its JSON values; OptionError for what is neither."""
+    if extra is not None and not (
+        isinstance(extra, Mapping) and all(isinstance(name, str) for name in extra)
+    ):
+        raise OptionError(f"save_job: extra = {extra!r} must be values by name")
+    arrays, values = {}, {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, (Tensor, np.ndarray)):
+            array = to_numpy(value)
+            if array.dtype.kind not in "biuf":
+                raise OptionError(
+                    f"save_job: extra {name!r} has dtype {array.dtype}; arrays must be of numbers"
+                )
+            arrays[name] = array
+        else:
+            values[name] = _as_json(f"extra {name!r}", value)
+    return arrays, values
+
+
+def _as_json(what: str, value: Any) -> Json:
+    """Return ``value``; OptionError unless it comes back equal from JSON."""
+    try:
+        again = json.loads(json.dumps(value, allow_nan=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"save_job: {what} = {value!r} is no JSON value: {error}") from error
+    return again
+
+
+def _digests(arrays: Arrays) -> dict[str, str]:
+    return {name: digest(array) for name, array in arrays.items()}
+
+
+def _files(by_rank: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the arrays of each file and their hashes: what is equal on all ranks is in one file."""
+    first, *others = by_rank
+    shared = {name: value for name, value in first.items() if all(own.get(name) == value for own in others)}
+    own_files = {
+        rank_file(rank): {name: value for name, value in own.items() if name not in shared}
+        for rank, own in enumerate(by_rank)
+    }
+    return {SHARED: shared, **own_files}
+
+
+def _manifest(model: Model, number: int, everyone: list[Json], files: dict[str, dict[str, str]]) -> Manifest:
+    """Return the manifest of a new generation, but for versions."""
+    return Manifest(
+        format=FORMAT,
+        number=number,
+        step=everyone[0]["step"],
+        world_size=len(everyone),
+        saved_at=time.time(),
+        versions={},
+        optimizer=json.loads(json.dumps(model.optimizer.settings(), default=repr)),
+        dist_option=getattr(model.optimizer, "dist_option", None),
+        samplers=[theirs["sampler"] for theirs in everyone],
+        extras=[theirs["extra"] for theirs in everyone],
+        files=files,
+    )
+
+
+# ---- folders ---------------------------------------------------------------------------------------------
+
+
+def _key(folder: str | os.PathLike[str]) -> str:
+    return os.path.abspath(folder)
+
+
+def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
+    """Make the folder of a new generation; return it and its number."""
+    whole, _ = find_generations(folder)
+    newest = whole[0].manifest.number if whole else 0
+    if whole and (_key(folder), newest) not in job.known:
+        raise CheckpointError(
+            f"save_job: {whole[0].path} was saved by another job; go on from it by load_job, or give another folder"
+        )
+    return [str(make_folder(folder, step)), newest + 1]
+
+
+def _found(folder: str | os.PathLike[str]) -> Json:
+    whole, problems = find_generations(folder)
+    return {
+        "generations": [[str(each.path), each.manifest.to_json()] for each in whole],
+        "problems": problems,
+    }
+
+
+def _read_together(generation: Generation, communicator: Communicator) -> Arrays:
+    """Return the arrays that this rank goes on from; CheckpointError on all ranks if one cannot read them."""
+    arrays: Arrays = {}
+    together(communicator, "load_job", lambda: arrays.update(_read(generation, communicator)))
+    return arrays
+
+
+def _read(generation: Generation, communicator: Communicator) -> Arrays:
+    manifest, rank, size = generation.manifest, communicator.rank, communicator.size
+    if size == manifest.world_size:
+        shared, own = read_arrays(generation, [SHARED, rank_file(rank)])
+        arrays = {**shared, **own}
+    else:
+        names = [rank_file(each) for each in range(manifest.world_size)]
+        shared, *by_rank = read_arrays(generation, [SHARED, *names])
+        arrays = resized(shared, by_rank, manifest.step, rank, size)
+    check_streams(arrays)
+    return arrays
+
+
+def _go_on(
+    communicator: Communicator,
+    model: Model,
+    sampler: Sampler | None,
+    generation: Generation,
+    arrays: Arrays,
+    key: str,
+) -> Job:
+    """Give model and sampler what was read, and compare among the ranks what they have now."""
+    manifest, where = generation.manifest, f"load_job: {generation.path}"
+    is_resized = communicator.size != manifest.world_size
+    saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
+
+    def restore() -> Json:
+        _restore_sampler(manifest, saver, sampler, where)
+        model.restore(Checkpoint(_part(arrays, MODEL), {}, (), _part(arrays, OPTIMIZER)), where)
+        for device, random_state in zip(model.devices(), restore_streams(arrays), strict=False):
+            device.set_random_state(random_state)
+        return _compare(arrays, _arrays(model), where)
+
+    everyone = together(communicator, "load_job", restore)
+    parameters = [f"{MODEL}{name}" for name in model.get_params()]
+    if getattr(model.optimizer, "keeps_equal", True) and any(
+        theirs[name] != everyone[0][name] for theirs in everyone for name in parameters
+    ):
+        raise CheckpointError(f"{where}: the ranks have loaded different parameters")
+    _state(model).known.add((key, manifest.number))
+    extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
+    return Job(manifest.step, manifest.world_size, extra, generation.path)
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, where: str) -> None:
+    saved = manifest.samplers[saver]
+    if (saved is None) != (sampler is None):
+        has = (
+            "was saved without a sampler; leave it out"
+            if saved is None
+            else "was saved with a sampler; give it too"
+        )
+        raise CheckpointError(f"{where}: it {has}")
+    if sampler is not None:
+        sampler.load_state_dict(saved)
+
+
+def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
+    """Return a hash of each array that the model has now; CheckpointError unless those are what was read."""
+    found, wanted = _digests(has), _digests(read)
+    for name, value in wanted.items():
+        if not name.startswith(EXTRA) and found.get(name) != value:
+            raise CheckpointError(f"{where}: {name!r} is not what was read after it was loaded")
+    return found

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a generation in a thread of each rank, and its end on all ranks.
+
+Note [two phases]: each rank's thread writes its file, which is there when it is whole. Rank 0's thread waits for all of
+them, then writes the manifest, so that no thread calls a collective. ``wait`` is one: there a rank learns of another
+rank's failure, and rank 0 stops waiting for a file that will not come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import platform
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm.base import Communicator
+from ..errors import CheckpointError
+from ..generation import SHARED, Manifest, rank_file, remove_old, write_arrays, write_manifest
+from .together import together
+
+POLL_S = 0.002
+EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
+SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+WHERE = "save_job"
+
+
+class Saving:
+    """A generation that is being written.
+
+    Args:
+        communicator: of the job's ranks.
+        path: the generation's folder.
+        manifest: without versions.
+        shared: arrays that rank 0 writes for all.
+        own: arrays of this rank.
+        keep: generations that stay in the folder.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        path: Path,
+        manifest: Manifest,
+        shared: Arrays,
+        own: Arrays,
+        keep: int,
+    ) -> None:
+        self.path = path
+        self._communicator, self._manifest, self._keep = communicator, manifest, keep
+        self._parts = {rank_file(communicator.rank): own}
+        if communicator.rank == 0:
+            self._parts[SHARED] = shared
+        self._failure: CheckpointError | None = None
+        self._is_written, self._is_given_up = threading.Event(), threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
+        self._thread.start()
+        atexit.register(self._finish)
+
+    def done(self) -> bool:
+        """Return whether this rank's part is over; on rank 0, whether the generation counts, or never will."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return the generation's folder once it counts; a collective.
+
+        Raises:
+            CheckpointError: a rank could not write; the generation does not count, and those before it stay.
+        """
+        if self._is_over:
+            return self.path
+        self._is_over = True
+        atexit.unregister(self._finish)
+        try:
+            together(self._communicator, WHERE, self._written)
+        except BaseException:
+            self._is_given_up.set()
+            self._thread.join()
+            raise
+        together(self._communicator, WHERE, self._ended)
+        return self.path
+
+    def _written(self) -> None:
+        self._is_written.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _ended(self) -> None:
+        self._thread.join(SEEN_S)
+        if self._thread.is_alive():
+            self._is_given_up.set()
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _finish(self) -> None:
+        """Let the thread end before the process does."""
+        self._thread.join(EXIT_S)
+        if self._thread.is_alive():
+            self._is_given_up.set()
+            self._thread.join()
+        if self._failure is not None:
+            print(f"{WHERE}: {self._failure}", file=sys.stderr)
+
+    # ---- in the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            for name, arrays in self._parts.items():
+                write_arrays(self.path / name, arrays)
+            self._parts = {}
+            self._is_written.set()
+            if self._communicator.rank == 0:
+                self._commit()
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:  # whatever it is: the thread has no other way to say it
+            self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
+        finally:
+            self._is_written.set()
+
+    def _commit(self) -> None:
+        """Write the manifest once every rank's file is there, then remove what is not needed any more."""
+        files = [self.path / name for name in self._manifest.files]
+        while missing := [file.name for file in files if not file.exists()]:
+            if self._is_given_up.is_set():
+                raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")
+            time.sleep(POLL_S)
+        write_manifest(self.path, replace(self._manifest, versions=_versions()))
+        remove_old(self.path.parent, self._keep)
+
+
+def _versions() -> dict[str, str]:
+    try:
+        ours = importlib.metadata.version("singa-lite")
+    except importlib.metadata.PackageNotFoundError:  # run from a folder
+        ours = "unknown"
+    return {"singa_lite": ours, "python": platform.python_version(), "numpy": np.__version__}

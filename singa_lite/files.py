@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing files so that a reader sees the old one or the whole new one.
+
+Note [temporaries]: a file is written under a name of its own beside the target and locked while its writer lives. A
+killed writer leaves it behind; the next one to write in that folder removes those that nobody has locked.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed writer left stays
+    fcntl = None  # type: ignore[assignment]
+
+PART_SUFFIX = ".singa_lite-part"
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a new file that takes the name ``path`` when the block ends without an error, and vanishes otherwise.
+
+    A reader sees the old file or the whole new one, also after a power failure: file and folder are synchronised with
+    the disk. A symlink stays and its target is replaced. The permissions of an existing file are kept.
+
+    Raises:
+        CheckpointError: ``path`` is a folder, device or pipe, or the system cannot write.
+    """
+    try:
+        target = Path(os.path.realpath(path))
+        mode = _permissions(path, target)
+        _remove_abandoned(target.parent)
+        handle, part = _new_part(target, mode)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            if mode is not None:
+                os.fchmod(handle, mode)
+            yield file
+            file.flush()
+            os.fsync(handle)
+            os.replace(part, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _permissions(path: str | os.PathLike[str], target: Path) -> int | None:
+    """Return the permissions of an existing file, None if there is none; CheckpointError if it is another thing."""
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"cannot write {path}: it is not a regular file; give another path")
+    return stat.S_IMODE(mode)
+
+
+def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
+    """Open a file beside ``target``; return it and its path, see Note [temporaries]."""
+    while True:
+        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}{PART_SUFFIX}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        handle = os.open(part, flags, 0o666 if mode is None else mode & 0o600)
+        if _lock(handle) and part.exists():
+            return handle, part
+        os.close(handle)  # another writer took it for abandoned, between these two lines
+
+
+def _lock(handle: int) -> bool:
+    """Take the lock of an open file; False if a living process has it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what killed writers left in ``folder``, see Note [temporaries]."""
+    if fcntl is None:
+        return
+    for part in folder.glob(f".*{PART_SUFFIX}"):
+        with suppress(OSError):  # another's, or removed meanwhile: this is no reason not to write
+            handle = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if _lock(handle):
+                    part.unlink()
+            finally:
+                os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the new name survive a power failure; some file systems cannot, and return an error."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A generation of a job checkpoint: a folder with the files of all ranks, and the manifest that makes it count.
+
+What lives here: names, formats and checks of files, finding generations and removing old ones. What does not: what
+ranks save, and their agreement (checkpoint/), writing a file atomically (files.py).
+
+Note [generations]: FOLDER/step-00000120/ has ``shared.safetensors``, the arrays that are equal on all ranks, a
+``rank-00003.safetensors`` for each rank with those that are not, and ``manifest.json``, written last and by renaming: a
+folder without it does not count, so that a job killed while it saves leaves the generation before. A manifest has a
+hash of each array, of its dtype, shape and bytes. ``number`` grows with every generation of a folder, also where a job
+has gone back to an earlier step: the newest is that of the largest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import CheckpointError
+from .files import atomic_file, sync_folder
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARED = "shared.safetensors"
+FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+Json = Any
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a generation says of itself.
+
+    Attributes:
+        format: version of this format.
+        number: grows with every generation of a folder.
+        step: optimizer steps made when it was saved.
+        world_size: ranks that saved it.
+        saved_at: seconds since 1970.
+        versions: of Python, numpy and singa_lite.
+        optimizer: what ``Optimizer.settings`` gave.
+        dist_option: of the DistOpt, None without one.
+        samplers, extras: of each rank, JSON values; None where it had none.
+        files: the arrays of each file and their hashes, see ``digest``.
+    """
+
+    format: int
+    number: int
+    step: int
+    world_size: int
+    saved_at: float
+    versions: dict[str, str]
+    optimizer: dict[str, Json]
+    dist_option: str | None
+    samplers: list[Json]
+    extras: list[Json]
+    files: dict[str, dict[str, str]]
+
+    def to_json(self) -> dict[str, Json]:
+        """Return a JSON object."""
+        return asdict(self)
+
+    @staticmethod
+    def of_json(values: Json) -> Manifest:
+        """Return the manifest of a JSON object; CheckpointError if it is not one."""
+        names = {field.name for field in fields(Manifest)}
+        if not isinstance(values, dict) or values.get("format") != FORMAT or set(values) != names:
+            raise CheckpointError(f"it is no manifest of format {FORMAT}")
+        manifest = Manifest(**values)
+        whole = [getattr(manifest, name) for name in ("number", "step", "world_size")]
+        lists = (manifest.samplers, manifest.extras)
+        if (
+            not all(type(value) is int and value >= 0 for value in whole)
+            or not isinstance(manifest.saved_at, (int, float))
+            or not all(isinstance(each, dict) for each in (manifest.versions, manifest.optimizer))
+            or not all(isinstance(each, list) and len(each) == manifest.world_size for each in lists)
+            or not isinstance(manifest.files, dict)
+            or set(manifest.files) != {SHARED, *map(rank_file, range(manifest.world_size))}
+            or not all(_is_entry(entry) for entry in manifest.files.values())
+        ):
+            raise CheckpointError("its manifest has values that no job writes")
+        return manifest
+
+
+def _is_entry(entry: Json) -> bool:
+    return isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values())
+
+
+def digest(array: np.ndarray[Any, Any]) -> str:
+    """Return the first half of the SHA-256 of an array's dtype, shape and bytes, as 32 hexadecimal digits."""
+    whole = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    whole.update(np.ascontiguousarray(array).reshape(-1).data)
+    return whole.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole generation: its folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with a rank's own arrays."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+# ---- folders ---------------------------------------------------------------------------------------------
+
+
+def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], list[str]]:
+    """Return the generations of ``folder`` that count, the newest first, and why others cannot be read.
+
+    Raises:
+        CheckpointError: ``folder`` is there and is not a folder, or cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return [], []
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise CheckpointError(f"cannot read the folder {folder}: {error}") from error
+    found, problems = [], []
+    for path in (Path(folder) / name for name in names if FOLDER.fullmatch(name)):
+        try:
+            found.append(Generation(path, Manifest.of_json(json.loads((path / MANIFEST).read_bytes()))))
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # never finished, or being removed
+        except (CheckpointError, OSError, ValueError, RecursionError) as error:
+            problems.append(f"{path / MANIFEST}: {error}")
+    return sorted(found, key=lambda generation: -generation.manifest.number), problems
+
+
+def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
+    """Make a folder for a new generation, and remove those that were never finished.
+
+    Raises:
+        CheckpointError: the system cannot.
+    """
+    try:
+        parent = Path(folder)
+        parent.mkdir(parents=True, exist_ok=True)
+        for name in os.listdir(parent):
+            if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists():
+                shutil.rmtree(parent / name)
+        path, number = parent / f"step-{step:08d}", 0
+        while path.exists():
+            number += 1
+            path = parent / f"step-{step:08d}.{number}"
+        path.mkdir()
+        sync_folder(parent)
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise CheckpointError(f"cannot make a folder in {folder}: {error}") from error
+    return path
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Make the generation in ``path`` count; all its files must be there."""
+    sync_folder(path)
+    with atomic_file(path / MANIFEST) as file:
+        file.write(json.dumps(manifest.to_json(), indent=1).encode())
+
+
+def remove_old(folder: str | os.PathLike[str], keep: int) -> None:
+    """Remove all but the newest ``keep`` generations; each stops counting before its files go."""
+    for generation in find_generations(folder)[0][keep:]:
+        with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
+            (generation.path / MANIFEST).unlink()
+            shutil.rmtree(generation.path)
+
+
+# ---- files -----------------------------------------------------------------------------------------------
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write a safetensors file atomically.
+
+    Raises:
+        CheckpointError: the system cannot.
+    """
+    import safetensors.numpy
+
+    content = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in arrays.items()})
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+def read_arrays(generation: Generation, names: Sequence[str]) -> list[Arrays]:
+    """Return the arrays of files of a generation, whose hashes are as its manifest says.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    import safetensors
+    import safetensors.numpy
+
+    found = []
+    for name in names:
+        path = generation.path / name
+        try:
+            arrays: Arrays = safetensors.numpy.load(path.read_bytes())
+        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        if {key: digest(array) for key, array in arrays.items()} != generation.manifest.files[name]:
+            raise CheckpointError(
+                f"cannot read {path}: it is damaged: its arrays are not what the manifest says"
+            )
+        found.append(arrays)
+    return found

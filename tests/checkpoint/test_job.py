@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that goes on from a checkpoint ends with the bits of the one that saved it; a failure is one on all ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import checkpoint, generation, opt
+from singa_lite.comm.base import Communicator
+from singa_lite.data import ShardedSampler
+from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
+from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
+from tests.ranks import mpi_missing, run_ranks
+
+BEFORE, AFTER = 5, 15  # steps
+
+
+def resumed(communicator: Communicator, folder: str, use_graph: bool, options: list[str]) -> dict[str, str]:
+    """What differs in the end between a run that was saved and one that goes on from there, by dist_option."""
+    found = {}
+    for option in options:
+        where, extra = Path(folder) / option, {"rank": communicator.rank, "a": np.arange(3.0)}
+        whole = compiled(communicator, option, use_graph)
+        train(whole, range(BEFORE))
+        saving = checkpoint.save_job(where, whole, extra=extra, block=use_graph)
+        train(whole, range(BEFORE, BEFORE + AFTER))
+        ended = random.random(), np.random.random()
+        saving.wait()
+        second = compiled(communicator, option, use_graph)
+        job = checkpoint.load_job(where, second)
+        assert job is not None
+        train(second, range(BEFORE, BEFORE + AFTER))
+        differs = [name for name, value in bits(whole).items() if bits(second)[name] != value]
+        if use_graph and not any(info.num_kernels for info in second.graph_info()):
+            differs.append("nothing was recorded")
+        if (random.random(), np.random.random()) != ended:
+            differs.append("streams")
+        if (job.step, job.world_size, job.extra["rank"], job.extra["a"].tolist()) != (
+            BEFORE,
+            communicator.size,
+            communicator.rank,
+            [0, 1, 2],
+        ):
+            differs.append(str(job))
+        found[option] = ", ".join(differs)
+    return found
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_job_that_goes_on_ends_with_the_same_bits(tmp_path: Path, size: int, use_graph: bool) -> None:
+    transport = "local" if size == 1 else "shm"
+    found = run_ranks(resumed, size, str(tmp_path), use_graph, OPTIONS, transport=transport)
+    assert found == [dict.fromkeys(OPTIONS, "")] * size
+
+
+@pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi4py is there")
+def test_the_same_over_mpi(tmp_path: Path) -> None:
+    options = ["fp32", "dgc:0.05"]
+    assert (
+        run_ranks(resumed, 2, str(tmp_path), True, options, transport="mpi")
+        == [dict.fromkeys(options, "")] * 2
+    )
+
+
+def saved(communicator: Communicator, folder: str, steps: int = 3) -> Net:
+    net = compiled(communicator, "sparseTopK:0.05", False)
+    for step in range(steps):
+        net(*batch(step, communicator.rank))
+        checkpoint.save_job(folder, net)
+    return net
+
+
+def arrays_of_files(communicator: Communicator, folder: str) -> list[list[str]]:
+    saved(communicator, folder, 1)
+    [newest], _ = generation.find_generations(folder)
+    names = [generation.SHARED, generation.rank_file(0), generation.rank_file(1)]
+    return [sorted(arrays) for arrays in generation.read_arrays(newest, names)]
+
+
+def test_parameters_are_stored_once_and_what_differs_for_each_rank(tmp_path: Path) -> None:
+    shared, first, second = run_ranks(arrays_of_files, 2, str(tmp_path))[0]
+    assert {"model/conv.W", "model/linear.b", "optimizer/conv.W:momentum", "optimizer/step_counter"} <= {
+        *shared
+    }
+    assert first == second and {"model/norm.running_mean", "random/devices"} <= {*first}
+    assert any(name.startswith("optimizer/sync/sparseTopK/linear.W") for name in first)
+    assert not {*shared} & {*first}
+
+
+def kept(communicator: Communicator, folder: str) -> list[list[str]]:
+    net = compiled(communicator, "fp32", False)
+    found = []
+    for step in range(4):
+        net(*batch(step, communicator.rank))
+        checkpoint.save_job(folder, net, keep=2)
+        found.append(sorted(os.listdir(folder)))
+    checkpoint.save_job(folder, net, keep=3)  # of the same step again
+    checkpoint.load_job(folder, net)
+    return [*found, sorted(os.listdir(folder)), [str(net.optimizer.step_counter)]]
+
+
+def test_the_newest_generations_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009").mkdir()  # of a job that was killed while it saved
+    found = run_ranks(kept, 2, str(tmp_path))[0]
+    names = [f"step-0000000{step}" for step in range(1, 5)]
+    assert found[:4] == [names[:1], names[:2], names[1:3], names[2:4]]
+    assert found[4:] == [[*names[2:4], "step-00000004.1"], ["4"]]
+
+
+# ---- failures --------------------------------------------------------------------------------------------
+
+
+def failing_save(communicator: Communicator, folder: str, fault: str) -> tuple[str, list[str], int]:
+    """The error of each rank, what is whole afterwards, and the step that can be loaded."""
+    net = saved(communicator, folder, 1)
+    net(*batch(1, communicator.rank))
+    last, error = communicator.rank == communicator.size - 1, "none"
+    write = generation.write_arrays
+    if fault == "disk" and last:
+        import singa_lite.checkpoint.saving as saving
+
+        def full(path: Path, arrays: Any) -> Any:
+            raise CheckpointError(f"cannot write {path}: No space left on device")
+
+        saving.write_arrays = full
+    if fault == "step" and last:
+        net.optimizer.opt._step_counter += 1
+    extra: Any = {"extra": object()} if fault == "extra" and last else None
+    if fault == "file" and communicator.rank == 0:
+        shutil.move(folder, folder + ".away")
+        Path(folder).write_text("a file")
+    try:
+        checkpoint.save_job(folder, net, extra=extra, block=False).wait()
+    except SingaLiteError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    communicator.barrier()
+    if fault == "file" and communicator.rank == 0:
+        Path(folder).unlink()
+        shutil.move(folder + ".away", folder)
+    communicator.barrier()
+    if fault == "disk" and last:
+        saving.write_arrays = write
+    other = compiled(communicator, "sparseTopK:0.05", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job = checkpoint.load_job(folder, other)
+    whole = [each.path.name for each in generation.find_generations(folder)[0]]
+    again = "step" if fault == "step" else checkpoint.save_job(folder, other).path.name
+    assert again in ("step", "step-00000001.1")
+    return error, whole, job.step if job else -1
+
+
+@pytest.mark.parametrize(
+    ("fault", "texts"),
+    [
+        ("disk", ["rank 2 failed: cannot write", "No space left"]),
+        ("step", ["rank 0 has made 2 steps, but rank 2 3"]),
+        ("extra", ["extra 'extra' = <object object"]),
+        ("file", ["Not a directory"]),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_last_one_stays(
+    tmp_path: Path, fault: str, texts: list[str]
+) -> None:
+    for error, whole, step in run_ranks(failing_save, 3, str(tmp_path / "job"), fault):
+        assert error.startswith(("CheckpointError: ", "OptionError: "))
+        assert all(text.removeprefix("rank 2 failed: ") in error for text in texts)
+        assert (whole, step) == (["step-00000001"], 1)
+
+
+def removed_while_saving(communicator: Communicator, folder: str) -> str:
+    net = saved(communicator, folder, 1)
+    import singa_lite.checkpoint.saving as saving
+
+    write = saving.write_arrays
+
+    def slow(path: Path, arrays: Any) -> Any:
+        if communicator.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return write(path, arrays)
+
+    saving.write_arrays = slow
+    try:
+        checkpoint.save_job(folder, net)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saving.write_arrays = write
+    return "no error"
+
+
+def test_a_folder_that_is_removed_while_it_is_written_is_an_error_on_all(tmp_path: Path) -> None:
+    for error in run_ranks(removed_while_saving, 3, str(tmp_path / "job")):
+        assert "cannot write" in error or "lacks" in error
+
+
+def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, int, list[str]]:
+    """The error, the step gone on from and the warnings where a file of the newest generation was changed."""
+    saved(communicator, folder, 3)
+    if communicator.rank == 0:
+        path = Path(folder) / "step-00000003" / name
+        if name == "gone":
+            (Path(folder) / "step-00000003" / generation.rank_file(1)).unlink()
+        elif name == "all":
+            for each in Path(folder).glob("*/shared.safetensors"):
+                each.write_bytes(each.read_bytes()[:-1])
+        else:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 16
+            path.write_bytes(content)
+    communicator.barrier()
+    net = compiled(communicator, "sparseTopK:0.05", False)
+    before = bits(net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            job = checkpoint.load_job(folder, net)
+        except CheckpointError as error:
+            assert bits(net) == before
+            return str(error), 0, []
+    assert job is not None and net.optimizer.step_counter == job.step
+    return "", job.step, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(
+    "name", [generation.SHARED, generation.rank_file(2), generation.MANIFEST, "gone", "all"]
+)
+def test_a_damaged_generation_is_left_out_on_all_ranks(tmp_path: Path, name: str) -> None:
+    for error, step, texts in run_ranks(damaged, 3, str(tmp_path), name):
+        if name == "all":
+            assert "no generation in" in error and "step-00000003" in error and "step-00000002" in error
+        else:
+            assert (error, step) == ("", 2) and "going on from step-00000002" in texts[0]
+
+
+def refused(communicator: Communicator, folder: str) -> list[str]:
+    """The errors of calls that cannot be right."""
+    net, rank = saved(communicator, folder, 1), communicator.rank
+    stranger, plain = compiled(communicator, "fp32", False), Net()
+    sampler = ShardedSampler(40, 4, rank, communicator.size)
+    adam = compiled(communicator, "fp32", False)
+    adam.set_optimizer(opt.DistOpt(opt.Adam(), communicator=communicator))
+    adam._prepare()
+    missing = checkpoint.load_job(folder + "/none", net)
+    calls: list[Any] = [
+        lambda: checkpoint.save_job(folder, stranger),
+        lambda: checkpoint.save_job(folder, net, keep=0),
+        lambda: checkpoint.save_job(folder, plain),
+        lambda: checkpoint.save_job(folder, "net"),  # type: ignore[arg-type]
+        lambda: checkpoint.save_job(folder, net, extra={"a": np.array(["x"])}),
+        lambda: checkpoint.save_job(folder, net, extra=[1]),  # type: ignore[arg-type]
+        lambda: checkpoint.load_job(folder, adam),
+        lambda: checkpoint.load_job(folder, net, sampler=sampler),
+        lambda: checkpoint.load_job(folder + "/step-00000001/manifest.json", net),
+    ]
+    errors = ["None" if missing is None else "loaded"]
+    for call in calls:
+        try:
+            call()
+            errors.append("no error")
+        except SingaLiteError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+REFUSALS = [
+    "None",
+    "was saved by another job",
+    "keep = 0",
+    "no optimizer",
+    "expected a Model",
+    "dtype <U1",
+    "must be values by name",
+    "Adam: the states lack",
+    "was saved without a sampler",
+    "cannot read the folder",
+]
+
+
+def test_bad_calls_are_refused_with_typed_errors(tmp_path: Path) -> None:
+    for errors in run_ranks(refused, 2, str(tmp_path)):
+        for text, error in zip(REFUSALS, errors, strict=True):
+            assert text in error, errors
+
+
+def test_a_plain_optimizer_in_a_job_of_several_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([batch(0, 0)[0]])
+    checkpoint.save_job(tmp_path, net)
+    job = checkpoint.load_job(tmp_path, net)
+    assert job is not None and job.world_size == 1
+    monkeypatch.setenv("SINGA_LITE_WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="no DistOpt"):
+        checkpoint.save_job(tmp_path, net)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that goes on with another number of ranks: nothing of what was not applied yet is lost."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from singa_lite import checkpoint
+from singa_lite.checkpoint.resize import resized, share_of_sum
+from singa_lite.checkpoint.streams import streams
+from singa_lite.comm.base import Communicator
+from singa_lite.data import ShardedSampler
+from singa_lite.device import get_default_device
+from singa_lite.errors import CheckpointError
+from singa_lite.tensor import to_numpy
+from tests.checkpoint.job_net import OPTIONS, Net, batch, compiled
+from tests.ranks import run_ranks
+
+NUM_SAMPLES = (
+    119  # three steps of 3 samples a rank by 4, 2, 3 and 4 ranks, the last two samples in the last step
+)
+RESIDUALS = "optimizer/sync/"
+
+
+def state_of(net: Net) -> dict[str, np.ndarray]:
+    states = {f"model/{name}": to_numpy(value) for name, value in net.get_states().items()}
+    return states | {f"optimizer/{name}": value for name, value in net.optimizer.get_states().items()}
+
+
+def trained(communicator: Communicator, folder: str, steps: int, options: list[str]) -> dict[str, Any]:
+    """Go on by some steps of each option; what was there before and after, and which samples were used."""
+    found: dict[str, Any] = {}
+    for option in options:
+        net = compiled(communicator, option, True, accumulate=2 if option == "fp16" else 1)
+        sampler = ShardedSampler(NUM_SAMPLES, 3, communicator.rank, communicator.size, seed=1)
+        job = checkpoint.load_job(Path(folder) / option, net, sampler=sampler)
+        before, used, loop = state_of(net), [], iter(sampler)
+        stream = get_default_device().get_random_state(), random.random(), np.random.random()
+        for _ in range(steps):
+            used += next(loop).tolist()
+            net(*batch(net.optimizer.step_counter, communicator.rank))
+        after = state_of(net)
+        checkpoint.save_job(Path(folder) / option, net, sampler=sampler)
+        found[option] = {
+            "start": None if job is None else job.step,
+            "before": before,
+            "after": after,
+            "used": used,
+            "stream": stream,
+        }
+    return found
+
+
+def total(ranks: list[dict[str, Any]], when: str, name: str) -> np.ndarray:
+    """The float64 sum over the ranks that have the state."""
+    return np.sum([rank[when][name].astype(np.float64) for rank in ranks if name in rank[when]], axis=0)
+
+
+def test_four_ranks_two_three_and_four_again(tmp_path: Path) -> None:
+    runs = [run_ranks(trained, size, str(tmp_path), 3, OPTIONS, transport="shm") for size in (4, 2, 3, 4)]
+    for option in OPTIONS:
+        by_run = [[rank[option] for rank in run] for run in runs]
+        for number, (old, new) in enumerate(pairwise(by_run), 1):
+            check_that_nothing_is_lost(option, old, new)
+            assert new[0]["start"] == (3 * number // 2 if option == "fp16" else 3 * number)
+        used = [index for run in by_run for rank in run for index in rank["used"]]
+        assert sorted(used) == list(range(NUM_SAMPLES))
+
+
+def check_that_nothing_is_lost(option: str, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+    num_residuals = 0
+    for name in old[0]["after"]:
+        values = [rank["after"][name] for rank in old if name in rank["after"]]
+        equal = all(np.array_equal(value, values[0]) for value in values)
+        if name.startswith(RESIDUALS) and values[0].ndim and (not equal or len(values) < len(old)):
+            num_residuals += 1
+            whole = total(old, "after", name)
+            if option.startswith("hierarchical"):
+                np.testing.assert_allclose(total(new, "before", name), whole, rtol=1e-6)
+            else:
+                np.testing.assert_array_equal(total(new, "before", name), whole)
+        elif name.startswith("optimizer/accumulate/sum/"):
+            np.testing.assert_array_equal(total(new, "before", name), total(old, "after", name))
+        elif name.startswith("model/norm.running"):
+            mean = np.mean([value.astype(np.float64) for value in values], axis=0)
+            assert not equal
+            for rank in new:
+                np.testing.assert_allclose(rank["before"][name], mean, rtol=1e-6)
+        elif equal:
+            for rank in new:
+                np.testing.assert_array_equal(rank["before"][name], values[0])
+        else:
+            assert option in ("localSGD:4", "partialUpdate"), name
+            mean = np.mean([value.astype(np.float64) for value in values], axis=0)
+            for rank in new:
+                np.testing.assert_allclose(rank["before"][name], mean, rtol=1e-6)
+    has_residuals = option.partition(":")[0] in (
+        "sparseTopK",
+        "sparseThreshold",
+        "randomK",
+        "dgc",
+        "sign",
+        "powerSGD",
+    )
+    assert bool(num_residuals) == has_residuals or option in ("int8:ef=1", "hierarchical:int8:ef=1")
+    assert len({str(rank["stream"]) for rank in new}) == len(new)
+
+
+values = arrays(
+    np.float32, st.integers(1, 20), elements=st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
+)
+
+
+@given(st.lists(values, min_size=1, max_size=5), st.integers(2, 5))
+def test_shares_add_up_to_the_sum_exactly(given_values: list[np.ndarray], size: int) -> None:
+    length = min(map(len, given_values))
+    # multiples of 2**-20: a sum of five is exact in float64, as those of a residual nearly always are
+    residuals = [np.float32(np.round(value[:length] * 2.0**4) * 2.0**-20) for value in given_values]
+    shares = [share_of_sum(residuals, rank, size) for rank in range(size)]
+    whole = np.sum([value.astype(np.float64) for value in residuals], axis=0)
+    np.testing.assert_array_equal(np.sum([share.astype(np.float64) for share in shares], axis=0), whole)
+    # no rank has it all
+    if length >= size and np.all(whole):
+        assert all(np.any(share) for share in shares)
+
+
+def test_a_sum_that_does_not_fit_is_refused() -> None:
+    large = np.full(3, 60000, np.float16)
+    with pytest.raises(CheckpointError, match="too large for float16"):
+        share_of_sum([large, large], 0, 2)
+    assert np.isinf(share_of_sum([np.full(3, np.inf, np.float16)] * 2, 0, 2)).any()
+
+
+def test_counters_that_differ_are_refused() -> None:
+    own = [
+        {**streams([(0, rank)]), "optimizer/sync/dgc/counter/first step": np.array(rank)} for rank in (0, 1)
+    ]
+    with pytest.raises(CheckpointError, match="only 2 ranks can go on"):
+        resized({}, own, 1, 0, 3)
