@@ -2,7 +2,7 @@
 """Start the processes of a job again when they have failed: the loop over rounds.
 
 What lives here: whether there is another round, when, with how many ranks, and what was lost. What does not: one round
-(launch.py, launch_hosts.py), the checkpoints (../checkpoint.py), of which this reads only the manifests.
+(launch.py, launch_hosts.py), the checkpoints (../checkpoint/), of which this reads the manifests.
 
 All processes of a round end before the next begins, in a new world; the scripts go on from the newest checkpoint. The
 number of restarts counts from the start of the launcher to its end; nothing refills it.
@@ -10,7 +10,6 @@ number of restarts counts from the start of the launcher to its end; nothing ref
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
@@ -19,15 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import OptionError
+from ..errors import CheckpointError, OptionError
+from ..generation import Manifest, find_generations
 from .hosts import place, without_slot
 from .launch import DRAIN_S, POLL_S, LaunchOptions, Round, launch_round, noted_signals, open_output
 from .launch_hosts import Placement, launch_host_round
 
 LONGEST_DELAY_S = 60.0
-StartRound = Callable[
-    [int, Mapping[str, str]], Round
-]  # of the number of ranks, and variables for all processes
+# Of the number of workers, and variables for all processes
+StartRound = Callable[[int, Mapping[str, str]], Round]
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,6 @@ class RestartOptions:
     max_restarts: int = 0
     checkpoint: Path | None = None
     min_ranks: int | None = None
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A whole checkpoint.
-
-    Attributes:
-        step: at which it was saved.
-        saved_at: when, in seconds of ``time.time``.
-    """
-
-    step: int
-    saved_at: float
 
 
 def check_restart(options: RestartOptions, num_workers: int) -> RestartOptions:
@@ -112,7 +98,7 @@ def run_rounds(
         report(
             "no --checkpoint: what the ranks have done is lost at a restart unless the script itself saves it"
         )
-    lost_at_start: int | None = None  # the rank that failed in the round before, before its first step
+    lost_at_start: int | None = None  # the worker that failed in the round before, before its first step
     for number in range(options.max_restarts + 1):
         ended = start(num_workers, {**environ, "SINGA_LITE_RESTART": str(number)})
         if ended.code == 0 or signals:
@@ -121,18 +107,14 @@ def run_rounds(
             if number:
                 report(f"no restart is left (--max-restarts {number})")
             break
-        loss = _loss(ended, options.checkpoint)
-        fewer = _fewer_ranks(ended, lost_at_start, num_workers, options.min_ranks)
-        is_early = ended.failed is not None and ended.error is None and _step_of(ended, ended.failed) is None
-        lost_at_start = ended.failed if is_early and fewer == num_workers else None
-        why = f", fewer as process {ended.failed} cannot start" if ended.error else ""
-        if fewer < num_workers and not why:
-            why = f", fewer as rank {ended.failed} failed twice running before its first step"
-        num_workers, delay_s = fewer, _delay(number)
-        when = f"in {delay_s:g} s" if delay_s else "now"
+        before, delay_s = num_workers, _delay(number)
+        num_workers, why = _next_size(ended, lost_at_start, before, options.min_ranks)
+        lost_at_start = _failed_at_start(ended) if num_workers == before else None
         error = f"{ended.error}; " if ended.error else ""
+        when = f"in {delay_s:g} s" if delay_s else "now"
         report(
-            f"{error}{loss}; restart {number + 1} of {options.max_restarts} {when} with {num_workers} ranks{why}"
+            f"{error}{_loss(ended, options.checkpoint)}; restart {number + 1} of {options.max_restarts} {when} with "
+            f"{num_workers} ranks{why}"
         )
         if not _pause(delay_s, signals):
             report(f"no restart, by {signal.Signals(signals[0]).name}")
@@ -198,18 +180,6 @@ def _write_report(text: str) -> None:
     os.write(2, f"singa-lite run: {text}\n".encode(errors="surrogateescape"))
 
 
-def newest_generation(folder: Path) -> Generation | None:
-    """Return the whole checkpoint in ``folder`` with the highest step, of equal steps the latest; None if none."""
-    found = []
-    for path in folder.glob("step-*/manifest.json"):
-        try:
-            manifest = json.loads(path.read_text())
-            found.append(Generation(int(manifest["step"]), float(manifest["saved_at"])))
-        except (OSError, ValueError, KeyError, TypeError):  # being removed, or not ours
-            continue
-    return max(found, key=lambda each: (each.step, each.saved_at), default=None)
-
-
 def _delay(number: int) -> float:
     """Return the seconds before the restart after round ``number``: 0, 1, 2, 4 and so on."""
     return min(LONGEST_DELAY_S, 2.0 ** (number - 1)) if number else 0.0
@@ -223,24 +193,44 @@ def _pause(seconds: float, signals: Sequence[int]) -> bool:
     return not signals
 
 
-def _step_of(ended: Round, rank: int) -> int | None:
-    return ended.steps[rank] if rank < len(ended.steps) else None
+def _failed_at_start(ended: Round) -> int | None:
+    """Return the process that failed first if it had counted no step; None if it had, or none is known."""
+    if ended.failed is None or ended.error is not None or ended.steps[ended.failed] is not None:
+        return None
+    return ended.failed
 
 
-def _fewer_ranks(ended: Round, lost_at_start: int | None, num_workers: int, least: int | None) -> int:
-    """Return with how many ranks to go on."""
-    if least is None or ended.failed is None:
-        return num_workers
-    if ended.error is not None:
-        return max(least, min(num_workers - 1, ended.failed))
-    is_again = ended.failed == lost_at_start and _step_of(ended, ended.failed) is None
-    return max(least, num_workers - 1) if is_again and ended.failed < num_workers else num_workers
+def _next_size(
+    ended: Round, lost_at_start: int | None, num_workers: int, least: int | None
+) -> tuple[int, str]:
+    """Return with how many workers to go on, and if they are fewer, why.
+
+    Args:
+        lost_at_start: ``_failed_at_start`` of the round before.
+    """
+    fewer, why = num_workers, ""
+    if ended.error is not None and ended.failed is not None:
+        fewer, why = min(num_workers - 1, ended.failed), f", as rank {ended.failed} cannot start"
+    elif lost_at_start is not None and lost_at_start == _failed_at_start(ended):
+        fewer, why = num_workers - 1, f", as rank {lost_at_start} failed twice running before its first step"
+    if least is None or max(least, fewer) == num_workers:
+        return num_workers, ""
+    return max(least, fewer), why
+
+
+def _newest(folder: Path) -> Manifest | None:
+    """Return the manifest of the newest whole generation; None if there is none that can be read."""
+    try:
+        found, _ = find_generations(folder)
+    except CheckpointError:
+        return None
+    return found[0].manifest if found else None
 
 
 def _loss(ended: Round, folder: Path | None) -> str:
     """Return in words what the end of a round has lost."""
     reached = max((step for step in ended.steps if step is not None), default=None)
-    saved = None if folder is None else newest_generation(folder)
+    saved = None if folder is None else _newest(folder)
     seconds = ended.ended_at - ended.started_at
     at = "" if reached is None else f", the ranks were at step {reached}"
     if folder is None:
