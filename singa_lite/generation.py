@@ -4,11 +4,11 @@
 What lives here: names, formats and checks of files, finding generations and removing old ones. What does not: what
 ranks save, and their agreement (checkpoint/), writing a file atomically (files.py).
 
-Note [generations]: FOLDER/step-00000120/ has ``shared.safetensors``, the arrays that are equal on all ranks, a
-``rank-00003.safetensors`` for each rank with those that are not, and ``manifest.json``, written last and by renaming: a
-folder without it does not count, so that a job killed while it saves leaves the generation before. A manifest has a
-hash of each array, of its dtype, shape and bytes. ``number`` grows with every generation of a folder, also where a job
-has gone back to an earlier step: the newest is that of the largest.
+Note [generations]: FOLDER/step-00000120/ has a ``shared-00003.safetensors`` of each rank, with its part of the arrays
+that are equal on all ranks, a ``rank-00003.safetensors`` with those that are not, and ``manifest.json``, written last
+and by renaming: a folder without it does not count, so that a job killed while it saves leaves the generation before. A
+manifest has a hash of each array, of its dtype, shape and bytes. ``number`` grows with every generation of a folder,
+also where a job has gone back to an earlier step: the newest is that of the largest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,8 +30,8 @@ from .errors import CheckpointError
 from .files import atomic_file, sync_folder
 
 FORMAT = 1
+MAX_RANKS = 1 << 16  # names of more are not looked for
 MANIFEST = "manifest.json"
-SHARED = "shared.safetensors"
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -79,14 +79,17 @@ class Manifest:
             raise CheckpointError(f"it is no manifest of format {FORMAT}")
         manifest = Manifest(**values)
         whole = [getattr(manifest, name) for name in ("number", "step", "world_size")]
+        if not all(type(value) is int and value >= 0 for value in whole):
+            raise CheckpointError("its manifest has values that no job writes")
         lists = (manifest.samplers, manifest.extras)
+        names = {name(rank) for name in (shared_file, rank_file) for rank in range(min(whole[2], MAX_RANKS))}
         if (
-            not all(type(value) is int and value >= 0 for value in whole)
-            or not isinstance(manifest.saved_at, (int, float))
+            not isinstance(manifest.saved_at, (int, float))
             or not all(isinstance(each, dict) for each in (manifest.versions, manifest.optimizer))
             or not all(isinstance(each, list) and len(each) == manifest.world_size for each in lists)
             or not isinstance(manifest.files, dict)
-            or set(manifest.files) != {SHARED, *map(rank_file, range(manifest.world_size))}
+            or set(manifest.files)
+            != {name(rank) for name in (shared_file, rank_file) for rank in range(manifest.world_size)}
             or not all(_is_entry(entry) for entry in manifest.files.values())
         ):
             raise CheckpointError("its manifest has values that no job writes")
@@ -115,6 +118,11 @@ class Generation:
 def rank_file(rank: int) -> str:
     """Return the name of the file with a rank's own arrays."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def shared_file(rank: int) -> str:
+    """Return the name of the file with a rank's part of the arrays that are equal on all ranks."""
+    return f"shared-{rank:05d}.safetensors"
 
 
 # ---- folders ---------------------------------------------------------------------------------------------
@@ -197,25 +205,32 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
         file.write(content)
 
 
-def read_arrays(generation: Generation, names: Sequence[str]) -> list[Arrays]:
-    """Return the arrays of files of a generation, whose hashes are as its manifest says.
+def read_shared(generation: Generation) -> Arrays:
+    """Return the arrays that were equal on all ranks; CheckpointError as ``read_rank``."""
+    arrays: Arrays = {}
+    for rank in range(generation.manifest.world_size):
+        arrays |= _read_arrays(generation, shared_file(rank))
+    return arrays
+
+
+def read_rank(generation: Generation, rank: int) -> Arrays:
+    """Return the arrays that a rank had alone.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: the file is missing, or an array is not what the manifest says.
     """
+    return _read_arrays(generation, rank_file(rank))
+
+
+def _read_arrays(generation: Generation, name: str) -> Arrays:
     import safetensors
     import safetensors.numpy
 
-    found = []
-    for name in names:
-        path = generation.path / name
-        try:
-            arrays: Arrays = safetensors.numpy.load(path.read_bytes())
-        except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
-        if {key: digest(array) for key, array in arrays.items()} != generation.manifest.files[name]:
-            raise CheckpointError(
-                f"cannot read {path}: it is damaged: its arrays are not what the manifest says"
-            )
-        found.append(arrays)
-    return found
+    path = generation.path / name
+    try:
+        arrays: Arrays = safetensors.numpy.load(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if {key: digest(array) for key, array in arrays.items()} != generation.manifest.files[name]:
+        raise CheckpointError(f"cannot read {path}: it is damaged: its arrays are not what the manifest says")
+    return arrays

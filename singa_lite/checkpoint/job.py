@@ -24,7 +24,6 @@ from ..config import env, state
 from ..errors import CheckpointError, OptionError, check_int
 from ..generation import (
     FORMAT,
-    SHARED,
     Arrays,
     Generation,
     Manifest,
@@ -32,7 +31,9 @@ from ..generation import (
     find_generations,
     make_folder,
     rank_file,
-    read_arrays,
+    read_rank,
+    read_shared,
+    shared_file,
 )
 from ..model import Model
 from ..model_file import Checkpoint
@@ -132,12 +133,12 @@ def save_job(
                 "call it after the same step on all ranks"
             )
     path, number = everyone[0]["new"]
-    files = _files([theirs["digests"] for theirs in everyone])
+    files = _files([theirs["digests"] for theirs in everyone], arrays)
     manifest = _manifest(model, number, everyone, files)
-    shared = {name: arrays[name] for name in files[SHARED]}
-    own = {name: arrays[name] for name in files[rank_file(communicator.rank)]}
+    mine = (rank_file(communicator.rank), shared_file(communicator.rank))
+    parts = {file: {name: arrays[name] for name in files[file]} for file in mine}
     job.known.add((_key(folder), number))
-    saving = Saving(communicator, Path(path), manifest, shared, own, keep)
+    saving = Saving(communicator, Path(path), manifest, parts, keep)
     if block:
         saving.wait()
     else:
@@ -259,15 +260,25 @@ def _digests(arrays: Arrays) -> dict[str, str]:
     return {name: digest(array) for name, array in arrays.items()}
 
 
-def _files(by_rank: list[dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the arrays of each file and their hashes: what is equal on all ranks is in one file."""
+def _files(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[str, str]]:
+    """Return the arrays of each file and their hashes: what is equal on all ranks is once in one of the files.
+
+    Args:
+        by_rank: the hashes of each rank's arrays by name.
+        arrays: this rank's.
+    """
+    ranks = range(len(by_rank))
     first, *others = by_rank
-    shared = {name: value for name, value in first.items() if all(own.get(name) == value for own in others)}
-    own_files = {
-        rank_file(rank): {name: value for name, value in own.items() if name not in shared}
-        for rank, own in enumerate(by_rank)
+    is_shared = {name for name, value in first.items() if all(own.get(name) == value for own in others)}
+    files = {
+        rank_file(rank): {n: v for n, v in by_rank[rank].items() if n not in is_shared} for rank in ranks
     }
-    return {SHARED: shared, **own_files}
+    num_bytes = dict.fromkeys(ranks, 0)
+    for name in sorted(is_shared, key=lambda name: (-arrays[name].nbytes, name)):
+        rank = min(ranks, key=num_bytes.__getitem__)
+        files.setdefault(shared_file(rank), {})[name] = first[name]
+        num_bytes[rank] += arrays[name].nbytes
+    return {**{shared_file(rank): {} for rank in ranks}, **files}
 
 
 def _manifest(model: Model, number: int, everyone: list[Json], files: dict[str, dict[str, str]]) -> Manifest:
@@ -323,12 +334,10 @@ def _read_together(generation: Generation, communicator: Communicator) -> Arrays
 def _read(generation: Generation, communicator: Communicator) -> Arrays:
     manifest, rank, size = generation.manifest, communicator.rank, communicator.size
     if size == manifest.world_size:
-        shared, own = read_arrays(generation, [SHARED, rank_file(rank)])
-        arrays = {**shared, **own}
+        arrays = {**read_shared(generation), **read_rank(generation, rank)}
     else:
-        names = [rank_file(each) for each in range(manifest.world_size)]
-        shared, *by_rank = read_arrays(generation, [SHARED, *names])
-        arrays = resized(shared, by_rank, manifest.step, rank, size)
+        by_rank = [read_rank(generation, each) for each in range(manifest.world_size)]
+        arrays = resized(read_shared(generation), by_rank, manifest.step, rank, size)
     check_streams(arrays)
     return arrays
 

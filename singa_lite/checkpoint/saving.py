@@ -23,7 +23,7 @@ import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import CheckpointError
-from ..generation import SHARED, Manifest, rank_file, remove_old, write_arrays, write_manifest
+from ..generation import Manifest, remove_old, write_arrays, write_manifest
 from .together import together
 
 POLL_S = 0.002
@@ -41,8 +41,7 @@ class Saving:
         communicator: of the job's ranks.
         path: the generation's folder.
         manifest: without versions.
-        shared: arrays that rank 0 writes for all.
-        own: arrays of this rank.
+        parts: the arrays of each file that this rank writes.
         keep: generations that stay in the folder.
     """
 
@@ -51,15 +50,12 @@ class Saving:
         communicator: Communicator,
         path: Path,
         manifest: Manifest,
-        shared: Arrays,
-        own: Arrays,
+        parts: Mapping[str, Arrays],
         keep: int,
     ) -> None:
         self.path = path
         self._communicator, self._manifest, self._keep = communicator, manifest, keep
-        self._parts = {rank_file(communicator.rank): own}
-        if communicator.rank == 0:
-            self._parts[SHARED] = shared
+        self._parts = parts
         self._failure: CheckpointError | None = None
         self._is_written, self._is_given_up = threading.Event(), threading.Event()
         self._is_over = False

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from singa_lite.generation import SHARED, find_generations, rank_file, read_arrays
+from singa_lite.generation import find_generations, read_rank, read_shared
 from tests.checkpoint.job_net import OPTIONS
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -132,7 +132,9 @@ def check_whole(kind: Kind, folder: Path) -> int:
     if problems:
         raise SystemExit(f"{kind}: {problems}")
     for generation in found:
-        read_arrays(generation, [SHARED, *map(rank_file, range(kind.ranks))])
+        read_shared(generation)
+        for rank in range(kind.ranks):
+            read_rank(generation, rank)
     return found[0].manifest.step if found else 0
 
 
