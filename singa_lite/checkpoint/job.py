@@ -41,6 +41,7 @@ from ..opt import DistOpt
 from ..tensor import Tensor, to_numpy
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
+from .streams import PREFIX as STREAMS
 from .streams import check_streams, restore_streams, streams
 from .together import together
 
@@ -360,6 +361,7 @@ def _go_on(
         model.restore(Checkpoint(_part(arrays, MODEL), {}, (), _part(arrays, OPTIMIZER)), where)
         for device, random_state in zip(model.devices(), restore_streams(arrays), strict=False):
             device.set_random_state(random_state)
+        model.optimizer.states_loaded()
         return _compare(arrays, _arrays(model), where)
 
     everyone = together(communicator, "load_job", restore)
@@ -394,6 +396,6 @@ def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
     """Return a hash of each array that the model has now; CheckpointError unless those are what was read."""
     found, wanted = _digests(has), _digests(read)
     for name, value in wanted.items():
-        if not name.startswith(EXTRA) and found.get(name) != value:
+        if not name.startswith((EXTRA, STREAMS)) and found.get(name) != value:
             raise CheckpointError(f"{where}: {name!r} is not what was read after it was loaded")
     return found

@@ -24,6 +24,7 @@ Array = np.ndarray[Any, Any]
 OPTIMIZER = "optimizer/"
 EXTRA = "extra/"
 SUMS = (f"{OPTIMIZER}sync/", f"{OPTIMIZER}accumulate/sum/")
+LEVELS = f"{OPTIMIZER}accumulate/level/"
 MAX_PIECES = 3  # float16 or float32 numbers that hold a float64
 
 
@@ -47,6 +48,10 @@ def resized(
             raise CheckpointError(f"{name!r} has another shape or dtype on another rank")
         if name.startswith(STREAMS):
             continue
+        if name.startswith(LEVELS):
+            raise CheckpointError(
+                f"it was saved within a global batch of order='fixed', which only {len(by_rank)} ranks can go on from"
+            )
         if name.startswith(EXTRA):
             arrays.update({name: by_rank[0][name]} if name in by_rank[0] else {})
         elif name.startswith(SUMS) and values[0].dtype.kind == "f" and values[0].ndim:
@@ -60,9 +65,8 @@ def resized(
             raise CheckpointError(
                 f"{name!r} differs from rank to rank, so only {len(by_rank)} ranks can go on from this step"
             )
-    old = {name: value for name, value in {**shared, **by_rank[0]}.items() if name.startswith(STREAMS)}
     if any(name.startswith(STREAMS) for own in by_rank for name in own):
-        arrays.update(derived_streams(old, step, rank))
+        arrays.update(derived_streams([{**shared, **own} for own in by_rank], step, rank))
     return arrays
 
 

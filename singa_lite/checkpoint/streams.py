@@ -68,16 +68,25 @@ def check_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         raise CheckpointError("the states of the random streams are not what a job saves")
 
 
-def derived_streams(first: Mapping[str, np.ndarray[Any, Any]], step: int, rank: int) -> Arrays:
+def derived_streams(saved: Sequence[Mapping[str, np.ndarray[Any, Any]]], step: int, rank: int) -> Arrays:
     """Return states of new streams for ``rank``, the same whenever a job goes on from ``step`` with it.
 
+    Devices whose seed was the same on all ranks keep it, and go on behind all that was drawn.
+
     Args:
-        first: the states of rank 0 of the job that was saved.
+        saved: the states of each rank of the job that was saved.
         step: of the checkpoint.
         rank: of the job that goes on.
     """
-    seeds = [(int(seed), step, rank) for seed, _ in first[DEVICES]]
-    devices = [(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]), 0) for seed in seeds]
+    first = saved[0]
+    devices = []
+    for number, (seed, _) in enumerate(first[DEVICES]):
+        of_ranks = [states[DEVICES][number] for states in saved]
+        if all(each == seed for each, _ in of_ranks):
+            devices.append((int(seed), max(int(counter) for _, counter in of_ranks)))
+        else:
+            derived = np.random.SeedSequence((int(seed), step, rank)).generate_state(1, np.uint64)
+            devices.append((int(derived[0]), 0))
     words = [
         np.random.SeedSequence([*map(int, first[name][:4]), step, rank]).generate_state(624, np.uint32)
         for name in (PYTHON, NUMPY)

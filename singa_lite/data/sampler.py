@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, DataError, OptionError
+from ..errors import CheckpointError, DataError, OptionError, check_int
 
 Array = np.ndarray[Any, Any]
 
@@ -60,6 +60,9 @@ class ShardedSampler:
         world_size: number of ranks.
         shuffle: a new permutation each epoch; False keeps the order of the data.
         seed: >= 0, equal on all ranks.
+        microbatches: for DistOpt(microbatches=, order="fixed"): that many batches make a global batch, whatever the
+            number of ranks, which must divide it; a rank gets its neighbouring ones one after the other, each of
+            ``batch_size``. None: a batch of each rank.
 
     Raises:
         DataError: fewer samples than ranks.
@@ -80,16 +83,25 @@ class ShardedSampler:
         *,
         shuffle: bool = True,
         seed: int = 0,
+        microbatches: int | None = None,
     ) -> None:
+        if microbatches is not None and check_int("ShardedSampler", "microbatches", microbatches, 1) % max(
+            world_size, 1
+        ):
+            raise OptionError(
+                f"ShardedSampler: microbatches = {microbatches} must divide by the {world_size} ranks"
+            )
+        self.microbatches = microbatches
+        self.num_batches = microbatches or world_size  # of a global batch
+        self._each = self.num_batches // max(world_size, 1)  # of them, this rank's
         if batch_size < 1 or seed < 0 or not 0 <= rank < world_size:
             raise OptionError(
                 f"ShardedSampler: batch_size = {batch_size} must be >= 1, seed = {seed} >= 0 "
                 f"and rank = {rank} one of {world_size} ranks"
             )
-        if num_samples < world_size:
-            raise DataError(
-                f"ShardedSampler: {num_samples} samples cannot feed {world_size} ranks; use fewer ranks"
-            )
+        if num_samples < self.num_batches:
+            what = "ranks; use fewer ranks" if microbatches is None else "microbatches; use fewer"
+            raise DataError(f"ShardedSampler: {num_samples} samples cannot feed {self.num_batches} {what}")
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.rank = rank
@@ -103,9 +115,9 @@ class ShardedSampler:
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
 
     def __len__(self) -> int:
-        """Steps of one epoch, from ``start`` on; equal on every rank."""
-        full, rest = divmod(self.num_samples - self.start, self.world_size * self.batch_size)
-        return full + (rest >= self.world_size)
+        """Batches of one epoch, from ``start`` on; equal on every rank."""
+        full, rest = divmod(self.num_samples - self.start, self.num_batches * self.batch_size)
+        return (full + (rest >= self.num_batches)) * self._each
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch`` (>= 0); within that epoch already, stay at the position."""
@@ -116,16 +128,16 @@ class ShardedSampler:
 
     def __iter__(self) -> Iterator[Array]:
         """Yield this rank's indices, int64, shape (n,), for every step left in the epoch."""
-        epoch, start, order, steps = self.epoch, self.start, self._order(), len(self)
+        epoch, start, order, count = self.epoch, self.start, self._order(), len(self)
         self._iterated_by = threading.get_ident()
         try:
-            for step in range(self.position, steps):
+            for number in range(self.position, count):
                 # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
-                is_last = step + 1 == steps
+                is_last = number + 1 == count
                 self.epoch, self.start, self.position = (
-                    (epoch + 1, 0, 0) if is_last else (epoch, start, step + 1)
+                    (epoch + 1, 0, 0) if is_last else (epoch, start, number + 1)
                 )
-                yield order[self._share(start, step, is_last)]
+                yield order[self._share(start, number, count)]
         finally:
             self._iterated_by = None
 
@@ -134,10 +146,13 @@ class ShardedSampler:
             return np.arange(self.num_samples)
         return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_samples)
 
-    def _share(self, start: int, step: int, is_last: bool) -> slice:
-        start += step * self.world_size * self.batch_size
-        stop = self.num_samples if is_last else start + self.world_size * self.batch_size
-        share = partition(stop - start, self.rank, self.world_size)
+    def _share(self, start: int, number: int, count: int) -> slice:
+        """Return where in the permutation batch ``number`` of ``count`` of this rank is."""
+        step, part = divmod(number, self._each)
+        start += step * self.num_batches * self.batch_size
+        is_last = step + 1 == count // self._each
+        stop = self.num_samples if is_last else start + self.num_batches * self.batch_size
+        share = partition(stop - start, self.rank * self._each + part, self.num_batches)
         return slice(start + share.start, start + share.stop)
 
     def state_dict(self) -> dict[str, int]:
@@ -175,20 +190,29 @@ class ShardedSampler:
             raise CheckpointError(f"ShardedSampler: {state!r} is not what state_dict gives")
         plan = {name: state.get(name) for name in self._plan()}
         resized = plan["world_size"] != self.world_size
-        mine = self._plan() | ({name: plan[name] for name in ("world_size", "batch_size")} if resized else {})
+        may_differ = ("world_size",) if self.microbatches else ("world_size", "batch_size")
+        mine = self._plan() | ({name: plan[name] for name in may_differ} if resized else {})
         where = [state.get("epoch"), state.get("start", 0), state.get("position")]
         if plan != mine or None in (*plan.values(), *where):
             raise CheckpointError(
                 f"ShardedSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
             )
         epoch, start, position = (int(value or 0) for value in where)
-        if resized:
+        if resized and self.microbatches:
+            step, part = divmod(position * state["world_size"], self.microbatches)
+            if part:
+                raise CheckpointError(
+                    f"ShardedSampler: the checkpoint was made within a global batch of {self.microbatches}, which only "
+                    f"{state['world_size']} ranks can go on from; save after an update"
+                )
+            position = step * self._each
+        elif resized:
             start, position = start + position * state["world_size"] * state["batch_size"], 0
-        left = self.num_samples - start - position * self.world_size * self.batch_size
-        if left < self.world_size:
+        left = self.num_samples - start - position // self._each * self.num_batches * self.batch_size
+        if left < self.num_batches:
             raise CheckpointError(
-                f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.world_size} ranks; "
-                "go on with fewer until the epoch ends, or call set_epoch for the next"
+                f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.num_batches} "
+                "batches; go on with fewer ranks until the epoch ends, or call set_epoch for the next"
             )
         self.epoch, self.start, self.position, self._taken = epoch, start, position, None
 
@@ -204,4 +228,5 @@ class ShardedSampler:
 
     def _plan(self) -> dict[str, int]:
         names = ("num_samples", "batch_size", "world_size", "shuffle", "seed")
-        return {name: int(getattr(self, name)) for name in names}
+        more = {"microbatches": self.microbatches} if self.microbatches else {}
+        return {name: int(getattr(self, name)) for name in names} | more

@@ -170,12 +170,7 @@ class GradientSums:
         """Raise CheckpointError unless ``load_state_dict`` can go on from ``states``."""
         if not states:
             return
-        batches, calls = int(states.get(BATCHES, 0)), int(states.get(CALLS, 0))
-        if batches != self.num_batches or not 0 < calls < batches:
-            raise CheckpointError(
-                f"DistOpt: the states are of {calls} calls of a sum over {batches}, but accumulate is "
-                f"{self.num_batches}; make the DistOpt with the same accumulate, or save after an update"
-            )
+        self._check_counts(states)
         params = {SUM + name: param for param, name in names.items()}
         for key, values in states.items():
             if key in (CALLS, BATCHES):
@@ -185,6 +180,14 @@ class GradientSums:
                 raise CheckpointError(
                     f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
+
+    def _check_counts(self, states: Mapping[str, np.ndarray]) -> None:
+        batches, calls = int(states.get(BATCHES, 0)), int(states.get(CALLS, 0))
+        if batches != self.num_batches or not 0 < calls < batches:
+            raise CheckpointError(
+                f"DistOpt: the states are of {calls} calls of a sum over {batches}, but accumulate is "
+                f"{self.num_batches}; make the DistOpt with the same accumulate, or save after an update"
+            )
 
     def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
         """Go on from ``state_dict``, which ``check_states`` has seen; without states a sum begins."""

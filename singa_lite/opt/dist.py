@@ -18,11 +18,13 @@ import numpy as np
 
 from .. import autograd
 from ..autograd.engine import check_recorded
-from ..comm.base import Communicator
+from ..comm.base import Communicator, World
+from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator
 from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
-from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..device import Device
+from ..errors import CheckpointError, GraphError, OptionError, check_choice, check_int, check_number
 from ..graph.clock import lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
@@ -30,10 +32,12 @@ from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, option_names, text_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
+from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .fixed_order import FixedOrderSums, begin_microbatch
 from .options import Option, check_options, join_options, values_at, with_defaults
 from .schedule import DecayScheduler, described
 from .sgd import SGD
@@ -85,6 +89,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             then call; None compares after states were loaded only.
         accumulate: calls an update: that many calls add up gradients, and the last one sends and applies their mean,
             so that accumulate=n at batch B equals batch n * B. The step counter and schedules count updates.
+        microbatches: calls of all ranks together that make an update: ``accumulate`` times the ranks.
+        order: "any", or "fixed": with ``microbatches`` parameters have the same bits on 1, 2, 4, ... ranks, see
+            docs/jobs.md; fp32 and bf16 alone.
         clip_norm: scale what is applied down to this norm, of all gradients of the update together, > 0; None does not.
             dgc clips by it each rank's gradient before momentum, as its option ``clip``.
         options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
@@ -116,12 +123,23 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         communicator: Communicator | None = None,
         check_every: int | None = None,
         accumulate: int = 1,
+        microbatches: int | None = None,
+        order: str = "any",
         clip_norm: float | None = None,
         **options: Option,
     ) -> None:
         if clip_norm is not None and not 0 < check_number("DistOpt", "clip_norm", clip_norm) < inf:
             raise OptionError(f"DistOpt: clip_norm = {clip_norm} must be > 0 and finite, or None")
-        self._sums, self._clip_norm = GradientSums(accumulate), clip_norm
+        check_choice("DistOpt", "order", order, ("any", "fixed"))
+        if microbatches is not None:
+            check_int("DistOpt", "microbatches", microbatches, 1)
+        if accumulate != 1 and microbatches is not None:
+            raise OptionError("DistOpt: accumulate and microbatches are one thing; leave one out")
+        if order == "fixed" and (microbatches is None or microbatches & (microbatches - 1)):
+            raise OptionError(
+                f"DistOpt: order='fixed' needs microbatches, a power of two, not {microbatches}"
+            )
+        self._order, self._clip_norm = order, clip_norm
         self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
         check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
@@ -148,6 +166,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         super().__init__(world)
         self._stop = StopAgreement(world)
+        self._sums = self._make_sums(accumulate, microbatches)
+        self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
@@ -161,6 +181,26 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
+
+    def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
+        if microbatches is None:
+            return GradientSums(accumulate)
+        each, rest = divmod(microbatches, self.communicator.size)
+        if rest:
+            raise OptionError(
+                f"DistOpt: microbatches = {microbatches} must divide by the {self.communicator.size} ranks"
+            )
+        if self._order == "any":
+            return GradientSums(each)
+        self._fixed_kind()
+        return FixedOrderSums(each, round_bf16 if self._fixed_kind().wire_dtype else None)
+
+    def _fixed_kind(self, dist_option: str | None = None) -> type[FixedOrder]:
+        """Return the scheme that sums in fixed order and sends as ``dist_option`` says."""
+        name = read_dist_option(dist_option or self.dist_option).scheme.names[0]
+        if name not in FIXED_ORDER:
+            raise OptionError(f"DistOpt: order='fixed' is for fp32 and bf16, not for {name}")
+        return FIXED_ORDER[name]
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -200,6 +240,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.guard()
         if not self._sums.is_last:
             self._sums.add(self._gradients(loss))
+            self._begin_microbatch()
             lap("backward")
             pause_step()
             return
@@ -218,6 +259,17 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         bookkeep(self._end_call, scheme, not loss.device.backend.runs_behind_host)
         self._called = scheme
         self.step()
+        self._begin_microbatch()
+
+    def _begin_microbatch(self) -> None:
+        """Have random numbers of the next call be those of its microbatch, where the order is fixed."""
+        if self._order == "fixed":
+            bookkeep(self._place_streams)
+
+    def _place_streams(self) -> None:
+        first = self.opt._step_counter * self.world_size + self.communicator.rank
+        devices = dict.fromkeys(param.device for param in self._names)
+        begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
 
     def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what backward does, once the ranks have agreed on its parameters."""
@@ -317,7 +369,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if name not in self._schemes:
             limit = self.threshold if threshold is None else threshold
             check_int("DistOpt", "threshold", limit, 0)
-            scheme = kind(self.communicator, limit, self.bucket_bytes, self)
+            if self._order == "fixed":
+                scheme: Scheme = self._fixed_kind(dist_option)(
+                    self.communicator, limit, self.bucket_bytes, self
+                )
+                scheme.num_microbatches = self.world_size * self._sums.num_batches  # type: ignore[attr-defined]
+            else:
+                scheme = kind(self.communicator, limit, self.bucket_bytes, self)
             if name in self._loaded:
                 scheme.load_state_dict(self._loaded.pop(name), self._names)
             self._schemes[name] = scheme
@@ -379,9 +437,18 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         compare_models(self.communicator, states, self.settings())
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
+        if self._order == "fixed":
+            self._place_streams()
+            seeds = {str(device): seed for device, seed in self._seeds.items()}
+            compare(self.communicator, "their random seeds", seeds, "call SetRandSeed alike before compile")
 
     def _register(self, params: list[Tensor]) -> None:
         """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
+        if self._order == "fixed":
+            raise GraphError(
+                f"DistOpt: order='fixed' has not seen {params[0].name!r}; call prepare(params, buffers) with all of "
+                "them before the first call, as Model.compile does"
+            )
         with unrecorded():
             self._names = unique_names([*self._names, *params])
             states = {self._names[param]: param for param in params}
@@ -403,7 +470,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             return
         with unrecorded():
             step = self.opt._step_counter
-            text = scheme.names[0] + text_of(self._step(type(scheme), given).options)
+            text = next(name for name, each in self._schemes.items() if each is scheme) + text_of(
+                self._step(type(scheme), given).options
+            )
             mine = {"dist_option": text}
             for key, value in self._values(type(scheme), given).items():
                 if isinstance(value, DecayScheduler):
@@ -457,6 +526,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def states_loaded(self) -> None:
         self._must_compare = True
+        if self._order == "fixed":
+            self._place_streams()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
@@ -479,7 +550,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return self._names[param]
 
     def settings(self) -> dict[str, Any]:
-        own = {"accumulate": self._sums.num_batches, "clip_norm": self._clip_norm}
+        own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
         return {**self.opt.settings(), **own}
 
     def __repr__(self) -> str:
@@ -488,6 +559,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             **self._options,
             **({"accumulate": self._sums.num_batches} if self._sums.num_batches > 1 else {}),
         }
+        given |= {} if self._order == "any" else {"order": self._order}
         given |= {} if self._clip_norm is None else {"clip_norm": self._clip_norm}
         options = "".join(f", {name}={value!r}" for name, value in given.items())
         return (
@@ -546,6 +618,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             scheme.load_state_dict(own.pop(name, {}), self._names)
         self._last, self._loaded = Traffic(), own
         self.states_loaded()
+
+
+def round_bf16(array: Any) -> None:
+    """Round a raw array in place to what it is after travelling as bfloat16."""
+    LocalCommunicator(World()).all_reduce(array, "sum", wire_dtype="bfloat16", name="bfloat16").wait()
 
 
 def _clips(scheme: type[Scheme]) -> bool:

@@ -35,7 +35,7 @@ class Net(model.Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = layer.Conv2d(8, 3, padding=1), layer.BatchNorm2d()
+        self.conv, self.norm = layer.Conv2d(16, 3, padding=1), layer.BatchNorm2d()
         self.relu, self.pool, self.dropout = layer.ReLU(), layer.MaxPool2d(2), layer.Dropout(0.3)
         self.flatten, self.linear = layer.Flatten(), layer.Linear(4)
         self.loss = layer.SoftMaxCrossEntropy()

@@ -171,7 +171,7 @@ def test_more_ranks_than_samples_that_are_left_are_refused():
     sampler = ShardedSampler(8, 3, 0, 2)
     next(iter(sampler))
     assert sampler.position == 1
-    with pytest.raises(CheckpointError, match="2 samples of epoch 0 are left, which cannot feed 3 ranks"):
+    with pytest.raises(CheckpointError, match="2 samples of epoch 0 are left, which cannot feed 3 batches"):
         ShardedSampler(8, 3, 0, 3).load_state_dict(sampler.state_dict())
 
 

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes training independent of the number of ranks: sums of a rank's gradients in fixed order, random streams.
+
+The tree that these sums are part of is in sync/fixed_order.py, Note [fixed order].
+
+Note [streams of microbatches]: random numbers of a microbatch begin where its number says: counter
+``(update * microbatches + number) << 20`` of the seed that all ranks share. So dropout drops the same elements of a
+sample, whichever rank has it. A microbatch that draws 2**20 times or more runs into the next one's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..device import Device
+from ..errors import CheckpointError, OptionError
+from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
+from ..tensor import Tensor
+from .accumulate import BATCHES, CALLS, PREFIX, Array, Gradients, GradientSums
+
+LEVEL = f"{PREFIX}level/"
+NEEDS = "DistOpt: order='fixed' needs a gradient of every parameter in each microbatch"
+DRAWS = 20  # bits of the counter for draws within a microbatch
+
+
+class FixedOrderSums(GradientSums):
+    """Sums of the gradients of a rank's neighbouring microbatches, two by two.
+
+    A parameter has log2(num_batches) arrays at most: a sum of 2**k microbatches waits for its neighbour at level k.
+
+    Args:
+        num_batches: microbatches of this rank, a power of two.
+        round_array: rounds an array in place to what is sent, None where that is its own dtype.
+    """
+
+    def __init__(self, num_batches: int, round_array: Callable[[Array], None] | None) -> None:
+        super().__init__(num_batches)
+        self._round = round_array
+        self._levels: dict[tuple[Tensor, int], Array] = {}
+
+    def guard(self) -> None:
+        """Tell a recorder, at the start of a call, which one of the sum it is."""
+        if self.num_batches > 1:
+            guard_ahead(self, steps_since_start(self, self._calls), self._number_ahead)
+
+    def _number_ahead(self, ahead: int) -> Hashable:
+        return (self._calls + ahead) % self.num_batches
+
+    def add(self, gradients: Gradients) -> None:
+        """Add the gradients of a call that makes no update."""
+        number, pairs = self.num_calls, list(gradients)
+        self._check_same(dict(pairs))
+        for param, grad in pairs:
+            level = self._carry(param, grad, number)
+            param.device.backend.run("copy", grad.array, out=self._level(param, level))
+        bookkeep(self._count, [param for param, _ in pairs])
+
+    def means(self, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the sums of the call that makes the update; the scheme divides by the number of microbatches."""
+        if self.num_batches == 1:
+            yield from gradients
+            return
+        seen: dict[Tensor, Tensor] = {}
+        for param, grad in gradients:
+            self._check_known(param)
+            self._carry(param, grad, self.num_batches - 1)
+            seen[param] = grad
+            yield param, grad
+        self._check_same(seen)
+
+    def end(self) -> None:
+        if self.num_batches > 1:
+            bookkeep(self._clear)
+
+    def _carry(self, param: Tensor, grad: Tensor, number: int) -> int:
+        """Add to ``grad`` the sums that microbatch ``number`` is the last neighbour of; return the level it is of."""
+        level, run = 0, param.device.backend.run
+        self._rounded(grad)
+        while number >> level & 1:
+            run("add", self._level(param, level), grad.array, out=grad.array)
+            self._rounded(grad)
+            level += 1
+        return level
+
+    def _rounded(self, grad: Tensor) -> None:
+        if self._round is not None:
+            self._round(grad.array)
+
+    def _level(self, param: Tensor, level: int) -> Array:
+        if (param, level) not in self._levels:
+            with unrecorded():
+                self._levels[param, level] = param.device.backend.zeros(param.shape, param.dtype)
+        return self._levels[param, level]
+
+    def _check_known(self, param: Tensor) -> None:
+        if param not in self._pending:
+            raise OptionError(f"{NEEDS}; {param.name!r} has one in this one, but had none in the one before")
+
+    def _check_same(self, params: Mapping[Tensor, Any]) -> None:
+        if not self.num_calls:
+            return
+        for param in params:
+            self._check_known(param)
+        for param in self._pending:
+            if param not in params:
+                raise OptionError(f"{NEEDS}; {param.name!r} has none in this one")
+
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, np.ndarray]:
+        if not self.num_calls:
+            return {}
+        states = {CALLS: np.array(self.num_calls), BATCHES: np.array(self.num_batches)}
+        for (param, level), array in self._levels.items():
+            if self.num_calls >> level & 1:
+                states[f"{LEVEL}{level}/{names[param]}"] = param.device.backend.to_numpy(array)
+        return states
+
+    def check_states(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
+        if not states:
+            return
+        self._check_counts(states)
+        fits = {
+            f"{LEVEL}{level}/{name}": (param.shape, param.dtype)
+            for param, name in names.items()
+            for level in range(self.num_batches.bit_length())
+        }
+        for key, values in states.items():
+            if key not in (CALLS, BATCHES) and fits.get(key) != (values.shape, values.dtype):
+                raise CheckpointError(
+                    f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
+                )
+
+    def load_state_dict(self, states: Mapping[str, np.ndarray], names: Mapping[Tensor, str]) -> None:
+        params = {name: param for param, name in names.items()}
+        self._calls, self._pending = int(states.get(CALLS, 0)), {}
+        for key, values in states.items():
+            if key.startswith(LEVEL):
+                level, _, name = key.removeprefix(LEVEL).partition("/")
+                backend = params[name].device.backend
+                backend.run("copy", backend.asarray(values), out=self._level(params[name], int(level)))
+                self._pending[params[name]] = None
+
+
+def begin_microbatch(devices: Iterator[Device], seeds: dict[Device, int], number: int) -> None:
+    """Go on with each device's random stream where microbatch ``number`` begins, see Note [streams of microbatches].
+
+    Args:
+        seeds: of the devices, which are added at their first time.
+        number: counted over all updates.
+
+    Raises:
+        OptionError: a device has got another seed since.
+    """
+    for device in devices:
+        seed, _ = device.get_random_state()
+        if seeds.setdefault(device, seed) != seed:
+            raise OptionError(
+                f"DistOpt: order='fixed': the seed of {device} was {seeds[device]} at first and is {seed} now; set it "
+                "before compile, the same on all ranks"
+            )
+        device.set_random_state((seed, number << DRAWS))

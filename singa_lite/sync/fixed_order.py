@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums whose bits do not depend on the number of ranks: DistOpt(order="fixed"); no dist_option of its own.
+
+Note [fixed order]: a global batch is a power of two of microbatches, numbered in the order of the samples. Their
+gradients are the leaves of a binary tree of sums: neighbours first, then neighbouring sums. A rank has neighbouring
+leaves, so its own sum is a node (opt/fixed_order.py), and the nodes above it are made here: at each level by an
+all-reduce of two ranks, which adds two numbers, in either order with the same bits. On the wire as bfloat16 every leaf
+and every sum is rounded, wherever it is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..comm.base import Communicator
+from ..comm.work import Traffic
+from ..errors import DTypeError
+from ..graph.recorder import bookkeep, unrecorded
+from ..tensor import Tensor
+from .buckets import Bucket, BucketedSync, Exchange
+
+
+class FixedOrder(BucketedSync):
+    """The mean over microbatches by sums in a fixed order, see Note [fixed order].
+
+    Attributes:
+        wire_dtype: what values are sent as; None is their own dtype.
+        num_microbatches: in all ranks' sums together, set by DistOpt.
+    """
+
+    wire_dtype: ClassVar[str | None] = None
+    num_microbatches = 1
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pairs_of_ranks: list[Communicator] | None = (
+            None  # a group of two for each level, the lowest first
+        )
+        self._counted: dict[Communicator, Traffic] = {}
+
+    @classmethod
+    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
+        if dtype != "float32" and (dtype != "float64" or cls.wire_dtype):
+            raise DTypeError(
+                f"order='fixed': {names} is {dtype}; only float32 gradients are summed in fixed order"
+            )
+
+    def exchange(self, bucket: Bucket) -> Exchange:
+        if self._pairs_of_ranks is None:
+            with unrecorded():
+                self._pairs_of_ranks = self._make_groups()
+        for group in self._pairs_of_ranks:
+            yield group.all_reduce(bucket.flat, "sum", wire_dtype=self.wire_dtype, name=bucket.name)
+        factor = bucket.backend.empty((1,), bucket.dtype)
+        bucket.backend.run("fill", out=factor, value=1.0 / self.num_microbatches)
+        bucket.backend.run("mul", bucket.flat, factor, out=bucket.flat)
+
+    def _make_groups(self) -> list[Communicator]:
+        size, rank, groups = self.communicator.size, self.communicator.rank, list[Communicator]()
+        if size == 2:
+            return [self.communicator]
+        level = 1
+        while level < size:
+            for low in (each for each in range(size) if not each & level):
+                group = self.communicator.new_group([low, low | level], name=f"level {level} of rank {low}")
+                if rank & ~level == low:
+                    assert group is not None
+                    groups.append(group)
+            level *= 2
+        for group in groups:
+            group.abort_together([*groups, self.communicator])
+        self._counted = {group: group.traffic.copy() for group in groups}
+        return groups
+
+    def after_update(self, params: list[Tensor]) -> None:
+        bookkeep(self._count)
+
+    def _count(self) -> None:
+        """Count what the groups have sent as this scheme's."""
+        for group, before in self._counted.items():
+            self.communicator.traffic.add(group.traffic.since(before))
+            self._counted[group] = group.traffic.copy()
+
+
+class FixedOrderBf16(FixedOrder):
+    """The same with values as bfloat16 on the wire."""
+
+    wire_dtype = "bfloat16"
+
+
+FIXED_ORDER = {"fp32": FixedOrder, "bf16": FixedOrderBf16}  # by dist_option

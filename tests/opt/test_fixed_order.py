@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistOpt(microbatches=8, order="fixed"): the same bits on 1, 2, 4 and 8 ranks, all transports, and after a resize."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, checkpoint, layer, model, opt
+from singa_lite.data import ShardedSampler
+from singa_lite.device import get_default_device
+from singa_lite.errors import CheckpointError, CommError, DataError, OptionError, SingaLiteError
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.ranks import mpi_missing, run_ranks
+
+NUM_SAMPLES, BATCH = 203, 5  # the last global batch of an epoch has microbatches of 4 and 5
+MODES = [("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True)]
+rng = np.random.default_rng(0)
+IMAGES = rng.standard_normal((NUM_SAMPLES, 3, 6, 6)).astype(np.float32)
+LABELS = rng.integers(0, 4, NUM_SAMPLES)
+
+
+class Net(model.Model):
+    """Convolution, dropout and products, without batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.pool = layer.Conv2d(8, 3, padding=1), layer.ReLU(), layer.MaxPool2d(2)
+        self.flatten, self.dropout, self.linear = layer.Flatten(), layer.Dropout(0.4), layer.Linear(4)
+        self.loss = layer.SoftMaxCrossEntropy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.dropout(self.flatten(self.pool(self.relu(self.conv(x))))))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def made(communicator: Any, dist_option: str, use_graph: bool, **options: Any) -> tuple[Net, ShardedSampler]:
+    get_default_device().SetRandSeed(3)
+    sgd = opt.SGD(lr=opt.ExponentialDecay(0.05, 10, 0.8), momentum=0.9)
+    net = Net()
+    arguments = {"microbatches": 8, "order": "fixed", "clip_norm": 1.0, **options}
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, dist_option=dist_option, **arguments))
+    net.compile([from_numpy(IMAGES[:BATCH])], use_graph=use_graph)
+    each = arguments["microbatches"]
+    return net, ShardedSampler(
+        NUM_SAMPLES, BATCH, communicator.rank, communicator.size, seed=1, microbatches=each
+    )
+
+
+def train(net: Net, sampler: ShardedSampler, updates: int) -> None:
+    """Train until so many updates were made."""
+    while net.optimizer.step_counter < updates:
+        for indices in sampler:
+            net(from_numpy(IMAGES[indices]), from_numpy(LABELS[indices]))
+            if net.optimizer.step_counter == updates and not net.optimizer._sums.num_calls:
+                break
+    autograd.training = False
+
+
+def checksum(net: Net) -> int:
+    """crc32 of parameters and momentum."""
+    found = 0
+    for _, value in sorted(net.get_params().items()):
+        found = zlib.crc32(to_numpy(value).tobytes(), found)
+        found = zlib.crc32(to_numpy(net.optimizer.slots(value)["momentum"]).tobytes(), found)
+    return found
+
+
+def checksums(communicator: Any, updates: int) -> list[int]:
+    found = []
+    for dist_option, use_graph in MODES:
+        net, sampler = made(communicator, dist_option, use_graph)
+        train(net, sampler, updates)
+        assert all(info.break_reason is None for info in net.graph_info())
+        found.append(checksum(net))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[int]:
+    [found] = run_ranks(checksums, 1, 14, transport="local")
+    assert len({found[0], found[2]}) == 2  # bf16 rounds
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_number_of_ranks_ends_with_the_bits_of_one(alone: list[int], size: int) -> None:
+    assert run_ranks(checksums, size, 14) == [alone] * size
+
+
+@pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi4py is there")
+def test_the_same_over_mpi(alone: list[int]) -> None:
+    assert run_ranks(checksums, 4, 14, transport="mpi") == [alone] * 4
+
+
+def in_any_order(communicator: Any) -> int:
+    net, sampler = made(communicator, "fp32", False, order="any")
+    train(net, sampler, 14)
+    return checksum(net)
+
+
+def test_without_it_the_bits_depend_on_the_number_of_ranks(alone: list[int]) -> None:
+    """So that the tests above can fail."""
+    found = {run_ranks(in_any_order, size)[0] for size in (2, 4)}
+    assert len({*found, alone[0]}) == 3
+
+
+def mean_gradient(communicator: Any) -> list[float]:
+    """How far the first update is off the float64 mean over all microbatches, in units of its largest element."""
+    net, sampler = made(communicator, "fp32", False, clip_norm=None)
+    net.dropout.ratio = 0.0
+    before = {name: to_numpy(value).astype(np.float64) for name, value in net.get_params().items()}
+    grads: dict[str, Any] = dict.fromkeys(before, 0.0)
+    every = ShardedSampler(NUM_SAMPLES, BATCH, 0, 1, seed=1, microbatches=8)
+    for number, indices in enumerate(every):
+        if number == 8:
+            break
+        autograd.training = True
+        loss = net.loss(net.forward(from_numpy(IMAGES[indices])), from_numpy(LABELS[indices]))
+        for param, grad in autograd.backward(loss):
+            grads[net.optimizer.name_of(param)] += to_numpy(grad).astype(np.float64) / 8
+    train(net, sampler, 1)
+    found = []
+    for name, value in net.get_params().items():
+        step = (before[name] - to_numpy(value)) / 0.05
+        found.append(float(np.abs(step - grads[name]).max() / np.abs(grads[name]).max()))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_update_is_by_the_mean_over_all_microbatches(size: int) -> None:
+    for found in run_ranks(mean_gradient, size, transport="local" if size == 1 else "shm"):
+        assert len(found) == 4 and max(found) < 1e-4
+
+
+def resumed(communicator: Any, folder: str, updates: int, saves: bool) -> tuple[int | None, list[int]]:
+    """Go on by so many updates, recorded; save in the end. The step gone on from, and the checksums."""
+    found, start = [], None
+    for dist_option in ("fp32", "bf16"):
+        net, sampler = made(communicator, dist_option, True)
+        job = checkpoint.load_job(f"{folder}/{dist_option}", net, sampler=sampler)
+        start = None if job is None else job.step
+        train(net, sampler, (start or 0) + updates)
+        checkpoint.save_job(f"{folder}/{dist_option}", net, sampler=sampler)
+        if not saves:
+            train(net, sampler, (start or 0) + 2 * updates)
+            checkpoint.save_job(f"{folder}/{dist_option}", net, sampler=sampler)
+            train(net, sampler, (start or 0) + 3 * updates)
+        found.append(checksum(net))
+    return start, found
+
+
+def test_a_job_that_loses_ranks_and_gets_them_again_ends_with_the_same_bits(tmp_path: Any) -> None:
+    [(_, whole)] = run_ranks(resumed, 1, str(tmp_path / "whole"), 6, False, transport="local")
+    folder = str(tmp_path / "changed")
+    assert run_ranks(resumed, 4, folder, 6, True)[0][0] is None
+    assert run_ranks(resumed, 2, folder, 6, True)[0][0] == 6
+    assert run_ranks(resumed, 8, folder, 6, True) == [(12, whole)] * 8
+
+
+def within_a_batch(communicator: Any, folder: str) -> list[str]:
+    """Save between the microbatches of an update and go on, on as many ranks and then on others."""
+    net, sampler = made(communicator, "fp32", False)
+    errors = []
+    try:
+        job = checkpoint.load_job(folder, net, sampler=sampler)
+    except CheckpointError as error:
+        return [str(error)]
+    assert job is None
+    loop = iter(sampler)
+    for _ in range(3):
+        indices = next(loop)
+        net(from_numpy(IMAGES[indices]), from_numpy(LABELS[indices]))
+    checkpoint.save_job(folder, net, sampler=sampler)
+    train(net, sampler, 2)
+    again, sampler = made(communicator, "fp32", False)
+    checkpoint.load_job(folder, again, sampler=sampler)
+    train(again, sampler, 2)
+    errors.append("" if checksum(again) == checksum(net) else "other bits")
+    return errors
+
+
+def test_a_save_between_microbatches_is_for_as_many_ranks(tmp_path: Any) -> None:
+    assert run_ranks(within_a_batch, 2, str(tmp_path)) == [[""]] * 2
+    for [error] in run_ranks(within_a_batch, 4, str(tmp_path)):
+        assert "only 2 ranks can go on from" in error
+
+
+class TwoHeads(Net):
+    """A parameter that not every call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = layer.Linear(4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.flatten(self.pool(self.relu(self.conv(x))))
+        self.calls += 1
+        return autograd.add(self.linear(y), self.other(y)) if self.calls % 3 == 2 else self.linear(y)
+
+
+def refused(communicator: Any) -> list[str]:
+    errors = []
+
+    def attempt(action: Any) -> None:
+        try:
+            action()
+            errors.append("no error")
+        except SingaLiteError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    def dist(**options: Any) -> Any:
+        return opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, **options)
+
+    def two_heads() -> None:
+        net = TwoHeads()
+        net.set_optimizer(dist(microbatches=8, order="fixed"))
+        net.compile([from_numpy(IMAGES[:BATCH])])
+        for _ in range(4):
+            net(from_numpy(IMAGES[:BATCH]), from_numpy(LABELS[:BATCH]))
+
+    def by_hand() -> None:
+        autograd.training = True
+        net = Net()
+        loss = net.loss(net.forward(from_numpy(IMAGES[:BATCH])), from_numpy(LABELS[:BATCH]))
+        dist(microbatches=8, order="fixed")(loss)
+
+    def reseeded() -> None:
+        net, sampler = made(communicator, "fp32", False)
+        get_default_device().SetRandSeed(9)
+        train(net, sampler, 1)
+
+    def other_seed() -> None:
+        get_default_device().SetRandSeed(communicator.rank)
+        net = Net()
+        net.set_optimizer(dist(microbatches=8, order="fixed"))
+        net.compile([from_numpy(IMAGES[:BATCH])])
+
+    attempt(lambda: dist(microbatches=8, order="sorted"))
+    attempt(lambda: dist(order="fixed"))
+    attempt(lambda: dist(microbatches=6, order="fixed"))
+    attempt(lambda: dist(microbatches=8, accumulate=2))
+    attempt(lambda: dist(microbatches=7))
+    attempt(lambda: dist(microbatches=8, order="fixed", dist_option="sparseTopK"))
+    attempt(two_heads)
+    attempt(by_hand)
+    attempt(reseeded)
+    attempt(lambda: ShardedSampler(40, 4, communicator.rank, 2, microbatches=3))
+    attempt(lambda: ShardedSampler(7, 4, communicator.rank, 2, microbatches=8))
+    attempt(other_seed)
+    autograd.training = False
+    return errors
+
+
+REFUSALS = [
+    (OptionError, "order = 'sorted'"),
+    (OptionError, "a power of two, not None"),
+    (OptionError, "a power of two, not 6"),
+    (OptionError, "accumulate and microbatches"),
+    (OptionError, "microbatches = 7 must divide by the 2 ranks"),
+    (OptionError, "fp32 and bf16, not for sparseTopK"),
+    (OptionError, "has none in this one"),
+    (SingaLiteError, "call prepare(params, buffers)"),
+    (OptionError, "was 3 at first and is 9 now"),
+    (OptionError, "microbatches = 3 must divide by the 2 ranks"),
+    (DataError, "7 samples cannot feed 8 microbatches"),
+    (CommError, "their random seeds"),
+]
+
+
+def test_what_would_break_the_order_is_refused() -> None:
+    for errors in run_ranks(refused, 2):
+        assert len(errors) == len(REFUSALS)
+        for (kind, text), error in zip(REFUSALS, errors, strict=True):
+            assert text in error, errors
+            assert kind is SingaLiteError or error.startswith(kind.__name__)
