@@ -146,7 +146,9 @@ def launch_round(
         job = Job(rendezvous_id, names, options, output)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
-        raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
+        remove_segments(rendezvous_id)
+        failed = CannotStart(f"launch: cannot start {len(names)} processes: {error}; {HELP}")
+        return Round(1, None, str(error), [None] * len(names), started_at, time.time(), failed)
     job.signals = signals
     failure: CommError | None = None
     try:
@@ -163,9 +165,10 @@ def launch_round(
             remove_segments(rendezvous_id)
             reaper.dismiss()
     if failure is not None:
+        output.rest(DRAIN_S)
         return Round(1, len(job.processes), str(failure), steps, started_at, time.time(), failure)
     code = job.report()
-    job.output.rest(DRAIN_S)
+    output.rest(DRAIN_S)
     return Round(code, *job.first_failure(), steps, started_at, job.ended_at or time.time())
 
 
