@@ -48,6 +48,10 @@ class CommError(SingaLiteError, RuntimeError):
     """A collective failed: a peer died, is late, disagrees, or a transport is not available."""
 
 
+class NonFiniteError(SingaLiteError, ArithmeticError):
+    """A gradient has infinities or NaN, and ``check_finite="raise"`` was asked for."""
+
+
 def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise ``OptionError`` unless ``value`` is one of ``choices``."""
     try:

@@ -396,6 +396,6 @@ def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
     """Return a hash of each array that the model has now; CheckpointError unless those are what was read."""
     found, wanted = _digests(has), _digests(read)
     for name, value in wanted.items():
-        if not name.startswith((EXTRA, STREAMS)) and found.get(name) != value:
+        if not name.startswith((EXTRA, STREAMS)) and found.get(name, value) != value:
             raise CheckpointError(f"{where}: {name!r} is not what was read after it was loaded")
     return found

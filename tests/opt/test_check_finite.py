@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DistOpt(check_finite=): a gradient that is not finite on one rank raises, or leaves the update out, on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, checkpoint, opt
+from singa_lite.device import get_default_device
+from singa_lite.errors import NonFiniteError, OptionError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.opt import every_scheme
+from tests.opt.every_scheme import (
+    ACTIVE,
+    Net,
+    batch,
+    check_that_none_is_missing,
+    two_ranks_a_host,
+)
+from tests.ranks import run_ranks
+
+BAD_STEP = 3
+
+
+def made(communicator: Any, text: str, use_graph: bool, mode: str | None, **options: Any) -> Net:
+    get_default_device().SetRandSeed(1)
+    net = Net()
+    sgd = opt.SGD(lr=0.1, momentum=0.9)
+    net.set_optimizer(
+        opt.DistOpt(sgd, communicator=communicator, dist_option=text, check_finite=mode, **options)
+    )
+    net.compile([batch(communicator.rank, 0)[0]], use_graph=use_graph)
+    return net
+
+
+def everything(net: Net) -> dict[str, bytes]:
+    """All states but what check_finite counts."""
+    return {k: v for k, v in every_scheme.everything(net).items() if not k.startswith("finite/")}
+
+
+def spoilt(rank: int, step: int, value: float) -> tuple[Tensor, Tensor]:
+    x, y = (to_numpy(part) for part in batch(rank, step))
+    x[0, 0] = value
+    return Tensor(data=x), Tensor(data=y)
+
+
+def raised(communicator: Any, use_graph: bool) -> dict[str, tuple[str, bool, bool]]:
+    """By scheme: the error of a step with NaN on rank 1, whether nothing changed, and whether training goes on."""
+    rank, found = communicator.rank, {}
+    with two_ranks_a_host(communicator):
+        for name, text in ACTIVE.items():
+            net, twin = (
+                made(communicator, text, use_graph, "raise"),
+                made(communicator, text, use_graph, None),
+            )
+            for step in range(BAD_STEP):
+                net(*batch(rank, step))
+                twin(*batch(rank, step))
+            same, before, error = everything(net) == everything(twin), everything(net), ""
+            try:
+                net(*(spoilt(rank, BAD_STEP, np.nan) if rank == 1 else batch(rank, BAD_STEP)))
+            except NonFiniteError as caught:
+                error = str(caught)
+            kept = everything(net) == before
+            net(*batch(rank, BAD_STEP))
+            twin(*batch(rank, BAD_STEP))
+            found[name] = error, kept and same, use_graph or everything(net) == everything(twin)
+    autograd.training = False
+    return found
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_raise_names_parameter_and_rank_on_all_and_changes_nothing(use_graph: bool) -> None:
+    check_that_none_is_missing()
+    for found in run_ranks(raised, 3, use_graph):
+        assert set(found) == set(ACTIVE)
+        for name, (error, kept, goes_on) in found.items():
+            assert "on rank 1 (" in error and f"at step {BAD_STEP}" in error, (name, error)
+            assert "on rank 0" not in error and kept and goes_on, name
+
+
+def skipped(communicator: Any, use_graph: bool, value: float) -> dict[str, tuple[int, int, bool, bool]]:
+    """By scheme: updates left out, updates made, and whether bits are those of a run without the bad step."""
+    rank, found = communicator.rank, {}
+    with two_ranks_a_host(communicator):
+        for name, text in ACTIVE.items():
+            net, twin = made(communicator, text, use_graph, "skip"), made(communicator, text, False, "skip")
+            for step in range(6):
+                if step == BAD_STEP:
+                    net(*(spoilt(rank, step, value) if rank == 2 else batch(rank, step)))
+                net(*batch(rank, step))
+                twin(*batch(rank, step))
+            mine, theirs = everything(net), everything(twin)
+            differs = [key for key, value in theirs.items() if mine[key] != value]
+            states = {name: to_numpy(value) for name, value in net.get_params().items()}
+            finite = all(np.isfinite(value).all() for value in states.values())
+            found[name] = net.optimizer.num_skipped, net.optimizer.step_counter, not differs, finite
+    autograd.training = False
+    return found
+
+
+@pytest.mark.parametrize(("use_graph", "value"), [(False, np.inf), (True, np.nan)])
+def test_skip_leaves_the_update_out_on_all_ranks(use_graph: bool, value: float) -> None:
+    for found in run_ranks(skipped, 3, use_graph, value):
+        assert found == dict.fromkeys(ACTIVE, (1, 6, True, True))
+
+
+def with_sums(communicator: Any) -> list[Any]:
+    """A bad batch within a sum of two drops both; without the option NaN spreads."""
+    rank = communicator.rank
+    net, plain = (
+        made(communicator, "fp32", False, "skip", accumulate=2),
+        made(communicator, "fp32", False, None),
+    )
+    net(*batch(rank, 0))
+    net(*batch(rank, 1))
+    good = everything(net)
+    net(*(spoilt(rank, 2, np.nan) if rank == 0 else batch(rank, 2)))
+    net(*batch(rank, 3))
+    kept = [key for key, value in good.items() if everything(net)[key] != value]
+    net(*batch(rank, 4))
+    net(*batch(rank, 5))
+    plain(*(spoilt(rank, 0, np.nan) if rank == 0 else batch(rank, 0)))
+    autograd.training = False
+    spread = any(np.isnan(to_numpy(value)).any() for value in plain.get_params().values())
+    return [[key.rsplit("/")[-1] for key in kept], net.optimizer.step_counter, spread]
+
+
+def test_a_bad_batch_within_a_sum_drops_the_sum() -> None:
+    for kept, steps, spread in run_ranks(with_sums, 2):
+        assert kept == [] and steps == 2 and spread
+
+
+class Half(Net):
+    """Parameters and activations in float16."""
+
+
+def halves(communicator: Any) -> list[float]:
+    """The loss scale after steps of a float16 loss, and how many updates were left out."""
+    rank = communicator.rank
+    net = Half()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.01), communicator=communicator, check_finite="skip"))
+    x, y = (to_numpy(part) for part in batch(rank, 0))
+    half = [
+        Tensor(data=x.astype(np.float16)),
+        Tensor(data=y.astype(np.float16) if y.dtype.kind == "f" else y),
+    ]
+    net.compile([half[0]])
+    before = {name: to_numpy(value) for name, value in net.get_params().items()}
+    large = [Tensor(data=(x * 200).astype(np.float16)), half[1]]
+    for _ in range(10):
+        net(*large)
+    skipped, scale = net.optimizer.num_skipped, net.optimizer.loss_scale
+    changed = [name for name, value in net.get_params().items() if np.any(to_numpy(value) != before[name])]
+    autograd.training = False
+    assert all(value.dtype == np.float16 for value in before.values())
+    finite = all(np.isfinite(to_numpy(value)).all() for value in net.get_params().values())
+    return [skipped, scale, float(bool(changed)), float(finite)]
+
+
+def test_the_scale_of_a_float16_loss_falls_until_gradients_are_finite() -> None:
+    results = run_ranks(halves, 2)
+    assert results[0] == results[1]
+    skipped, scale, changed, finite = results[0]
+    assert skipped >= 1 and scale == 2.0 ** (15 - skipped) and changed and finite
+
+
+def small_gradients(communicator: Any) -> list[int]:
+    """How many gradients of a float16 model are not zero, without and with a scale of the loss."""
+    found = []
+    for mode in (None, "skip"):
+        net = made(communicator, "fp32", False, mode)
+        weight = Tensor(data=np.full((4, 4), 1e-2, np.float16), requires_grad=True, stores_grad=True)
+        autograd.training = True
+        x, small = (
+            Tensor(data=np.full((2, 4), 1e3, np.float16)),
+            Tensor(data=np.full((2, 4), 1e-4, np.float16)),
+        )
+        # behind both factors a gradient is 1e-9, which float16 does not have; that of the weight is 3e-6
+        y = autograd.mul(autograd.mul(autograd.matmul(x, weight), small), small)
+        loss = autograd.reduce_mean(y)
+        grads = dict(net.optimizer._backward(loss))
+        found.append(int(np.count_nonzero(to_numpy(grads[weight]))))
+    autograd.training = False
+    return found
+
+
+def test_a_scale_keeps_what_would_vanish_between_operators() -> None:
+    without, scaled = run_ranks(small_gradients, 1, transport="local")[0]
+    assert (without, scaled) == (0, 16)
+
+
+def resumed(communicator: Any, folder: str) -> list[Any]:
+    net = made(communicator, "fp32", False, "skip")
+    for step in range(4):
+        net(*(spoilt(communicator.rank, step, np.inf) if step == 1 else batch(communicator.rank, step)))
+    checkpoint.save_job(folder, net)
+    found = []
+    for mode in ("skip", "raise", None):
+        other = made(communicator, "fp32", False, mode)
+        checkpoint.load_job(folder, other)
+        found.append((other.optimizer.num_skipped, other.optimizer.loss_scale))
+    autograd.training = False
+    return found
+
+
+def test_a_checkpoint_keeps_the_scale(tmp_path: Any) -> None:
+    for found in run_ranks(resumed, 2, str(tmp_path)):
+        assert found == [(1, 2.0**14), (1, 2.0**14), (0, 1.0)]
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(OptionError, match="check_finite = 'warn'"):
+        opt.DistOpt(opt.SGD(lr=0.1), check_finite="warn")
