@@ -13,6 +13,7 @@ processes. Training loss is the sum over batches and ranks of the batch means.
 
 import argparse
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from model.cnn import CNN
 from model.mlp import MLP
 from model.resnet import ResNet18, ResNet20
 
-from singa_lite import data, device, opt, tensor
+from singa_lite import checkpoint, data, device, opt, tensor
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of all training pixels / 255, by colour
 EVAL_BATCH = 250
@@ -60,7 +61,15 @@ def parse_arguments():
         help="random images instead: COUNT to train on, a fifth of it to test on",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/cifar"), help="folder for plot and checkpoint")
-    return parser.parse_args()
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", default=os.environ.get("SINGA_LITE_CHECKPOINT"),
+        help="go on from the newest checkpoint there, and save there; `singa-lite run --checkpoint` names it too",
+    )  # fmt: skip
+    parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="with --checkpoint")
+    arguments = parser.parse_args()
+    if arguments.save_every < 1:
+        parser.error("--save-every must be at least 1")
+    return arguments
 
 
 class WarmupCosine(opt.DecayScheduler):
@@ -107,11 +116,22 @@ def main():
         print(f"model {arguments.model}, data {source}{cifar.note and ': ' + cifar.note}", flush=True)
 
     history = []
-    for epoch in range(arguments.epochs):
+    if arguments.checkpoint:
+        sgd.stop_on_signals()
+        job = checkpoint.load_job(arguments.checkpoint, model, sampler=sampler)
+        if job:
+            history = job.extra["history"]
+            if is_first:
+                print(f"Going on from step {job.step}", flush=True)
+    for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)
         start = time.perf_counter()
-        loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments)
+        loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments, history)
+        if arguments.checkpoint and sgd.should_stop:  # all ranks, after the same step
+            if is_first:
+                print(f"Stopped at step {sgd.step_counter}, as asked", flush=True)
+            return
         seconds = time.perf_counter() - start
         sgd.synchronize(model)  # the running statistics of batch norm are each rank's own
         tested = evaluate(model, dev, cifar, sgd, arguments)
@@ -125,9 +145,9 @@ def main():
 
     if is_first:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        checkpoint = arguments.out / f"cifar_{arguments.model}.zip"
-        model.save_states(checkpoint, {"epochs": np.array(arguments.epochs)})
-        print(f"checkpoint: {checkpoint.resolve()}")
+        path = arguments.out / f"cifar_{arguments.model}.zip"
+        model.save_states(path, {"epochs": np.array(arguments.epochs)})
+        print(f"checkpoint: {path.resolve()}")
         print(f"plot: {plot(history, arguments)}", flush=True)
 
 
@@ -146,8 +166,9 @@ def make_batches(cifar, sampler, seed):
         yield data.make_batch(images, cifar.train_labels[indices], slice(None), mean=MEAN, std=STD)
 
 
-def train_epoch(model, sgd, dev, cifar, sampler, arguments):
-    """One epoch; this rank's sum of batch losses, number of correct answers and bytes sent."""
+def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
+    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, number of correct answers
+    and bytes sent."""
     model.train()
     loss_sum, correct, sent = 0.0, 0, 0
     for step, (x, y) in enumerate(
@@ -160,6 +181,13 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments):
         sent += sgd.bytes_sent
         if sgd.global_rank == 0:
             show_progress(step + 1, len(sampler), loss.item())
+        if arguments.checkpoint and (sgd.should_stop or sgd.step_counter % arguments.save_every == 0):
+            extra = {"history": history}
+            checkpoint.save_job(
+                arguments.checkpoint, model, sampler=sampler, extra=extra, block=sgd.should_stop
+            )
+            if sgd.should_stop:
+                break
     return loss_sum, correct, sent
 
 

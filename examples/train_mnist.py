@@ -7,12 +7,16 @@
     singa-lite run -n 2 examples/train_mnist.py --no-graph           each step runs in Python, eagerly
     mpiexec -n 2 python examples/train_mnist.py                      MPI or, with srun, Slurm
 
+    singa-lite run -n 2 --max-restarts 3 --checkpoint runs/job examples/train_mnist.py
+        starts again from the newest checkpoint when a process fails; SIGTERM has it save and end
+
 Every sample of an epoch is used exactly once and every test image is counted, whatever the number of
 processes. Training loss is the sum over batches and ranks of the batch means.
 """
 
 import argparse
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from model.cnn import CNN
 
-from singa_lite import data, device, opt, tensor
+from singa_lite import checkpoint, data, device, opt, tensor
 
 MEAN, STD = 0.1307, 0.3081  # of all training pixels / 255: inputs get mean 0 and variance 1
 EVAL_BATCH = 500
@@ -46,9 +50,14 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
     parser.add_argument("--out", type=Path, default=Path("runs/mnist"), help="folder for plot and checkpoint")
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", default=os.environ.get("SINGA_LITE_CHECKPOINT"),
+        help="go on from the newest checkpoint there, and save there; `singa-lite run --checkpoint` names it too",
+    )  # fmt: skip
+    parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="with --checkpoint")
     arguments = parser.parse_args()
-    if arguments.epochs < 1 or arguments.batch_size < 1:
-        parser.error("--epochs and --batch-size must be at least 1")
+    if arguments.epochs < 1 or arguments.batch_size < 1 or arguments.save_every < 1:
+        parser.error("--epochs, --batch-size and --save-every must be at least 1")
     return arguments
 
 
@@ -77,11 +86,22 @@ def main():
         )
 
     history = []
-    for epoch in range(arguments.epochs):
+    if arguments.checkpoint:
+        sgd.stop_on_signals()
+        job = checkpoint.load_job(arguments.checkpoint, model, sampler=sampler)
+        if job:
+            history = job.extra["history"]
+            if is_first:
+                print(f"Going on from step {job.step}", flush=True)
+    for epoch in range(sampler.epoch, arguments.epochs):
         if is_first:
             print(f"Starting Epoch {epoch}:", flush=True)
         start = time.perf_counter()
-        loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments)
+        loss, correct, sent = train_epoch(model, sgd, dev, mnist, sampler, arguments, history)
+        if arguments.checkpoint and sgd.should_stop:  # all ranks, after the same step
+            if is_first:
+                print(f"Stopped at step {sgd.step_counter}, as asked", flush=True)
+            return
         seconds = time.perf_counter() - start
         if not sgd.keeps_equal:
             sgd.synchronize(model)  # between averages a parameter differs from rank to rank
@@ -101,14 +121,15 @@ def main():
                 + (f"; runs eagerly: {record.break_reason}" if record.break_reason else "")
             )
         arguments.out.mkdir(parents=True, exist_ok=True)
-        checkpoint = arguments.out / "mnist_cnn.zip"
-        model.save_states(checkpoint, {"epochs": np.array(arguments.epochs)})
-        print(f"checkpoint: {checkpoint.resolve()}")
+        path = arguments.out / "mnist_cnn.zip"
+        model.save_states(path, {"epochs": np.array(arguments.epochs)})
+        print(f"checkpoint: {path.resolve()}")
         print(f"plot: {plot(history, arguments)}", flush=True)
 
 
-def train_epoch(model, sgd, dev, mnist, sampler, arguments):
-    """One epoch; this rank's sum of batch losses, number of correct answers and bytes sent."""
+def train_epoch(model, sgd, dev, mnist, sampler, arguments, history):
+    """What is left of an epoch, or less if asked to stop; this rank's sum of batch losses, number of correct answers
+    and bytes sent."""
     model.train()
     loss_sum, correct, sent = 0.0, 0, 0
     for step, indices in enumerate(sampler):
@@ -120,6 +141,13 @@ def train_epoch(model, sgd, dev, mnist, sampler, arguments):
         sent += sgd.bytes_sent
         if sgd.global_rank == 0:
             show_progress(step + 1, len(sampler), loss.item())
+        if arguments.checkpoint and (sgd.should_stop or sgd.step_counter % arguments.save_every == 0):
+            extra = {"history": history}
+            checkpoint.save_job(
+                arguments.checkpoint, model, sampler=sampler, extra=extra, block=sgd.should_stop
+            )
+            if sgd.should_stop:
+                break
     return loss_sum, correct, sent
 
 

@@ -12,6 +12,7 @@ nothing of n different characters costs ln n. In the end the first process write
 """
 
 import argparse
+import os
 import time
 import zlib
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from model.transformer import Transformer
 
-from singa_lite import device, opt, tensor
+from singa_lite import checkpoint, device, opt, tensor
 
 DOCS = sorted((Path(__file__).resolve().parent.parent / "docs").glob("*.md"))
 LAST_STEPS = 20  # whose losses are averaged in the end
@@ -45,9 +46,14 @@ def parse_arguments():
         "--write", type=int, default=200, metavar="COUNT", help="characters to write in the end"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", default=os.environ.get("SINGA_LITE_CHECKPOINT"),
+        help="go on from the newest checkpoint there, and save there; `singa-lite run --checkpoint` names it too",
+    )  # fmt: skip
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="with --checkpoint")
     arguments = parser.parse_args()
-    if arguments.steps < 1 or arguments.batch_size < 1 or arguments.length < 1:
-        parser.error("--steps, --batch-size and --length must be at least 1")
+    if min(arguments.steps, arguments.batch_size, arguments.length, arguments.save_every) < 1:
+        parser.error("--steps, --batch-size, --length and --save-every must be at least 1")
     return arguments
 
 
@@ -86,27 +92,45 @@ def main():
         print(f"{len(text)} characters, {len(characters)} different, {count} parameters", flush=True)
 
     rng = np.random.default_rng([arguments.seed, 1 + adam.global_rank])
+    done = 0
+    if arguments.checkpoint:
+        adam.stop_on_signals()
+        job = checkpoint.load_job(arguments.checkpoint, network)
+        done = job.step if job else 0
+        for _ in range(done):
+            pieces(rng, train_ids, *shape)  # drawn before
+        if is_first and done:
+            print(f"Going on from step {done}", flush=True)
     losses = []
     start = time.perf_counter()
-    for step in range(1, arguments.steps + 1):
+    for step in range(done + 1, arguments.steps + 1):
         x, y = (tensor.from_numpy(array, dev) for array in pieces(rng, train_ids, *shape))
         _, loss = network(x, y, arguments.dist_option, arguments.spars)
         losses = [*losses[1 - LAST_STEPS :], loss]
         if is_first and (step == 1 or step % 50 == 0):
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        if arguments.checkpoint and (adam.should_stop or step % arguments.save_every == 0):
+            checkpoint.save_job(arguments.checkpoint, network, block=adam.should_stop)
+            if adam.should_stop:  # all ranks, after the same step
+                if is_first:
+                    print(f"Stopped at step {step}, as asked", flush=True)
+                return
     dev.Sync()
     seconds = time.perf_counter() - start
 
     if not adam.keeps_equal:
         adam.synchronize(network)  # between its turns a parameter differs from rank to rank
     totals = np.array(
-        [np.mean([loss.item() for loss in losses]), evaluate(network, test_ids, arguments, adam, dev)]
+        [
+            np.mean([loss.item() for loss in losses] or np.nan),
+            evaluate(network, test_ids, arguments, adam, dev),
+        ]
     )
     adam.all_reduce(totals)
     bits = b"".join(tensor.to_numpy(value).tobytes() for value in network.get_params().values())
     print(f"rank {adam.global_rank}: parameters have the checksum {zlib.crc32(bits):08x}", flush=True)
     if is_first:
-        speed = arguments.steps * arguments.batch_size * arguments.length * adam.world_size / seconds
+        speed = (arguments.steps - done) * arguments.batch_size * arguments.length * adam.world_size / seconds
         train_loss, test_loss = totals / adam.world_size
         print(f"{speed:.0f} characters/s, {adam.bytes_sent} bytes sent per step and rank")
         print(f"Training loss = {train_loss:.4f}, of text not trained on = {test_loss:.4f}", flush=True)

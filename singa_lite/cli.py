@@ -23,17 +23,19 @@ from .comm import find_transports
 from .comm.flight_report import SHOWN_CALLS
 from .comm.hosts import read_hosts
 from .comm.inspect_job import inspect_job
-from .comm.launch import EXIT_TIMEOUT_S, LaunchOptions, launch
-from .comm.launch_hosts import Placement, launch_on_hosts, srun_line
+from .comm.launch import EXIT_TIMEOUT_S, STOP_TIMEOUT_S, LaunchOptions
+from .comm.launch_hosts import Placement, srun_line
 from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
+from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
 from .comm.trace_file import join_trace, tracing
 from .errors import CommError, OptionError
 
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
     "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
-    "[--timeout-s T] [--exit-timeout T] [-m] SCRIPT [ARGUMENT ...]"
+    "[--max-restarts K] [--checkpoint FOLDER] [--min-ranks M] [--timeout-s T] [--exit-timeout T] [--stop-timeout T] "
+    "[-m] SCRIPT [ARGUMENT ...]"
 )
 BENCHES = (
     "sync: train with several dist_options and compare them; compare: two results of sync; "
@@ -177,6 +179,27 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         help="write what each rank did in its steps, as Chrome trace events for ui.perfetto.dev; with -H to a folder "
         "that all hosts share",
     )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start all processes again when one has failed, at most K times in all (default 0)",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the job's checkpoints (SINGA_LITE_CHECKPOINT), made if it is missing; with -H one that all "
+        "hosts share",
+    )
+    add(
+        "--min-ranks",
+        type=int,
+        metavar="M",
+        help="restart with fewer workers, but not fewer than M, when one cannot start or fails twice running before "
+        "its first step",
+    )
     add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
     add(
         "--exit-timeout",
@@ -184,6 +207,13 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         metavar="T",
         help=f"seconds the other processes have to end after one has ended with 0 (default {EXIT_TIMEOUT_S:g}); not "
         "with -H",
+    )
+    add(
+        "--stop-timeout",
+        type=float,
+        metavar="T",
+        help="seconds that ranks which take signals as requests to stop (DistOpt.stop_on_signals) have after SIGTERM "
+        f"or SIGUSR1 (default {STOP_TIMEOUT_S:g}); others have two",
     )
     add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
     add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
@@ -245,12 +275,14 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     given = LaunchOptions(
         timeout_s=options.timeout_s,
         exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
+        stop_timeout_s=STOP_TIMEOUT_S if options.stop_timeout is None else options.stop_timeout,
         log_dir=options.log_dir,
         num_servers=options.num_servers,
         link=options.link,
         worker_env=_variables(parser, "--env-worker", options.env_worker),
         server_env=_variables(parser, "--env-server", options.env_server),
     )
+    restart = RestartOptions(options.max_restarts, options.checkpoint, options.min_ranks)
     is_local, command = _is_local(parser, options), _command(parser, options)
     placement = None
     if not is_local:
@@ -258,11 +290,12 @@ def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
         if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
             line = srun_line(command, options.num_workers, given)
             parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
+    restart = check_restart(restart, options.num_workers)
     with tracing(options.trace) as variables:
         launch_options = replace(given, worker_env={**given.worker_env, **variables})
         if placement is None:
-            return launch(command, options.num_workers, launch_options)
-        return launch_on_hosts(command, options.num_workers, placement, launch_options)
+            return launch_rounds(command, options.num_workers, launch_options, restart)
+        return launch_host_rounds(command, options.num_workers, placement, launch_options, restart)
 
 
 def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
@@ -292,6 +325,8 @@ def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace)
             parser.error("--link: not with -H; links between hosts are real")
     if options.timeout_s is not None and not options.timeout_s > 0:
         parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
+    if options.stop_timeout is not None and not options.stop_timeout > 0:
+        parser.error(f"--stop-timeout {options.stop_timeout:g}: must be > 0")
     if options.exit_timeout is not None and not options.exit_timeout > 0:
         parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
 

@@ -218,6 +218,31 @@ def test_train_text_learns_and_keeps_equal_bits_on_all_ranks(tmp_path, ranks):
     assert abs(float(again) - float(train)) < 1e-2
 
 
+def test_train_text_stops_when_asked_and_goes_on_with_the_same_bits(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    script = [
+        ROOT / "examples" / "train_text.py", tmp_path / "text.txt", "--layers", 1, "--width", 16, "--heads", 2,
+        "--length", 16, "--batch-size", 8, "--steps", 400, "--write", 9, "--no-graph",
+    ]  # fmt: skip
+    whole = run(tmp_path, *LAUNCH_2[:-1], 3, *script)
+    saving = [*LAUNCH_2[:-1], 3, "--checkpoint", tmp_path / "job", *script]
+    job = subprocess.Popen(
+        [str(part) for part in saving], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert job.stdout is not None
+    while "step 1: loss" not in (line := job.stdout.readline()):
+        assert line
+    job.terminate()
+    output, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, errors
+    [stopped] = re.findall(r"Stopped at step (\d+), as asked", output)
+    assert 0 < int(stopped) < 400
+    rest = run(tmp_path, *saving)
+    assert f"Going on from step {stopped}\n" in rest
+    sums = re.findall(r"rank \d: parameters have the checksum (\w+)", rest)
+    assert len(sums) == 3 and set(sums) == set(re.findall(r"have the checksum (\w+)", whole))
+
+
 def test_train_text_refuses_a_text_that_is_too_short(tmp_path):
     (tmp_path / "text.txt").write_text("short")
     done = subprocess.run(

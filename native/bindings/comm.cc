@@ -63,7 +63,7 @@ void wait_for_all(T& made, const py::object& check) {
 
 std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire, int root, const py::handle& in,
                           const py::handle& out, std::size_t count, std::string name, float scale,
-                          std::string_view file, int line) {
+                          bool asks_to_stop, std::string_view file, int line) {
   CallSite site{file, line};
   Request request{Kind(kind),
                   ReduceOp(op),
@@ -74,7 +74,8 @@ std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire,
                   const_cast<void*>(memory_of(out, true)),
                   count,
                   std::move(name),
-                  scale};
+                  scale,
+                  asks_to_stop};
   py::gil_scoped_release release;  // the caller holds `file`
   return engine.start(std::move(request), site);
 }
@@ -254,6 +255,7 @@ PYBIND11_MODULE(_comm, m) {
       .def_property_readonly("has_ended", [](const Op& op) { return op.state.load() != 0; })
       .def_property_readonly("has_succeeded", [](const Op& op) { return op.state.load() == 1; })
       .def_property_readonly("number", [](const Op& op) { return op.fingerprint.sequence; })
+      .def_readonly("is_asked_to_stop", &Op::is_asked_to_stop)  // once it has succeeded
       .def_property_readonly("times", [](const Op& op) {
         return py::make_tuple(op.called_s, op.all_called_s, op.ended_s);  // once it has ended
       });

@@ -50,6 +50,7 @@ struct Request {
   std::size_t count = 0;  // elements this rank puts in; those of one rank's block where has_blocks(kind)
   std::string name;
   float scale = 1;  // of a narrower wire: values are multiplied by it there
+  bool asks_to_stop = false;  // told to all ranks, beside the data
 
   bool is_narrow() const { return wire != dtype; }
 };
@@ -64,6 +65,7 @@ struct Op {
   std::size_t round_elements = 0;  // in a slot; in one of its pieces where has_blocks(kind)
   // by monotonic_s(): the call here, the last rank's call, and the end; 0 until then
   double called_s = 0, all_called_s = 0, ended_s = 0;
+  bool is_asked_to_stop = false;   // by any rank in this collective; the same on all ranks once it has ended
   std::atomic<int> state{0};       // 0 in flight, 1 ended, 2 failed
 };
 

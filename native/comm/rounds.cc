@@ -144,6 +144,7 @@ void Engine::post(const Op& op, std::uint64_t round) {
     Descriptor& descriptor = slots_.descriptor(rank_, round);
     descriptor.fingerprint = op.fingerprint;
     descriptor.called_s = op.called_s;
+    descriptor.asks_to_stop = request.asks_to_stop;
     copy(descriptor.name, request.name.data(), std::min(request.name.size(), kNameBytes));
   }
   if (request.is_narrow()) {
@@ -258,8 +259,11 @@ void Engine::check_descriptors(Op& op, bool only_arrived) {
   }
   if (only_arrived) return;
   op.is_checked = true;
-  for (int r = 0; r < size_; ++r)
-    op.all_called_s = std::max(op.all_called_s, slots_.descriptor(r, op.first_round).called_s);
+  for (int r = 0; r < size_; ++r) {
+    const Descriptor& other = slots_.descriptor(r, op.first_round);
+    op.all_called_s = std::max(op.all_called_s, other.called_s);
+    op.is_asked_to_stop |= other.asks_to_stop != 0;
+  }
   if (is_recording_) record_.all_there(rank_, op.fingerprint.sequence, op.all_called_s);
 }
 

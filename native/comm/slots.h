@@ -23,12 +23,13 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 40 && std::has_unique_object_representations_v<Fingerprint>);
 
-constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint) - sizeof(double);
+constexpr std::size_t kNameBytes = 17 * kLine - sizeof(Fingerprint) - sizeof(double) - sizeof(std::uint64_t);
 
 // Stands in the slot of a collective's first round. Of a longer name the beginning is there, for errors.
 struct Descriptor {
   Fingerprint fingerprint;
   double called_s;  // when its rank made the call, by the clock that all processes of a host share
+  std::uint64_t asks_to_stop;  // 1 if its rank does; not compared
   char name[kNameBytes];
 };
 static_assert(sizeof(Descriptor) % kLine == 0);

@@ -248,7 +248,7 @@ int main() {
   test_ranks_that_disagree_are_shown_both_calls();
   test_long_names_are_compared_to_their_end(3, "'lay<r0.W layer9.W", "'lay>r0.W layer9.W");
   test_long_names_are_compared_to_their_end(500, "<", ">");
-  test_long_names_are_compared_to_their_end(1900, "bytes, which differ after byte 1040) sum", "(20");
+  test_long_names_are_compared_to_their_end(1900, "bytes, which differ after byte 1032) sum", "(20");
   test_a_forked_child_is_refused();
   test_worlds_that_cannot_gather();
   test_a_rank_taken_twice();

@@ -85,7 +85,7 @@ class LoopbackWork(FinishedWork):
     """A collective of a LoopbackCommunicator; notes when it is waited for."""
 
     def __init__(self, communicator: LoopbackCommunicator, called_s: float) -> None:
-        super().__init__(Times(called_s, called_s, called_s))
+        super().__init__(Times(called_s, called_s, called_s), communicator.stop_requests.is_sent)
         self._communicator = communicator
 
     def _wait(self, timeout_s: float | None) -> None:

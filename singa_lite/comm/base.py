@@ -21,6 +21,7 @@ from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choic
 from .flight_recorder import FlightRecorder
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
+from .stop_requests import StopRequests
 from .wire import WIRE_DTYPES
 from .work import Array, FinishedWork, Traffic, Work, WorkList, ring_bytes
 
@@ -120,6 +121,7 @@ class Communicator(ABC):
     Attributes:
         traffic: what was sent so far.
         flight_recorder: keeps the last collectives for reports of failures; None: nothing does.
+        stop_requests: what the collectives carry beside their data, but for those over NCCL.
         transport: the word of ``World.transport`` for this class; "" for one that only wraps others.
         joins_worlds: whether it is made of a World and a time-out; False if it is made for a world that was joined.
     """
@@ -139,6 +141,7 @@ class Communicator(ABC):
         self.timeout_s = float(timeout_s)
         self.traffic = Traffic()
         self.flight_recorder: FlightRecorder | None = None
+        self.stop_requests = StopRequests()
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._is_closed = False
@@ -159,6 +162,11 @@ class Communicator(ABC):
     def is_alone(self) -> bool:
         """Whether there is no peer and so nothing to move."""
         return self.size == 1
+
+    @property
+    def carries_requests(self) -> bool:
+        """Whether all collectives carry ``stop_requests``."""
+        return True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -318,6 +326,10 @@ class Communicator(ABC):
         """Leave because of an error: close() that reports ``reason`` to the peers. Never blocks."""
         self.close()
 
+    def share_stop_requests(self, requests: StopRequests) -> None:
+        """Carry ``requests`` from now on: a group's ranks are to know of those of the world."""
+        self.stop_requests = requests
+
     def abort_together(self, others: Sequence[Communicator]) -> None:
         """From now on, abort ``others`` if a collective fails here: their ranks would wait for this one in vain."""
         self._aborts_with = [weakref.ref(other) for other in others if other is not self]
@@ -374,6 +386,7 @@ class Communicator(ABC):
         work._on_failure = self._note_failure
         work.name, work.kind = operation.name, operation.kind
         work._on_end, work._arrays = self._forget, (array, out, scale)
+        work._stop_requests = self.stop_requests
         if operation.kind in HAS_RESULT:
             work._result = out
         payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2

@@ -14,6 +14,7 @@ from .base import Communicator, Graph, Operation, ReduceOp
 from .gpu_arrays import is_cuda_array
 from .local import LocalCommunicator
 from .nccl import NcclCommunicator, device_of
+from .stop_requests import StopRequests
 from .work import Array, Work
 
 
@@ -31,6 +32,7 @@ class DispatchCommunicator(Communicator):
         super().__init__(host.world, host.timeout_s)
         self.host = host
         self.flight_recorder = host.flight_recorder
+        self.stop_requests = host.stop_requests
         # native: the first NCCL communicator of a world and its groups, on whose stream they all run
         self._first: list[Any] = [] if parent is None else parent._first
         self._nccl: NcclCommunicator | None = None
@@ -68,6 +70,14 @@ class DispatchCommunicator(Communicator):
             if self._nccl is None
             else self._nccl.follow_graph(graph, last)
         )
+
+    @property
+    def carries_requests(self) -> bool:
+        return self._nccl is None
+
+    def share_stop_requests(self, requests: StopRequests) -> None:
+        super().share_stop_requests(requests)
+        self.host.share_stop_requests(requests)
 
     def abort(self, reason: str) -> None:
         if self._nccl is not None:

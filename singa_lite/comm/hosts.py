@@ -76,6 +76,12 @@ def place(hosts: Sequence[Host], num_workers: int, num_servers: int) -> list[str
     return [hosts[index].name for index in workers + servers]
 
 
+def without_slot(hosts: Sequence[Host], name: str) -> list[Host]:
+    """Return ``hosts`` with a slot fewer of the host ``name``, and without it if that was its last."""
+    fewer = [Host(host.name, host.num_slots - (host.name == name)) for host in hosts]
+    return [host for host in fewer if host.num_slots > 0]
+
+
 def this_host() -> str:
     """Return a text that is equal for the processes of this host alone: SINGA_LITE_HOST, else the kernel's boot id."""
     try:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one command as the workers and servers of a job on this host, and leave nothing behind.
 
-What lives here: starting the ranks, supervising them, ending them all when one fails. What does not: finding
-the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their names (process_names.py), the
-command line (../cli.py).
+What lives here: starting the ranks once, supervising them, ending them all when one fails. What does not: starting them
+again (restart.py), finding the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their
+names (process_names.py), the command line (../cli.py).
 
 Note [nothing left]: every rank leads its own session, so a signal to its process group reaches its children
 too. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
 SIGKILL, then kills the groups and removes the shared-memory files; PR_SET_PDEATHSIG covers the reaper's death.
+
+Note [requests]: SIGTERM and SIGUSR1 to the launcher are requests if a rank takes them as such
+(DistOpt.stop_on_signals), which it writes into the progress file. Then those ranks alone get the signal, for the others
+learn of it through collectives, or serve until the workers have left.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from .inspect_job import reports_at_sigquit
 from .lost_ranks import report_lost_rank
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
+from .progress import VARIABLE, ProgressFile
 from .rendezvous import threads_per_rank
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
@@ -42,8 +47,10 @@ POLL_S = 0.05  # how soon a rank's end is noticed
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own CommError
 TERM_S = 0.8  # from SIGTERM to SIGKILL; with FINAL_OUTPUT_S under the 4 s in which a launcher must end
 DRAIN_S = 0.5  # output that a dead rank's children may still send
+STOP_TIMEOUT_S = 30.0  # to save a checkpoint in; Kubernetes waits as long by default
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # see Note [requests]
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *REQUESTS)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class LaunchOptions:
     Attributes:
         timeout_s: SINGA_LITE_TIMEOUT_S of the ranks; None leaves it as it is.
         exit_timeout_s: seconds that the other ranks have to end after a rank has ended well.
+        stop_timeout_s: seconds that ranks which take requests to stop have to end after one, see Note [requests].
         log_dir: see ``RankOutput``.
         num_servers: servers to start beside the workers, >= 0; None: none, and SINGA_LITE_NUM_SERVERS stays as it is.
         link: SINGA_LITE_LINK of the ranks (link.py); None leaves it as it is. Not for ``launch_on_hosts``.
@@ -61,6 +69,7 @@ class LaunchOptions:
 
     timeout_s: float | None = None
     exit_timeout_s: float = EXIT_TIMEOUT_S
+    stop_timeout_s: float = STOP_TIMEOUT_S
     log_dir: Path | None = None
     num_servers: int | None = None
     link: str | None = None
@@ -88,35 +97,100 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         CommError: the system gives no more processes, pipes or files.
         BrokenPipeError: the reader of the output has gone.
     """
-    open_standard_descriptors()
     options = options or LaunchOptions()
-    rendezvous_id = secrets.token_hex(16)
-    names = role_names(num_workers, options.num_servers) if options.num_servers else rank_names(num_workers)
+    output = open_output(num_workers, options)
+    with noted_signals() as signals:
+        outcome = launch_round(command, num_workers, options, output, signals)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.code
+
+
+@dataclass(frozen=True)
+class Round:
+    """How the processes of a job have ended, from one start of all to the end of all.
+
+    Attributes:
+        code: the launcher's exit code.
+        failed: number of the process that failed first, or that could not be started; None: no single one.
+        how: it ended, such as "exit code 1".
+        steps: the newest step of each rank; None for one that has counted none.
+        started_at, ended_at: when the round began and when it failed or ended, in seconds of ``time.time``.
+        error: a process could not be started.
+    """
+
+    code: int
+    failed: int | None
+    how: str
+    steps: Sequence[int | None]
+    started_at: float
+    ended_at: float
+    error: CommError | None = None
+
+
+def launch_round(
+    command: Sequence[str],
+    num_workers: int,
+    options: LaunchOptions,
+    output: RankOutput,
+    signals: Sequence[int],
+) -> Round:
+    """Run the processes of one job from their start to their end, see ``launch``.
+
+    Args:
+        output: from ``open_output``; one for all rounds.
+        signals: those that have come to this process, see ``noted_signals``.
+    """
+    rendezvous_id, started_at = secrets.token_hex(16), time.time()
+    names = _names(num_workers, options)
     try:
-        job = Job(rendezvous_id, names, options)
+        job = Job(rendezvous_id, names, options, output)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
-        raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
-    with (
-        noted_signals() as job.signals,
-        reports_at_sigquit(job.output.report, options.log_dir, rendezvous_id),
-    ):
-        try:
+        remove_segments(rendezvous_id)
+        failed = CannotStart(f"launch: cannot start {len(names)} processes: {error}; {HELP}")
+        return Round(1, None, str(error), [None] * len(names), started_at, time.time(), failed)
+    job.signals = signals
+    failure: CommError | None = None
+    try:
+        with reports_at_sigquit(output.report, options.log_dir, rendezvous_id):
             _start_all(job, reaper, command, num_workers, options)
             job.supervise()
-        finally:
-            kill_groups([process.pid for process in job.processes])
-            try:
-                job.collect()
-            finally:  # writing the ranks' last lines fails where the reader is gone
-                remove_segments(rendezvous_id)
-                reaper.dismiss()
-        return job.report()
+    except CannotStart as error:
+        failure = error
+    finally:
+        kill_groups([process.pid for process in job.processes])
+        try:
+            job.collect()
+        finally:  # writing the ranks' last lines fails where the reader is gone
+            steps = job.progress.steps()
+            remove_segments(rendezvous_id)
+            reaper.dismiss()
+    if failure is not None:
+        output.rest(DRAIN_S)
+        return Round(1, len(job.processes), str(failure), steps, started_at, time.time(), failure)
+    code = job.report()
+    output.rest(DRAIN_S)
+    return Round(code, *job.first_failure(), steps, started_at, job.ended_at or time.time())
+
+
+def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
+    """Return what writes the lines of the processes; CommError if the logs cannot be opened."""
+    open_standard_descriptors()
+    names = _names(num_workers, options)
+    try:
+        return RankOutput(names, options.log_dir)
+    except OSError as error:
+        raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
+
+
+class CannotStart(CommError):
+    """The system gives no more processes."""
 
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[Sequence[int]]:
-    """Inside: SIGINT, SIGTERM and SIGHUP do not end this process but are appended to the sequence that this gives."""
+    """Inside: STOP_SIGNALS do not end this process but are appended to the sequence that this gives."""
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -136,19 +210,34 @@ class Job:
 
     Attributes:
         signals: those that have come to this process, see ``noted_signals``.
+        output: of the ranks.
+        progress: how far they are.
+        ended_at: when the first of them failed, by ``time.time``; None: none has.
     """
 
-    def __init__(self, rendezvous_id: str, names: Sequence[ProcessName], options: LaunchOptions) -> None:
+    def __init__(
+        self,
+        rendezvous_id: str,
+        names: Sequence[ProcessName],
+        options: LaunchOptions,
+        output: RankOutput,
+    ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.names = names
-        self.output = RankOutput(names, options.log_dir)
+        self.output = output
+        output.begin(names)
         self.rendezvous_id = rendezvous_id
+        self.progress = ProgressFile(Path(f"/dev/shm/singa_lite-{rendezvous_id}.progress"), len(names))
+        self.ended_at: float | None = None
         self._selector = selectors.DefaultSelector()
         self._failures: list[tuple[int, int]] = []  # (rank, return code), in the order of their ends
         self._ended_before: list[int] = []  # with 0, before the first failure
         self._running: set[int] = set()
         self.signals: Sequence[int] = ()
+        self._num_noticed = 0  # of them
         self._exit_timeout_s, self._exit_deadline = options.exit_timeout_s, float("inf")
+        self._stop_timeout_s, self._stop_deadline = options.stop_timeout_s, float("inf")
+        self._is_asked = False  # the ranks were asked to stop, see Note [requests]
         self._late: list[int] = []  # ranks that did not end in time
         self._deadline = float("inf")  # when the next of _endings goes to those that still run
         self._endings: list[int] = []
@@ -172,7 +261,7 @@ class Job:
                 self._pump(POLL_S)
             self._notice_ends()
             self._notice_signals()
-            if time.monotonic() >= self._exit_deadline and not self._endings:
+            if time.monotonic() >= min(self._exit_deadline, self._stop_deadline) and not self._endings:
                 self._late = sorted(self._running)
                 self._end_after(0, [signal.SIGTERM, signal.SIGKILL])
             if time.monotonic() >= self._deadline and self._endings:
@@ -206,26 +295,48 @@ class Job:
         self.output.check()
         return code
 
+    def first_failure(self) -> tuple[int | None, str]:
+        """Return which rank failed first, and how; None if none did."""
+        if not self._failures:
+            return None, ""
+        # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
+        rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
+        return rank, how_ended(code)
+
     def _report(self) -> int:
         if self.signals and not self._failures:
-            self.output.report(f"ended all ranks by {signal.Signals(self.signals[0]).name}")
-            return 128 + self.signals[0]
+            return self._report_stop()
         if self._late:
             self.output.report(
                 f"{self._names_of(self._late)} had not ended {self._exit_timeout_s:g} s after the others and was "
                 "killed; see --exit-timeout"
             )
             return 1
-        if not self._failures:
+        rank, how = self.first_failure()
+        if rank is None:
             return 0
-        # A rank that ends takes the others' collectives with it: their CommError only repeats its failure.
-        rank, code = min(self._failures, key=lambda failure: self.output.distance_to_cause(failure[0]))
         ended = self._names_of(self._ended_before)
         before = f", after {ended} had ended with exit code 0" if ended else ""
         self.output.report(
-            f"{self.names[rank].text} failed first ({_how(code)}){before}", self.output.final_output(rank)
+            f"{self.names[rank].text} failed first ({how}){before}", self.output.final_output(rank)
         )
+        code = dict(self._failures)[rank]
         return code if code > 0 else 128 - code
+
+    def _report_stop(self) -> int:
+        """Report how the ranks ended after a signal to this process."""
+        name = signal.Signals(self.signals[0]).name
+        if self._is_asked and all(process.returncode == 0 for process in self.processes):
+            self.output.report(f"all ranks have ended as {name} asked them to")
+            return 0
+        if self._late and self._is_asked:
+            self.output.report(
+                f"{self._names_of(self._late)} had not ended {self._stop_timeout_s:g} s after {name} and was killed; "
+                "see --stop-timeout"
+            )
+        else:
+            self.output.report(f"ended all ranks by {name}")
+        return 128 + self.signals[0]
 
     def _names_of(self, ranks: Sequence[int]) -> str:
         return ", ".join(self.names[rank].text for rank in ranks)
@@ -247,21 +358,33 @@ class Job:
             self._exit_deadline = time.monotonic() + self._exit_timeout_s
             process = f"{self.names[rank].text} (process {self.processes[rank].pid})"
             report_lost_rank(
-                self.rendezvous_id, f"{process} ended with {_how(code)} before all ranks had joined"
+                self.rendezvous_id, f"{process} ended with {how_ended(code)} before all ranks had joined"
             )
             if code != 0 and not self._ending:
+                self.ended_at = self.ended_at or time.time()
                 self._failures.append((rank, code))
                 self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
             elif code == 0 and not self._failures:
                 self._ended_before.append(rank)
 
     def _notice_signals(self) -> None:
-        if len(self.signals) == 1 and not self._ending:
-            self._signal_running(self.signals[0])
-            self._ending = True
-            self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
-        elif len(self.signals) > 1:  # a second signal: now
+        if len(self.signals) - self.signals.count(signal.SIGUSR1) > 1:  # a second signal: now
             self._signal_running(signal.SIGKILL)
+        elif len(self.signals) > self._num_noticed and not self._ending:
+            self._num_noticed, number = len(self.signals), self.signals[-1]
+            takers = self._takers() if number in REQUESTS else []
+            for rank in takers:
+                self.processes[rank].send_signal(number)
+            if takers and not self._is_asked:
+                self._is_asked = True
+                self._stop_deadline = time.monotonic() + self._stop_timeout_s
+            elif not takers and not (self._is_asked and number in REQUESTS):
+                self._signal_running(number)
+                self._end_after(FINAL_OUTPUT_S, [signal.SIGTERM, signal.SIGKILL])
+
+    def _takers(self) -> list[int]:
+        """Return the running ranks that take signals as requests to stop."""
+        return [rank for rank in self.progress.takers() if rank in self._running]
 
     def _end_after(self, seconds: float, signals: list[int]) -> None:
         if not self._endings:
@@ -318,6 +441,10 @@ def remove_segments(rendezvous_id: str) -> None:
             os.unlink(path)
 
 
+def _names(num_workers: int, options: LaunchOptions) -> list[ProcessName]:
+    return role_names(num_workers, options.num_servers) if options.num_servers else rank_names(num_workers)
+
+
 def _start_all(
     job: Job, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
 ) -> None:
@@ -339,6 +466,8 @@ def _start_all(
             environ["SINGA_LITE_LINK"] = options.link
         if options.log_dir is not None:
             environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
+        environ.pop(VARIABLE, None)  # of a job that this launcher is part of
+        environ |= job.progress.environ | {"SINGA_LITE_RESTART": "0"}
         if not environ.get("OMP_NUM_THREADS") and len(job.names) > 1:
             threads = threads_per_rank(num_workers, num_servers) if rank < num_workers else 1
             environ["OMP_NUM_THREADS"] = str(threads)
@@ -348,7 +477,7 @@ def _start_all(
             job.add(rank, process)
             reaper.watch(process.pid)
         except OSError as error:
-            raise CommError(
+            raise CannotStart(
                 f"launch: cannot start {name.text} of {len(job.names)} processes: {error}; {HELP}"
             ) from error
 
@@ -387,7 +516,8 @@ def open_standard_descriptors() -> None:
     os.close(descriptor)
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
+    """Return in words how a process with this exit code, negative for a signal, has ended."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one command as the workers and servers of a job on several hosts, by MPICH's mpiexec, and leave nothing behind.
 
-What lives here: starting mpiexec and ending it. What does not: processes of one host without MPI (launch.py), which
-hosts there are (hosts.py), copying the script there (copy_folder.py), and what runs there around each script
-(rank_wrapper.py).
+What lives here: starting mpiexec once and ending it. What does not: starting it again (restart.py), processes of one
+host without MPI (launch.py), which hosts there are (hosts.py), copying the script there (copy_folder.py), and what runs
+there around each script (rank_wrapper.py).
 
 Note [ends of mpiexec]: it passes SIGINT and SIGTERM on to all processes; when it is killed, its processes on the hosts
 end theirs. That also happens when this process is killed. Remote shells that it leaves, as it does when one of them
@@ -34,13 +34,16 @@ from .inspect_job import reports_at_sigquit
 from .launch import (
     FINAL_OUTPUT_S,
     POLL_S,
+    REQUESTS,
     TERM_S,
     LaunchOptions,
+    Round,
     die_with_launcher,
-    noted_signals,
+    how_ended,
     open_standard_descriptors,
 )
 from .process_names import role_names
+from .progress import NAME, VARIABLE, ProgressFile
 
 CURE = "pip install 'singa-lite[mpi]'"
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left
@@ -69,9 +72,14 @@ class Placement:
     copy_to: Path | None = None
 
 
-def launch_on_hosts(
-    command: Sequence[str], num_workers: int, placement: Placement, options: LaunchOptions
-) -> int:
+def launch_host_round(
+    command: Sequence[str],
+    num_workers: int,
+    placement: Placement,
+    options: LaunchOptions,
+    checkpoint: Path | None,
+    signals: Sequence[int],
+) -> Round:
     """Run ``sys.executable command...`` as the workers and servers of one MPI job and wait for all of them.
 
     Every host has this Python at this path, with MPICH and mpi4py. Lines come out behind "[w0] " or "[s1] ".
@@ -82,15 +90,18 @@ def launch_on_hosts(
         placement: which hosts.
         options: ``exit_timeout_s`` is not used: MPI itself waits for all processes. The folder of logs is made on each
             host.
+        checkpoint: folder that all hosts share, for the progress file; None: nothing is known of the ranks' progress,
+            and so no signal is a request to stop.
+        signals: those that have come to this process, see ``noted_signals``.
 
     Returns:
-        0, or the exit code of the process that failed first (128 + signal number if a signal ended it), or 128 + signal
-        number when a signal stopped this process.
+        How it ended; ``code`` as ``launch`` returns it.
 
     Raises:
         CommError: there is no mpiexec of MPICH, no remote shell, or the folder cannot be copied.
         OptionError: of ``placement.copy_to``, see ``FolderCopy``; or the script is not in the folder that is copied.
     """
+    started_at = time.time()
     open_standard_descriptors()
     mpiexec, major_version = find_mpiexec()
     rsh = shutil.which(placement.rsh[0])
@@ -107,27 +118,45 @@ def launch_on_hosts(
     if copy:
         command = _in_folder(command, folder)
     environ = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_JOB}
-    environ |= {"PYTHONUNBUFFERED": "1", "SINGA_LITE_NUM_SERVERS": str(options.num_servers or 0)}
+    environ.pop(VARIABLE, None)  # of a job that this launcher is part of
+    environ |= {
+        "PYTHONUNBUFFERED": "1",
+        "SINGA_LITE_RESTART": "0",
+        "SINGA_LITE_NUM_SERVERS": str(options.num_servers or 0),
+    }
     if options.timeout_s is not None:
         environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
     if options.log_dir is not None:
         environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
     if len(placement.rsh) > 1:
         environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
+    progress = ProgressFile(checkpoint / NAME if checkpoint else None, len(hosts))
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement.copy_to or folder, options)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
     start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
-    with noted_signals() as signals, reports_at_sigquit(_report):
+    environ |= progress.environ
+    try:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals))
-        code = 0
+        code, is_asked = 0, False
         if not signals:
-            code = _supervise([*start, "-n", str(len(hosts)), *wrapper, *command], environ, signals)
+            arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
+            with reports_at_sigquit(_report):
+                code, is_asked = _supervise(arguments, environ, signals, progress, options)
+        steps, (failed, how) = progress.steps(), progress.first_failure()
+    finally:
+        progress.remove()
     if signals:
         name = signal.Signals(signals[0]).name
-        os.write(2, f"singa-lite run: ended all processes by {name}\n".encode())
-        return 128 + signals[0]
-    return code
+        is_well = is_asked and code == 0
+        text = (
+            f"all processes have ended as {name} asked them to"
+            if is_well
+            else f"ended all processes by {name}"
+        )
+        os.write(2, f"singa-lite run: {text}\n".encode())
+        code = 0 if is_well else 128 + signals[0]
+    return Round(code, failed, how_ended(how), steps, started_at, time.time())
 
 
 def find_mpiexec() -> tuple[str, int]:
@@ -205,30 +234,44 @@ def _describe(hosts: Sequence[str], num_workers: int, folder: Path, options: Lau
     )
 
 
-def _supervise(command: Sequence[str], environ: dict[str, str], signals: Sequence[int]) -> int:
-    """Run mpiexec to its end and pass ``signals``, which grow, on to its processes; return its exit code."""
+def _supervise(
+    command: Sequence[str],
+    environ: dict[str, str],
+    signals: Sequence[int],
+    progress: ProgressFile,
+    options: LaunchOptions,
+) -> tuple[int, bool]:
+    """Run mpiexec to its end and pass ``signals``, which grow, on to its processes.
+
+    Returns:
+        mpiexec's exit code, and whether the processes got the first signal as a request to stop: if the progress file
+        says that ranks take it as one, and there are no servers, as mpiexec sends it to all processes.
+    """
     before = _children()
     adopt_orphans(True)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, env=environ, start_new_session=True, preexec_fn=die_with_launcher()
     )
     endings = [signal.SIGTERM, signal.SIGKILL]
-    deadline = float("inf")
+    deadline, is_asked = float("inf"), False
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
+            is_second = len(signals) - signals.count(signal.SIGUSR1) > 1
             if signals and deadline == float("inf"):
+                is_asked = signals[0] in REQUESTS and bool(progress.takers()) and not options.num_servers
                 process.send_signal(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM)
-                deadline = time.monotonic() + FINAL_OUTPUT_S
-            if time.monotonic() >= deadline or len(signals) > 1:
-                process.send_signal(endings.pop(0) if len(signals) == 1 else signal.SIGKILL)
+                deadline = time.monotonic() + (options.stop_timeout_s if is_asked else FINAL_OUTPUT_S)
+            if time.monotonic() >= deadline or is_second:
+                process.send_signal(signal.SIGKILL if is_second else endings.pop(0))
                 deadline = time.monotonic() + TERM_S
     finally:
         process.kill()
         process.wait()
         end_orphans(before)
         adopt_orphans(False)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return code, is_asked
 
 
 def adopt_orphans(is_on: bool) -> None:

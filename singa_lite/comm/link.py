@@ -29,6 +29,7 @@ from ..errors import CommError, DTypeError, OptionError
 from .base import Communicator, Operation
 from .gpu_arrays import is_cuda_array
 from .hosts import this_host
+from .stop_requests import StopRequests
 from .work import Array, Times, Work
 
 EMULATED = ("local", "shm")  # transports whose own links are memory
@@ -160,6 +161,9 @@ class LinkWork(Work):
             return True
         return is_scheduled and self._communicator.clock() >= (self.end_ns or 0)
 
+    def _is_asked_to_stop(self) -> bool | None:
+        return self._moved._is_asked_to_stop()
+
     def _times(self) -> Times | None:
         times = self._moved._times()
         if times is None or self.end_ns is None:
@@ -195,6 +199,7 @@ class LinkCommunicator(Communicator):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         super().__init__(host.world, host.timeout_s)
+        self.stop_requests = host.stop_requests
         self.host, self.link, self.clock, self._sleep = host, link, clock, sleep
         self.flight_recorder = host.flight_recorder
         self._unscheduled: deque[LinkWork] = deque()
@@ -224,6 +229,10 @@ class LinkCommunicator(Communicator):
         """Return when the clock shows ``end_ns``."""
         while (left_ns := end_ns - self.clock()) > 0:
             self._sleep(left_ns / SECOND_NS)
+
+    def share_stop_requests(self, requests: StopRequests) -> None:
+        super().share_stop_requests(requests)
+        self.host.share_stop_requests(requests)
 
     def abort(self, reason: str) -> None:
         self.host.abort(reason)

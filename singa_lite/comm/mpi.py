@@ -33,7 +33,18 @@ from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
 from .flight_recorder import WARN_SHARE, FileRecorder, FlightRecorder, is_recording, title_of
 from .hosts import this_host
-from .mpi_call import Call, call_of, clear, data_in, difference, message_of, number_in, rows_for, words_in
+from .mpi_call import (
+    Call,
+    asks_to_stop_in,
+    call_of,
+    clear,
+    data_in,
+    difference,
+    message_of,
+    number_in,
+    rows_for,
+    words_in,
+)
 from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
 from .wire import WIRE_DTYPES, narrow, widen
 from .work import Array, FinishedWork, Times, Work
@@ -45,6 +56,7 @@ SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away,
 LEFT = "left"  # the call of a rank that closes
 # Of a small collective: called with the data of all ranks in rank order; of a large one: called once all agree
 Transfers = tuple[Callable[[list[Array]], None], Callable[[], None]]
+Ended = tuple[Times, bool]  # when, and whether a rank asked to stop
 
 
 class MpiCommunicator(Communicator):
@@ -270,12 +282,12 @@ class MpiCommunicator(Communicator):
             raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
         self._num_calls += 1
         is_small = flat.size * wire.itemsize <= SMALL_BYTES
-        posted = time.perf_counter()
+        posted, asks_to_stop = time.perf_counter(), self.stop_requests.is_sent
 
-        def run(timeout_s: float) -> Times:
+        def run(timeout_s: float) -> Ended:
             with np.errstate(all="ignore"):  # infinities and NaN are sent as they are
                 sends = narrow(flat, wire, scale) if is_small else flat[:0]
-                rows = self._exchange(call, sends.tobytes(), timeout_s)
+                rows, is_asked = self._exchange(call, sends.tobytes(), asks_to_stop, timeout_s)
                 all_there = time.perf_counter()
                 if self._recorder is not None:
                     self._recorder.all_there(call.number)
@@ -283,10 +295,10 @@ class MpiCommunicator(Communicator):
                     small([np.frombuffer(row, wire) for row in rows])
                 else:
                     large()
-            return Times(posted, all_there, time.perf_counter())
+            return Times(posted, all_there, time.perf_counter()), is_asked
 
         if is_small and self._newest._is_done():
-            return FinishedWork(self._guarded(call, lambda: run(self.timeout_s)))
+            return FinishedWork(*self._guarded(call, lambda: run(self.timeout_s)))
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="singa_lite mpi", daemon=True)
             self._worker.start()
@@ -303,7 +315,7 @@ class MpiCommunicator(Communicator):
             transfer.run()
             del transfer  # or its arrays would live until the next collective
 
-    def _guarded(self, call: Call, run: Callable[[], Times]) -> Times:
+    def _guarded(self, call: Call, run: Callable[[], Ended]) -> Ended:
         """Run, and remember the first failure of this communicator."""
         is_good = False
         try:
@@ -323,12 +335,18 @@ class MpiCommunicator(Communicator):
             if self._recorder is not None:
                 self._recorder.end(call.number, is_good)
 
-    def _exchange(self, call: Call, data: bytes, timeout_s: float) -> list[bytes]:
-        """Give ``call`` and ``data`` to every rank; return their data in rank order, see Note [agreement]."""
+    def _exchange(
+        self, call: Call, data: bytes, asks_to_stop: bool, timeout_s: float
+    ) -> tuple[list[bytes], bool]:
+        """Give ``call`` and the rest to every rank, see Note [agreement].
+
+        Returns:
+            Their data in rank order, and whether a rank asks to stop.
+        """
         start = time.monotonic()
         deadline, warning = start + timeout_s, start + WARN_SHARE * timeout_s
         self._sequence = call.number
-        message = message_of(call.number, call.text, data)
+        message = message_of(call.number, call.text, data, asks_to_stop)
         clear(self._rows)
         requests = [self._comm.Irecv(_bytes(self._rows[peer]), peer) for peer in self._peers]
         requests += [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
@@ -348,7 +366,10 @@ class MpiCommunicator(Communicator):
                 time.sleep(NAP_S)
         for peer in self._peers:
             self._check_call(call, peer, words_in(self._rows[peer]))
-        return [data if rank == self.rank else data_in(self._rows[rank]) for rank in range(self.size)]
+        is_asked = asks_to_stop or any(asks_to_stop_in(self._rows[peer]) for peer in self._peers)
+        return [
+            data if rank == self.rank else data_in(self._rows[rank]) for rank in range(self.size)
+        ], is_asked
 
     def _check_call(self, call: Call, peer: int, theirs: str) -> None:
         where = f"rank {self.world.name_of(self.rank)}: {call.label}"
@@ -433,10 +454,11 @@ class MpiCommunicator(Communicator):
 class _Transfer(Work):
     """A collective in the worker's queue."""
 
-    def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], Times]) -> None:
+    def __init__(self, communicator: MpiCommunicator, call: Call, task: Callable[[], Ended]) -> None:
         self._communicator, self._call = communicator, call
-        self._task: Callable[[], Times] | None = task
+        self._task: Callable[[], Ended] | None = task
         self._known: Times | None = None
+        self._is_asked: bool | None = None
         self._ended = threading.Event()
         self._error: Exception | None = None
 
@@ -444,7 +466,7 @@ class _Transfer(Work):
         """Carry the transfer out; called by the worker."""
         assert self._task is not None
         try:
-            self._known = self._task()
+            self._known, self._is_asked = self._task()
         except Exception as error:  # whatever it is, it belongs to the thread that waits
             self._error = error
         self._task = None  # releases the arrays
@@ -465,6 +487,9 @@ class _Transfer(Work):
 
     def _times(self) -> Times | None:
         return self._known
+
+    def _is_asked_to_stop(self) -> bool | None:
+        return self._is_asked
 
 
 def combine(rows: Sequence[Array], op: ReduceOp | None) -> Array:

@@ -15,7 +15,8 @@ NAME_BYTES = 1000  # of a longer name the beginning and a hash of all of it
 CALL_BYTES = NAME_BYTES + 280  # the call in words
 SHOWN = 120  # characters of a long name in errors
 BEFORE = 30  # of them, before the first difference
-HEADER = struct.Struct("<qii")  # sequence number, bytes of the call's words, bytes of data
+# sequence number, bytes of the call's words, whether the rank asks to stop, bytes of data
+HEADER = struct.Struct("<qh?xi")
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,9 @@ def clear(rows: Array) -> None:
     rows[:, : HEADER.size] = 255
 
 
-def message_of(number: int, call: str, data: bytes) -> Array:
+def message_of(number: int, call: str, data: bytes, asks_to_stop: bool = False) -> Array:
     words = call.encode(errors="replace")[:CALL_BYTES]
-    return np.frombuffer(HEADER.pack(number, len(words), len(data)) + words + data, np.uint8)
+    return np.frombuffer(HEADER.pack(number, len(words), asks_to_stop, len(data)) + words + data, np.uint8)
 
 
 def number_in(row: Array) -> int:
@@ -73,12 +74,17 @@ def number_in(row: Array) -> int:
     return int(HEADER.unpack_from(row.data)[0])
 
 
+def asks_to_stop_in(row: Array) -> bool:
+    """Return whether the rank whose message is in ``row`` asks to stop."""
+    return bool(HEADER.unpack_from(row.data)[2])
+
+
 def words_in(row: Array) -> str:
-    _, num_words, _ = HEADER.unpack_from(row.data)
+    num_words = HEADER.unpack_from(row.data)[1]
     return row[HEADER.size : HEADER.size + num_words].tobytes().decode(errors="replace")
 
 
 def data_in(row: Array) -> bytes:
-    _, num_words, num_data = HEADER.unpack_from(row.data)
+    _, num_words, _, num_data = HEADER.unpack_from(row.data)
     start = HEADER.size + num_words
     return row[start : start + num_data].tobytes()

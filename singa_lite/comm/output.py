@@ -46,6 +46,7 @@ class Sink:
         self._thread: threading.Thread | None = (
             None  # made at the first write, when all ranks have been forked
         )
+        self._is_resting = False
 
     @property
     def is_full(self) -> bool:
@@ -56,10 +57,11 @@ class Sink:
         """Have ``data`` written; never waits."""
         if self._descriptor is None or self.error is not None:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
-            self._thread.start()
         with self._changed:
+            self._is_resting = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="singa_lite output", daemon=True)
+                self._thread.start()
             if self._may_drop and self._num_bytes > BUFFER_BYTES:
                 self._num_dropped += 1
                 return
@@ -73,6 +75,14 @@ class Sink:
             while self._num_bytes and self.error is None and not is_over():
                 self._changed.wait(0.05)
 
+    def rest(self, seconds: float) -> None:
+        """End the thread, until the next write, once all is written; waits for that at most ``seconds``."""
+        with self._changed:
+            thread, self._is_resting = self._thread, True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(seconds)
+
     def _append(self, data: bytes) -> None:
         if self._num_dropped:
             data = f"singa-lite run: {self._num_dropped} lines left out\n".encode() + data
@@ -85,7 +95,10 @@ class Sink:
         assert self._descriptor is not None
         while self.error is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending)
+                self._changed.wait_for(lambda: self._pending or self._is_resting)
+                if not self._pending:
+                    self._thread = None
+                    return
                 data = b"".join(self._pending)
                 self._pending.clear()
             try:
@@ -126,15 +139,21 @@ class RankOutput:
         self._sinks = {"stdout": sink, "stderr": sink}  # one, to keep the order of lines
         if not _is_same_file(stdout, stderr):
             self._sinks["stderr"] = Sink(stderr, may_drop=log_dir is not None)
-        self._logs: list[Sink] = []
+        self._log_dir, self._log_files = log_dir, dict[str, Sink]()
+        self._bar = b""  # rank 0's open line on the terminal
+        self.begin(names)
+
+    def begin(self, names: Sequence[ProcessName]) -> None:
+        """Begin with new ranks, whose names are ``names``; those before have ended."""
         self._prefixes = [name.prefix.encode() for name in names]
         self._open_lines = {(rank, name): b"" for rank in range(len(names)) for name in self._sinks}
         self._tails: list[deque[str]] = [deque(maxlen=TAIL_LINES) for _ in names]
-        self._bar = b""  # rank 0's open line on the terminal
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._logs = [Sink(os.open(log_dir / name.log, flags, 0o666)) for name in names]
+        self._logs = [] if self._log_dir is None else [self._log(self._log_dir, name.log) for name in names]
+
+    def rest(self, seconds: float) -> None:
+        """End the threads that write until there is more to write; each gets ``seconds`` for what is left."""
+        for sink in (*self._sinks.values(), *self._log_files.values()):
+            sink.rest(seconds)
 
     def check(self) -> None:
         """Raise BrokenPipeError if a reader has gone, CommError if writing has failed otherwise."""
@@ -199,6 +218,13 @@ class RankOutput:
         another rank has ended, 2 for one that repeats another rank's CommError."""
         text = "\n".join(self.final_output(rank))
         return ("singa_lite.errors.CommError: " in text) + ("aborted: " in text)
+
+    def _log(self, folder: Path, name: str) -> Sink:
+        if name not in self._log_files:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._log_files[name] = Sink(os.open(folder / name, flags, 0o666))
+        return self._log_files[name]
 
     def _write(self, rank: int, name: str, line: bytes) -> None:
         line = _last_state(line.removesuffix(b"\r"))

@@ -22,6 +22,7 @@ import select
 import selectors
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ POLL_S = 0.05
 PARENT_S = 0.5  # how soon the end of mpiexec's process on this host is noticed
 LINE_BYTES = 1 << 20  # a longer "line" is passed on in pieces rather than held
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Output:
@@ -44,9 +45,13 @@ class Output:
     Args:
         prefix: before each line.
         log: a descriptor; None: no log.
+
+    Attributes:
+        distance_to_cause: of the last traceback, as ``RankOutput.distance_to_cause`` returns it.
     """
 
     def __init__(self, prefix: str, log: int | None) -> None:
+        self.distance_to_cause = 0
         self._prefix, self._log = prefix.encode(), log
         self._open_lines = {1: b"", 2: b""}
 
@@ -67,6 +72,10 @@ class Output:
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
             _write_all(self._log, line + b"\n")
+        if line.startswith(b"singa_lite.errors.CommError: "):
+            self.distance_to_cause = 1 + (b"aborted: " in line)
+        elif line.startswith(b"Traceback (most recent call"):
+            self.distance_to_cause = 0
         room = select.PIPE_BUF - len(prefix) - 1
         for start in range(0, len(line) or 1, room):
             _write_all(stream, prefix + line[start : start + room] + b"\n")
@@ -170,11 +179,14 @@ def main(command: list[str]) -> int:
         script = Script(command, environ_of(job, process))
     except OSError as error:
         _report(None, f"{name} cannot start: {error}")
+        note_failure(1, 0)
         abort_job(1)
         return 1
     code = script.wait(output)
     if script.stop_signals:  # the others have them too, and end in their own time
         return code if code >= 0 else 128 - code
+    if code or script.is_lost:
+        note_failure(code or 1, output.distance_to_cause)
     if code >= 0 and (code or script.is_lost):
         _report(output, f"{name} failed (exit code {code})")
         script.pause(FINAL_OUTPUT_S)
@@ -190,7 +202,7 @@ def main(command: list[str]) -> int:
 def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
     """Return the script's environment: its role's variables, and its part of this host's cores."""
     role = process["name"].partition(" ")[0]
-    environ = {**os.environ, **job["environ"][role]}
+    environ = {**os.environ, **job["environ"][role], "SINGA_LITE_LAUNCHER_PID": str(os.getpid())}
     here = [other["name"] for other in job["processes"] if other["host"] == process["host"]]
     num_servers = sum(name.startswith("server") for name in here)
     if not environ.get("OMP_NUM_THREADS") and (len(here) > 1 or role == "server"):
@@ -198,6 +210,15 @@ def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
         num_threads = 1 if role == "server" else max(1, (cores - num_servers) // (len(here) - num_servers))
         environ["OMP_NUM_THREADS"] = str(num_threads)
     return environ
+
+
+def note_failure(code: int, distance_to_cause: int) -> None:
+    """Write into this rank's record of the progress file (progress.py), if there is one, how it has failed."""
+    place = 32 * int(os.environ["PMI_RANK"]) + 16
+    with contextlib.suppress(OSError):
+        descriptor = os.open(os.environ.get("SINGA_LITE_PROGRESS", ""), os.O_WRONLY | os.O_NOFOLLOW)
+        os.pwrite(descriptor, struct.pack("<qq", code, distance_to_cause), place)
+        os.close(descriptor)  # so that other hosts can read it
 
 
 def open_log(folder: str | None, name: str) -> int | None:

@@ -53,6 +53,9 @@ class ShmWork(Work):
     def _times(self) -> Times | None:
         return Times(*self._op.times) if self._op.has_succeeded else None
 
+    def _is_asked_to_stop(self) -> bool:
+        return bool(self._op.is_asked_to_stop)
+
 
 class ShmCommunicator(Communicator):
     """Ranks of one host over /dev/shm/singa_lite-<rendezvous_id>: 0.5 MB a rank, at most 32 MB, and 20 KB for calls.
@@ -128,7 +131,19 @@ class ShmCommunicator(Communicator):
         if self._sites is not None:
             file, line = self._sites.known.get((kind, name)) or self._sites.find(kind, name)
         native = self._engine.start(
-            KIND_CODES[kind], OP_CODES[op], dtype, wire, root, array, out, count, name, factor, file, line
+            KIND_CODES[kind],
+            OP_CODES[op],
+            dtype,
+            wire,
+            root,
+            array,
+            out,
+            count,
+            name,
+            factor,
+            self.stop_requests.is_sent,
+            file,
+            line,
         )
         return ShmWork(self, operation, native)
 

@@ -21,6 +21,7 @@ from ..config import this_thread
 from ..errors import CommError, OptionError
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
+from .stop_requests import StopRequests
 
 Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as cupy's; see is_cuda_array
 
@@ -94,6 +95,7 @@ class Work:
     _on_end: Callable[[Work, float], None] | None = None  # is told the seconds that the host waited
     _on_failure: Callable[[CommError], None] | None = None
     _arrays: tuple[Array | None, ...] = ()
+    _stop_requests: StopRequests | None = None  # of its communicator
     _result: Array | None = None
     _was_waited: bool = False
 
@@ -118,6 +120,8 @@ class Work:
             if self._on_end is not None:
                 self._on_end(self, end - start)
             self._report(start, end)
+        if self._stop_requests is not None and (is_asked := self._is_asked_to_stop()) is not None:
+            self._stop_requests.receive(is_asked)
         return self._result
 
     def _report(self, start: float, end: float) -> None:
@@ -155,12 +159,17 @@ class Work:
         """Return the times of one that is done; None if it failed."""
         return None
 
+    def _is_asked_to_stop(self) -> bool | None:
+        """Return whether a rank asked to stop in this collective, which has ended; None if it carries no requests."""
+        return None
+
 
 class FinishedWork(Work):
     """A collective that had ended when its call returned."""
 
-    def __init__(self, times: Times | None = None) -> None:
+    def __init__(self, times: Times | None = None, is_asked_to_stop: bool | None = None) -> None:
         self._known, self.has_times = times, times is not None
+        self._is_asked = is_asked_to_stop
 
     def report_call(self) -> float:
         """Count the time of the call itself as waited; return its seconds, 0 where they are not known."""
@@ -177,6 +186,9 @@ class FinishedWork(Work):
 
     def _is_done(self) -> bool:
         return True
+
+    def _is_asked_to_stop(self) -> bool | None:
+        return self._is_asked
 
 
 class WorkList(Work):

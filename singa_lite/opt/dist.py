@@ -21,11 +21,12 @@ from ..autograd.engine import check_recorded
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator
+from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
 from ..device import Device
 from ..errors import CheckpointError, GraphError, OptionError, check_choice, check_int, check_number
 from ..graph.clock import abandon_step, lap, pause_step
-from ..graph.recorder import bookkeep, guard, guard_ahead, host, steps_since_start, unrecorded
+from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, option_names, text_of
@@ -172,6 +173,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         super().__init__(world)
+        self._stop = StopAgreement(world)
         self._sums = self._make_sums(accumulate, microbatches)
         self._finite = None if check_finite is None else FiniteCheck(check_finite, self.communicator)
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
@@ -323,6 +325,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
+        self._stop.begin_step()
         scheme.follow(read)
 
     def _end_call(self, scheme: Scheme, is_timed: bool) -> None:
@@ -411,6 +414,43 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 "changing it would lose residuals: make another DistOpt"
             )
         return scheme
+
+    # ---- stopping ------------------------------------------------------------------------------------
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a rank was asked to stop, equal on all ranks: it becomes True at the end of the same step on each.
+
+        A request is decided by the collectives of the first step that begins after it, and is True from the end of that
+        step on; where steps are made by hand, of the one after. A scheme whose steps have no collective (localSGD)
+        decides at its next average.
+        """
+        break_graph("it reads should_stop, which a replay would not do")
+        return self._stop.is_decided
+
+    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
+        """Have signals ask all ranks to stop, by ``should_stop``, instead of ending this process; all ranks call it.
+
+        One process that gets a signal is enough. The same signal a second or more later ends the process as ever, but
+        SIGUSR1 and SIGUSR2, which only ask. `singa-lite run` passes SIGTERM and SIGUSR1 on, and then waits
+        --stop-timeout seconds. Signals that the process ignores stay ignored. Over NCCL, whose collectives carry no
+        requests, each step makes one more small collective of the host from now on.
+
+        Args:
+            signals: those that ask; () for none, if a handler of the script calls ``request_stop``.
+
+        Raises:
+            OptionError: no signal, one that cannot be handled, one that has a handler of the script, or this is not
+                the main thread. CommError: a rank does not call it.
+        """
+        self._stop.listen(signals)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop, on any rank, at any time, also in a signal handler; see ``should_stop``."""
+        self._stop.request()
+
+    def _end_step(self) -> None:
+        self._stop.end_step(self.opt._step_counter)
 
     # ---- what must be equal on all ranks ---------------------------------------------------------------
 
@@ -535,6 +575,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._compare_if_loaded(scheme)
         self._guard_attributes()
         self.opt.step()
+        bookkeep(self._end_step)
         if self._check_every is not None:
             host(self._compare_if_due, scheme)
 

@@ -113,6 +113,7 @@ class Hierarchical(BucketedSync):
         groups = [each for each in (inner, between) if each is not None]
         for each in groups:
             each.abort_together([*groups, self.communicator])
+            each.share_stop_requests(self.communicator.stop_requests)
         self._counted = {each: each.traffic.copy() for each in (inner, between) if each is not None}
 
     def check(self, bucket: Bucket) -> None:

@@ -517,9 +517,9 @@ def test_inside_a_step_of_slurm_mpiexec_starts_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     calls = []
-    monkeypatch.setattr(launch_hosts, "_supervise", lambda *given: calls.append(given) or 5)
+    monkeypatch.setattr(launch_hosts, "_supervise", lambda *given: calls.append(given) or (5, False))
     assert cli.main(["run", "-n", "3", "--rsh", "ssh -p 22", "-H", "hosts", "script.py"]) == 5
-    [(command, environ, _)] = calls
+    [(command, environ, *_)] = calls
     assert command[command.index("-launcher-exec") + 1] == "/bin/ssh"
     assert command[command.index("-hosts") + 1] == "d1:1,d2:1" and "-rankmap" not in command
     assert environ["HYDRA_LAUNCHER_EXTRA_ARGS"] == "-p 22"
@@ -544,7 +544,7 @@ def test_servers_go_round_hosts_with_several_slots_where_mpich_can_do_that(tmp_p
     start_in(tmp_path / "here", monkeypatch)
     Path("hosts").write_text("d1:2\nd2:2\n")
     calls = []
-    monkeypatch.setattr(launch_hosts, "_supervise", lambda command, *_: calls.append(command) or 0)
+    monkeypatch.setattr(launch_hosts, "_supervise", lambda command, *_: calls.append(command) or (0, False))
     assert cli.main(["run", "-n", "4", "-s", "2", "-H", "hosts", "script.py"]) == 0
     assert calls[0][calls[0].index("-hosts") + 1] == "d1:2,d2:2"
     assert calls[0][calls[0].index("-rankmap") + 1] == "0,0,1,1,0,1"

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the ranks of a job are, as its launcher knows it: a file in which each rank writes its own record.
+
+What lives here: the file, on both sides. What does not: what the launcher makes of it (launch.py, restart.py), who
+counts steps (stopping.py). rank_wrapper.py, which imports nothing of the package, finds its path in the same
+variable.
+
+A record is four 64-bit integers: 1 + the step that the rank has reached, 0 before its first; 1 if it takes signals as
+requests to stop; and what rank_wrapper.py writes when it fails: its exit code, negative for a signal, and how far that
+failure is from the cause (``RankOutput.distance_to_cause``). On one host the file is in shared memory; for several
+hosts it is in the folder of checkpoints, which all hosts share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import env
+from .rendezvous import launched_job
+
+NUMBER = struct.Struct("<q")
+RECORD = struct.Struct("<qqqq")
+NAME = ".progress"  # in a folder of checkpoints
+VARIABLE = "SINGA_LITE_PROGRESS"
+
+
+class ProgressFile:
+    """The file as the launcher sees it.
+
+    Args:
+        path: None: there is none, and nothing is known.
+        num_ranks: how many records it has; made anew, with nothing in them.
+    """
+
+    def __init__(self, path: Path | None, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._path: Path | None = None
+        if path is not None:
+            with contextlib.suppress(OSError):  # no /dev/shm, or it is full: then nothing is known
+                path.unlink(missing_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                with open(os.open(path, flags, 0o600), "wb") as file:
+                    file.write(bytes(RECORD.size * num_ranks))
+                self._path = path
+
+    @property
+    def is_there(self) -> bool:
+        """Whether ranks can write into it."""
+        return self._path is not None
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables by which ranks find it."""
+        return {} if self._path is None else {VARIABLE: str(self._path)}
+
+    def steps(self) -> list[int | None]:
+        """Return the newest step of each rank; None for one that has made none, or where nothing is known."""
+        return [record[0] - 1 if record[0] else None for record in self._records()]
+
+    def takers(self) -> list[int]:
+        """Return the ranks that take signals as requests to stop."""
+        return [rank for rank, record in enumerate(self._records()) if record[1]]
+
+    def first_failure(self) -> tuple[int | None, int]:
+        """Return which rank's failure is nearest to the cause, and its exit code; None, 0 if none is known."""
+        failures = [(record[3], rank, record[2]) for rank, record in enumerate(self._records()) if record[2]]
+        return min(failures)[1:] if failures else (None, 0)
+
+    def remove(self) -> None:
+        """Remove the file."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def _records(self) -> Sequence[tuple[int, int, int, int]]:
+        data = b""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                data = self._path.read_bytes()
+        if len(data) != RECORD.size * self._num_ranks:
+            return [(0, 0, 0, 0)] * self._num_ranks
+        return list(RECORD.iter_unpack(data))
+
+
+class Progress:
+    """The record of this process.
+
+    Args:
+        path: of the file.
+        rank: of this process in its job.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._place = RECORD.size * rank
+        self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+
+    def note_step(self, step: int) -> None:
+        """Write that this rank has reached ``step``, >= 0."""
+        os.pwrite(self._file, NUMBER.pack(step + 1), self._place)
+
+    def note_takes_requests(self) -> None:
+        """Write that this rank takes signals as requests to stop."""
+        os.pwrite(self._file, NUMBER.pack(1), self._place + NUMBER.size)
+
+
+def progress_of_process() -> Progress | None:
+    """Return the record of this process; None if no launcher reads it, or its launcher started another process."""
+    path = env(VARIABLE)
+    if path is None or env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
+        return None
+    try:
+        return Progress(path, launched_job().rank)
+    except OSError:  # the launcher has gone, or a host does not have the folder
+        return None

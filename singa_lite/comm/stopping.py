@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stopping all ranks at the end of the same step: signals become requests, and the end of each step decides.
+
+What lives here: what ``DistOpt.should_stop`` is made of. What does not: how a request travels with the collectives of a
+step (stop_requests.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from ..errors import OptionError
+from ..graph.recorder import unrecorded
+from .base import Communicator
+from .progress import Progress, progress_of_process
+from .stop_requests import StopRequests
+
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []),
+)  # no SIGUSR1 on Windows
+REPEAT_S = 1.0  # schedulers signal every process of a job, and the launcher passes it on: that is one request
+ONLY_REQUESTS = {getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2")}
+DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class StopHandler:
+    """The handler of one signal, which asks to stop.
+
+    The same signal again, ``REPEAT_S`` later or more, does what it did before there was this handler, but for SIGUSR1
+    and SIGUSR2; in a process that was forked from this one it does so at once.
+
+    Args:
+        before: the handler that this one replaces.
+
+    Attributes:
+        requests: of the worlds that this process is a rank of.
+    """
+
+    def __init__(self, before: Any) -> None:  # Any: what signal.getsignal returns
+        self.requests: list[StopRequests] = []
+        self._before = before
+        self._pid = os.getpid()
+        self._first_s: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        is_repeated = self._first_s is not None and now - self._first_s >= REPEAT_S
+        if os.getpid() != self._pid or (is_repeated and number not in ONLY_REQUESTS):
+            signal.signal(number, self._before)
+            signal.raise_signal(number)
+            return
+        self._first_s = now if self._first_s is None else self._first_s
+        for requests in self.requests:
+            requests.is_requested = True
+
+
+class StopAgreement:
+    """Whether the ranks have agreed to stop, as of the last step that ended.
+
+    Args:
+        communicator: whose collectives carry the requests.
+
+    Attributes:
+        is_decided: a rank has asked to stop, and all ranks know; changes at the end of a step alone, on all ranks of
+            the same one.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.is_decided = False
+        self._communicator = communicator
+        self._is_listening = False
+        self._progress: Progress | None = progress_of_process()
+
+    def listen(self, signals: Iterable[int]) -> None:
+        """Have ``signals`` ask to stop; see ``DistOpt.stop_on_signals``."""
+        numbers = [_signal("stop_on_signals", number) for number in signals]
+        if numbers and threading.current_thread() is not threading.main_thread():
+            raise OptionError("stop_on_signals: Python handles signals in the main thread; call it there")
+        for number in numbers:
+            _check_handler(number)
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if handler is signal.SIG_IGN:
+                continue
+            if not isinstance(handler, StopHandler):
+                handler = StopHandler(handler)
+                signal.signal(number, handler)
+            handler.requests.append(self._communicator.stop_requests)
+        self._is_listening = True
+        if self._progress is not None:
+            self._progress.note_takes_requests()
+        with unrecorded():
+            self._communicator.barrier(name="stop_on_signals")
+
+    def request(self) -> None:
+        """Ask to stop."""
+        self._communicator.stop_requests.is_requested = True
+
+    def begin_step(self) -> None:
+        """Have this step's collectives carry what was requested before it."""
+        self._communicator.stop_requests.begin_step()
+
+    def end_step(self, step: int) -> None:
+        """Decide, and tell the launcher that ``step`` steps are made."""
+        requests = self._communicator.stop_requests
+        received = requests.end_step()
+        if self._communicator.is_alone:
+            received = requests.is_requested
+        elif received is None and not self._communicator.carries_requests:
+            received = self._ask_over_host(requests)
+        self.is_decided |= bool(received)
+        if self._progress is not None:
+            self._progress.note_step(step)
+
+    def _ask_over_host(self, requests: StopRequests) -> bool | None:
+        """Exchange the requests by a collective of the host, as those over NCCL carry none."""
+        if self._is_listening:
+            with unrecorded():
+                self._communicator.barrier(name="stop requests")
+            return requests.end_step()
+        if requests.is_requested:
+            raise OptionError(
+                "DistOpt: this rank was asked to stop, but collectives over NCCL carry no requests; call "
+                "stop_on_signals() on every rank before training"
+            )
+        return None
+
+
+def _signal(where: str, number: int) -> signal.Signals:
+    try:
+        return signal.Signals(number)
+    except ValueError as error:
+        raise OptionError(f"{where}: {number!r} is no signal; give signal.SIGTERM, for example") from error
+
+
+def _check_handler(number: signal.Signals) -> None:
+    if number in (getattr(signal, "SIGKILL", None), getattr(signal, "SIGSTOP", None)):
+        raise OptionError(f"stop_on_signals: {number.name} ends or stops a process in any case; use SIGTERM")
+    handler = signal.getsignal(number)
+    if handler not in (*DEFAULTS, signal.SIG_IGN) and not isinstance(handler, StopHandler):
+        raise OptionError(
+            f"stop_on_signals: {number.name} has a handler of this script, {handler!r}, which would be lost; leave "
+            f"{number.name} out of signals, and call request_stop() in that handler"
+        )
