@@ -592,7 +592,16 @@ def skip_without(transport: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(("transport", "size"), WORLDS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [
+        # what a transport does with four ranks is seen on shm in each run
+        pytest.param(
+            *world, id=f"{world[0]}-{world[1]}", marks=[pytest.mark.slow] if world == ("mpi", 4) else []
+        )
+        for world in WORLDS
+    ],
+)
 class TestCommunicatorContract:
     @pytest.mark.parametrize("name", [check.__name__ for check in FACTS])
     def test_that(self, transport: str, size: int, name: str) -> None:
