@@ -30,15 +30,22 @@ SERVANTS = (
 )
 # files that take longest, for pytest-xdist: what begins last should not take long
 LONGEST_FIRST = (
-    *("test_build", "test_nccl", "test_examples", "test_dist_on_cuda", "test_contract", "test_capture"),
-    *("test_ways_to_start", "test_launch", "test_mpi", "test_p2p", "test_roles"),
     *(
-        "test_every_op",
-        "test_examples_cifar",
-        "test_notebook",
+        "test_build",
+        "test_examples",
+        "test_ways_to_start",
         "test_dist_sync",
-        "test_failures",
+        "test_launch",
+        "test_dist_on_cuda",
+    ),
+    *("test_mpi", "test_contract", "test_nccl", "test_every_op", "test_sync", "test_p2p", "test_failures"),
+    *(
+        "test_one_file_schemes",
+        "test_examples_cifar",
+        "test_trainer",
+        "test_notebook",
         "test_resume",
+        "test_roles",
     ),
 )
 
