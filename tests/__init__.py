@@ -8,6 +8,9 @@ import sys
 # them on a busy machine, and 35 s without.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# numpy's products: threads of OpenBLAS spin too while they wait for each other, and the arrays of tests are small
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Where this is set, each of a thousand processes compiles the package's Python again: half of the 0.55 s of a start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

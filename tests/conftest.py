@@ -21,23 +21,31 @@ NUL = b"\0"
 SHM = Path("/dev/shm")
 LEFT_LIMIT_S = 30  # what still runs or exists this long after the last test was left behind
 TOKEN = "PYTEST_LEFT_BEHIND"  # the run, in the environment of all its processes
+HELPER = b"ranks.main(sys.argv[1:])\0helper"
 # they serve this process's tests and end with it
 SERVANTS = (
-    b"ranks.main(sys.argv[1:])\0helper",
+    HELPER,
     b"multiprocessing.resource_tracker",
     b"multiprocessing.forkserver",
 )
 # files that take longest, for pytest-xdist: what begins last should not take long
 LONGEST_FIRST = (
-    *("test_build", "test_nccl", "test_examples", "test_dist_on_cuda", "test_contract", "test_capture"),
-    *("test_ways_to_start", "test_launch", "test_mpi", "test_p2p", "test_roles"),
     *(
-        "test_every_op",
-        "test_examples_cifar",
-        "test_notebook",
+        "test_build",
+        "test_examples",
+        "test_ways_to_start",
         "test_dist_sync",
-        "test_failures",
+        "test_launch",
+        "test_dist_on_cuda",
+    ),
+    *("test_mpi", "test_contract", "test_nccl", "test_every_op", "test_sync", "test_p2p", "test_failures"),
+    *(
+        "test_one_file_schemes",
+        "test_examples_cifar",
+        "test_trainer",
+        "test_notebook",
         "test_resume",
+        "test_roles",
     ),
 )
 
@@ -148,11 +156,18 @@ def processes() -> Iterator[tuple[int, int, str, bytes, bytes]]:
 def processes_of_this_run() -> list[str]:
     """Our children and all that inherited TOKEN, but for the servants: process id and command line of each."""
     token, me, found = f"{TOKEN}={os.environ[TOKEN]}".encode(), os.getpid(), []
-    for process, parent, status, command, environment in processes():
-        is_servant = parent == me and any(name in command for name in SERVANTS)
-        if (token in environment or parent == me) and not is_servant and status != "Z" and process != me:
+    everyone = list(processes())
+    ours = {process for process, parent, _, command, _ in everyone if parent == me and is_servant(command)}
+    # that of ranks.py has a fork of its own, whose children are ranks
+    ours |= {process for process, parent, _, command, _ in everyone if parent in ours and HELPER in command}
+    for process, parent, status, command, environment in everyone:
+        if (token in environment or parent == me) and process not in ours and status != "Z" and process != me:
             found.append(f"process {process}: {command.replace(NUL, b' ').decode(errors='replace')}")
     return found
+
+
+def is_servant(command: bytes) -> bool:
+    return any(name in command for name in SERVANTS)
 
 
 def is_another_run_here() -> bool:

@@ -9,8 +9,8 @@
     def test_mean_of_three_ranks():
         results = run_ranks(averages, 3, 10.0)
 
-The function must be at the top level of its module. shm ranks are forked from one helper process that
-has numpy, pytest and singa_lite loaded already, so a start takes milliseconds; mpi ranks come from mpiexec.
+The function must be at the top level of its module. shm ranks are forked from a process that has loaded that module
+already, so a start takes milliseconds (Note [helper]); mpi ranks come from mpiexec.
 Whatever happens, no process and no /dev/shm file of the run stays.
 """
 
@@ -19,14 +19,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import json
 import os
 import pickle
+import pkgutil
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests import ranks; ranks.main(sys.argv[1:])"
 GRACE_S = 0.5  # a hung rank has this long to write down where it hangs before it is killed
 PRELOAD = ("numpy", "pytest", "hypothesis", "singa_lite")  # loaded once in the helper, when the test has them
+FOLDERS = ("singa_lite.comm", "singa_lite.sync")  # a rank looks through their files
 
 
 class RankDied(Exception):
@@ -189,8 +193,13 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
     return ["mpiexec said: " + (folder / "mpiexec").read_text(errors="replace")]
 
 
+# Note [helper]: the helper process has numpy, pytest, hypothesis and singa_lite loaded. For each file of tests it forks
+# a process that loads the modules of the functions too, and all ranks of that file are forked from there: loading takes
+# 30 ms, and a rank would do it each time. No module that one file has loaded is there in ranks of another.
+
+
 class _Helper:
-    """The process all shm ranks are forked from; one for the whole test run."""
+    """The process at the root of all shm ranks; one for the whole test run."""
 
     _only: _Helper | None = None
 
@@ -212,7 +221,9 @@ class _Helper:
         assert self.process.stdin and self.process.stdout
         loaded = [name for name in PRELOAD if name in sys.modules]
         request = {"folder": str(folder), "size": size, "timeout_s": timeout_s, "preload": loaded}
-        self.process.stdin.write(json.dumps({**request, "path": sys.path, "env": dict(os.environ)}) + "\n")
+        request |= {"path": sys.path, "env": dict(os.environ)}
+        request["file"] = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
@@ -230,17 +241,88 @@ class _Helper:
 
 
 def _serve() -> None:
-    """Fork the ranks of one request after the other, until the parent goes away."""
+    """Pass each request to the fork for its file of tests, until the parent goes away."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    file, fork = None, None
     for line in sys.stdin:
         request = json.loads(line)
-        sys.path[:] = request["path"]
-        for name in request["preload"]:
-            importlib.import_module(name)
-        complaints = _fork_ranks(Path(request["folder"]), request)
-        answers.write(json.dumps(complaints) + "\n")
+        if fork is None or request["file"] != file:
+            if fork is not None:
+                fork.end()
+            sys.path[:] = request["path"]
+            for name in request["preload"]:
+                importlib.import_module(name)
+            file, fork = request["file"], _Fork()
+        answers.write(fork.answer(line))
         answers.flush()
+    if fork is not None:
+        fork.end()
+
+
+class _Fork:
+    """A fork of the helper, from which the ranks of one file of tests are forked."""
+
+    def __init__(self) -> None:
+        mine, its = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                mine.close()
+                _serve_file(its)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        its.close()
+        self.lines, self.socket = mine.makefile("rw"), mine
+
+    def answer(self, line: str) -> str:
+        self.lines.write(line)
+        self.lines.flush()
+        if not (answer := self.lines.readline()):
+            raise RuntimeError("the process that forks ranks has ended")
+        return answer
+
+    def end(self) -> None:
+        self.lines.close()
+        self.socket.close()
+        os.waitpid(self.pid, 0)
+
+
+def _serve_file(connection: socket.socket) -> None:
+    """Fork the ranks of one request after the other, until the helper closes the connection."""
+    lines = connection.makefile("rw")
+    for line in lines:
+        request = json.loads(line)
+        os.environ.clear()
+        # ranks share the cores, as share_cores() has them do it; the libraries read this once
+        os.environ.update({**request["env"], "OMP_NUM_THREADS": "1"})
+        _load_in_advance(Path(request["folder"]))
+        gc.freeze()  # ranks need not look at what is loaded here, which would copy its pages
+        if len(os.listdir("/proc/self/task")) > 1:
+            complaints = ["a module started a thread while it was imported: ranks cannot be forked beside it"]
+        else:
+            complaints = _fork_ranks(Path(request["folder"]), request)
+        lines.write(json.dumps(complaints) + "\n")
+        lines.flush()
+
+
+def _load_in_advance(folder: Path) -> None:
+    """Import what every rank of the call would; what fails here fails there again, where the error is reported."""
+    path, (module_name, file, _), _ = pickle.loads((folder / "call.pickle").read_bytes())
+    sys.path[:] = path
+    with contextlib.suppress(BaseException), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _load_module(module_name, file)
+        for package in filter(None, map(sys.modules.get, FOLDERS)):
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{package.__name__}.{module.name}")
+        if native := sys.modules.get("singa_lite._native"):
+            for name in native.MODULES:
+                native.load(name)
 
 
 def _fork_ranks(folder: Path, request: dict[str, Any]) -> list[str]:
@@ -345,7 +427,11 @@ def _load_module(name: str, file: str | None) -> Any:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -71,7 +71,14 @@ def test_autograd_script_learns_on_one_process_and_two(digits):
 
 
 @pytest.mark.parametrize(
-    "option", [[], ["fp16"], ["partialUpdate"], ["sparseTopK", "0.05"], ["sparseThreshold", "0.001"]]
+    "option",
+    [
+        [],
+        pytest.param(["fp16"], marks=pytest.mark.slow),  # goes the way of the first
+        ["partialUpdate"],
+        ["sparseTopK", "0.05"],
+        pytest.param(["sparseThreshold", "0.001"], marks=pytest.mark.slow),  # that of sparseTopK
+    ],
 )
 def test_model_script_learns_with_every_option(digits, option):
     found = accuracies(run(digits, *LAUNCH_2, ROOT / "examples" / "mnist_model.py", *option))
@@ -213,6 +220,8 @@ def test_train_text_learns_and_keeps_equal_bits_on_all_ranks(tmp_path, ranks):
     assert float(first) > 3 and float(train) < 1.2 and float(test) < 1.2  # 28 characters: ln 28 = 3.3
     sums = re.findall(r"rank \d: parameters have the checksum (\w+)", output)
     assert len(sums) == ranks and len(set(sums)) == 1
+    if ranks == 1:
+        return
     eager = run(tmp_path, *launch, *script, "--no-graph")
     [again] = re.findall(r"Training loss = ([\d.]+)", eager)
     assert abs(float(again) - float(train)) < 1e-2

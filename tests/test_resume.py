@@ -30,7 +30,7 @@ OPTIMIZERS = {
     "sgd": lambda: opt.SGD(lr=opt.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, weight_decay=1e-4),
     "adam": lambda: opt.Adam(lr=0.01),
 }
-BEFORE, AFTER = 5, 20  # steps
+BEFORE, AFTER = 5, 8  # steps
 
 
 class Net(model.Model):

@@ -105,7 +105,7 @@ def outcomes(size: int) -> list[dict[str, str]]:
     return run(facts, size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 class TestContract:
     @pytest.mark.parametrize("name", [*CONTRACT, "all are closed"])
     def test_that(self, size: int, name: str) -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor
@@ -16,6 +20,29 @@ from tests.ranks import run_ranks
 
 # of six steps one at least must send something
 OPTIONS = ["localSGD:2" if name == "localSGD" else name for name in sorted(find_schemes())]
+CASES = [(dist_option, use_graph) for dist_option in OPTIONS for use_graph in (False, True)]
+
+
+def run_cases(world: World, function: Any) -> dict[tuple[str, bool], Exception | None]:
+    """The error of each of CASES, on a communicator of its own: a start takes longer than a case."""
+    found: dict[tuple[str, bool], Exception | None] = {}
+    for number, case in enumerate(CASES):
+        own = replace(world, rendezvous_id=f"{world.rendezvous_id}-{number}", transport="shm")
+        communicator = ShmCommunicator(own, 200)
+        found[case] = None
+        try:
+            function(communicator, *case)
+        except Exception as error:
+            found[case] = error
+            communicator.abort(f"{type(error).__name__}: {error}")  # as at the end of a script
+        communicator.close()
+        autograd.training = False
+    return found
+
+
+@functools.cache
+def errors_of(function: Any, size: int) -> list[dict[tuple[str, bool], Exception | None]]:
+    return run_ranks(run_cases, size, function, transport="none")
 
 
 class Branches(model.Model):
@@ -53,7 +80,7 @@ def other_branch(communicator: Any, dist_option: str, use_graph: bool) -> None:
 def test_ranks_that_step_other_parameters_of_equal_size_get_an_error(
     dist_option: str, use_graph: bool, size: int
 ) -> None:
-    errors = run_ranks(other_branch, size, dist_option, use_graph, return_exceptions=True)
+    errors = [found[dist_option, use_graph] for found in errors_of(other_branch, size)]
     for error in errors:
         assert isinstance(error, CommError), error
     assert any("left.W" in str(error) and "right.W" in str(error) for error in errors), errors
@@ -112,7 +139,7 @@ def other_layer(communicator: Any, dist_option: str, use_graph: bool) -> None:
 def test_parameters_of_one_name_in_no_model_are_not_averaged_with_each_other(
     dist_option: str, use_graph: bool, size: int
 ) -> None:
-    errors = run_ranks(other_layer, size, dist_option, use_graph, return_exceptions=True)
+    errors = [found[dist_option, use_graph] for found in errors_of(other_layer, size)]
     for error in errors:
         assert isinstance(error, CommError), error
     assert any("W'" in str(error) and "W#1'" in str(error) for error in errors), errors

@@ -1,7 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The threads and blocks of a kernel on the host, see emulation.h.
+//
+// Note [switching]: swapcontext makes a system call, and kernels switch a million times a second. So a context is made
+// and entered once for a fiber, which goes from block to block and from kernel to kernel, and all switches after that
+// are _setjmp and _longjmp. A fiber whose barrier has not passed is left alone.
+#undef _FORTIFY_SOURCE  // which takes a jump to another stack for an error
+#include <setjmp.h>
 #include <ucontext.h>
 
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -16,21 +23,29 @@ namespace {
 struct Barrier {
   unsigned arrived = 0, passed = 0;
 };
+constexpr std::size_t kStackBytes = 1 << 16;
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(1 << 16);
-  bool is_done = false;
-  unsigned shuffles = 0;
+  jmp_buf place;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // not written, so that only what is used becomes memory
+  bool is_started = false, is_done = false;
+  const Barrier* barrier = nullptr;  // at which it waits while this has passed `passed` times
+  unsigned passed = 0, shuffles = 0;
+  bool waits() const { return barrier && barrier->passed == passed; }
 };
 
 std::vector<Fiber> fibers(1024);
 Barrier whole_block, warps[32];
 unsigned long long slots[2][1024];  // what shuffles pass on, by turns, so that one barrier is enough
-ucontext_t scheduler;
+jmp_buf scheduler;
 bool moved;  // whether any fiber got on since all were asked
 void (*body)(void**);
 void** arguments;
 std::mutex one_at_a_time;  // kernels of several streams
+
+// Goes back to where this fiber was entered, until it is entered again.
+__attribute__((noinline)) void leave(Fiber& me) {
+  if (!_setjmp(me.place)) _longjmp(scheduler, 1);
+}
 
 void wait_at(Barrier& barrier, unsigned members) {
   const unsigned now = barrier.passed;
@@ -40,14 +55,33 @@ void wait_at(Barrier& barrier, unsigned members) {
     moved = true;
     return;
   }
-  const Place me = thread;
-  while (barrier.passed == now) swapcontext(&fibers[me.x].context, &scheduler);
+  Fiber& me = fibers[thread.x];
+  me.barrier = &barrier;
+  me.passed = now;
+  leave(me);
+  me.barrier = nullptr;
 }
 
 void run_fiber() {
-  body(arguments);
-  fibers[thread.x].is_done = true;
-  moved = true;
+  for (Fiber& me = fibers[thread.x];; leave(me)) {
+    body(arguments);
+    me.is_done = true;
+    moved = true;
+  }
+}
+
+// Goes on with a fiber until it leaves.
+__attribute__((noinline)) void enter(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.is_started) _longjmp(fiber.place, 1);
+  fiber.is_started = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = fiber.stack.get();
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, run_fiber, 0);
+  setcontext(&start);
 }
 
 // false if threads wait for others that never come
@@ -56,11 +90,6 @@ bool run_block(bool backwards) {
     Fiber& fiber = fibers[i];
     fiber.is_done = false;
     fiber.shuffles = 0;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, run_fiber, 0);
   }
   whole_block = Barrier();
   for (Barrier& warp : warps) warp = Barrier();
@@ -77,16 +106,20 @@ bool run_block(bool backwards) {
         here = 0;
         for (unsigned i = begin; i < end; ++i) {
           const unsigned which = backwards ? begin + end - 1 - i : i;
-          if (fibers[which].is_done) continue;
+          Fiber& fiber = fibers[which];
+          if (fiber.is_done) continue;
           thread.x = which;
-          swapcontext(&scheduler, &fibers[which].context);
-          here += !fibers[which].is_done;
+          if (!fiber.waits()) enter(fiber);
+          here += !fiber.is_done;
         }
         any_moved |= moved;
       } while (moved && here);
       left += here;
     }
-    if (left && !any_moved) return false;
+    if (left && !any_moved) {
+      fibers = std::vector<Fiber>(1024);  // those that wait never end
+      return false;
+    }
   }
   return true;
 }

@@ -42,7 +42,9 @@ def compile_kernels(code: str) -> Path:
         if done.returncode:
             raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:3000]}")
 
-    return compiling.made_once(f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so", build)
+    # linked to that runtime: another needs another
+    key = hashlib.sha256(f"{runtime.name}\n{text}".encode())
+    return compiling.made_once(f"{key.hexdigest()[:24]}.so", build)
 
 
 class RawModule:
