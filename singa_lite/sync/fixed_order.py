@@ -71,6 +71,7 @@ class FixedOrder(BucketedSync):
             level *= 2
         for group in groups:
             group.abort_together([*groups, self.communicator])
+            group.share_stop_requests(self.communicator.stop_requests)
         self._counted = {group: group.traffic.copy() for group in groups}
         return groups
 

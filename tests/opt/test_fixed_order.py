@@ -282,3 +282,21 @@ def test_what_would_break_the_order_is_refused() -> None:
         for (kind, text), error in zip(REFUSALS, errors, strict=True):
             assert text in error, errors
             assert kind is SingaLiteError or error.startswith(kind.__name__)
+
+
+def stopped(communicator: Any) -> int:
+    """How many updates were made when all ranks were told to stop, which rank 3 asks for after two."""
+    net, sampler = made(communicator, "fp32", False)
+    for _ in range(4):
+        for indices in sampler:
+            net(from_numpy(IMAGES[indices]), from_numpy(LABELS[indices]))
+            if communicator.rank == 3 and net.optimizer.step_counter == 2:
+                net.optimizer.request_stop()
+            if net.optimizer.should_stop:
+                autograd.training = False
+                return int(net.optimizer.step_counter)
+    return -1
+
+
+def test_a_request_to_stop_reaches_all_pairs_of_ranks_in_one_update() -> None:
+    assert run_ranks(stopped, 4) == [3] * 4
