@@ -371,7 +371,9 @@ class Job:
         if len(self.signals) - self.signals.count(signal.SIGUSR1) > 1:  # a second signal: now
             self._signal_running(signal.SIGKILL)
         elif len(self.signals) > self._num_noticed and not self._ending:
-            self._num_noticed, number = len(self.signals), self.signals[-1]
+            new = self.signals[self._num_noticed :]  # of several at a time one that is no request counts
+            number = next((each for each in new if each not in REQUESTS), new[-1])
+            self._num_noticed += len(new)
             takers = self._takers() if number in REQUESTS else []
             for rank in takers:
                 self.processes[rank].send_signal(number)

@@ -258,9 +258,12 @@ def _supervise(
         while process.poll() is None:
             time.sleep(POLL_S)
             is_second = len(signals) - signals.count(signal.SIGUSR1) > 1
+            may_ask = all(number in REQUESTS for number in signals)
+            if is_asked and not may_ask:  # after the request
+                is_asked, deadline = False, float("inf")
             if signals and deadline == float("inf"):
-                is_asked = signals[0] in REQUESTS and bool(progress.takers()) and not options.num_servers
-                process.send_signal(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM)
+                is_asked = may_ask and bool(progress.takers()) and not options.num_servers
+                process.send_signal(signal.SIGINT if signal.SIGINT in signals else signal.SIGTERM)
                 deadline = time.monotonic() + (options.stop_timeout_s if is_asked else FINAL_OUTPUT_S)
             if time.monotonic() >= deadline or is_second:
                 process.send_signal(signal.SIGKILL if is_second else endings.pop(0))

@@ -402,7 +402,9 @@ def start_training(folder: Path, text: str = TRAINING, *options: str, size: int 
     job = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=fresh_environment()
     )
-    wait_until(lambda: len(list(folder.glob("training-*"))) == size, "the first step")
+    wait_until(
+        lambda: len(list(folder.glob("training-*"))) == size or job.poll() is not None, "the first step"
+    )
     return job
 
 
@@ -445,13 +447,17 @@ def test_a_second_signal_ends_them_at_once(tmp_path, second):
     assert_nothing_left(tmp_path)
 
 
-def test_an_interrupt_after_a_request_ends_the_job_as_ever(tmp_path):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_interrupt_after_a_request_ends_the_job_as_ever(tmp_path, at_once):
     job = start_training(tmp_path, STAYS, "--stop-timeout", str(LIMIT_S))
+    if at_once:  # it gets both when it goes on, in whatever order
+        job.send_signal(signal.SIGSTOP)
     job.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     job.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGCONT)
     _, errors = job.communicate(timeout=LIMIT_S / 2)
-    assert job.returncode == 128 + signal.SIGUSR1 and "KeyboardInterrupt" in errors
+    assert job.returncode in (128 + signal.SIGUSR1, 128 + signal.SIGINT) and "KeyboardInterrupt" in errors
     assert_nothing_left(tmp_path)
 
 
