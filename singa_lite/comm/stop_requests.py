@@ -19,26 +19,27 @@ class StopRequests:
     Attributes:
         is_requested: this rank asks to stop; set at any time, also by a signal handler.
         is_sent: collectives that start now say that this rank knows of a request.
+        received: whether a collective since the step began carried one; None if there was no collective.
     """
 
-    __slots__ = ("_received", "is_requested", "is_sent")
+    __slots__ = ("is_requested", "is_sent", "received")
 
     def __init__(self) -> None:
         self.is_requested = self.is_sent = False
-        self._received: bool | None = None
+        self.received: bool | None = None
 
     def begin_step(self) -> None:
         """Have the collectives from here on carry this rank's request, and forget what those before carried."""
         self.is_sent |= self.is_requested
-        self._received = None
+        self.received = None
 
     def receive(self, is_asked: bool) -> None:
         """Take what a collective that has ended carried."""
         self.is_sent |= is_asked
-        self._received = is_asked or bool(self._received)
+        self.received = is_asked or bool(self.received)
 
     def end_step(self) -> bool | None:
         """Return whether a rank asked to stop in the collectives since the step began; None if there were none."""
-        received, self._received = self._received, None
+        received, self.received = self.received, None
         self.is_sent |= self.is_requested
         return received

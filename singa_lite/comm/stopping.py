@@ -103,10 +103,6 @@ class StopAgreement:
         """Ask to stop."""
         self._communicator.stop_requests.is_requested = True
 
-    def begin_step(self) -> None:
-        """Have this step's collectives carry what was requested before it."""
-        self._communicator.stop_requests.begin_step()
-
     def end_step(self, step: int) -> None:
         """Decide, and tell the launcher that ``step`` steps are made."""
         requests = self._communicator.stop_requests

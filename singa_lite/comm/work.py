@@ -120,8 +120,12 @@ class Work:
             if self._on_end is not None:
                 self._on_end(self, end - start)
             self._report(start, end)
-        if self._stop_requests is not None and (is_asked := self._is_asked_to_stop()) is not None:
-            self._stop_requests.receive(is_asked)
+        requests = self._stop_requests
+        if requests is not None and (is_asked := self._is_asked_to_stop()) is not None:
+            if is_asked:
+                requests.receive(True)
+            elif requests.received is None:
+                requests.received = False
         return self._result
 
     def _report(self, start: float, end: float) -> None:

@@ -325,13 +325,14 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
-        self._stop.begin_step()
+        self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
     def _end_call(self, scheme: Scheme, is_timed: bool) -> None:
-        """Note what the step has sent and how long it took, at replays too."""
+        """Note what the step has sent and how long it took, and whether to stop, at replays too."""
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
+        self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
 
     def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
@@ -450,6 +451,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._stop.request()
 
     def _end_step(self) -> None:
+        """End a step that was made by hand."""
         self._stop.end_step(self.opt._step_counter)
 
     # ---- what must be equal on all ranks ---------------------------------------------------------------
@@ -575,7 +577,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._compare_if_loaded(scheme)
         self._guard_attributes()
         self.opt.step()
-        bookkeep(self._end_step)
+        if scheme is None:
+            bookkeep(self._end_step)
         if self._check_every is not None:
             host(self._compare_if_due, scheme)
 
