@@ -360,12 +360,17 @@ def test_sigusr1_is_a_request_however_often_it_comes(agreement, monkeypatch):
 def test_a_forked_child_dies_of_the_signal(agreement):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     agreement.listen([signal.SIGTERM])
+    reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(writer, b"1")
         time.sleep(LIMIT_S)
         os._exit(0)
+    os.read(reader, 1)  # Python forgets signals that come while it makes a forked process ready
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
     agreement.end_step(1)
     assert not agreement.is_decided
