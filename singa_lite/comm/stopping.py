@@ -7,6 +7,7 @@ step (stop_requests.py).
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -92,6 +93,7 @@ class StopAgreement:
             if not isinstance(handler, StopHandler):
                 handler = StopHandler(handler)
                 signal.signal(number, handler)
+                atexit.register(_ignore, number)
             handler.requests.append(self._communicator.stop_requests)
         self._is_listening = True
         if self._progress is not None:
@@ -127,6 +129,12 @@ class StopAgreement:
                 "stop_on_signals() on every rank before training"
             )
         return None
+
+
+def _ignore(number: int) -> None:
+    """Ignore a request that comes when the script has ended: Python would give its signal the default meaning."""
+    if isinstance(signal.getsignal(number), StopHandler):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _signal(where: str, number: int) -> signal.Signals:

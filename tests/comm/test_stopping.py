@@ -357,6 +357,24 @@ def test_sigusr1_is_a_request_however_often_it_comes(agreement, monkeypatch):
         signal.raise_signal(signal.SIGUSR1)
 
 
+def test_a_signal_behind_the_end_of_the_script_does_not_end_the_process(tmp_path):
+    """The launcher tells one rank after the other; the last may have stopped before, by what the first was told."""
+    text = """
+import atexit, os, signal
+atexit.register(lambda: print("ended"))
+from singa_lite import opt
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+late = Late()
+opt.DistOpt().stop_on_signals()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, env=fresh_environment(), timeout=LIMIT_S
+    )
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+
+
 def test_a_forked_child_dies_of_the_signal(agreement):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     agreement.listen([signal.SIGTERM])
