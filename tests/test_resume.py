@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, model, opt
+from singa_lite import autograd, opt
 from singa_lite.comm.base import Communicator
 from singa_lite.device import get_default_device
 from singa_lite.errors import CommError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.checkpoint.job_net import Net
 from tests.ranks import run_ranks
 
 OPTIONS = [
@@ -31,26 +32,6 @@ OPTIMIZERS = {
     "adam": lambda: opt.Adam(lr=0.01),
 }
 BEFORE, AFTER = 5, 8  # steps
-
-
-class Net(model.Model):
-    """Convolution, batch norm, dropout: lowered, statistics, random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = layer.Conv2d(16, 3, padding=1), layer.BatchNorm2d()
-        self.relu, self.pool, self.dropout = layer.ReLU(), layer.MaxPool2d(2), layer.Dropout(0.3)
-        self.flatten, self.linear = layer.Flatten(), layer.Linear(4)
-        self.loss = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.pool(self.relu(self.norm(self.conv(x))))
-        return self.linear(self.dropout(self.flatten(y)))
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss(self.forward(x), y)
-        self.optimizer(loss)
-        return loss
 
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -110,9 +110,7 @@ def save_job(
     check_int("save_job", "keep", keep, 1)
     communicator = _communicator(model, "save_job")
     job = _state(model)
-    if job.saving is not None:
-        last, job.saving = job.saving, None
-        last.wait()
+    job.wait()
     arrays: Arrays = {}
 
     def collect() -> Json:
@@ -150,8 +148,9 @@ def save_job(
 def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler | None = None) -> Job | None:
     """Go on from the newest generation in ``folder`` that is whole; a collective.
 
-    A generation with a missing or damaged file is left out with a warning, on all ranks. With as many ranks as saved it
-    the job goes on with the same bits; with another number see docs/jobs.md.
+    A save of this model with ``block=False`` is waited for. A generation with a missing or damaged file is left out
+    with a warning, on all ranks. With as many ranks as saved it the job goes on with the same bits; with another number
+    see docs/jobs.md.
 
     Args:
         folder: what ``save_job`` was given.
@@ -167,6 +166,7 @@ def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler |
             sampler. CommError: a peer has gone.
     """
     communicator = _communicator(model, "load_job")
+    _state(model).wait()
     found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
     problems = list(found["problems"])
     for path, values in found["generations"]:
@@ -195,6 +195,12 @@ class JobState:
 
     known: set[tuple[str, int]] = field(default_factory=set)
     saving: Saving | None = None
+
+    def wait(self) -> None:
+        """Wait for the last saving; a collective, which raises what went wrong."""
+        if self.saving is not None:
+            last, self.saving = self.saving, None
+            last.wait()
 
 
 def _state(model: Model) -> JobState:

@@ -80,8 +80,7 @@ class Saving:
         try:
             together(self._communicator, WHERE, self._written)
         except BaseException:
-            self._is_given_up.set()
-            self._thread.join()
+            self._join(0.0)
             raise
         together(self._communicator, WHERE, self._ended)
         return self.path
@@ -92,19 +91,19 @@ class Saving:
             raise self._failure
 
     def _ended(self) -> None:
-        self._thread.join(SEEN_S)
-        if self._thread.is_alive():
-            self._is_given_up.set()
-            self._thread.join()
+        self._join(SEEN_S)
         if self._failure is not None:
             raise self._failure
 
+    def _join(self, seconds: float) -> None:
+        """Wait for the thread, which gives up waiting for other ranks' files after ``seconds``."""
+        self._thread.join(seconds)
+        self._is_given_up.set()
+        self._thread.join()
+
     def _finish(self) -> None:
         """Let the thread end before the process does."""
-        self._thread.join(EXIT_S)
-        if self._thread.is_alive():
-            self._is_given_up.set()
-            self._thread.join()
+        self._join(EXIT_S)
         if self._failure is not None:
             print(f"{WHERE}: {self._failure}", file=sys.stderr)
 

@@ -34,7 +34,7 @@ class ProgressFile:
 
     Args:
         path: None: there is none, and nothing is known.
-        num_ranks: how many records it has; made anew, with nothing in them.
+        num_ranks: how many records it has, all empty at first.
     """
 
     def __init__(self, path: Path | None, num_ranks: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import singa_lite.checkpoint.saving as saving
 from singa_lite import autograd, checkpoint, generation, opt
 from singa_lite.comm.base import Communicator
 from singa_lite.data import ShardedSampler
@@ -128,7 +130,6 @@ def failing_save(communicator: Communicator, folder: str, fault: str) -> tuple[s
     last, error = communicator.rank == communicator.size - 1, "none"
     write = generation.write_arrays
     if fault == "disk" and last:
-        import singa_lite.checkpoint.saving as saving
 
         def full(path: Path, arrays: Any) -> Any:
             raise CheckpointError(f"cannot write {path}: No space left on device")
@@ -181,8 +182,6 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_last_one_stays
 
 def removed_while_saving(communicator: Communicator, folder: str) -> str:
     net = saved(communicator, folder, 1)
-    import singa_lite.checkpoint.saving as saving
-
     write = saving.write_arrays
 
     def slow(path: Path, arrays: Any) -> Any:
@@ -307,3 +306,28 @@ def test_a_plain_optimizer_in_a_job_of_several_ranks_is_refused(
     monkeypatch.setenv("SINGA_LITE_WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="no DistOpt"):
         checkpoint.save_job(tmp_path, net)
+
+
+def loaded_behind_a_save(communicator: Communicator, folder: str) -> list[int]:
+    """The steps that load_job finds at once behind saves that do not block."""
+    net, found = compiled(communicator, "fp32", False), []
+    write = saving.write_arrays
+
+    def slow(path: Path, arrays: Any) -> None:
+        time.sleep(0.2)
+        write(path, arrays)
+
+    saving.write_arrays = slow
+    try:
+        for step in range(2):
+            net(*batch(step, communicator.rank))
+            checkpoint.save_job(folder, net, block=False)
+            job = checkpoint.load_job(folder, net)
+            found.append(job.step if job else 0)
+    finally:
+        saving.write_arrays = write
+    return found
+
+
+def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
+    assert run_ranks(loaded_behind_a_save, 3, str(tmp_path)) == [[1, 2]] * 3

@@ -24,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.checkpoint.job_net import OPTIONS
+from tools.soak.kills import Kind
 from tools.soak.train import FAULTS
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -36,16 +36,6 @@ TIMEOUT_S = 4.0  # of collectives: how soon a rank that stands still is noticed
 WAITS = ("stop", "loop")  # of the kinds, those that are noticed at the time-out alone
 STEPS, LONG_STEPS = 60, 3000
 SHM = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What runs."""
-
-    option: str
-    graph: bool
-    ranks: int
-    no_block: bool
 
 
 def run(kind: Kind, folder: Path, steps: int, *options: str) -> str:
