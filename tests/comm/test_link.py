@@ -335,7 +335,7 @@ def outcomes(size: int) -> list[dict[str, str]]:
 
 
 @needs_ranks
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [check.__name__ for check in FACTS])
 def test_over_a_link_it_holds_that(name, size):
     texts = [outcome.get(name, "not reached") for outcome in outcomes(size)]

@@ -226,7 +226,7 @@ def recorded_and_resumed(communicator: Any) -> dict[str, dict[str, bytes]]:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_recorded_steps_are_as_eager_ones_and_ranks_are_equal(size: int) -> None:
     ranks = run_ranks(recorded_and_resumed, size, transport="local" if size == 1 else "shm")
     for name in ACTIVE:
