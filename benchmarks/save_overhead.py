@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What saving the job costs training on 2 ranks: a save every so many steps beside none, in turns.
+"""What saving the job costs training on 2 ranks: rounds of steps with one save beside rounds without, in turns.
 
     python benchmarks/save_overhead.py                     MNIST CNN, 64 images a rank, a save every 50 steps
     python benchmarks/save_overhead.py --block --every 20
 
-Printed: the mean step of each round, which has one save, over that of a round without; the medians of both; and what
-the step that saves and the one behind it, which is recorded anew, take.
+Both kinds of rounds are of one job, as two jobs of the same program differ by some percent. Printed: the medians of
+the mean step of a round of both kinds and their ratio; and what the step that saves and those behind it take.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--mode", choices=["graph", "eager"], default="graph")
     parser.add_argument("--every", type=int, default=50, help="steps from save to save")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of both")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of each kind")
     parser.add_argument("--block", action="store_true", help="wait for the disk")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -38,33 +38,27 @@ def main() -> None:
     print(f"{machine()}; {arguments.model}, {arguments.mode}, 64 images a rank, 1 thread a rank")
     with tempfile.TemporaryDirectory() as folder:
 
-        def start(every: int) -> Group:
+        def start() -> Group:
             run = [sys.executable, "-m", "singa_lite", "run", "-n", "2", __file__, "--worker"]
-            options = [arguments.mode, arguments.model, str(every), str(arguments.block), folder]
+            options = [arguments.mode, arguments.model, str(arguments.every), str(arguments.block), folder]
             return Group([[*run, *options]], 1, 2)
 
-        starts = {"no save": lambda: start(0), "saves": lambda: start(arguments.every)}
-        times = time_interleaved(starts, arguments.rounds, arguments.every)
+        [times] = time_interleaved({"job": start}, 2 * arguments.rounds, arguments.every).values()
         size = sum(path.stat().st_size for path in Path(folder).glob("step-*/*"))
-    means = {
-        name: [statistics.mean(part) for part in chunks(values, arguments.every)]
-        for name, values in times.items()
-    }
-    none, saves = (statistics.median(means[name]) for name in ("no save", "saves"))
-    print(f"mean step of a round: no save {none:.3f} ms, saves {saves:.3f} ms: {saves / none:.4f}")
-    parts = chunks(times["saves"], arguments.every)
-    for number, what in ((0, "that saves"), (1, "behind it")):
-        print(f"step {what}: {statistics.median(part[number] for part in parts):.3f} ms")
+    rounds = [times[begin : begin + arguments.every] for begin in range(0, len(times), arguments.every)]
+    saves, none = rounds[0::2], rounds[1::2]  # the first round, which counts for nothing, had none
+    means = [statistics.median(map(statistics.mean, part)) for part in (none, saves)]
+    print(
+        f"mean step of a round: no save {means[0]:.3f} ms, saves {means[1]:.3f} ms: {means[1] / means[0]:.4f}"
+    )
+    for number, what in enumerate(("first", "second", "third", "fourth")):
+        both = [statistics.median(part[number] for part in each) for each in (none, saves)]
+        print(f"{what} step: no save {both[0]:.3f} ms, saves {both[1]:.3f} ms")
     print(f"{size} bytes on the disk in the generations kept; load {os.getloadavg()[0]:.1f}")
 
 
-def chunks(values: list[float], size: int) -> list[list[float]]:
-    """Return the rounds."""
-    return [values[start : start + size] for start in range(0, len(values), size)]
-
-
 def work(mode: str, model: str, every: str, block: str, folder: str) -> None:
-    """Be one rank: the first step of each round saves."""
+    """Be one rank: the first step of every other round saves."""
     from singa_lite import checkpoint
 
     step = our_step(mode, model, *batch(model, int(os.environ["SINGA_LITE_RANK"])), is_distributed=True)
@@ -72,7 +66,7 @@ def work(mode: str, model: str, every: str, block: str, folder: str) -> None:
 
     def saving() -> None:
         nonlocal count
-        if int(every) and count and count % int(every) == 0:
+        if count % (2 * int(every)) == int(every):
             checkpoint.save_job(folder, step.func, block=block == "True")  # type: ignore[attr-defined]
         step()
         count += 1

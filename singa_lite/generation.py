@@ -168,7 +168,6 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
             number += 1
             path = parent / f"step-{step:08d}.{number}"
         path.mkdir()
-        sync_folder(parent)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot make a folder in {folder}: {error}") from error
     return path
@@ -177,8 +176,10 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Make the generation in ``path`` count; all its files must be there."""
     sync_folder(path)
+    sync_folder(path.parent)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.to_json().items()]
     with atomic_file(path / MANIFEST) as file:
-        file.write(json.dumps(manifest.to_json(), indent=1).encode())
+        file.write(("{" + ",\n".join(lines) + "}\n").encode())
 
 
 def remove_old(folder: str | os.PathLike[str], keep: int) -> None:

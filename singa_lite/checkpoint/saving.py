@@ -9,6 +9,7 @@ rank's failure, and rank 0 stops waiting for a file that will not come.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.metadata
 import platform
 import sys
@@ -27,6 +28,7 @@ from ..generation import Manifest, remove_old, write_arrays, write_manifest
 from .together import together
 
 POLL_S = 0.002
+CALM_S = 0.03  # the next recorded step runs eagerly and wants the interpreter: writing begins this long after the copy
 EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
 SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
 
@@ -57,7 +59,7 @@ class Saving:
         self._communicator, self._manifest, self._keep = communicator, manifest, keep
         self._parts = parts
         self._failure: CheckpointError | None = None
-        self._is_written, self._is_given_up = threading.Event(), threading.Event()
+        self._is_awaited, self._is_written, self._is_given_up = (threading.Event() for _ in range(3))
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
         self._thread.start()
@@ -76,6 +78,7 @@ class Saving:
         if self._is_over:
             return self.path
         self._is_over = True
+        self._is_awaited.set()
         atexit.unregister(self._finish)
         try:
             together(self._communicator, WHERE, self._written)
@@ -103,6 +106,7 @@ class Saving:
 
     def _finish(self) -> None:
         """Let the thread end before the process does."""
+        self._is_awaited.set()
         self._join(EXIT_S)
         if self._failure is not None:
             print(f"{WHERE}: {self._failure}", file=sys.stderr)
@@ -110,6 +114,7 @@ class Saving:
     # ---- in the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._is_awaited.wait(CALM_S)
         try:
             for name, arrays in self._parts.items():
                 write_arrays(self.path / name, arrays)
@@ -135,6 +140,7 @@ class Saving:
         remove_old(self.path.parent, self._keep)
 
 
+@functools.cache  # reading the metadata of a package takes as long as writing the manifest
 def _versions() -> dict[str, str]:
     try:
         ours = importlib.metadata.version("singa-lite")
