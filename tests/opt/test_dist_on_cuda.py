@@ -172,6 +172,30 @@ def test_ranks_with_gpus_train_as_ranks_without(
     check(run_ranks(train_everywhere, size, option, transport="none"), option)
 
 
+def train_in_fixed_order(world: World) -> list[bytes]:
+    """Parameters and momentum after 4 updates of 8 microbatches, on a GPU without and with graphs."""
+    communicator, found = DispatchCommunicator(host_of(world)), []
+    device, each = cuda_device_of_rank(), 8 // world.size
+    for use_graph in (False, True):
+        net = Net()
+        device.SetRandSeed(5)
+        sgd = opt.SGD(lr=0.1, momentum=0.9)
+        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, microbatches=8, order="fixed"))
+        net.compile([batch(device, 0, 0)[0]], use_graph=use_graph)
+        for call in range(4 * each):
+            net(*batch(device, world.rank * each + call % each, call // each))
+        assert sgd.step_counter == 4 and (not use_graph or sum(g.num_launches for g in graphs(net)) > each)
+        states = [*net.get_params().values(), *(sgd.slots(p)["momentum"] for p in net.get_params().values())]
+        found.append(b"".join(to_numpy(value).tobytes() for value in states))
+    communicator.close()
+    return found
+
+
+def test_sums_in_fixed_order_have_the_same_bits_on_one_gpu_two_and_four() -> None:
+    found = [run_ranks(train_in_fixed_order, size, transport="none") for size in (1, 2, 4)]
+    assert len({bits for ranks in found for of_rank in ranks for bits in of_rank}) == 1
+
+
 def resume(world: World, option: str) -> list[dict[str, bytes]]:
     """Where a rank ends without a break, and where another model ends that continues from half-way."""
     device, communicator = cuda_device_of_rank(), DispatchCommunicator(host_of(world))

@@ -118,8 +118,8 @@ def train(name: str, mode: str, option: str, updates: int) -> None:
         if sgd.step_counter == updates:
             break
     records = net.graph_info()
-    if len(records) != (mode == "graph") or any(record.break_reason for record in records):
-        raise SystemExit(f"{mode}: {records}")
+    if bool(records) != (mode == "graph") or any(record.break_reason for record in records):
+        raise SystemExit(f"{mode}: {[record.break_reason for record in records]}")
     found = 0
     for _, value in sorted(net.get_params().items()):
         found = zlib.crc32(tensor.to_numpy(value).tobytes(), found)
