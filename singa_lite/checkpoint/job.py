@@ -59,6 +59,24 @@ class Sampler(Protocol):
         """Go where ``state_dict`` was taken."""
 
 
+class Trainer(Protocol):
+    """What updates the parameters in place of the model's optimizer (gluon.Trainer); all workers call all of it."""
+
+    @property
+    def optimizer(self) -> Any:
+        """Has settings() and step_counter."""
+
+    @property
+    def kvstore(self) -> Any:
+        """Has a communicator, the workers'."""
+
+    def get_states(self) -> Arrays:
+        """Return what this worker needs to go on."""
+
+    def set_states(self, states: Arrays) -> None:
+        """Go on from ``get_states`` and worker 0's parameters."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What ``load_job`` has gone on from.
@@ -80,6 +98,7 @@ def save_job(
     folder: str | os.PathLike[str],
     model: Model,
     *,
+    trainer: Trainer | None = None,
     sampler: Sampler | None = None,
     extra: Mapping[str, Any] | None = None,
     keep: int = 2,
@@ -93,7 +112,8 @@ def save_job(
 
     Args:
         folder: the job's own, on a file system that all hosts share; made if it is not there.
-        model: compiled, with an optimizer; on several ranks, a DistOpt.
+        model: compiled, with an optimizer, on several ranks a DistOpt; or without one, and with a ``trainer``.
+        trainer: a gluon.Trainer of the model's parameters; what its store's servers keep is saved as well.
         sampler: whose ``state_dict()`` is to be saved as well.
         extra: what else to keep, by name: JSON values or arrays of numbers; each rank has its own.
         keep: whole generations that stay, >= 1.
@@ -108,20 +128,20 @@ def save_job(
             loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
     """
     check_int("save_job", "keep", keep, 1)
-    communicator = _communicator(model, "save_job")
+    communicator, optimizer = _parts(model, trainer, "save_job")
     job = _state(model)
     job.wait()
-    arrays: Arrays = {}
+    arrays: Arrays = {} if trainer is None else _of_trainer(trainer)
 
     def collect() -> Json:
         more, values = _split_extra(extra)
         arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
         return {
-            "step": model.optimizer.step_counter,
+            "step": optimizer.step_counter,
             "digests": _digests(arrays),
             "sampler": None if sampler is None else _as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
-            "new": _begin(folder, model.optimizer.step_counter, job) if communicator.rank == 0 else None,
+            "new": _begin(folder, optimizer.step_counter, job) if communicator.rank == 0 else None,
         }
 
     everyone = together(communicator, "save_job", collect)
@@ -133,7 +153,7 @@ def save_job(
             )
     path, number = everyone[0]["new"]
     files = _files([theirs["digests"] for theirs in everyone], arrays)
-    manifest = _manifest(model, number, everyone, files)
+    manifest = _manifest(optimizer, number, everyone, files)
     mine = (rank_file(communicator.rank), shared_file(communicator.rank))
     parts = {file: {name: arrays[name] for name in files[file]} for file in mine}
     job.known.add((_key(folder), number))
@@ -145,7 +165,13 @@ def save_job(
     return saving
 
 
-def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler | None = None) -> Job | None:
+def load_job(
+    folder: str | os.PathLike[str],
+    model: Model,
+    *,
+    trainer: Trainer | None = None,
+    sampler: Sampler | None = None,
+) -> Job | None:
     """Go on from the newest generation in ``folder`` that is whole; a collective.
 
     A save of this model with ``block=False`` is waited for. A generation with a missing or damaged file is left out
@@ -154,7 +180,7 @@ def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler |
 
     Args:
         folder: what ``save_job`` was given.
-        model: as it was saved: compiled, with an optimizer.
+        model, trainer: as they were saved; servers may have started anew.
         sampler: as it was saved with, or none if it was not; with another number of ranks it goes on behind the samples
             that were used.
 
@@ -165,7 +191,7 @@ def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler |
         CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
             sampler. CommError: a peer has gone.
     """
-    communicator = _communicator(model, "load_job")
+    communicator, _ = _parts(model, trainer, "load_job")
     _state(model).wait()
     found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
     problems = list(found["problems"])
@@ -178,7 +204,7 @@ def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler |
             continue
         for problem in problems:
             warnings.warn(f"load_job: {problem}; going on from {generation.path.name}", stacklevel=2)
-        return _go_on(communicator, model, sampler, generation, arrays, _key(folder))
+        return _go_on(communicator, model, trainer, sampler, generation, arrays, _key(folder))
     if problems:
         raise CheckpointError(f"load_job: no generation in {folder} can be read: {'; '.join(problems)}")
     return None
@@ -211,19 +237,32 @@ def _state(model: Model) -> JobState:
 # ---- what a rank has -------------------------------------------------------------------------------------
 
 
-def _communicator(model: Model, where: str) -> Communicator:
-    """Return the communicator of the job's ranks."""
+def _parts(model: Model, trainer: Trainer | None, where: str) -> tuple[Communicator, Any]:
+    """Return the communicator of the job's ranks, and the optimizer that counts its steps."""
     if not isinstance(model, Model):
         raise OptionError(f"{where}: expected a Model, got {type(model).__name__}")
-    if isinstance(model.optimizer, DistOpt):
-        return model.optimizer.communicator
-    if model.optimizer is None:
-        raise OptionError(f"{where}: the model has no optimizer; call set_optimizer first")
-    if int(env("SINGA_LITE_WORLD_SIZE", "1") or 1) > 1:
-        raise OptionError(
-            f"{where}: the model's optimizer is no DistOpt, so each of this job's ranks would save for itself"
+    if trainer is not None and model.optimizer is not None:
+        raise OptionError(f"{where}: the model has an optimizer of its own; leave the trainer out")
+    if trainer is None and model.optimizer is None:
+        raise OptionError(f"{where}: the model has no optimizer; call set_optimizer first, or give a trainer")
+    optimizer = model.optimizer if trainer is None else trainer.optimizer
+    communicator = getattr(optimizer if trainer is None else trainer.kvstore, "communicator", None)
+    if communicator is None:
+        communicator = LocalCommunicator(World())
+    is_alone = isinstance(communicator, LocalCommunicator) and not isinstance(optimizer, DistOpt)
+    if is_alone and int(env("SINGA_LITE_WORLD_SIZE", "1") or 1) > 1:
+        what = (
+            "the model's optimizer is no DistOpt"
+            if trainer is None
+            else "the trainer's store is no dist store"
         )
-    return LocalCommunicator(World())
+        raise OptionError(f"{where}: {what}, so each of this job's ranks would save for itself")
+    return communicator, optimizer
+
+
+def _of_trainer(trainer: Trainer) -> Arrays:
+    """Return the states of a trainer as those of an optimizer; a collective."""
+    return {OPTIMIZER + name: array for name, array in trainer.get_states().items()}
 
 
 def _arrays(model: Model) -> Arrays:
@@ -288,7 +327,9 @@ def _files(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[str,
     return {**{shared_file(rank): {} for rank in ranks}, **files}
 
 
-def _manifest(model: Model, number: int, everyone: list[Json], files: dict[str, dict[str, str]]) -> Manifest:
+def _manifest(
+    optimizer: Any, number: int, everyone: list[Json], files: dict[str, dict[str, str]]
+) -> Manifest:
     """Return the manifest of a new generation, but for versions."""
     return Manifest(
         format=FORMAT,
@@ -297,8 +338,8 @@ def _manifest(model: Model, number: int, everyone: list[Json], files: dict[str, 
         world_size=len(everyone),
         saved_at=time.time(),
         versions={},
-        optimizer=json.loads(json.dumps(model.optimizer.settings(), default=repr)),
-        dist_option=getattr(model.optimizer, "dist_option", None),
+        optimizer=json.loads(json.dumps(optimizer.settings(), default=repr)),
+        dist_option=getattr(optimizer, "dist_option", None),
         samplers=[theirs["sampler"] for theirs in everyone],
         extras=[theirs["extra"] for theirs in everyone],
         files=files,
@@ -352,6 +393,7 @@ def _read(generation: Generation, communicator: Communicator) -> Arrays:
 def _go_on(
     communicator: Communicator,
     model: Model,
+    trainer: Trainer | None,
     sampler: Sampler | None,
     generation: Generation,
     arrays: Arrays,
@@ -361,16 +403,25 @@ def _go_on(
     manifest, where = generation.manifest, f"load_job: {generation.path}"
     is_resized = communicator.size != manifest.world_size
     saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
+    states = _part(arrays, OPTIMIZER)
+    if trainer is not None:
+        mine = trainer.get_states()
+        together(communicator, "load_job", lambda: _check_trainer(mine, states, communicator.rank, where))
 
-    def restore() -> Json:
+    def restore() -> None:
         _restore_sampler(manifest, saver, sampler, where)
-        model.restore(Checkpoint(_part(arrays, MODEL), {}, (), _part(arrays, OPTIMIZER)), where)
+        model.restore(Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where)
         for device, random_state in zip(model.devices(), restore_streams(arrays), strict=False):
             device.set_random_state(random_state)
-        model.optimizer.states_loaded()
-        return _compare(arrays, _arrays(model), where)
+        if trainer is None:
+            model.optimizer.states_loaded()
 
-    everyone = together(communicator, "load_job", restore)
+    together(communicator, "load_job", restore)
+    has: Arrays = {}
+    if trainer is not None:
+        trainer.set_states(states)
+        has = _of_trainer(trainer)
+    everyone = together(communicator, "load_job", lambda: _compare(arrays, has | _arrays(model), where))
     parameters = [f"{MODEL}{name}" for name in model.get_params()]
     if getattr(model.optimizer, "keeps_equal", True) and any(
         theirs[name] != everyone[0][name] for theirs in everyone for name in parameters
@@ -383,6 +434,20 @@ def _go_on(
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def _check_trainer(mine: Arrays, saved: Arrays, rank: int, where: str) -> None:
+    """Raise CheckpointError unless a trainer with these states can go on from what was saved."""
+    missing, unknown = sorted(mine.keys() - saved), sorted(saved.keys() - mine if rank == 0 else ())
+    shapes = [
+        f"{name!r} is {saved[name].dtype}{saved[name].shape}, here {array.dtype}{array.shape}"
+        for name, array in mine.items()
+        if name in saved and (array.shape, array.dtype) != (saved[name].shape, saved[name].dtype)
+    ]
+    if missing or unknown or shapes:
+        raise CheckpointError(
+            f"{where}: it is of another trainer: lacks {missing}, has {unknown}; {'; '.join(shapes)}"
+        )
 
 
 def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, where: str) -> None:

@@ -59,6 +59,8 @@ def resized(
                 arrays[name] = share_of_sum(values, rank, size)
             elif rank == 0:
                 arrays[name] = share_of_sum(values, 0, 1)
+        elif name.startswith(OPTIMIZER) and not name.startswith(SUMS) and len(values) == 1:
+            arrays[name] = values[0]  # worker 0 has what servers keep
         elif values[0].dtype.kind == "f" and "/counter/" not in name:
             arrays[name] = np.mean(np.stack(values).astype(np.float64), axis=0).astype(values[0].dtype)
         else:

@@ -37,6 +37,9 @@ OPTIMIZERS = {
     "adagrad": ("AdaGrad", 0.01),
 }
 ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
+RESIDUAL = (
+    "sync/kvstore/"  # as residuals of a DistOpt's schemes, whose sum over the ranks a job checkpoint keeps
+)
 GIVEN = "which gradients are given"  # a key of its own, in a store of the script's
 
 
@@ -277,6 +280,52 @@ class Trainer:
         rate = self._optimizer.lr
         if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
             self.set_learning_rate(head["lr"])
+
+    def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return what a job checkpoint keeps of this worker; all workers call it, and all have the newest parameters.
+
+        Returns:
+            "<parameter>:<state>" and "step_counter" of the optimizer, on worker 0 alone where servers have them;
+            "sync/kvstore/<parameter>", what compression has lost here; "lr", NaN for a schedule.
+        """
+        store = self._store if isinstance(self._store, KVStore) else None
+        if store is not None and "async" in store.type:
+            self.synchronize()
+        if self._updates_on_store:
+            assert store is not None
+            states = {
+                f"{name}:{state}": a for name, each in store.get_states().items() for state, a in each.items()
+            }
+        else:
+            states = self._optimizer.get_states()
+        states["step_counter"] = np.array(self._optimizer.step_counter)
+        for name, lost in ({} if store is None else store.get_residuals()).items():
+            states[RESIDUAL + str(name)] = lost
+        rate = self._optimizer.lr
+        return {**states, "lr": np.array(rate.init_value if type(rate) is Constant else np.nan)}
+
+    def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it."""
+        store = self._store if isinstance(self._store, KVStore) else None
+        known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
+        if self._updates_on_store:
+            assert store is not None
+            found: States = {name: {} for name in self._names}
+            for key in known.keys() - {"step_counter"}:
+                name, _, state = key.rpartition(":")
+                found[name][state] = known[key]
+            store.set_states(found)
+        else:
+            self._optimizer.set_states(known)
+        self._optimizer.step_counter = int(states["step_counter"])
+        if store is not None:
+            lost = {name: states[name] for name in states if name.startswith(RESIDUAL)}
+            store.set_residuals({name.removeprefix(RESIDUAL): values for name, values in lost.items()})
+            params = list(self._params.values())
+            store.broadcast(self._names, params, out=params)
+        lr, rate = float(states["lr"]), self._optimizer.lr
+        if type(rate) is Constant and rate.init_value != lr and not np.isnan(lr):
+            self.set_learning_rate(lr)
 
     def _keeper(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""

@@ -24,7 +24,7 @@ from .arguments import Arguments
 from .base import OPTIMIZER, KVStoreBase
 from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec, difference
 from .compression import Compression
-from .residuals import Residuals
+from .residuals import Array, Residuals
 from .states import (
     broadcast_states,
     check_states,
@@ -77,6 +77,11 @@ class KVStore(KVStoreBase):
     @property
     def num_workers(self) -> int:
         return self._communicator.size
+
+    @property
+    def communicator(self) -> Communicator:
+        """The workers'."""
+        return self._communicator
 
     @property
     def optimizer_description(self) -> Description | None:
@@ -379,6 +384,26 @@ class KVStore(KVStoreBase):
 
         self._together(where, {}, load)
         return head
+
+    def get_states(self) -> States:
+        """Return the states of each key's optimizer, of whole keys, on worker 0 at least; all call it."""
+        found: States = {}
+        self._together("get_states", {}, lambda: found.update(self._get_states()))
+        return found
+
+    def set_states(self, states: States) -> None:
+        """Go on from worker 0's ``get_states``; all call it."""
+        self._together("set_states", {}, lambda: self._set_states(states))
+
+    def get_residuals(self) -> dict[Key, Array]:
+        """Return what compression has lost here, flat float32 arrays; {} without compression."""
+        specs = self._arguments.specs.values() if self._compression else ()
+        return {spec.key: self._residuals.get(spec.key, spec.size).copy() for spec in specs}
+
+    def set_residuals(self, residuals: Mapping[Key, Array]) -> None:
+        """Go on from ``get_residuals``."""
+        for key, values in residuals.items():
+            self._residuals.set(key, values)
 
     def broadcast_states(self, states: States) -> States:
         """Return worker 0's states on all workers; a collective."""

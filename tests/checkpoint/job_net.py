@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from singa_lite import autograd, layer, model, opt
+from singa_lite import autograd, gluon, kvstore, layer, model, opt
 from singa_lite.comm.base import Communicator
 from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
@@ -57,17 +57,47 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return from_numpy(x.astype(np.float32)), from_numpy(rng.integers(0, 4, 6))
 
 
+def seed(rank: int) -> None:
+    """Begin this rank's streams."""
+    get_default_device().SetRandSeed(3 + rank)
+    np.random.seed(5 + rank)
+    random.seed(7 + rank)
+
+
 def compiled(communicator: Communicator, option: str, use_graph: bool, **options: Any) -> Net:
     """A new model on a new DistOpt, with streams of this rank."""
-    get_default_device().SetRandSeed(3 + communicator.rank)
-    np.random.seed(5 + communicator.rank)
-    random.seed(7 + communicator.rank)
+    seed(communicator.rank)
     net = Net()
     sgd = opt.SGD(lr=opt.ExponentialDecay(0.1, 5, 0.8), momentum=0.9, weight_decay=1e-4)
     net.set_optimizer(
         opt.DistOpt(sgd, communicator=communicator, dist_option=option, threshold=60, **options)
     )
     net.compile([from_numpy(np.zeros((6, 3, 6, 6), np.float32))], use_graph=use_graph)
+    return net
+
+
+class WithTrainer(Net):
+    """The same under a Trainer, whose gradients travel as 2 bits."""
+
+    trainer: gluon.Trainer
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        with autograd.record():
+            loss = self.loss(self.forward(x), y)
+        loss.backward()
+        self.trainer.step(1)
+        return loss
+
+
+def with_trainer(store: kvstore.KVStore, optimizer: opt.Optimizer, **options: Any) -> WithTrainer:
+    """A new model on a new Trainer of a store, with streams of this worker."""
+    seed(store.rank)
+    net = WithTrainer()
+    net.compile([from_numpy(np.zeros((6, 3, 6, 6), np.float32))])
+    compression = {"type": "2bit", "threshold": 0.02}
+    options = {"compression_params": compression, "reduction": "mean", **options}
+    net.trainer = gluon.Trainer(net.get_params(), optimizer, kvstore=store, **options)
+    net.train()
     return net
 
 
@@ -81,4 +111,5 @@ def train(net: Net, steps: range) -> None:
 def bits(net: Net) -> dict[str, bytes]:
     """All states of a rank."""
     values = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
-    return values | {name: value.tobytes() for name, value in net.optimizer.get_states().items()}
+    updater = net.trainer if isinstance(net, WithTrainer) else net.optimizer
+    return values | {name: value.tobytes() for name, value in updater.get_states().items()}

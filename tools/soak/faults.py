@@ -26,8 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.checkpoint.job_net import OPTIONS
-from tools.soak.kills import Kind
+from tools.soak.kills import Kind, modes
 from tools.soak.train import FAULTS
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -40,20 +39,10 @@ SHM = Path("/dev/shm")
 
 def run(kind: Kind, folder: Path, steps: int, *options: str) -> str:
     """Run a job to its end; return its output. SystemExit if it hangs or fails."""
-    flags = ["--graph"] * kind.graph + ["--no-block"] * kind.no_block
-    launcher = [sys.executable, "-m", "singa_lite", "run", "-n", str(kind.ranks), "--timeout", str(TIMEOUT_S)]
-    launcher += ["--max-restarts", "1", "--checkpoint", str(folder)]
-    script = [
-        str(SCRIPT),
-        str(folder),
-        f"{folder}-result",
-        "--dist-option",
-        kind.option,
-        "--steps",
-        str(steps),
-    ]
+    launcher = ["--timeout", str(TIMEOUT_S), "--max-restarts", "1", "--checkpoint", str(folder)]
+    command = kind.command(folder, Path(f"{folder}-result"), steps, *launcher)
     process = subprocess.Popen(
-        [*launcher, *script, *flags, *options],
+        [*command, *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -114,11 +103,10 @@ def main() -> None:
     rng, deadline = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     before, wanted = set(SHM.glob("singa_lite-*")), dict[Kind, list[str]]()
     seconds: dict[str, list[float]] = {}
-    modes = itertools.cycle(itertools.product(OPTIONS, (False, True)))
     names = itertools.cycle(FAULTS)
     with tempfile.TemporaryDirectory(prefix="singa_lite-soak-") as name:
         folder = Path(name) / "job"
-        for number, fault, (option, graph) in zip(range(arguments.faults), names, modes, strict=False):
+        for number, fault, (option, graph) in zip(range(arguments.faults), names, modes(), strict=False):
             if time.monotonic() > deadline:
                 break
             kind = Kind(option, graph, 2 + number % 3, rng.random() < 0.5)

@@ -5,7 +5,8 @@
 
 A kill is SIGKILL of a random rank or of the launcher, at a random moment from the first step to the last, so also while
 a checkpoint is written. After each the job must have a whole generation, or none before the first save, and goes on to
-the same bits on all ranks. Every dist_option runs eagerly and recorded, with saves that block and that do not.
+the same bits on all ranks. Every dist_option runs eagerly and recorded, and a Trainer of a key-value store without and
+with a server, with saves that block and that do not.
 """
 
 from __future__ import annotations
@@ -33,23 +34,31 @@ LIMIT_S = 300.0  # a job that takes longer hangs
 
 @dataclass(frozen=True)
 class Kind:
-    """What runs."""
+    """What runs: a dist_option, or "store", a Trainer, with a server where ``graph`` is set."""
 
     option: str
     graph: bool
     ranks: int
     no_block: bool
 
-    def command(self, folder: Path, result: Path, steps: int) -> list[str]:
-        """Return the command line of the job."""
-        flags = ["--graph"] * self.graph + ["--no-block"] * self.no_block
-        start = [sys.executable, "-m", "singa_lite", "run", "-n", str(self.ranks), str(SCRIPT)]
-        return [*start, str(folder), str(result), "--dist-option", self.option, "--steps", str(steps), *flags]
+    def command(self, folder: Path, result: Path, steps: int, *options: str) -> list[str]:
+        """Return the command line of the job; ``options`` are the launcher's."""
+        flags = ["--no-block"] * self.no_block
+        servers = ["-s", "1"] if self.graph and self.option == "store" else []
+        flags += ["--graph"] * (self.graph and self.option != "store")
+        start = [sys.executable, "-m", "singa_lite", "run", "-n", str(self.ranks), *servers, *options]
+        given = [str(SCRIPT), str(folder), str(result), "--dist-option", self.option, "--steps", str(steps)]
+        return [*start, *given, *flags]
+
+
+def modes() -> Iterator[tuple[str, bool]]:
+    """Yield every dist_option, eager and recorded, and a Trainer without and with a server, for ever."""
+    return itertools.cycle(itertools.product([*OPTIONS, "store"], (False, True)))
 
 
 def kinds() -> Iterator[Kind]:
-    """Yield every dist_option, eager and recorded, for ever, with 2 and 3 ranks in turn."""
-    for number, (option, graph) in enumerate(itertools.cycle(itertools.product(OPTIONS, (False, True)))):
+    """Yield kinds of all modes for ever, with 2 and 3 ranks in turn."""
+    for number, (option, graph) in enumerate(modes()):
         yield Kind(option, graph, 2 + number % 2, no_block=number // 2 % 2 == 1)
 
 

@@ -4,6 +4,8 @@
     singa-lite run -n 3 tools/soak/train.py FOLDER RESULT --dist-option dgc:0.05
     singa-lite run -n 3 --max-restarts 1 tools/soak/train.py FOLDER RESULT --fault exit:2:33
 
+    singa-lite run -n 2 -s 1 tools/soak/train.py FOLDER RESULT --dist-option store
+
 FOLDER gets the checkpoints, and it goes on from what is there; RESULT-<rank> gets the hash. A fault is
 kind:rank:step, in the first round alone.
 """
@@ -26,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import singa_lite.checkpoint.saving as saving  # noqa: E402
-from singa_lite import checkpoint  # noqa: E402
+from singa_lite import checkpoint, kvstore, opt  # noqa: E402
 from singa_lite.comm.rendezvous import process_communicator  # noqa: E402
-from tests.checkpoint.job_net import batch, bits, compiled  # noqa: E402
+from tests.checkpoint.job_net import batch, bits, compiled, with_trainer  # noqa: E402
 
 
 def main() -> None:
@@ -45,9 +47,14 @@ def main() -> None:
         "--usage", action="store_true", help="print memory and descriptors half way and at the end"
     )
     arguments = parser.parse_args()
-    communicator = process_communicator()
-    net = compiled(communicator, arguments.dist_option, arguments.graph)
-    job = checkpoint.load_job(arguments.folder, net)
+    if arguments.dist_option == "store":
+        store = kvstore.create("dist_sync")
+        communicator, net = store.communicator, with_trainer(store, opt.SGD(lr=0.1, momentum=0.9))
+        trainer = net.trainer
+    else:
+        communicator, trainer = process_communicator(), None
+        net = compiled(communicator, arguments.dist_option, arguments.graph)
+    job = checkpoint.load_job(arguments.folder, net, trainer=trainer)
     start = job.step if job else 0
     print(f"training from {start}", flush=True)
     for step in range(start, arguments.steps):
@@ -60,7 +67,7 @@ def main() -> None:
         if step == start:
             print(f"first step at {time.time()}", flush=True)
         if (step + 1) % arguments.save_every == 0:
-            checkpoint.save_job(arguments.folder, net, block=not arguments.no_block)
+            checkpoint.save_job(arguments.folder, net, trainer=trainer, block=not arguments.no_block)
         if arguments.usage and step + 1 in (arguments.steps // 2, arguments.steps):
             print(f"usage {usage()}", flush=True)
     print("trained", flush=True)
