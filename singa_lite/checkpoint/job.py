@@ -180,7 +180,7 @@ def load_job(
 
     Args:
         folder: what ``save_job`` was given.
-        model, trainer: as they were saved; servers may have started anew.
+        model, trainer: as they were saved, with any number of servers.
         sampler: as it was saved with, or none if it was not; with another number of ranks it goes on behind the samples
             that were used.
 

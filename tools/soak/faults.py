@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tools.soak.kills import Kind, modes
@@ -35,6 +36,7 @@ TIMEOUT_S = 4.0  # of collectives: how soon a rank that stands still is noticed
 WAITS = ("stop", "loop")  # of the kinds, those that are noticed at the time-out alone
 STEPS, LONG_STEPS = 60, 3000
 SHM = Path("/dev/shm")
+SETTLED_S = 2.0  # a file that nobody uses for so long is left behind
 
 
 def run(kind: Kind, folder: Path, steps: int, *options: str) -> str:
@@ -72,16 +74,30 @@ def times(output: str, word: str) -> list[float]:
     return [float(text) for text in re.findall(rf"{word} at ([\d.]+)", output)]
 
 
-def left_behind(before: set[Path]) -> list[str]:
-    """Return what jobs have left: files in /dev/shm, processes."""
-    files = [str(path) for path in set(SHM.glob("singa_lite-*")) - before]
-    found = subprocess.run(["pgrep", "-f", str(SCRIPT)], capture_output=True, text=True).stdout.split()
-    return [*files, *(f"process {pid}" for pid in found)]
+def left_behind(before: set[Path], folder: Path) -> list[str]:
+    """Return what jobs of ``folder`` have left: files in /dev/shm that no process uses, and processes."""
+    files = set(SHM.glob("singa_lite-*")) - before
+    deadline = time.monotonic() + SETTLED_S
+    while files and time.monotonic() < deadline:  # those of other jobs of this machine are used or go away
+        files = {path for path in files if path.exists()} - used_files()
+        time.sleep(0.1)
+    found = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True).stdout.split()
+    return [*map(str, files), *(f"process {pid}" for pid in found if int(pid) != os.getpid())]
 
 
-def use_of_a_long_job(folder: Path) -> str:
+def used_files() -> set[Path]:
+    """Return the files in /dev/shm that a process has open or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            found.update(re.findall(rf"{SHM}/singa_lite-\S*", (process / "maps").read_text()))
+            found.update(os.readlink(link) for link in (process / "fd").iterdir())
+    return {Path(name) for name in found}
+
+
+def use_of_a_long_job(folder: Path, steps: int) -> str:
     """Return how memory and descriptors of two ranks grow from the middle of a long job to its end, in words."""
-    output = run(Kind("sparseTopK:0.05", True, 2, True), folder, LONG_STEPS, "--usage", "--save-every", "50")
+    output = run(Kind("sparseTopK:0.05", True, 2, True), folder, steps, "--usage", "--save-every", "50")
     rows = re.findall(r"\[(\d)\] usage (\d+) (\d+)", output)
     texts = []
     for rank in ("0", "1"):
@@ -99,6 +115,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--faults", type=int, default=sys.maxsize)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--long-steps", type=int, default=LONG_STEPS, help="of the job whose memory is watched"
+    )
     arguments = parser.parse_args()
     rng, deadline = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     before, wanted = set(SHM.glob("singa_lite-*")), dict[Kind, list[str]]()
@@ -117,7 +136,7 @@ def main() -> None:
             output = run(kind, folder, STEPS, "--fault", spec)
             if hashes(kind, folder) != wanted[kind]:
                 raise SystemExit(f"OTHER BITS: {kind} {spec}:\n{output}")
-            if left := left_behind(before):
+            if left := left_behind(before, folder):
                 raise SystemExit(f"LEFT BEHIND: {kind} {spec}: {left}")
             starts = [start for start in times(output, "first step") if start > times(output, "fault")[0]]
             if starts:
@@ -131,7 +150,7 @@ def main() -> None:
                 f"{fault}: {statistics.median(values):.2f} s from the fault to the first new step in the median, "
                 f"{max(values):.2f} s at most of {len(values)}{note}"
             )
-        print(f"a job of {LONG_STEPS} steps: {use_of_a_long_job(folder)}")
+        print(f"a job of {arguments.long_steps} steps: {use_of_a_long_job(folder, arguments.long_steps)}")
 
 
 if __name__ == "__main__":
