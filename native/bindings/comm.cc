@@ -81,7 +81,7 @@ std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire,
 }
 
 // A call of a transport that moves its data elsewhere.
-void start_in_file(FlightFile& file, int rank, int kind, int op, int dtype, int wire, int root, const py::handle& array,
+void start_in_file(FlightFile& file, int rank, int kind, int op, int dtype, int wire, int root, const py::tuple& shape,
                    std::uint64_t count, std::uint64_t number, const std::string& name, std::string_view site_file,
                    int line) {
   const Fingerprint call{number,
@@ -94,7 +94,9 @@ void start_in_file(FlightFile& file, int rank, int kind, int op, int dtype, int 
                          root,
                          name.size()};
   CallSite site{site_file, line};
-  memory_of(array, false, &site);
+  site.num_dims = shape.size();
+  for (std::size_t axis = 0; axis < std::min(site.num_dims, kFlightDims); ++axis)
+    site.dims[axis] = shape[axis].cast<Py_ssize_t>();
   file.record().start(rank, call, name, site, monotonic_s());
 }
 

@@ -154,9 +154,11 @@ class FileRecorder(FlightRecorder):
         self._leader = next(pid for host, pid in processes if host == here)
         self.has_failed = False
 
-    def start(self, codes: Sequence[int], array: Any, count: int, number: int, kind: str, name: str) -> None:
+    def start(
+        self, codes: Sequence[int], shape: tuple[int, ...], count: int, number: int, kind: str, name: str
+    ) -> None:
         """Record a call; ``codes`` are numbers of native/comm/types.h: kind, op, dtype, wire dtype and root."""
-        self._file.start(self._rank, *codes, array, count, number, name, *self.sites.find(kind, name))
+        self._file.start(self._rank, *codes, shape, count, number, name, *self.sites.find(kind, name))
 
     def all_there(self, number: int) -> None:
         """Record that all ranks have made the call."""

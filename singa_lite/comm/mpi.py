@@ -30,7 +30,7 @@ import numpy as np
 from .. import _native
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
-from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
+from .codes import codes_of
 from .flight_recorder import WARN_SHARE, FileRecorder, FlightRecorder, is_recording, title_of
 from .hosts import this_host
 from .mpi_call import (
@@ -127,9 +127,8 @@ class MpiCommunicator(Communicator):
         words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
         words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
         if self._recorder is not None and self.error is None:
-            wire_code = WIRE_CODES[wire_dtype] if wire_dtype else DTYPE_CODES[array.dtype]
-            codes = (KIND_CODES[kind], OP_CODES[op], DTYPE_CODES[array.dtype], wire_code, root)
-            self._recorder.start(codes, array, array.size, self._num_calls, kind, name)
+            codes = codes_of(operation, array.dtype)
+            self._recorder.start(codes, array.shape, array.size, self._num_calls, kind, name)
         return self._collective(kind, words, name, flat, wire, scale, small, large)
 
     def _all_reduce(

@@ -17,6 +17,7 @@ would have to call while it is idle, and whose saving, shared channels (splitSha
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import threading
@@ -29,15 +30,15 @@ import numpy as np
 from .. import _native, config
 from ..config import state
 from ..errors import CommError, DTypeError
-from .base import DTYPES, HAS_BLOCKS, KINDS, UINT8, Communicator, Graph, Operation, ReduceOp
+from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
+from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
+from .flight_recorder import is_recording, title_of
 from .gpu_arrays import CupyArrays, is_cuda_array
-from .wire import BFLOAT16, WIRE_DTYPES
+from .gpu_recorder import GpuRecorder
+from .wire import WIRE_DTYPES
 from .work import Array, Work
 
 # The numbers of native/comm/types.h.
-_KINDS = {kind: code for code, kind in enumerate(KINDS)}
-_OPS = {"sum": 0, "mean": 1, "max": 2, "min": 3, None: 4}
-_DTYPES = {dtype: code for code, dtype in enumerate((*DTYPES, BFLOAT16, UINT8))}
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
@@ -62,7 +63,11 @@ class NcclWork(Work):
         ``timeout_s`` is not used: the communicator's own runs on the GPU, see ``NcclCommunicator``.
         """
         communicator = self._communicator
-        communicator._wait(self._op, communicator._stream(self._stream_of))
+        try:
+            communicator._wait(self._op, communicator._stream(self._stream_of))
+        except CommError as error:
+            communicator._report(error)
+            raise
         if self._narrow is not None:
             half, divisor, scale = self._narrow
             communicator._arrays.widen(half, divisor, scale, self._out)
@@ -138,6 +143,7 @@ class NcclCommunicator(Communicator):
             config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
         )
         self._wait = self._native.wait
+        self.flight_recorder = self._recorder = self._make_recorder(everyone)
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
@@ -158,7 +164,11 @@ class NcclCommunicator(Communicator):
 
     def check(self) -> None:
         """Raise the CommError of a collective that failed after its Work's wait(), unless this is closed."""
-        self._native.check_failure()
+        try:
+            self._native.check_failure()
+        except CommError as error:
+            self._report(error)
+            raise
 
     def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
         assert isinstance(last, NcclWork)
@@ -175,6 +185,8 @@ class NcclCommunicator(Communicator):
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
         kind, name, op, root, wire_dtype = operation
+        if self._recorder is not None:
+            self._recorder.begin(operation, array)
         if wire_dtype is None:
             return self._give(kind, op, root, array, out, name)
         half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype], scale)
@@ -184,6 +196,23 @@ class NcclCommunicator(Communicator):
         work._out = out
         return work
 
+    def _make_recorder(self, everyone: list[dict[str, Any]]) -> GpuRecorder | None:
+        native, _ = _native.load("_comm")
+        if native is None or not is_recording() or self.size == 1:
+            return None
+        members = self.world.members or range(self.size)
+        processes = [(other["host"], other["process"]) for other in everyone]
+        title = f"{title_of(self.world.members, 'of GPUs')}, over NCCL"
+        above = self.host.flight_recorder
+        identity = hashlib.sha256(everyone[0]["id"].encode()).hexdigest()[:32]
+        root = above and (above.root or above)
+        return GpuRecorder(native, self.rank, members, processes, identity, title, root)
+
+    def _report(self, error: CommError) -> None:
+        """Have the recorder report the first failure."""
+        if self._recorder is not None:
+            self._recorder.failed(error)
+
     def _give(
         self, kind: str, op: ReduceOp | None, root: int, array: Array, out: Array, name: str
     ) -> NcclWork:
@@ -191,9 +220,14 @@ class NcclCommunicator(Communicator):
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         source, stream = self._address(array), self._stream(array)
         target = source if out is array else self._address(out)
-        native = self._native.start(
-            _KINDS[kind], _OPS[op], _DTYPES[array.dtype], root, source, target, count, name, stream
-        )
+        codes = KIND_CODES[kind], OP_CODES[op], DTYPE_CODES[array.dtype]
+        try:
+            native = self._native.start(*codes, root, source, target, count, name, stream)
+        except CommError as error:
+            self._report(error)
+            raise
+        if self._recorder is not None:
+            self._recorder.given(native)
         return NcclWork(self, native, array, out)
 
     def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ import pytest
 from singa_lite import autograd, opt, singa_wrap
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
+from singa_lite.comm.flight_record import ENDED
 from singa_lite.comm.nccl import NcclCommunicator, describe
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
@@ -787,3 +789,43 @@ def test_singas_calls_leave_the_sum_of_gpu_tensors():
         assert found["plain"] == found["half"] == found["fused"] == [6.0] * 4
         assert found["sparse"] == [0.0, -9.0, 6.0, 0.0]
         np.testing.assert_allclose(found["residual"], [0.1, 0, 0, 0], rtol=1e-6)
+
+
+# ---- the flight recorder -------------------------------------------------------------------------------
+
+
+def another_call(world: World) -> tuple[str, str]:
+    """Rank 1 makes another call than the others after two that are alike; what the recorder knows, and the error."""
+    c = make(world, 2.0)
+    for number in range(2):
+        c.all_reduce(on_gpu(np.ones((4, 3), np.float32)), "sum", name=f"w{number}").wait()
+    gpu_of_rank().synchronize()
+    assert c.flight_recorder is not None
+    c.all_reduce(
+        on_gpu(np.ones(5, np.float32)), "mean", name="odd" if c.rank == 1 else "grad", wire_dtype="float16"
+    )
+    [mine] = [rank for rank in c.flight_recorder.read().ranks if rank.rank == c.rank]
+    calls = ", ".join(
+        f"{x.kind} {x.op} {x.name} {x.dtype}{list(x.shape)} {x.state == ENDED}" for x in mine.calls[:2]
+    )
+    if c.rank != 2:
+        c.all_reduce(on_gpu(np.ones(7, np.float32)), "sum", name="without rank 2")
+    error = "" if c.rank == 2 else broken(c)
+    c.host.barrier()  # rank 2 lives while the others look
+    c.close()
+    return calls, error
+
+
+def test_a_report_names_the_call_that_a_rank_has_not_given_to_its_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_LOG_DIR", str(tmp_path))
+    results = run(another_call, 3)
+    for calls, _ in results:
+        assert calls == "all_reduce sum w0 float32[4, 3] True, all_reduce sum w1 float32[4, 3] True"
+    assert all("waited 2 s in NCCL" in error for _, error in results[:2])
+    [path] = tmp_path.iterdir()
+    report = path.read_text()
+    assert any(str(path) in error for _, error in results)
+    assert report.count("What every rank was doing") == 1
+    assert re.search(r"First call where ranks differ: #2 of the world, over NCCL", report)
+    assert re.search(r"rank 1: all_reduce 'odd' mean float32\[5\] as float16 at .*test_nccl\.py", report)
+    assert re.search(r"rank 0, 2: all_reduce 'grad' mean float32\[5\] as float16 at .*test_nccl\.py", report)

@@ -36,7 +36,7 @@ TIMEOUT_S = 4.0  # of collectives: how soon a rank that stands still is noticed
 WAITS = ("stop", "loop")  # of the kinds, those that are noticed at the time-out alone
 STEPS, LONG_STEPS = 60, 3000
 SHM = Path("/dev/shm")
-SETTLED_S = 2.0  # a file that nobody uses for so long is left behind
+SETTLED_S = 30.0  # a file that nobody uses for so long is left behind, not of another job
 
 
 def run(kind: Kind, folder: Path, steps: int, *options: str) -> str:
