@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing files so that a reader sees the old one or the whole new one.
+"""Writing files so that a reader sees the old one or the whole new one, and JSON that carries a hash of its values.
 
 Note [temporaries]: a file is written under a name of its own beside the target and locked while its writer lives. A
 killed writer leaves it behind; the next one to write in that folder removes those that nobody has locked.
@@ -7,13 +7,15 @@ killed writer leaves it behind; the next one to write in that folder removes tho
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .errors import CheckpointError
 
@@ -23,6 +25,37 @@ except ImportError:  # Windows: what a killed writer left stays
     fcntl = None  # type: ignore[assignment]
 
 PART_SUFFIX = ".singa_lite-part"
+HASH = "sha256"  # in a sealed JSON file, beside its values
+
+Json = Any
+
+
+def sealed(values: Mapping[str, Json]) -> bytes:
+    """Return a JSON object of ``values`` and a hash of them, which ``unsealed`` compares; a line for each."""
+    content = {**values, HASH: _hash_of(values)}
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in content.items()]
+    return ("{" + ",\n".join(lines) + "}\n").encode()
+
+
+def unsealed(content: bytes) -> dict[str, Json]:
+    """Return the values that ``sealed`` was given.
+
+    Raises:
+        CheckpointError: ``content`` is no JSON object, or its hash is missing or that of other values.
+    """
+    try:
+        values = json.loads(content)
+        if isinstance(values, dict) and values.pop(HASH, None) == _hash_of(values):
+            return values
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is damaged: {error}") from error
+    raise CheckpointError("it is damaged: its values are not those whose hash it has")
+
+
+def _hash_of(values: Mapping[str, Json]) -> str:
+    """Return the SHA-256 of values as they come back from JSON, in the order of their names."""
+    text = json.dumps(json.loads(json.dumps(values)), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager

@@ -7,14 +7,13 @@ ranks save, and their agreement (checkpoint/), writing a file atomically (files.
 Note [generations]: FOLDER/step-00000120/ has a ``shared-00003.safetensors`` of each rank, with its part of the arrays
 that are equal on all ranks, a ``rank-00003.safetensors`` with those that are not, and ``manifest.json``, written last
 and by renaming: a folder without it does not count, so that a job killed while it saves leaves the generation before. A
-manifest has a hash of each array, of its dtype, shape and bytes. ``number`` grows with every generation of a folder,
-also where a job has gone back to an earlier step: the newest is that of the largest.
+manifest has a hash of each array, of its dtype, shape and bytes, and one of its own values. ``number`` grows with every
+generation of a folder, also where a job has gone back to an earlier step: the newest is that of the largest.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -27,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError
-from .files import atomic_file, sync_folder
+from .files import atomic_file, sealed, sync_folder, unsealed
 
 FORMAT = 1
-MAX_RANKS = 1 << 16  # names of more are not looked for
+LATEST_S = 1e12  # of times, seconds
 MANIFEST = "manifest.json"
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
 
@@ -82,11 +81,13 @@ class Manifest:
         if not all(type(value) is int and value >= 0 for value in whole):
             raise CheckpointError("its manifest has values that no job writes")
         lists = (manifest.samplers, manifest.extras)
-        names = {name(rank) for name in (shared_file, rank_file) for rank in range(min(whole[2], MAX_RANKS))}
         if (
             not isinstance(manifest.saved_at, (int, float))
+            or not 0 <= manifest.saved_at < LATEST_S
+            or not isinstance(manifest.dist_option, (str, type(None)))
             or not all(isinstance(each, dict) for each in (manifest.versions, manifest.optimizer))
             or not all(isinstance(each, list) and len(each) == manifest.world_size for each in lists)
+            or not all(isinstance(extra, (dict, type(None))) for extra in manifest.extras)
             or not isinstance(manifest.files, dict)
             or set(manifest.files)
             != {name(rank) for name in (shared_file, rank_file) for rank in range(manifest.world_size)}
@@ -143,10 +144,10 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
     found, problems = [], []
     for path in (Path(folder) / name for name in names if FOLDER.fullmatch(name)):
         try:
-            found.append(Generation(path, Manifest.of_json(json.loads((path / MANIFEST).read_bytes()))))
+            found.append(Generation(path, Manifest.of_json(unsealed((path / MANIFEST).read_bytes()))))
         except (FileNotFoundError, NotADirectoryError):
             continue  # never finished, or being removed
-        except (CheckpointError, OSError, ValueError, RecursionError) as error:
+        except (CheckpointError, OSError) as error:
             problems.append(f"{path / MANIFEST}: {error}")
     return sorted(found, key=lambda generation: -generation.manifest.number), problems
 
@@ -177,9 +178,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     """Make the generation in ``path`` count; all its files must be there."""
     sync_folder(path)
     sync_folder(path.parent)
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in manifest.to_json().items()]
     with atomic_file(path / MANIFEST) as file:
-        file.write(("{" + ",\n".join(lines) + "}\n").encode())
+        file.write(sealed(manifest.to_json()))
 
 
 def remove_old(folder: str | os.PathLike[str], keep: int) -> None:

@@ -33,7 +33,7 @@ AUX_PREFIX = "aux."
 RANDOM_STATE = "random_state"
 
 SPARE_BYTES = 1 << 20  # read beside arrays: headers and directories
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others may decompress without a limit
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack without a limit, see _unpacked
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -153,7 +153,7 @@ def _read(
         unknown = sorted(set(known) - {STATES_FILE, ATTRIBUTES_FILE, OPTIMIZER_FILE})
         if lacking or unknown:
             raise CheckpointError(f"it lacks {lacking} and has unknown {unknown}")
-        contents = {name: archive.read(known[name]) for name in sorted(wanted & set(known))}
+        contents = {name: _unpacked(archive, known[name]) for name in sorted(wanted & set(known))}
     arrays = _arrays(contents[STATES_FILE], limit, states)
     random_states = _random_states(_attributes(contents[ATTRIBUTES_FILE], arrays))
     slots = _arrays(contents[OPTIMIZER_FILE], limit) if OPTIMIZER_FILE in contents else None
@@ -193,6 +193,12 @@ def _members(archive: zipfile.ZipFile, file: Any, limit: int) -> dict[str, zipfi
     return {info.filename: info for info in infos}
 
 
+def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Return a member's bytes; where it unpacks to more than it says, ``ZipFile.read`` would take memory for 2 GB."""
+    with archive.open(info) as member:
+        return member.read(info.file_size + 1)
+
+
 def _arrays(content: bytes, limit: int, expected: Mapping[str, ArrayLike] | None = None) -> Arrays:
     """Read the arrays of an npz file: those ``expected`` and auxiliary ones, or all if None."""
     file = io.BytesIO(content)
@@ -204,7 +210,7 @@ def _arrays(content: bytes, limit: int, expected: Mapping[str, ArrayLike] | None
             if missing or unknown:
                 raise CheckpointError(f"it lacks {missing} and has unknown {unknown}")
         return {
-            name: _array(name, archive.read(info), (expected or {}).get(name))
+            name: _array(name, _unpacked(archive, info), (expected or {}).get(name))
             for name, info in members.items()
         }
 

@@ -332,6 +332,27 @@ def test_no_more_is_unpacked_than_the_model_expects(part, saved, tmp_path):
         tracemalloc.stop()
 
 
+def test_a_member_that_unpacks_to_more_than_it_says_takes_no_more_memory(saved, tmp_path):
+    content = bytearray(zipped({**members(saved[0]), ATTRIBUTES_FILE: bytes(1 << 25)}, zipfile.ZIP_DEFLATED))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        start = archive.getinfo(ATTRIBUTES_FILE).header_offset
+    for at in (
+        start + 22,
+        content.rindex(ATTRIBUTES_FILE.encode()) - 46 + 24,
+    ):  # in its header and the directory
+        assert int.from_bytes(content[at : at + 4], "little") == 1 << 25
+        content[at : at + 4] = (10).to_bytes(4, "little")
+    (tmp_path / "net.zip").write_bytes(content)
+    net = compiled(seed=2)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError):
+            net.load_states(tmp_path / "net.zip")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_what_a_compressing_tool_packed_again_is_read(saved, tmp_path):
     (tmp_path / "net.zip").write_bytes(zipped(members(saved[0]), zipfile.ZIP_DEFLATED))
     net = compiled(seed=2)

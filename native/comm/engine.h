@@ -177,6 +177,7 @@ class Engine {
   // The progress owner's own.
   Cursor post_, reduce_, consume_;
   std::uint64_t all_reached_[3] = {0, 0, 0};  // what everyone's counters are known to have reached
+  std::uint64_t own_[3] = {0, 0, 0};          // this rank's counters, see Note [trusted memory]
   std::vector<const void*> sources_;
 
   std::mutex mutex_;  // guards the next block

@@ -424,7 +424,7 @@ std::string Messenger::verdict_on(const Peer& peer, bool looks_at_lock) const {
   const std::string who = name + " (process " + std::to_string(block.pid.load()) + ") ";
   if (block.presence.load(std::memory_order_acquire) == Presence::kClosed) {
     const AbortRecord& record = record_of(peer.rank);
-    return record.is_posted() ? name + " aborted: " + record.text : who + "has closed its messenger";
+    return record.is_posted() ? name + " aborted: " + record.why() : who + "has closed its messenger";
   }
   return looks_at_lock && !segment_->is_alive(peer.rank) ? who + "died" : "";
 }

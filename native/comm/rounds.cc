@@ -81,9 +81,18 @@ bool Engine::advance_cursor(Cursor& cursor, bool only_two_shot) {
 bool Engine::reached(Progress counter, std::uint64_t value) {
   std::uint64_t& known = all_reached_[std::size_t(counter)];
   if (known >= value) return true;
-  std::uint64_t least = ~std::uint64_t(0);
-  for (int r = 0; r < size_; ++r)
-    least = std::min(least, segment_->block(r).counters[std::size_t(counter)].load(std::memory_order_acquire));
+  std::uint64_t least = own_[std::size_t(counter)], most = 0;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    const std::uint64_t its = segment_->block(r).counters[std::size_t(counter)].load(std::memory_order_acquire);
+    least = std::min(least, its);
+    most = std::max(most, its);
+  }
+  // nobody is further ahead than the slots that this rank has freed
+  const std::uint64_t limit = own_[std::size_t(Progress::kConsumed)] + kSlots;
+  if (most > limit)
+    throw CommError("rank " + name_of_rank(rank_) + ": a rank's place in the shared memory is damaged: it says round " +
+                    std::to_string(most) + " where at most " + std::to_string(limit) + " is possible");
   known = least;
   return known >= value;
 }

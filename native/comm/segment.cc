@@ -259,7 +259,8 @@ void Segment::wait_for_all(double timeout_s, const Check& check) {
     post_abort(text);  // the others need not find out for themselves
     throw CommError(where() + text);
   };
-  while (header().all_attached.load(std::memory_order_acquire) == 0) {
+  // rank 0, which alone stores all_attached, looks at the ranks
+  while (rank_ == 0 || header().all_attached.load(std::memory_order_acquire) == 0) {
     if (const std::string text = abort_text(); !text.empty()) throw CommError(where() + text);
     std::vector<int> missing;
     for (int r = 0; r < size_; ++r) {
@@ -286,7 +287,7 @@ void Segment::wait_for_all(double timeout_s, const Check& check) {
 
 // The name goes once all are attached, or when a rank fails before that and it made the file or its maker is dead.
 void Segment::unlink_if_ours() {
-  if (fd_ < 0 || (base_ && header().all_attached.load() != 0)) return;
+  if (fd_ < 0) return;
   if (!is_created_ && (!may_unlink_ || is_alive(0))) return;
   struct stat ours {}, named {};
   // By name, not by shm_open: closing a second descriptor would drop this process's locks, see Note [locks].
@@ -304,7 +305,7 @@ std::size_t Segment::flight_at(const char* memory, std::size_t bytes) {
 
 std::string Segment::abort_text() const {
   const AbortRecord& record = header().abort;
-  return record.is_posted() ? contents_.name_of(record.rank) + " aborted: " + record.text : "";
+  return record.is_posted() ? contents_.name_of(record.rank) + " aborted: " + record.why() : "";
 }
 
 void Segment::leave() { block(rank_).presence.store(Presence::kClosed, std::memory_order_release); }

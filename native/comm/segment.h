@@ -3,11 +3,16 @@
 //
 // Layout: one header page; one RankBlock per rank; then the payload, which is its owner's: the slots of the collectives
 // (slots.h) or the rings of messages (p2p.h). Rank r alone writes block r, but for its bell. No Python.
+//
+// Note [trusted memory]: sizes and offsets that a process uses are its own, computed from its arguments; of the header it
+// reads back flags and texts alone, so that bytes overwritten there are an error or do nothing. What is overwritten in
+// the payload are other values, which nothing can tell: the memory is this user's alone.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
@@ -34,6 +39,8 @@ struct AbortRecord {
   // Whether it is the first.
   bool post(int rank, const std::string& why);
   bool is_posted() const { return state.load(std::memory_order_acquire) == 2; }
+  // The text, of a record that may be damaged.
+  std::string why() const { return std::string(text, strnlen(text, sizeof text)); }
 
   std::atomic<std::uint32_t> state;  // 0 none, 1 being written, 2 readable
   std::int32_t rank;

@@ -29,6 +29,7 @@ bool is_reached(std::uint64_t word, int rank, Progress counter, std::uint64_t va
 }  // namespace
 
 void Engine::advance(Progress counter, std::uint64_t value) {
+  own_[std::size_t(counter)] = value;
   segment_->block(rank_).counters[std::size_t(counter)].store(value, std::memory_order_seq_cst);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
@@ -87,7 +88,7 @@ bool Engine::find_await(Await& await) {
     await = {0, Progress::kReduced, round + 1};
   for (int r = 0; r < size_; ++r) {
     const auto& counter = segment_->block(r).counters[std::size_t(await.counter)];
-    if (counter.load(std::memory_order_acquire) >= await.value) continue;
+    if (r == rank_ || counter.load(std::memory_order_acquire) >= await.value) continue;
     await.rank = r;
     return true;
   }

@@ -15,6 +15,7 @@ The file is JSON, an object with
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..errors import OptionError, SingaLiteError, check_int, check_number
 from .wire_bytes import word_of
 
 LONGEST_S = 1e9  # of what is calibrated, seconds
+MOST_ELEMENTS = 1 << 48  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def read_calibration(path: Path) -> Calibration:
     where = f"calibration {path}"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{where}: expected a JSON file: {error}") from error
     return calibration_from(where, found)
 
@@ -137,4 +139,7 @@ def _bucket(where: str, number: int, given: Any) -> BucketShapes:
     shapes = tuple(tuple(check_int(where, "shapes", size, 1) for size in shape) for shape in fields["shapes"])
     if not shapes:
         raise OptionError(f"{where}: shapes has none; leave a bucket without parameters out")
+    for shape in shapes:
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise OptionError(f"{where}: a shape has more than {MOST_ELEMENTS} elements")
     return BucketShapes(check_number(where, "ready_s", fields["ready_s"], 0, LONGEST_S), shapes)

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,17 @@ def read_table(path: Path) -> Mapping[str, Any]:
         if found["format"] != FORMAT or not all(name in found for name in (*REFUSED, *STATED)):
             raise ValueError("another format")
         for row in found["rows"]:
+            if not isinstance(row["option"], str):
+                raise ValueError("an option that is no text")
             for change in changes_of(row, row, found["target"]).values():
+                for value in () if change.before is None else asdict(change.before).values():
+                    f"{value:.4g}"  # any number, also infinity and NaN
                 change.text(0.0)
     except OSError as error:
         raise OptionError(
             f"bench compare: {file}: {error.strerror}; expected a folder of `bench sync --out`"
         ) from error
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
         raise OptionError(
             f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, "
             "which writes it again"

@@ -26,12 +26,12 @@ import numpy as np
 from .. import config
 from ..comm.link import parse_link
 from ..comm.rendezvous import threads_per_rank
-from ..errors import OptionError, check_int, check_number
-from ..files import atomic_file
+from ..errors import CheckpointError, OptionError, check_int, check_number
+from ..files import atomic_file, sealed, unsealed
 from .datasets import Images
 from .models import MODELS, split_name
 
-FORMAT = 2  # of a run's file; another one is another identity
+FORMAT = 3  # of a run's file; another one is another identity
 NAME_CHARACTERS = 16  # of the hash: 64 bits
 # switches that are no part of the environment of a run: its data are hashed, its link is a setting
 NOT_HASHED = ("MNIST_DIR", "SINGA_LITE_CACHE", "SINGA_LITE_LINK")
@@ -159,7 +159,7 @@ class Runs:
         """
         content = {**self._identity(settings), "result": result}
         with atomic_file(self.path(settings)) as file:
-            file.write(json.dumps(content, indent=1).encode())
+            file.write(sealed(content))
 
     def foreign(self) -> Iterator[str]:
         """Yield, for each whole run in the folder of another machine or other software, its file and which."""
@@ -190,12 +190,12 @@ def _text(values: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in ``path``; None if there is none or it is damaged."""
+    """Return the values in ``path``; None if there are none or they are damaged."""
     try:
-        content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):  # ValueError: half a file, or no UTF-8
+        content = unsealed(path.read_bytes())
+    except (FileNotFoundError, CheckpointError):
         return None
-    return content if isinstance(content, dict) and "result" in content else None
+    return content if "result" in content else None
 
 
 def machine_facts() -> dict[str, Any]:

@@ -409,8 +409,16 @@ def _go_on(
         together(communicator, "load_job", lambda: _check_trainer(mine, states, communicator.rank, where))
 
     def restore() -> None:
+        before = None if sampler is None else sampler.state_dict()
         _restore_sampler(manifest, saver, sampler, where)
-        model.restore(Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where)
+        try:
+            model.restore(
+                Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where
+            )
+        except CheckpointError:
+            if sampler is not None and before is not None:
+                sampler.load_state_dict(before)
+            raise
         for device, random_state in zip(model.devices(), restore_streams(arrays), strict=False):
             device.set_random_state(random_state)
         if trainer is None:

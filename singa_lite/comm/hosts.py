@@ -16,7 +16,7 @@ from ..config import env
 from ..errors import OptionError
 
 # a name that begins with "-" would be an option of the remote shell
-LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([0-9]+)|\s+slots=([0-9]+))?")
+LINE = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([0-9]{1,5})|\s+slots=([0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_hosts(path: Path) -> list[Host]:
         if match is None or num_slots < 1:
             raise OptionError(
                 f"read_hosts: line {number} of {str(path)!r} is {text!r}; expected HOST, HOST:COUNT or "
-                "HOST slots=COUNT, with COUNT >= 1"
+                "HOST slots=COUNT, with COUNT in 1..99999"
             )
         if match[1] in [host.name for host in hosts]:
             raise OptionError(

@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 from pathlib import Path
+
+MEMBER = re.compile(r"([0-9]{1,9}) ([0-9]*)", re.ASCII)  # process, and when it started
 
 
 def report_lost_rank(rendezvous_id: str, text: str) -> None:
@@ -45,8 +48,9 @@ def lost_rank(rendezvous_id: str, size: int) -> str:
         return f"process {parent.pid}, which started the ranks, ended before all ranks had joined"
     if text := _read(_report(rendezvous_id)):
         return text
-    members = {line for line in _read(_members(rendezvous_id)).splitlines() if line.count(" ") == 1}
-    ended = [member.split()[0] for member in members if not _is_alive(*member.split())]
+    lines = _read(_members(rendezvous_id)).split("\n")
+    members = {match.groups() for line in lines if (match := MEMBER.fullmatch(line))}
+    ended = [pid for pid, start_time in members if not _is_alive(pid, start_time)]
     if len(members) >= size > len(members) - len(ended):
         return f"process {', '.join(ended)} ended before all ranks had joined"
     return ""
@@ -80,7 +84,7 @@ def _read(path: str) -> str:
 def _start_time(pid: int | str) -> str:
     """Return when process ``pid`` started, in the kernel's ticks; "" if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

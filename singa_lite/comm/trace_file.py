@@ -19,7 +19,7 @@ import os
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ LEAVE_S = 2.0  # that a rank waits at its end for each comparison of clocks
 COMPUTE, EXCHANGE, WAIT, WIRE = range(4)
 THREADS = {COMPUTE: "compute", EXCHANGE: "exchange", WAIT: "wait"}  # from WIRE on: wires
 THREAD_OF = {"pack": EXCHANGE, "compress": EXCHANGE, "decompress": EXCHANGE, "wait": WAIT}  # else COMPUTE
+LATEST_S = 1e15  # of times and numbers in a part
 PER_THREAD = 100  # threads of the trace for each thread of a process
 
 
@@ -150,36 +151,72 @@ class Part:
     is_cut: bool = False
 
 
-def read_part(lines: Iterable[bytes]) -> Part:
-    """Return the part of these lines; the last one may be cut off, as by a kill."""
+def read_part(lines: Sequence[bytes], where: str = "") -> Part:
+    """Return the part of these lines; the last one may be cut off, as by a kill.
+
+    Args:
+        where: their file, for errors.
+
+    Raises:
+        CommError: another line is not what a process writes.
+    """
     part = Part()
-    for text in lines:
+    for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
-        except ValueError:
-            break
-        if "step" in line:
-            spans = [Span(*span) for span in line["spans"]]
-            part.steps.append(
-                (line["step"], line["thread"], spans, [Waited(*each) for each in line["waited"]])
-            )
-        elif "offset" in line:
-            part.offsets.setdefault(line["offset_of"], []).append(Offset(*line["offset"]))
-        else:
-            part.is_cut |= line.get("is_cut", False)
-            part.pid, part.host = line.get("pid", part.pid), line.get("host", part.host)
-            part.rank = part.rank if line.get("rank") is None else int(line["rank"])
+            _add_line(part, json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+                raise CommError(
+                    f"trace: line {number} of {where or 'a part'} is damaged: {error!r}"
+                ) from error
     return part
+
+
+def _add_line(part: Part, line: Any) -> None:
+    """Add what a line of JSON says; one of several errors if it is not what a process writes."""
+    if "step" in line:
+        spans = [Span(str(phase), str(name), *_seconds(times, 2)) for phase, name, *times in line["spans"]]
+        works = [
+            Waited(
+                str(name),
+                str(kind),
+                _whole(sent),
+                None if times is None else Times(*_seconds(times, 3)),
+                *_seconds(ends, 2),
+            )
+            for name, kind, sent, times, *ends in line["waited"]
+        ]
+        part.steps.append((_whole(line["step"]), _whole(line["thread"]), spans, works))
+    elif "offset" in line:
+        part.offsets.setdefault(_whole(line["offset_of"]), []).append(Offset(*_seconds(line["offset"], 3)))
+    else:
+        part.is_cut |= line.get("is_cut", False) is True
+        part.pid, part.host = _whole(line.get("pid", part.pid)), str(line.get("host", part.host))
+        part.rank = part.rank if line.get("rank") is None else _whole(int(line["rank"]))
+
+
+def _seconds(values: Sequence[Any], count: int) -> list[float]:
+    """Return so many times; ValueError or TypeError if they are none."""
+    if len(values) != count or not all(abs(value) < LATEST_S for value in values):
+        raise ValueError(f"{values!r:.100} are not {count} times")
+    return list(values)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < LATEST_S:
+        raise ValueError(f"{value!r:.100} is no whole number")
+    return value
 
 
 def join_trace(folder: Path, path: Path) -> str:
     """Join the parts of a trace in ``folder``, write it to ``path`` and remove them; return a line about it.
 
     Raises:
-        CommError: there are no parts. OSError, CheckpointError: a file cannot be read or written; the parts stay.
+        CommError: there are no parts, or one is damaged. OSError, CheckpointError: a file cannot be read or written.
+            The parts stay.
     """
     files = _parts_in(folder)
-    parts = [read_part(file.read_bytes().splitlines()) for file in files]
+    parts = [read_part(file.read_bytes().splitlines(), str(file)) for file in files]
     if not parts:
         raise CommError(
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"

@@ -37,6 +37,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes, 
 OFFICIAL_BYTES = 10_000 * RECORD_BYTES  # each of the six files
 SILENCE_S, FETCH_TIMEOUT_S = 60, 1800  # without a byte; for all of it
 CHUNK_BYTES = 1 << 20
+MAX_MEMBERS = 1000  # of an archive; the original has 9
 
 
 @dataclass(frozen=True)
@@ -173,17 +174,38 @@ def read_archive(path: Path) -> Cifar:
     members = {f"{SUBFOLDER}/{name}": name for name in FILES}
     try:
         with gzip.open(path) as stream:
-            with tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
+            heads = _Heads(path, stream)
+            with tarfile.open(fileobj=heads, mode="r|") as archive:  # type: ignore[call-overload]  # it has read()
+                for number, member in enumerate(archive):
+                    heads.expect(member.size if number < MAX_MEMBERS else -CHUNK_BYTES)
                     if member.name in members:
                         contents[members[member.name]] = _read_member(path, archive, member, contents)
             while stream.read(CHUNK_BYTES):  # to its end, where gzip compares the checksum
                 pass
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
         raise DataError(f"{path}: damaged or no .tar.gz: {error}") from error
     if missing := [name for name in FILES if name not in contents]:
         raise DataError(f"{path}: {SUBFOLDER}/{missing[0]} is missing; is this {ARCHIVE_NAME}?")
     return _join(str(path), contents)
+
+
+class _Heads:
+    """A stream of a tar archive that refuses more than CHUNK_BYTES of headers at a time: memory is taken for them."""
+
+    def __init__(self, path: Path, stream: gzip.GzipFile) -> None:
+        self._path, self._stream = path, stream
+        self.expect(0)
+
+    def expect(self, num_bytes: int) -> None:
+        """Allow so many bytes of a member, and the next headers."""
+        self._left = num_bytes + CHUNK_BYTES
+
+    def read(self, size: int) -> bytes:
+        chunk = self._stream.read(size)
+        self._left -= len(chunk)
+        if self._left < 0:
+            raise DataError(f"{self._path}: too many members, or too long names; is this {ARCHIVE_NAME}?")
+        return chunk
 
 
 def _read_member(

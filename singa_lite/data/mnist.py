@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import math
 import pickle
 import struct
 import subprocess
@@ -31,6 +32,7 @@ from ..errors import DataError, OptionError
 from .cache import cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
+HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # of a file of images; unpacked at a time
 FETCH_TIMEOUT_S = 900  # 20 MB; pip's own time-out only counts silence
 
 # IDX file -> sha256 of its uncompressed bytes.
@@ -150,10 +152,20 @@ def _read_file(folder: Path, name: str) -> tuple[str, bytes]:
         if plain.is_file():
             return str(plain), plain.read_bytes()
         if packed.is_file():
-            return str(packed), gzip.decompress(packed.read_bytes())
+            return str(packed), _unpack(packed)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"MNIST folder {folder}: cannot read {name}: {error}") from error
     raise DataError(f"MNIST folder {folder}: neither {name} nor {name}.gz is there")
+
+
+def _unpack(path: Path) -> bytes:
+    """Return what a .gz file unpacks to, but not much more than its header says: a small one may hold gigabytes."""
+    with gzip.open(path) as stream:
+        content = bytearray(stream.read(HEADER_BYTES))
+        expected = math.prod(_shape(str(path), bytes(content)))
+        while len(content) <= HEADER_BYTES + expected and (chunk := stream.read(CHUNK_BYTES)):
+            content += chunk
+    return bytes(content)
 
 
 def parse_idx(name: str, raw: bytes) -> Array:
@@ -169,6 +181,20 @@ def parse_idx(name: str, raw: bytes) -> Array:
     Raises:
         DataError: wrong magic, image size, number of bytes, or a label above 9.
     """
+    shape = _shape(name, raw)
+    start, expected = 4 * (1 + len(shape)), math.prod(shape)
+    if shape[0] < 1 or len(raw) - start != expected:
+        raise DataError(
+            f"{name}: the header has {shape[0]} items ({expected} bytes), {len(raw) - start} follow"
+        )
+    array = np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
+    if array.ndim == 1 and array.max() > 9:
+        raise DataError(f"{name}: label {array.max()} is not a digit")
+    return array
+
+
+def _shape(name: str, raw: bytes) -> list[int]:
+    """Return the shape in the header of an IDX file; DataError unless it is one of MNIST."""
     is_images = "images" in Path(name).name
     num_axes = 3 if is_images else 1
     start = 4 * (1 + num_axes)
@@ -179,15 +205,7 @@ def parse_idx(name: str, raw: bytes) -> Array:
         raise DataError(f"{name}: magic number {magic}, expected {2048 + num_axes}; is this an MNIST file?")
     if is_images and shape[1:] != [28, 28]:
         raise DataError(f"{name}: images of {shape[1]}x{shape[2]} pixels, expected 28x28")
-    expected = shape[0] * (784 if is_images else 1)
-    if shape[0] < 1 or len(raw) - start != expected:
-        raise DataError(
-            f"{name}: the header has {shape[0]} items ({expected} bytes), {len(raw) - start} follow"
-        )
-    array = np.frombuffer(raw, np.uint8, offset=start).reshape(shape).copy()
-    if not is_images and array.max() > 9:
-        raise DataError(f"{name}: label {array.max()} is not a digit")
-    return array
+    return shape
 
 
 def to_idx(array: Array) -> bytes:

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from .. import kvstore as stores
-from ..errors import DTypeError, GraphError, OptionError, check_choice, check_number
+from ..errors import (
+    CheckpointError,
+    DTypeError,
+    GraphError,
+    OptionError,
+    check_choice,
+    check_int,
+    check_number,
+)
 from ..graph.clock import drop_step, lap
 from ..kvstore.base import KVStoreBase
 from ..kvstore.calls import Path
@@ -269,14 +277,16 @@ class Trainer:
         """
         keeper = self._keeper()
         if self._updates_on_store:
-            head = keeper.load_states("load_states", fname, keeper._get_states, keeper._set_states)
+            head = keeper.load_states(
+                "load_states", fname, keeper._get_states, keeper._set_states, _check_head
+            )
         else:
 
             def set_states(states: States) -> None:
                 self._set_own_states(keeper.broadcast_states(states))
 
-            head = keeper.load_states("load_states", fname, self._own_states, set_states)
-        self._optimizer.step_counter = int(head.get("steps", 0))
+            head = keeper.load_states("load_states", fname, self._own_states, set_states, _check_head)
+        self._optimizer.step_counter = head.get("steps", 0)
         rate = self._optimizer.lr
         if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
             self.set_learning_rate(head["lr"])
@@ -547,6 +557,16 @@ def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
             raise OptionError(f"Trainer: optimizer_params has {key} and {ours}, which are the same")
         given[ours] = value
     return create(name, **given)
+
+
+def _check_head(head: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a file's step count and learning rate are numbers."""
+    try:
+        check_int("Trainer: load_states", "steps", head.get("steps", 0), 0)
+        if head.get("lr") is not None:
+            check_number("Trainer: load_states", "lr", head["lr"], 0)
+    except OptionError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _checked_batch_size(where: str, size: float) -> float:

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_number
 from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
+from ..tensor import Tensor
 from .calls import Key, Path, Spec
 from .residuals import Residuals
-from .stored import Arrays
+from .stored import Arrays, StoredArray
 
 HEAD = "store"
 RESIDUAL = "residual"
@@ -52,18 +53,22 @@ def read_states(
     try:
         head = json.loads(arrays.pop(HEAD).tobytes())
         found = {name: head[name] for name in store}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no file of a key-value store's states") from error
     for name, mine in store.items():
         if found[name] != mine:
             raise CheckpointError(f"{path} is of another store: its {name} are {found[name]}, here {mine}")
     residuals = {name: arrays.pop(name) for name in [*arrays] if name.endswith(f":{RESIDUAL}")}
+    shapes = {f"{spec.number}:{RESIDUAL}": (store["num_workers"], spec.size) for spec in specs}
+    if residuals and {name: array.shape for name, array in residuals.items()} != shapes:
+        raise CheckpointError(f"{path} lacks what compression has lost, of some keys or workers")
     states: dict[Key, Arrays] = {spec.key: {} for spec in specs}
+    keys = {str(spec.number): spec.key for spec in specs}
     for name, array in arrays.items():
         number, _, state = name.partition(":")
-        if not number.isdecimal() or int(number) >= len(specs):
+        if number not in keys:
             raise CheckpointError(f"{path} has a state {name!r} of no key")
-        states[specs[int(number)].key][state] = array
+        states[keys[number]][state] = array
     return head, states, residuals
 
 
@@ -76,6 +81,25 @@ def check_states(path: Path, mine: Mapping[Key, Arrays], found: Mapping[Key, Arr
         )
         if shapes != others:
             raise CheckpointError(f"{path}: key {key!r} has states {others}, but the optimizer here {shapes}")
+
+
+def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arrays]:
+    """Return the states that values have with a file's ``optimizer``, which is JSON, before any update.
+
+    Raises:
+        CheckpointError: it is not what a store writes of its optimizer, or this process knows no such class.
+    """
+    states = {}
+    try:
+        if optimizer["lr"] is not None:
+            check_number(f"{path}", "lr", optimizer["lr"], 0)
+        for spec in specs:
+            stored = StoredArray(spec.key, Tensor(spec.shape, dtype=spec.dtype))
+            stored.set_optimizer(optimizer["description"])
+            states[spec.key] = stored.get_states()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # OptionError is a ValueError
+        raise CheckpointError(f"{path}: its optimizer cannot be made: {error}") from error
+    return states
 
 
 def gather_residuals(communicator: Communicator, specs: list[Spec], residuals: Residuals) -> Arrays:

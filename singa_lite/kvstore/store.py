@@ -32,6 +32,7 @@ from .states import (
     gather_residuals,
     read_states,
     scatter_residuals,
+    states_with,
     write_states,
 )
 from .stored import Arrays, Description, Updater
@@ -344,9 +345,21 @@ class KVStore(KVStoreBase):
         self._together(where, head, save)
 
     def load_states(
-        self, where: str, fname: Path, get_states: Callable[[], States], set_states: Callable[[States], None]
+        self,
+        where: str,
+        fname: Path,
+        get_states: Callable[[], States],
+        set_states: Callable[[States], None],
+        check: Callable[[Mapping[str, Any]], None] = lambda head: None,
     ) -> dict[str, Any]:
         """Read a file on worker 0, check it, and give its states to ``set_states`` there, {} on others.
+
+        Args:
+            where: the caller, for errors.
+            fname: the file.
+            get_states: gives the states that there are, on worker 0; called on all.
+            set_states: takes those of the file; called on all.
+            check: raises CheckpointError if what the file keeps beside states is not right.
 
         Returns:
             What the file keeps beside states, on all workers.
@@ -366,8 +379,10 @@ class KVStore(KVStoreBase):
                 try:
                     found, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
                     head.update(found)
-                    if head.get("optimizer") is None:
-                        check_states(fname, mine, states)
+                    check(head)
+                    if head.get("optimizer") is not None:
+                        mine = states_with(fname, head["optimizer"], specs)
+                    check_states(fname, mine, states)
                     if bool(lost) != bool(self._compression):
                         raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
                 except CheckpointError as error:

@@ -174,7 +174,12 @@ def test_what_is_no_table_is_named(a, tmp_path, capsys):
     assert "is no table.json of this version" in refusal(capsys, a, tmp_path / "half")
     old = write(tmp_path / "old", {"fp32": [result()]}, format=FORMAT - 1)
     assert "is no table.json of this version" in refusal(capsys, old, a)
-    for broken in ({"rows": [{"option": "fp32"}]}, {"rows": [1]}, {"rows": 1}):
+    wide = json.loads((a / TABLE).read_text())["rows"][0] | {
+        "loss": {"mean": 1.0, "lowest": "0", "highest": 10**400}
+    }
+    (tmp_path / "deep").write_text("[" * 100000)
+    assert "is no table.json of this version" in refusal(capsys, tmp_path / "deep", a)
+    for broken in ({"rows": [{"option": "fp32"}]}, {"rows": [1]}, {"rows": 1}, {"rows": [wide]}):
         path = write(tmp_path / f"broken{len(list(tmp_path.iterdir()))}", {"fp32": [result()]}, **broken)
         assert "is no table.json of this version" in refusal(capsys, a, path)
     other = write(tmp_path / "other", {"sign": [result()] * 2})

@@ -213,6 +213,7 @@ def test_a_calibration_is_the_same_after_its_file(tmp_path):
         ),
         ({"options": {"fp32": {"compress_s": 1, "buckets": 3}}}, "buckets are lists"),
         ({"options": []}, "options is an object"),
+        ({"buckets": [{"ready_s": 1, "shapes": [[2**30, 2**30]]}]}, "bucket 0: a shape has more than"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name_and_field(change, reason, tmp_path):
@@ -226,7 +227,8 @@ def test_a_wrong_file_is_refused_with_its_name_and_field(change, reason, tmp_pat
 def test_a_file_that_is_no_calibration_is_refused(tmp_path):
     (tmp_path / "text").write_text("{")
     (tmp_path / "list").write_text("[]")
-    for name in ("none", "text", "list"):
+    (tmp_path / "deep").write_text("[" * 100000)
+    for name in ("none", "text", "list", "deep"):
         with pytest.raises(OptionError, match=f"calibration .*{name}: expected"):
             read_calibration(tmp_path / name)
 

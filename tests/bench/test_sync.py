@@ -30,6 +30,7 @@ from singa_lite.bench.train import split_threshold
 from singa_lite.data import load_mnist
 from singa_lite.data.mnist import IDX_SHA256, to_idx
 from singa_lite.errors import OptionError
+from singa_lite.files import sealed, unsealed
 from singa_lite.opt.dist import THRESHOLD
 from tests.comm.processes import assert_nothing_left, at_once, fresh_environment, wait_until
 from tests.limits import LIMIT_S
@@ -410,10 +411,10 @@ def test_a_run_of_another_place_is_not_found_even_under_this_name(name, tmp_path
 def test_a_run_of_another_machine_is_named_and_left_out(digits, compared, tmp_path):
     folder = Path(shutil.copytree(compared[0], tmp_path / "copy"))
     path = next((folder / "out").glob("run-*.json"))
-    content = json.loads(path.read_text())
+    content = unsealed(path.read_bytes())
     content["machine"]["host"], content["result"]["accuracy"] = "elsewhere", 1.0
     foreign = folder / "out" / "run-0123456789abcdef.json"
-    foreign.write_text(json.dumps(content))
+    foreign.write_bytes(sealed(content))
     done = run(
         digits, folder, "--options", "fp32,sparseTopK:0.02", "--seeds", "0,1", "--epochs", "2",
         "--evaluate-every", "2", "--model", f"{compared[0] / 'tiny.py'}:tiny",

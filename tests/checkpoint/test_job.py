@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -16,7 +17,8 @@ import pytest
 
 import singa_lite.checkpoint.saving as saving
 from singa_lite import autograd, checkpoint, generation, opt
-from singa_lite.comm.base import Communicator
+from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
@@ -241,6 +243,35 @@ def test_a_damaged_generation_is_left_out_on_all_ranks(tmp_path: Path, name: str
             assert "no generation in" in error and "step-00000003" in error and "step-00000002" in error
         else:
             assert (error, step) == ("", 2) and "going on from step-00000002" in texts[0]
+
+
+def test_a_manifest_with_another_value_or_without_its_hash_is_damaged(tmp_path: Path) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    net._prepare()
+    path = checkpoint.save_job(tmp_path, net).path / generation.MANIFEST
+    whole = json.loads(path.read_bytes())
+    for values in (whole | {"step": 7}, whole | {"extras": [{"a": 1}]}, {**whole, "sha256": None}, [whole]):
+        path.write_text(json.dumps(values))
+        with pytest.raises(CheckpointError, match="it is damaged"):
+            checkpoint.load_job(tmp_path, net)
+    path.write_text(json.dumps(whole))
+    assert checkpoint.load_job(tmp_path, net) is not None
+
+
+def test_a_sampler_stays_where_the_model_refuses_a_checkpoint(tmp_path: Path) -> None:
+    alone = LocalCommunicator(World())
+    net, other = compiled(alone, "fp32", False), compiled(alone, "fp32", False)
+    other.set_optimizer(opt.DistOpt(opt.Adam(), communicator=alone))
+    for each in (net, other):
+        each._prepare()
+    sampler = ShardedSampler(40, 4, 0, 1)
+    sampler.set_epoch(3)
+    checkpoint.save_job(tmp_path, net, sampler=sampler)
+    sampler.set_epoch(5)
+    before = sampler.state_dict()
+    with pytest.raises(CheckpointError):
+        checkpoint.load_job(tmp_path, other, sampler=sampler)
+    assert sampler.state_dict() == before
 
 
 def refused(communicator: Communicator, folder: str) -> list[str]:

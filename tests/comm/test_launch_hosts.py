@@ -63,7 +63,20 @@ def test_a_host_file_has_a_host_a_line(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ["d1 d2", "d1:", "d1:0", "d1:x", "d1:-1", "-oProxyCommand=x", "d1 slots=0", "d1,d2", "d1;ls", "d\xff"],
+    [
+        "d1 d2",
+        "d1:",
+        "d1:0",
+        "d1:x",
+        "d1:999999",
+        f"d1:{'9' * 5000}",
+        "d1:-1",
+        "-oProxyCommand=x",
+        "d1 slots=0",
+        "d1,d2",
+        "d1;ls",
+        "d\xff",
+    ],
 )
 def test_a_bad_line_of_a_host_file_is_shown(tmp_path, line):
     path = tmp_path / "hosts"

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from singa_lite.comm import lost_ranks
 from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.flight_record import files_of
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError
 from tests.limits import LIMIT_S
@@ -305,6 +307,51 @@ def test_a_cut_character_does_not_hide_the_error() -> None:
 
 def renamed(c: Communicator, name: str) -> str:
     return caught(lambda: c.all_reduce(np.ones(3), "sum", name=f"{c.rank}{name}").wait())
+
+
+def overwritten(c: Communicator, start: int, content: bytes) -> str:
+    """Make collectives, and have rank 1 write ``content`` into the world's segment before the fourth."""
+
+    def train() -> None:
+        for step in range(20):
+            if (c.rank, step) == (1, 3):
+                (path,) = files_of(os.getpid(), f"/dev/shm/singa_lite-{c.world.rendezvous_id}")
+                os.pwrite(int(Path(path).name), content, start)
+            array = np.full(100_000, c.rank + step, np.float32)
+            c.all_reduce(array, "sum", name="x").wait()
+            assert array.tolist() == [3 + 3 * step] * array.size
+
+    return caught(train) or "right"
+
+
+def test_an_overwritten_header_does_no_harm() -> None:
+    assert run_ranks(overwritten, 3, 0, b"\xff" * 4096) == ["right"] * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "rank"), [(b"\xff" * 24, 2), (b"\xff" * 24, 1), (bytes(24), 1), (bytes(24), 0)]
+)
+def test_an_overwritten_counter_is_an_error_on_all_ranks_in_time_or_does_no_harm(
+    content: bytes, rank: int
+) -> None:
+    # the three counters of a rank, in its RankBlock of native/comm/segment.h, behind the header
+    for text in run_ranks(overwritten, 3, 4096 + 192 * rank, content, communicator_timeout_s=1):
+        assert text == "right" or "place in the shared memory is damaged" in text or "waited 1 s" in text, (
+            text
+        )
+
+
+@pytest.mark.parametrize(
+    "content", [b"1\t2 3\n", b"\0 5\n", b"7 \n\n \n", b"\xff " * 99, b"9" * 99 + b" 1\n"]
+)
+def test_a_damaged_list_of_ranks_is_no_list(content: bytes) -> None:
+    rendezvous_id = f"test{secrets.token_hex(8)}"
+    path = Path(lost_ranks._members(rendezvous_id))
+    path.write_bytes(content)
+    try:
+        assert lost_ranks.lost_rank(rendezvous_id, 2) == ""
+    finally:
+        path.unlink()
 
 
 def wrong_size(world: World) -> str:

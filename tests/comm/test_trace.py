@@ -222,6 +222,21 @@ def test_a_part_that_a_kill_has_cut_keeps_its_whole_lines():
     assert (found.rank, found.host, len(found.steps)) == (2, "h", 1)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["1", "[]", '{"step": 1, "thr', '{"step": 1}', '{"rank": 1e999}', '{"pid": "x"}', "[" * 100000,
+     '{"step": 1, "thread": 0, "spans": [["forward", "", NaN, 2.0]], "waited": []}',
+     '{"step": 1, "thread": 0, "spans": [], "waited": [["w", "all_reduce", 4, 0, 1.0, 2.0]]}',
+     '{"offset_of": 1, "offset": [1.0, "x", 0.0]}'],
+)  # fmt: skip
+def test_a_damaged_line_of_a_part_is_an_error_that_names_it(line, tmp_path):
+    part = tmp_path / "a.trace-part"
+    part.write_text(f'{{"rank": 1}}\n{line}\n{{"host": "h"}}\n')
+    with pytest.raises(CommError, match=r"trace: line 2 of .*a\.trace-part is damaged"):
+        join_trace(tmp_path, tmp_path / "out.json")
+    assert part.exists() and not (tmp_path / "out.json").exists()
+
+
 def test_a_long_run_is_cut_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trace_module, "MAX_STEPS", 3)
     with tracing(tmp_path / "out.json") as variables:

@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import tarfile
 import time
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -158,6 +159,20 @@ def test_a_member_longer_than_the_original_is_refused(tmp_path, records, monkeyp
     pack(tmp_path / cifar.ARCHIVE_NAME, official(records))
     with pytest.raises(DataError, match=r"test_batch\.bin has 12292 bytes, more than 9219"):
         load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "members", [[("x" * (1 << 25), b"")], [(f"{number}", b"") for number in range(3000)]]
+)
+def test_names_take_no_memory_without_a_limit(tmp_path, records, members):
+    pack(tmp_path / cifar.ARCHIVE_NAME, members)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="too many members, or too long names"):
+            load_cifar10(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_cut_or_flipped_archive_is_damaged(tmp_path, records):

@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import shutil
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def test_a_damaged_gzip_a_missing_file_and_a_missing_folder_are_named(folder):
         load_mnist(folder)
     with pytest.raises(DataError, match="no such folder"):
         load_mnist(folder / "nowhere")
+
+
+def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):
+    packed = folder / "train-labels-idx1-ubyte.gz"
+    packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + bytes(1 << 25)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="300 items"):
+            load_mnist(folder)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- the stand-in wheel --------------------------------------------------------------------------------
