@@ -21,7 +21,7 @@ import numpy as np
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..config import env, state
-from ..errors import CheckpointError, OptionError, check_int
+from ..errors import CheckpointError, OptionError, check_bool, check_int
 from ..generation import (
     FORMAT,
     Arrays,
@@ -108,6 +108,8 @@ def save_job(
             loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
     """
     check_int("save_job", "keep", keep, 1)
+    check_bool("save_job", "block", block)
+    _check_arguments("save_job", folder, sampler)
     communicator = _communicator(model, "save_job")
     job = _state(model)
     job.wait()
@@ -165,6 +167,7 @@ def load_job(folder: str | os.PathLike[str], model: Model, *, sampler: Sampler |
         CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
             sampler. CommError: a peer has gone.
     """
+    _check_arguments("load_job", folder, sampler)
     communicator = _communicator(model, "load_job")
     _state(model).wait()
     found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
@@ -224,6 +227,13 @@ def _communicator(model: Model, where: str) -> Communicator:
             f"{where}: the model's optimizer is no DistOpt, so each of this job's ranks would save for itself"
         )
     return LocalCommunicator(World())
+
+
+def _check_arguments(where: str, folder: object, sampler: object) -> None:
+    if not isinstance(folder, (str, os.PathLike)) or not str(folder) or "\0" in str(folder):
+        raise OptionError(f"{where}: folder must be a path, not {folder!r}")
+    if sampler is not None and not (hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")):
+        raise OptionError(f"{where}: sampler must be a ShardedSampler, not {type(sampler).__name__}")
 
 
 def _arrays(model: Model) -> Arrays:

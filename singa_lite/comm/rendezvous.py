@@ -15,6 +15,7 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from multiprocessing.util import register_after_fork
+from numbers import Integral
 from typing import Any
 
 from .. import _native, config
@@ -346,13 +347,14 @@ def _explicit_world(rendezvous_id: str | None, local_rank: int | None, world_siz
         raise OptionError(
             f"find_world: give rendezvous_id, local_rank and world_size together, or none; got {given}"
         )
-    if not 0 <= local_rank < world_size:
+    are_ints = isinstance(local_rank, Integral) and isinstance(world_size, Integral)
+    if not are_ints or not 0 <= local_rank < world_size:
         raise OptionError(f"find_world: local_rank must be in 0..world_size-1; got {given}")
     return _shm_world(rendezvous_id, local_rank, world_size)
 
 
 def _shm_world(rendezvous_id: str, rank: int, size: int) -> World:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", rendezvous_id):
+    if not isinstance(rendezvous_id, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", rendezvous_id):
         raise OptionError(
             f"find_world: rendezvous_id {rendezvous_id!r} must be 1 to 64 letters, digits, '-' or '_'"
         )
