@@ -132,7 +132,10 @@ def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
                 raise DeviceError(
                     f"{where}: tensors are on {tensors[0].device} and {tensor.device}; move one with to_device()"
                 )
-        return tensors[0].device
+        device = tensors[0].device
+        if isinstance(device, Device):  # numpy's arrays have one too, a text
+            return device
+        raise AttributeError
     except AttributeError:  # found where it matters, as most operators have checked their inputs
         for tensor in tensors:
             check_tensor(where, tensor)

@@ -431,8 +431,10 @@ def tensordot(A: Tensor, B: Tensor, axes: int | Sequence[Any] = 2) -> Tensor:
 
 def einsum(ops: str, *args: Tensor) -> Tensor:
     """Einstein's sum as numpy.einsum writes it: einsum("ij,jk->ik", A, B). Runs on the host."""
-    if not args:
-        raise ShapeError("einsum: expected at least one Tensor")
+    if not isinstance(ops, str) or not args:
+        raise ShapeError(
+            f"einsum: expected text and at least one Tensor, got {ops!r} and {len(args)} Tensors"
+        )
     for other in args:
         check_pair("einsum", args[0], other)
     dtype = args[0].dtype
