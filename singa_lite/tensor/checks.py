@@ -103,6 +103,8 @@ def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarra
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
         values = np.asarray(float(value) if dtype.kind == "f" else value)  # type: ignore[arg-type]
+        if values.dtype.kind == "O":  # an int of more than 64 bits
+            raise OverflowError
     except OverflowError:
         raise DTypeError(f"{where}: {value} is too large for {dtype}") from None
     return convert(values, dtype, where, rounds=True)

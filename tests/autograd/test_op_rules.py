@@ -483,6 +483,12 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("transpose kind", lambda: autograd.transpose(ones(2, 2), 1), ShapeError, "not a permutation"),
     ("reshape kind", lambda: autograd.reshape(ones(2), (2.0,)), ShapeError, "made of ints"),
     ("clip kind", lambda: autograd.clip(ones(2), "a"), OptionError, "min = 'a' must be a number"),
+    (
+        "less of a huge int",
+        lambda: autograd.less(ones(2, dtype="int64"), 2**70),
+        DTypeError,
+        "too large for int64",
+    ),
     ("clip ints", lambda: autograd.clip(ones(2, dtype="int32"), 0.5), DTypeError, "int32 cannot hold"),
     (
         "conv group 0",
