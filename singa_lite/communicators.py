@@ -28,6 +28,7 @@ from .errors import (
     DTypeError,
     OptionError,
     ShapeError,
+    check_bool,
     check_choice,
     check_int,
     check_ints,
@@ -158,6 +159,7 @@ class DataParallelCommunicator(_Copies):
 
         ``inplace`` is accepted: nothing is packed.
         """
+        check_bool("allreduce", "division", division)
         self._spread(self._sum_copies(), division)
 
 
@@ -361,6 +363,8 @@ class MultiProcessDataParallelCommunicator(_Copies):
         Those of this process are summed first. ``division`` divides by the number of copies times that of ranks.
         """
         self._joined("allreduce")
+        check_bool("allreduce", "division", division)
+        check_bool("allreduce", "inplace", inplace)
         totals = self._sum_copies()
         self.all_reduce(totals, division, inplace)
         self._spread(totals, division)
@@ -498,7 +502,7 @@ class _AllReduceCallback(BackwardCallback):
 
 
 def _op(division: bool) -> ReduceOp:
-    return "mean" if division else "sum"
+    return "mean" if check_bool("communicators", "division", division) else "sum"
 
 
 def _check_device(where: str, device: object) -> None:

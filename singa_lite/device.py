@@ -14,7 +14,7 @@ from ._native import load
 from .backend.base import Backend
 from .backend.cpu import CpuBackend
 from .config import state
-from .errors import DeviceError, GraphError, OptionError, check_int
+from .errors import DeviceError, GraphError, OptionError, check_bool, check_int, check_ints
 from .graph.buffer import GraphBuffer
 from .graph.recorder import scalar
 from .profile import TimeProfile
@@ -64,7 +64,7 @@ class Device:
         Raises:
             GraphError: this thread records a model's step, or another thread started to record.
         """
-        if enable:
+        if check_bool("EnableGraph", "enable", enable):
             self._graph.start()
         else:
             self._graph.stop()
@@ -96,9 +96,7 @@ class Device:
 
     def SetSkipIteration(self, skip_iteration: int) -> None:
         """Leave out the first replays of each record (5 at the start)."""
-        if skip_iteration < 0:
-            raise OptionError(f"SetSkipIteration: {skip_iteration} must be >= 0")
-        self.profile.skip_iteration = skip_iteration
+        self.profile.skip_iteration = check_int("SetSkipIteration", "skip_iteration", skip_iteration, 0)
 
     def PrintTimeProfiling(self) -> None:
         """Print the seconds a replay spends where, as SetVerbosity chose."""
@@ -106,7 +104,7 @@ class Device:
 
     def SetRandSeed(self, seed: int) -> None:
         """Restart the device's random stream from ``seed`` (0 <= seed < 2**64; 0 is where it starts)."""
-        if not 0 <= int(seed) < 2**64:
+        if check_int("SetRandSeed", "seed", seed, 0) >= 2**64:
             raise OptionError(f"SetRandSeed: seed = {seed} must be in 0 .. 2**64 - 1")
         self._seed, self._counter = int(seed), 0
 
@@ -124,7 +122,10 @@ class Device:
 
     def set_random_state(self, random_state: tuple[int, int]) -> None:
         """Go on from where ``get_random_state`` was taken."""
-        self._seed, self._counter = int(random_state[0]), int(random_state[1])
+        pair = check_ints("set_random_state", "random_state", random_state, 0)
+        if len(pair) != 2:
+            raise OptionError(f"set_random_state: expected (seed, counter), got {random_state!r}")
+        self._seed, self._counter = pair
 
 
 def get_default_device() -> Device:
@@ -166,6 +167,7 @@ def create_device(local_rank: int = 0) -> Device:
     Args:
         local_rank: rank among the ranks of this host, ``DistOpt(...).local_rank``.
     """
+    check_int("create_device", "local_rank", local_rank, 0)
     if get_num_gpus() == 0:
         return get_default_device()
     return create_cuda_gpu_on(local_rank % get_num_gpus())
@@ -176,7 +178,7 @@ def allow_tf32(allowed: bool = True) -> None:
 
     Off at the start. Holds for all devices of the process, from the next call on; a captured step keeps what it had.
     """
-    state.allow_tf32 = bool(allowed)
+    state.allow_tf32 = check_bool("allow_tf32", "allowed", allowed)
 
 
 def get_num_gpus() -> int:
@@ -238,12 +240,15 @@ def create_cuda_gpu() -> Device:
 
 def create_cuda_gpus(num: int) -> list[Device]:
     """GPUs 0 .. num-1; raises as ``create_cuda_gpu_on``."""
-    return create_cuda_gpus_on(list(range(num)))
+    return [create_cuda_gpu_on(number) for number in range(check_int("create_cuda_gpus", "num", num, 0))]
 
 
 def create_cuda_gpus_on(device_ids: list[int]) -> list[Device]:
     """Return the GPUs with these numbers; raises as ``create_cuda_gpu_on``."""
-    return [create_cuda_gpu_on(device_id) for device_id in device_ids]
+    return [
+        create_cuda_gpu_on(number)
+        for number in check_ints("create_cuda_gpus_on", "device_ids", device_ids, 0)
+    ]
 
 
 def _gpu(where: str, device_id: int) -> Any:

@@ -8,7 +8,7 @@ text of each ``CommError`` to its cure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from numbers import Integral, Real
 
 
@@ -54,33 +54,57 @@ class NonFiniteError(SingaLiteError, ArithmeticError):
 
 def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise ``OptionError`` unless ``value`` is one of ``choices``."""
-    try:
-        is_known = value in choices
-    except (TypeError, ValueError):  # a list has no hash, an array no truth value
-        is_known = False
-    if not is_known:
+    if not is_one_of(value, choices):
         known = ", ".join(repr(choice) for choice in choices)
         raise OptionError(f"{where}: {name} = {value!r} is not known; choose one of {known}")
 
 
+def is_one_of(value: object, choices: Collection[object]) -> bool:
+    """Return whether ``value`` is one of ``choices``; what cannot be compared with them is none."""
+    try:
+        return value in choices
+    except (TypeError, ValueError):  # a list has no hash, an array no truth value
+        return False
+
+
+def is_number(value: object, kind: type = Real) -> bool:
+    """Return whether ``value`` is a Real, or an Integral: no bool, nor a timedelta64, which numpy calls an Integral."""
+    return isinstance(value, kind) and not isinstance(value, bool) and type(value).__name__ != "timedelta64"
+
+
+def check_bool(where: str, name: str, value: object) -> bool:
+    """Return ``value`` as a bool; ``OptionError`` unless it is True, False, 1 or 0."""
+    is_bool = type(value).__name__ in ("bool", "bool_")  # numpy's too, which this file does without
+    if is_bool or (isinstance(value, Integral) and value in (0, 1)):
+        return bool(value)
+    raise OptionError(f"{where}: {name} = {value!r} must be True or False")
+
+
 def check_int(where: str, name: str, value: object, smallest: int) -> int:
     """Return ``value`` as an int; ``OptionError`` unless it is a whole number (no bool, no float) >= ``smallest``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < smallest:
+    if not is_number(value, Integral) or value < smallest:  # type: ignore[operator]
         raise OptionError(f"{where}: {name} = {value!r} must be an int >= {smallest}")
-    return int(value)
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def check_ints(where: str, name: str, values: object, smallest: int) -> list[int]:
     """Return ``values`` as a list; ``OptionError`` unless it is a list, tuple or array of ints >= ``smallest``."""
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
+    try:
+        found = None if isinstance(values, (str, bytes)) else list(values)  # type: ignore[call-overload]
+    except TypeError:  # an array without axes is iterable by its type alone
+        found = None
+    if found is None:
         raise OptionError(f"{where}: {name} = {values!r} must be a list of ints >= {smallest}")
-    return [check_int(where, name, value, smallest) for value in values]
+    return [check_int(where, name, value, smallest) for value in found]
 
 
 def check_number(
     where: str, name: str, value: object, lowest: float = -math.inf, highest: float = math.inf
 ) -> float:
     """Return ``value`` as a float; ``OptionError`` unless it is a number in lowest .. highest, both included."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not lowest <= value <= highest:  # type: ignore[operator]
+    if not is_number(value) or not lowest <= value <= highest:  # type: ignore[operator]
         raise OptionError(f"{where}: {name} = {value!r} must be a number in {lowest} .. {highest}")
-    return float(value)
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:  # of an int
+        raise OptionError(f"{where}: {name} = {value!r} is too large for a float") from None

@@ -73,7 +73,11 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         mode = _permissions(path, target)
         _remove_abandoned(target.parent)
         handle, part = _new_part(target, mode)
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+    except (
+        OSError,
+        TypeError,
+        ValueError,
+    ) as error:  # TypeError: no path; ValueError: a name with a zero byte
         raise CheckpointError(f"cannot write {path}: {error}") from error
     try:
         with os.fdopen(handle, "wb") as file:

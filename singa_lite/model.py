@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from . import autograd
 from .config import this_thread
 from .device import Device
-from .errors import CheckpointError, GraphError, OptionError
+from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer
 from .model_file import Checkpoint, read_checkpoint, write_checkpoint
@@ -85,6 +86,14 @@ class Model(Layer):
         """
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
+        try:
+            signature(self.forward).bind(*inputs)
+        except TypeError as error:
+            raise OptionError(
+                f"compile: inputs are {len(inputs)} Tensors, which {type(self).__name__}.forward does not take: {error}"
+            ) from None
+        check_bool("compile", "is_train", is_train)
+        check_bool("compile", "use_graph", use_graph)
         self._evaluate(*inputs)
         self._is_compiled = True
         self._prepare()
@@ -101,7 +110,7 @@ class Model(Layer):
 
     def graph(self, mode: bool = True, sequential: bool = False) -> None:
         """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""
-        self._use_graph = mode
+        self._use_graph = check_bool("graph", "mode", mode)
         self._records.clear()
 
     def graph_info(self) -> list[RecordInfo]:
@@ -110,8 +119,7 @@ class Model(Layer):
 
     def train(self, mode: bool = True) -> None:
         """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` of this thread too."""
-        self.training = mode
-        this_thread.training = mode
+        self.training = this_thread.training = check_bool("train", "mode", mode)
 
     def eval(self) -> None:
         """Switch to evaluation mode. Hides no collective: see ``DistOpt.synchronize``."""
@@ -169,6 +177,11 @@ class Model(Layer):
                 ``aux_states`` is not an array of numbers. An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
+        if not (
+            aux_states is None
+            or (isinstance(aux_states, Mapping) and all(isinstance(key, str) for key in aux_states))
+        ):
+            raise CheckpointError(f"save_states: aux_states must be arrays by name, not {aux_states!r}")
         aux = {
             name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
             for name, value in (aux_states or {}).items()
@@ -225,6 +238,8 @@ class Model(Layer):
             CheckpointError: it is another model's or optimizer's; nothing was changed.
             GraphError: the model is not compiled yet.
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise CheckpointError(f"{where}: expected what snapshot() gives, got {type(checkpoint).__name__}")
         targets = self._compiled_states(where)
         self._prepare()
         for name in {**targets, **checkpoint.states}:

@@ -127,6 +127,8 @@ def read_checkpoint(
         CheckpointError: no such file, not a checkpoint, damaged, or of another model.
     """
     try:
+        if isinstance(path, int):  # of an open file, which reading would close
+            raise CheckpointError("it is no path")
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file")
         with open(path, "rb") as file:

@@ -15,8 +15,9 @@ from .comm.base import is_cuda_array
 from .comm.rendezvous import NcclIdHolder, process_communicator
 from .comm.work import Array, Work
 from .device import get_num_gpus
-from .errors import DTypeError, OptionError
+from .errors import DTypeError, OptionError, check_bool
 from .tensor import Tensor
+from .tensor.checks import listed
 
 __all__ = ["USE_CUDA", "USE_DIST", "USE_DNNL", "Communicator", "NcclIdHolder"]  # noqa: F822 - the first: __getattr__
 
@@ -75,7 +76,10 @@ class Communicator:
 
     def fusedSynch(self, tensors: Sequence[Tensor | Array], send: bool = True) -> None:
         """Do ``synch`` for several tensors; with ``send=False`` they wait for the next call with ``send=True``."""
-        for array in map(_raw, tensors):  # SINGA's scripts name a kept tensor again when they send
+        check_bool("Communicator", "send", send)
+        for array in [
+            _raw(tensor) for tensor in listed(tensors)
+        ]:  # SINGA's scripts name a kept one when they send
             if not any(array is kept for kept in self._kept):
                 self._kept.append(array)
         if send:

@@ -365,7 +365,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: Tensor("ab"), ShapeError, "made of ints"),
     (lambda: Tensor((-1,)), ShapeError, "negative"),
     (lambda: Tensor(dtype="int8"), DTypeError, "cannot hold int8"),
-    (lambda: Tensor(data=["a"]), DTypeError, "not numbers"),
+    (lambda: Tensor(data=["a"]), DTypeError, "must be a Tensor or numbers"),
     (lambda: t(2)[2], ShapeError, "index 2 is out of range"),
     (lambda: t(2)[0, 0], ShapeError, "2 keys"),
     (lambda: t(2)["a"], ShapeError, "key 'a' is not an int"),

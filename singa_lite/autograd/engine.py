@@ -22,7 +22,7 @@ from ..device import Device
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError
 from ..graph.clock import begin_step, lap
 from ..tensor import Tensor
-from ..tensor.core import check_alike
+from ..tensor.core import check_alike, check_tensor
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -126,12 +126,20 @@ def common_device(where: str, tensors: tuple[Tensor, ...]) -> Device:
     """Return the device of all ``tensors``; DeviceError if they are not on one."""
     if not tensors:
         raise ShapeError(f"{where}: expected at least one Tensor")
-    for tensor in tensors[1:]:
-        if tensor.device is not tensors[0].device:
-            raise DeviceError(
-                f"{where}: tensors are on {tensors[0].device} and {tensor.device}; move one with to_device()"
-            )
-    return tensors[0].device
+    try:
+        for tensor in tensors[1:]:
+            if tensor.device is not tensors[0].device:
+                raise DeviceError(
+                    f"{where}: tensors are on {tensors[0].device} and {tensor.device}; move one with to_device()"
+                )
+        device = tensors[0].device
+        if isinstance(device, Device):  # numpy's arrays have one too, a text
+            return device
+        raise AttributeError
+    except AttributeError:  # found where it matters, as most operators have checked their inputs
+        for tensor in tensors:
+            check_tensor(where, tensor)
+        raise
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import numpy as np
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..config import env, state
-from ..errors import CheckpointError, OptionError, check_int
+from ..errors import CheckpointError, OptionError, check_bool, check_int
 from ..generation import (
     FORMAT,
     Arrays,
@@ -128,6 +128,8 @@ def save_job(
             loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
     """
     check_int("save_job", "keep", keep, 1)
+    check_bool("save_job", "block", block)
+    _check_arguments("save_job", folder, trainer, sampler)
     communicator, optimizer = _parts(model, trainer, "save_job")
     job = _state(model)
     job.wait()
@@ -191,6 +193,7 @@ def load_job(
         CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
             sampler. CommError: a peer has gone.
     """
+    _check_arguments("load_job", folder, trainer, sampler)
     communicator, _ = _parts(model, trainer, "load_job")
     _state(model).wait()
     found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
@@ -263,6 +266,17 @@ def _parts(model: Model, trainer: Trainer | None, where: str) -> tuple[Communica
 def _of_trainer(trainer: Trainer) -> Arrays:
     """Return the states of a trainer as those of an optimizer; a collective."""
     return {OPTIMIZER + name: array for name, array in trainer.get_states().items()}
+
+
+def _check_arguments(where: str, folder: object, trainer: object, sampler: object) -> None:
+    if not isinstance(folder, (str, os.PathLike)) or not str(folder) or "\0" in str(folder):
+        raise OptionError(f"{where}: folder must be a path, not {folder!r}")
+    if trainer is not None and not all(
+        hasattr(trainer, name) for name in ("kvstore", "optimizer", "get_states")
+    ):
+        raise OptionError(f"{where}: trainer must be a gluon.Trainer, not {type(trainer).__name__}")
+    if sampler is not None and not (hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")):
+        raise OptionError(f"{where}: sampler must be a ShardedSampler, not {type(sampler).__name__}")
 
 
 def _arrays(model: Model) -> Arrays:

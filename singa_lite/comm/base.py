@@ -17,7 +17,16 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 
 from ..config import this_thread
-from ..errors import CommError, DTypeError, OptionError, ShapeError, check_choice
+from ..errors import (
+    CommError,
+    DTypeError,
+    OptionError,
+    ShapeError,
+    check_choice,
+    check_int,
+    check_ints,
+    check_number,
+)
 from .flight_recorder import FlightRecorder
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
@@ -135,7 +144,9 @@ class Communicator(ABC):
         return "works"
 
     def __init__(self, world: World, timeout_s: float = TIMEOUT_S) -> None:
-        if not timeout_s > 0:
+        if not isinstance(world, World):
+            raise OptionError(f"{type(self).__name__}: expected a World, got {type(world).__name__}")
+        if not check_number(type(self).__name__, "timeout_s", timeout_s) > 0:
             raise OptionError(f"{type(self).__name__}: timeout_s = {timeout_s} must be > 0")
         self.world = world
         self.timeout_s = float(timeout_s)
@@ -200,7 +211,7 @@ class Communicator(ABC):
         Returns:
             Work; its wait() returns None.
         """
-        if op not in REDUCE_OPS:
+        if type(op) is not str or op not in REDUCE_OPS:
             check_choice("all_reduce", "op", op, REDUCE_OPS)
         operation = Operation("all_reduce", name, op, wire_dtype=wire_dtype)
         if wire_dtype is not None or wire_scale is not None:
@@ -261,7 +272,10 @@ class Communicator(ABC):
 
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         """Collect one JSON-able value per rank, in rank order (manifests, errors, host names)."""
-        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        try:
+            text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OptionError(f"{name}: expected a JSON value, got {type(value).__name__}: {error}") from None
         lengths = self.all_gather(np.array([text.size], np.int64), name=name).wait()
         assert lengths is not None
         padded = np.zeros(int(lengths.max()), np.uint8)
@@ -277,7 +291,7 @@ class Communicator(ABC):
         Returns:
             The group's communicator, ranked in the order given; None on a rank that is not in ``ranks``.
         """
-        members = list(ranks)
+        members = check_ints("new_group", "ranks", ranks, 0)
         if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.size)):
             raise OptionError(f"new_group: ranks = {members} must be distinct ranks of 0..{self.size - 1}")
         if any(other != members for other in self.all_gather_object(members, name=f"new_group {name}")):
@@ -332,6 +346,10 @@ class Communicator(ABC):
 
     def abort_together(self, others: Sequence[Communicator]) -> None:
         """From now on, abort ``others`` if a collective fails here: their ranks would wait for this one in vain."""
+        if not isinstance(others, (list, tuple)) or not all(
+            isinstance(each, Communicator) for each in others
+        ):
+            raise OptionError(f"abort_together: expected a list of Communicators, got {others!r}")
         self._aborts_with = [weakref.ref(other) for other in others if other is not self]
 
     def _note_failure(self, error: CommError) -> None:
@@ -481,5 +499,5 @@ class Communicator(ABC):
             )
 
     def _check_root(self, where: str, root: int) -> None:
-        if not 0 <= root < self.size:
+        if check_int(where, "root", root, 0) >= self.size:
             raise OptionError(f"{where}: root = {root} is not a rank of 0..{self.size - 1}")

@@ -15,10 +15,11 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from multiprocessing.util import register_after_fork
+from numbers import Integral
 from typing import Any
 
 from .. import _native, config
-from ..errors import CommError, OptionError, check_choice
+from ..errors import CommError, OptionError, check_choice, is_one_of
 from . import find_messengers, find_transports
 from .base import TIMEOUT_S, Communicator, World
 from .dispatch import DispatchCommunicator
@@ -99,7 +100,7 @@ def find_world(
         CommError: the environment contradicts itself, or names an MPI world that mpi4py cannot join, or this process
             is a server.
     """
-    if (rendezvous_id, local_rank, world_size) != (None, None, None):
+    if any(given is not None for given in (rendezvous_id, local_rank, world_size)):
         return _explicit_world(rendezvous_id, local_rank, world_size)
     launcher, job = _launcher_and_job()
     if job.is_server:
@@ -235,7 +236,7 @@ def process_communicator(
         OptionError: see ``find_world``.
     """
     state = config.state
-    explicit = (rendezvous_id, local_rank, world_size) != (None, None, None)
+    explicit = any(given is not None for given in (rendezvous_id, local_rank, world_size))
     if state.communicator is not None and state.communicator_pid == os.getpid():
         if explicit:
             _check_same(_explicit_world(rendezvous_id, local_rank, world_size), state.communicator.world)
@@ -340,19 +341,20 @@ def _num_servers(size: int) -> int:
 
 def _explicit_world(rendezvous_id: str | None, local_rank: int | None, world_size: int | None) -> World:
     given = f"rendezvous_id={rendezvous_id!r}, local_rank={local_rank!r}, world_size={world_size!r}"
-    if world_size == 1 and local_rank in (None, 0):
+    if is_one_of(world_size, (1,)) and is_one_of(local_rank, (None, 0)):
         return World()
     if rendezvous_id is None or local_rank is None or world_size is None:
         raise OptionError(
             f"find_world: give rendezvous_id, local_rank and world_size together, or none; got {given}"
         )
-    if not 0 <= local_rank < world_size:
+    are_ints = isinstance(local_rank, Integral) and isinstance(world_size, Integral)
+    if not are_ints or not 0 <= local_rank < world_size:
         raise OptionError(f"find_world: local_rank must be in 0..world_size-1; got {given}")
     return _shm_world(rendezvous_id, local_rank, world_size)
 
 
 def _shm_world(rendezvous_id: str, rank: int, size: int) -> World:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", rendezvous_id):
+    if not isinstance(rendezvous_id, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", rendezvous_id):
         raise OptionError(
             f"find_world: rendezvous_id {rendezvous_id!r} must be 1 to 64 letters, digits, '-' or '_'"
         )

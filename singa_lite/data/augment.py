@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OptionError, ShapeError
+from ..errors import DTypeError, OptionError, ShapeError, check_int
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +28,8 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
 
     Raises:
         ShapeError: ``images`` has not four axes.
-        OptionError: ``pad`` is negative.
+        DTypeError: ``images`` is no numpy array.
+        OptionError: ``pad`` is negative, or ``rng`` is no Generator.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2.
 
@@ -36,12 +37,15 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
         >>> pad_crop_flip(np.ones((2, 3, 32, 32), np.uint8), np.random.default_rng(0)).shape
         (2, 3, 32, 32)
     """
+    if not isinstance(images, np.ndarray):
+        raise DTypeError(f"pad_crop_flip: images must be a numpy array, not {type(images).__name__}")
+    if not isinstance(rng, np.random.Generator):
+        raise OptionError(f"pad_crop_flip: rng must be a numpy.random.Generator, not {type(rng).__name__}")
     if images.ndim != 4:
         raise ShapeError(
             f"pad_crop_flip: images must be (n, channels, h, w), but their shape is {images.shape}"
         )
-    if pad < 0:
-        raise OptionError(f"pad_crop_flip: pad = {pad} must be >= 0")
+    check_int("pad_crop_flip", "pad", pad, 0)
     count, channels, height, width = images.shape
     top, left = rng.integers(0, 2 * pad + 1, (2, count))
     mirrored = rng.integers(0, 2, count, dtype=bool)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .. import config
+from ..errors import DataError
 
 try:
     import fcntl
@@ -22,6 +23,13 @@ except ImportError:  # Windows: two processes may fetch at once; each still writ
 def cache_root() -> Path:
     """SINGA_LITE_CACHE, or ``~/.cache/singa_lite``; each data set has a folder of its own in it."""
     return Path(config.env("SINGA_LITE_CACHE") or Path.home() / ".cache" / "singa_lite").expanduser()
+
+
+def as_path(where: str, folder: object) -> Path:
+    """Return ``folder`` as a Path; DataError if it is none."""
+    if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fspath(folder):
+        raise DataError(f"{where}: folder must be a path, not {folder!r}")
+    return Path(folder)
 
 
 @contextmanager

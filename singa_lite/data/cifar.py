@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError, OptionError
-from .cache import cache_root, locked, whole_file
+from ..errors import DataError, check_int
+from .cache import as_path, cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -100,7 +100,7 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
     """
     if folder is None:
         return read_archive(fetch_cifar10())
-    folder = Path(folder).expanduser()
+    folder = as_path("load_cifar10", folder).expanduser()
     for candidate in (folder, folder / SUBFOLDER):
         if any((candidate / name).exists() for name in FILES):
             return read_folder(candidate)
@@ -127,8 +127,9 @@ def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:
         >>> synthetic_cifar10(20, 10).test_images.shape
         (10, 3, 32, 32)
     """
-    if num_train < 1 or num_test < 1 or seed < 0:
-        raise OptionError(f"synthetic_cifar10: {num_train} + {num_test} images, seed {seed}; need >= 1, >= 0")
+    check_int("synthetic_cifar10", "num_train", num_train, 1)
+    check_int("synthetic_cifar10", "num_test", num_test, 1)
+    check_int("synthetic_cifar10", "seed", seed, 0)
     rng = np.random.default_rng(seed)
     colours = rng.integers(0, 128, (10, 3, 1, 1), dtype=np.uint8)
     parts: list[Array] = []
@@ -268,7 +269,7 @@ def fetch_cifar10(folder: str | Path | None = None) -> Path:
     Raises:
         DataError: the network does not allow it, or what came is not the archive; the text says what to do instead.
     """
-    folder = cache_root() / "cifar10" if folder is None else Path(folder).expanduser()
+    folder = cache_root() / "cifar10" if folder is None else as_path("fetch_cifar10", folder).expanduser()
     path = folder / ARCHIVE_NAME
     try:
         if _is_whole(path):

@@ -34,31 +34,70 @@ def make_batch(
         (x, y): float32 (n, channels, h, w) and int32 (n,), new arrays.
 
     Raises:
-        DTypeError: ``images`` is not uint8.
-        OptionError: ``std`` is not positive.
-        ShapeError: wrong number of axes, not one label per image, or not one mean or std per channel.
+        DTypeError: ``images`` is not uint8, or ``labels`` or ``indices`` are not integers.
+        OptionError: ``std`` is not positive, or so small or ``mean`` so large that float32 cannot hold the result.
+        ShapeError: wrong number of axes, not one label per image, not one mean or std per channel, or an index out of
+            range.
 
     Example:
         >>> x, y = make_batch(np.zeros((5, 28, 28), np.uint8), np.arange(5), np.array([3, 1]))
         >>> x.shape, y.tolist()
         ((2, 1, 28, 28), [3, 1])
     """
+    for name, array in (("images", images), ("labels", labels)):
+        if not isinstance(array, np.ndarray):
+            raise DTypeError(f"make_batch: {name} must be a numpy array, not {type(array).__name__}")
     if images.dtype != np.uint8:
         raise DTypeError(f"make_batch: images are {images.dtype}, expected uint8 pixels")
+    if labels.dtype.kind not in "iu":
+        raise DTypeError(f"make_batch: labels are {labels.dtype}, expected integers")
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
         raise ShapeError(
             f"make_batch: images {images.shape} and labels {labels.shape} do not belong together"
         )
     channels = 1 if images.ndim == 3 else images.shape[1]
-    shift, divisor = (np.asarray(value, np.float64).reshape(-1) for value in (mean, std))
+    shift, divisor = (
+        _numbers(name, value).astype(np.float64).reshape(-1) for name, value in (("mean", mean), ("std", std))
+    )
     if {shift.size, divisor.size} - {1, channels}:
         raise ShapeError(
             f"make_batch: mean = {mean} and std = {std} must be numbers or {channels} numbers each"
         )
     if not (divisor > 0).all():
         raise OptionError(f"make_batch: std = {std} must be > 0")
-    x = images[indices].astype(np.float32)
+    with np.errstate(all="ignore"):
+        parts = 1 / (255 * divisor), shift / divisor
+        scale, offset = (part.astype(np.float32).reshape(-1, 1, 1) for part in parts)
+    if not (np.isfinite(scale).all() and np.isfinite(offset).all()):
+        raise OptionError(f"make_batch: mean = {mean} and std = {std} give numbers beyond float32")
+    chosen = _checked(indices)
+    try:
+        x, y = images[chosen].astype(np.float32), labels[chosen].astype(np.int32)
+    except (IndexError, TypeError) as error:
+        raise ShapeError(f"make_batch: indices do not fit {len(images)} images: {error}") from None
     x = x[:, None] if x.ndim == 3 else x
-    x *= (1 / (255 * divisor)).astype(np.float32).reshape(-1, 1, 1)
-    x -= (shift / divisor).astype(np.float32).reshape(-1, 1, 1)
-    return x, labels[indices].astype(np.int32)
+    x *= scale
+    x -= offset
+    return x, y
+
+
+def _numbers(name: str, value: object) -> Array:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"make_batch: {name} must be numbers: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise DTypeError(f"make_batch: {name} must be numbers, not {array.dtype}")
+    return array
+
+
+def _checked(indices: Array | slice) -> Array | slice:
+    """Return the indices of a batch: a slice, or integers of one axis."""
+    if isinstance(indices, slice):
+        return indices
+    found = _numbers("indices", indices)
+    if found.ndim != 1:
+        raise ShapeError(f"make_batch: indices must have one axis, but their shape is {found.shape}")
+    if found.size and found.dtype.kind not in "iu":
+        raise DTypeError(f"make_batch: indices must be integers, not {found.dtype}")
+    return found.astype(np.int64, copy=False)

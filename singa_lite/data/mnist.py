@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import config
-from ..errors import DataError, OptionError
-from .cache import cache_root, locked, whole_file
+from ..errors import DataError, check_int
+from .cache import as_path, cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
 HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # of a file of images; unpacked at a time
@@ -88,9 +88,9 @@ def load_mnist(folder: str | Path | None = None) -> Mnist:
         >>> load_mnist().train_images.shape  # doctest: +SKIP
         (60000, 28, 28)
     """
-    folder = folder or config.env("MNIST_DIR")
-    if folder:
-        return read_folder(Path(folder))
+    folder = folder if folder is not None else config.env("MNIST_DIR")
+    if folder is not None:
+        return read_folder(as_path("load_mnist", folder))
     return Mnist(*(parse_idx(name, raw) for name, raw in _cached_files().items()))
 
 
@@ -112,8 +112,9 @@ def synthetic_mnist(num_train: int, num_test: int, seed: int = 0) -> Mnist:
         >>> synthetic_mnist(20, 10).test_images.shape
         (10, 28, 28)
     """
-    if num_train < 1 or num_test < 1 or seed < 0:
-        raise OptionError(f"synthetic_mnist: {num_train} + {num_test} images, seed {seed}; need >= 1, >= 0")
+    check_int("synthetic_mnist", "num_train", num_train, 1)
+    check_int("synthetic_mnist", "num_test", num_test, 1)
+    check_int("synthetic_mnist", "seed", seed, 0)
     rng = np.random.default_rng(seed)
     pictures = rng.integers(0, 128, (10, 28, 28), dtype=np.uint8)
     parts: list[Array] = []

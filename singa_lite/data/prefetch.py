@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from ..errors import OptionError
+from ..errors import OptionError, check_int
 
 Item = TypeVar("Item")
 
@@ -43,14 +43,17 @@ def prefetch(
             with this its ``state_dict()`` is that of the item taken last, and where the consumer leaves, it stays.
 
     Raises:
-        OptionError: ``depth`` is less than 1.
+        OptionError: ``depth`` is no int >= 1, ``items`` cannot be iterated over, or ``sampler`` is none.
 
     Example:
         >>> list(prefetch(number * number for number in range(4)))
         [0, 1, 4, 9]
     """
-    if depth < 1:
-        raise OptionError(f"prefetch: depth = {depth} must be >= 1")
+    check_int("prefetch", "depth", depth, 1)
+    if not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
+        raise OptionError(f"prefetch: items must be something to iterate over, not {type(items).__name__}")
+    if sampler is not None and not all(hasattr(sampler, name) for name in ("live_state", "follow", "rewind")):
+        raise OptionError(f"prefetch: sampler must be a ShardedSampler, not {type(sampler).__name__}")
     if sampler is None:
         return _consume(items, _Shelf(depth))
     return _follow(_consume(_with_states(items, sampler), _Shelf(depth)), sampler)

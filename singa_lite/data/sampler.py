@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, DataError, OptionError, check_int
+from ..errors import CheckpointError, DataError, OptionError, check_bool, check_int
 
 Array = np.ndarray[Any, Any]
 
@@ -40,7 +40,8 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
         >>> [partition(10, rank, 3) for rank in range(3)]
         [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
     """
-    if num_samples < 0 or not 0 <= rank < world_size:
+    check_int("partition", "num_samples", num_samples, 0)
+    if check_int("partition", "rank", rank, 0) >= check_int("partition", "world_size", world_size, 1):
         raise OptionError(f"partition: {num_samples} samples for rank {rank} of {world_size} ranks")
     each, extra = divmod(num_samples, world_size)
     start = rank * each + min(rank, extra)
@@ -85,20 +86,19 @@ class ShardedSampler:
         seed: int = 0,
         microbatches: int | None = None,
     ) -> None:
-        if microbatches is not None and check_int("ShardedSampler", "microbatches", microbatches, 1) % max(
-            world_size, 1
-        ):
+        where = "ShardedSampler"
+        check_int(where, "num_samples", num_samples, 0)
+        check_int(where, "batch_size", batch_size, 1)
+        check_int(where, "seed", seed, 0)
+        if check_int(where, "rank", rank, 0) >= check_int(where, "world_size", world_size, 1):
+            raise OptionError(f"{where}: rank = {rank} must be one of {world_size} ranks")
+        if microbatches is not None and check_int(where, "microbatches", microbatches, 1) % world_size:
             raise OptionError(
                 f"ShardedSampler: microbatches = {microbatches} must divide by the {world_size} ranks"
             )
         self.microbatches = microbatches
         self.num_batches = microbatches or world_size  # of a global batch
-        self._each = self.num_batches // max(world_size, 1)  # of them, this rank's
-        if batch_size < 1 or seed < 0 or not 0 <= rank < world_size:
-            raise OptionError(
-                f"ShardedSampler: batch_size = {batch_size} must be >= 1, seed = {seed} >= 0 "
-                f"and rank = {rank} one of {world_size} ranks"
-            )
+        self._each = self.num_batches // world_size  # of them, this rank's
         if num_samples < self.num_batches:
             what = "ranks; use fewer ranks" if microbatches is None else "microbatches; use fewer"
             raise DataError(f"ShardedSampler: {num_samples} samples cannot feed {self.num_batches} {what}")
@@ -106,7 +106,7 @@ class ShardedSampler:
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
-        self.shuffle = shuffle
+        self.shuffle = check_bool(where, "shuffle", shuffle)
         self.seed = seed
         self.epoch = 0
         self.start = 0  # samples of this epoch that another number of ranks has used
@@ -121,8 +121,7 @@ class ShardedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch`` (>= 0); within that epoch already, stay at the position."""
-        if epoch < 0:
-            raise OptionError(f"ShardedSampler: epoch = {epoch} must be >= 0")
+        check_int("ShardedSampler", "epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch, self.start, self.position = epoch, 0, 0
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_int
+from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_bool, check_int
 from .sampler import partition
 
 Array = np.ndarray[Any, Any]
@@ -67,7 +67,7 @@ class SplitSampler:
             raise DataError(
                 f"SplitSampler: {length} samples cannot be split into {num_parts} parts; use fewer workers"
             )
-        self.shuffle = bool(shuffle)
+        self.shuffle = check_bool("SplitSampler", "shuffle", shuffle)
         self.epoch = 0
         self.position = 0
         self._part = partition(self.length, self.part_index, self.num_parts)
@@ -111,12 +111,16 @@ class SplitSampler:
         Raises:
             CheckpointError: it was taken with another plan (data size, number of parts, shuffle or seed).
         """
+        if not isinstance(state, dict) or not all(
+            type(value) is int and value >= 0 for value in state.values()
+        ):
+            raise CheckpointError(f"SplitSampler: {state!r} is not what state_dict gives")
         plan = {name: state.get(name) for name in self._plan()}
-        if plan != self._plan():
+        if None in (state.get("epoch"), state.get("position")) or plan != self._plan():
             raise CheckpointError(
                 f"SplitSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
             )
-        epoch, position = int(state["epoch"]), int(state["position"])
+        epoch, position = state["epoch"], state["position"]
         # the last sample of a larger part comes when this one has begun its next epoch
         self.epoch, self.position = (epoch, position) if position < len(self) else (epoch + 1, 0)
 

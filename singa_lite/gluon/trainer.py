@@ -22,6 +22,7 @@ from ..errors import (
     DTypeError,
     GraphError,
     OptionError,
+    check_bool,
     check_choice,
     check_int,
     check_number,
@@ -135,7 +136,7 @@ class Trainer:
         Raises:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
-        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, np.finfo(np.float32).max)
+        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, float(np.finfo(np.float32).max))
         if isinstance(self._store, KVStore):
             if self._updates_on_store:
                 self._store.set_learning_rate(number)
@@ -179,6 +180,7 @@ class Trainer:
             CommError: a worker or server is gone, or disagrees.
         """
         scale = 1 / _checked_batch_size("step", batch_size)
+        check_bool("Trainer: step", "ignore_stale_grad", ignore_stale_grad)
         stale = self._stale("step", ignore_stale_grad)
         self._check_optimizer()
         self._count()
@@ -218,6 +220,7 @@ class Trainer:
         """
         self._check_by_hand("update")
         size = _checked_batch_size("update", batch_size)
+        check_bool("Trainer: update", "ignore_stale_grad", ignore_stale_grad)
         stale = self._stale("update", ignore_stale_grad)
         self._check_optimizer()
         if isinstance(self._store, KVStore):
@@ -537,6 +540,8 @@ def _optimizer(optimizer: str | Optimizer, arguments: Mapping[str, Any] | None) 
     """Return the optimizer that was given, or made of a name and arguments."""
     if not (arguments is None or isinstance(arguments, Mapping)):
         raise OptionError(f"Trainer: optimizer_params must be a dict, not {arguments!r}")
+    if not all(isinstance(name, str) for name in arguments or ()):
+        raise OptionError(f"Trainer: optimizer_params must have names, got {arguments!r}")
     if isinstance(optimizer, Optimizer) and arguments:
         raise OptionError("Trainer: optimizer_params are for an optimizer given by name")
     made = _made(optimizer, arguments or {}) if isinstance(optimizer, str) else optimizer
@@ -572,4 +577,4 @@ def _check_head(head: Mapping[str, Any]) -> None:
 def _checked_batch_size(where: str, size: float) -> float:
     """Return a batch size as a float; OptionError unless float32 has it and its reciprocal."""
     limits = np.finfo(np.float32)
-    return check_number(f"Trainer: {where}", "batch_size", size, limits.tiny, limits.max)
+    return check_number(f"Trainer: {where}", "batch_size", size, float(limits.tiny), float(limits.max))

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..device import Device, get_default_device
-from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_int, check_number
+from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
 from ..tensor import Tensor, to_numpy
-from ..tensor.checks import as_axis
+from ..tensor.checks import as_axis, as_numbers
 
 Array = np.ndarray[Any, Any]
 Data = TypeVar("Data", Tensor, Array)
@@ -72,7 +72,7 @@ def split_and_load(
     """
     device = _single_device(devices)
     values = (
-        data.copy() if isinstance(data, Tensor) else np.asarray(data)
+        data.copy() if isinstance(data, Tensor) else as_numbers("split_and_load", "data", data)
     )  # Tensor.copy: a leaf, nothing is copied
     slices: list[Any] = split_data(values, len(devices), batch_axis, even_split)
     return [_load(part, device) for part in slices]
@@ -103,6 +103,7 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
         (5.0, [0.6, 0.8])
     """
     max_norm = check_number("clip_global_norm", "max_norm", max_norm, 0.0)
+    check_bool("clip_global_norm", "check_isfinite", check_isfinite)
     if isinstance(arrays, (Tensor, np.ndarray)) or not isinstance(arrays, Iterable):
         raise DTypeError(f"clip_global_norm: expected a list of arrays, got {type(arrays).__name__}")
     distinct = {id(array): array for array in arrays}.values()
@@ -127,6 +128,7 @@ def _keys_of_slices(
 ) -> list[tuple[slice, ...]]:
     check_int("split_data", "num_slice", num_slice, 1)
     axis = as_axis("split_data", batch_axis, len(shape))
+    check_bool("split_data", "even_split", even_split)
     each, extra = divmod(shape[axis], num_slice)
     if each == 0 or (even_split and extra):
         cure = "use fewer slices" if each == 0 else "use another batch size, or even_split=False"

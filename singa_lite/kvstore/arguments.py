@@ -9,7 +9,7 @@ import numpy as np
 
 from ..comm.base import DTYPES
 from ..device import get_default_device
-from ..errors import DTypeError, OptionError, ShapeError, check_int, check_number
+from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
 from ..sync.arrays import GivenArray
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
@@ -180,7 +180,8 @@ class Arguments:
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
         """Return the options of a push; OptionError for a scale that is no finite number."""
         factor = check_number(f"{self._name}: {where}", "scale", scale, -_LARGEST_SCALE, _LARGEST_SCALE)
-        return PushOptions(factor, bool(mean), bool(allow_none))
+        is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
+        return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
 
 
 def _is_plain(spec: Spec, array: Any) -> bool:

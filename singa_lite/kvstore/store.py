@@ -20,6 +20,8 @@ from ..errors import CheckpointError, CommError, OptionError, check_choice, chec
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..tensor import Tensor
+from ..tensor.checks import listed
+from ..tensor.core import check_tensor
 from .arguments import Arguments
 from .base import OPTIMIZER, KVStoreBase
 from .calls import Key, Keys, Path, Pull, Push, PushOptions, Spec, difference
@@ -444,12 +446,17 @@ class KVStore(KVStoreBase):
 
     def agree(self, call: str, mine: Mapping[str, Any]) -> None:
         """Raise a CommError that names worker and entry unless all workers call this with equal JSON values."""
+        if not isinstance(mine, Mapping):
+            raise OptionError(f"{self._name}: agree: expected entries by name, got {type(mine).__name__}")
         self._together(call, mine, lambda: None)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Set float Tensors to their mean over the workers; all call it alike."""
+        given = listed(tensors)
+        for tensor in given:
+            check_tensor(f"{self._name}: average", tensor)
         with self._calling("average"):
-            for tensor in tensors:
+            for tensor in given:
                 tensor.device.backend.activate()
                 name = f"kvstore.average({tensor.name})" if tensor.name else "kvstore.average"
                 self._communicator.all_reduce(tensor.array, "mean", name=name).wait()

@@ -18,6 +18,8 @@ import numpy as np
 from ..config import state
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..tensor import Tensor, to_numpy
+from ..tensor.checks import as_numbers
+from ..tensor.core import check_tensor
 
 __all__ = ["Layer"]
 
@@ -140,12 +142,14 @@ class Layer:
             setattr(self, f"{type(layer).__name__}_{number}", layer)
 
     def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{where}: expected values by name, got {type(values).__name__}")
         missing, unknown = sorted(set(targets) - set(values)), sorted(set(values) - set(targets))
         if missing or unknown:
             hint = "" if self._is_initialized else "; a layer has its parameters after its first call only"
             raise CheckpointError(f"{where}: {self!r} lacks values for {missing}, knows no {unknown}{hint}")
         arrays = {
-            name: to_numpy(value) if isinstance(value, Tensor) else np.asarray(value)
+            name: to_numpy(value) if isinstance(value, Tensor) else as_numbers(where, name, value)
             for name, value in values.items()
         }
         for name, array in arrays.items():
@@ -162,6 +166,7 @@ class Layer:
 
     def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return a zero-filled parameter on the device and with the dtype of ``like``."""
+        check_tensor("new_parameter", like)
         return Tensor(shape, like.device, like.dtype, requires_grad=True, stores_grad=True, name=name)
 
     def check_float(self, x: object) -> None:
@@ -172,12 +177,16 @@ class Layer:
 
     def dtype_check(self, *inputs: Tensor) -> None:
         """Raise a DTypeError unless all inputs have one dtype (SINGA's name)."""
+        for tensor in inputs:
+            check_tensor(repr(self), tensor)
         if len({tensor.dtype for tensor in inputs}) > 1:
             found = ", ".join(str(tensor.dtype) for tensor in inputs)
             raise DTypeError(f"{self!r}: inputs must share one dtype, got {found}; convert with as_type()")
 
     def device_check(self, *inputs: Tensor) -> None:
         """Raise a DeviceError unless all inputs are on one device; SINGA's moves them to the first one's."""
+        for tensor in inputs:
+            check_tensor(repr(self), tensor)
         if len({id(tensor.device) for tensor in inputs}) > 1:
             found = ", ".join(str(tensor.device) for tensor in inputs)
             raise DeviceError(f"{self!r}: inputs must be on one device, got {found}; move with to_device()")

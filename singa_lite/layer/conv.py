@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import autograd, initializer
 from ..autograd.ops.window import pair
-from ..errors import OptionError, ShapeError, check_choice, check_int
+from ..errors import OptionError, ShapeError, check_bool, check_choice, check_int
 from ..tensor import Tensor
 from .base import Layer
 from .padding import PAD_MODES, same_pad
@@ -74,14 +74,14 @@ class Conv2d(Layer):
         self.nb_kernels = check_int("Conv2d", "nb_kernels", nb_kernels, 1)
         self.group = check_int("Conv2d", "group", group, 1)
         check_choice("Conv2d", "pad_mode", pad_mode, PAD_MODES)
-        check_choice("Conv2d", "activation", activation or "NOTSET", ACTIVATIONS)
+        check_choice("Conv2d", "activation", activation, (*ACTIVATIONS, None))
         if nb_kernels % self.group:
             raise OptionError(f"Conv2d: nb_kernels = {nb_kernels} must divide by group = {group}")
         self.kernel_size = pair("Conv2d", "kernel_size", kernel_size, 1)
         self.stride = pair("Conv2d", "stride", stride, 1)
         self.padding = pair("Conv2d", "padding", padding, 0)
         self.dilation = pair("Conv2d", "dilation", dilation, 1)
-        self.bias = bool(bias)
+        self.bias = check_bool("Conv2d", "bias", bias)
         self.pad_mode = pad_mode
         self.activation = activation or "NOTSET"
         if pad_mode != "NOTSET" and self.padding != (0, 0):
@@ -172,7 +172,7 @@ class SeparableConv2d(Layer):
         self.kernel_size = pair("SeparableConv2d", "kernel_size", kernel_size, 1)
         self.stride = pair("SeparableConv2d", "stride", stride, 1)
         self.padding = pair("SeparableConv2d", "padding", padding, 0)
-        self.bias = bool(bias)
+        self.bias = check_bool("SeparableConv2d", "bias", bias)
 
     def initialize(self, x: Tensor) -> None:
         self._check(x)

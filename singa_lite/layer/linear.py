@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .. import autograd, initializer
-from ..errors import DTypeError, OptionError, ShapeError, check_int, check_ints, check_number
+from ..errors import (
+    DTypeError,
+    OptionError,
+    ShapeError,
+    check_bool,
+    check_int,
+    check_ints,
+    check_number,
+    is_one_of,
+)
 from ..tensor import Tensor, float32, to_numpy
 from .base import Layer
 
@@ -43,7 +52,7 @@ class Linear(Layer):
         sizes = [check_int("Linear", "size", size, 1) for size in (out_features, *args[:1])]
         self.in_features = sizes[0] if args else None
         self.out_features = sizes[-1]
-        self.bias = bool(args[1]) if len(args) == 2 else bool(bias)
+        self.bias = check_bool("Linear", "bias", args[1] if len(args) == 2 else bias)
 
     def initialize(self, x: Tensor) -> None:
         self._check(x)
@@ -102,7 +111,8 @@ class Gemm(Layer):
         super().__init__()
         self.nb_kernels = check_int("Gemm", "nb_kernels", nb_kernels, 1)
         self.alpha, self.beta = check_number("Gemm", "alpha", alpha), check_number("Gemm", "beta", beta)
-        self.transA, self.transB, self.bias = bool(transA), bool(transB), bool(bias)
+        self.transA, self.transB = check_bool("Gemm", "transA", transA), check_bool("Gemm", "transB", transB)
+        self.bias = check_bool("Gemm", "bias", bias)
         shape = (1, nb_kernels) if bias_shape is None else bias_shape
         self.bias_shape = tuple(check_ints("Gemm", "bias_shape", shape, 1))
         self.in_features: int | None = None
@@ -154,7 +164,7 @@ class Embedding(Layer):
         super().__init__()
         self.input_dim = check_int("Embedding", "input_dim", input_dim, 1)
         self.output_dim = check_int("Embedding", "output_dim", output_dim, 1)
-        if initializer != "gaussian" and not callable(initializer):
+        if not callable(initializer) and not is_one_of(initializer, ("gaussian",)):
             raise OptionError(f"Embedding: initializer = {initializer!r} must be 'gaussian' or a function")
         self.initializer = initializer
 
@@ -223,7 +233,8 @@ class MultiHeadAttention(Layer):
     def __init__(self, num_heads: int, causal: bool = False, bias: bool = True) -> None:
         super().__init__()
         self.num_heads = check_int("MultiHeadAttention", "num_heads", num_heads, 1)
-        self.causal, self.bias = bool(causal), bool(bias)
+        self.causal = check_bool("MultiHeadAttention", "causal", causal)
+        self.bias = check_bool("MultiHeadAttention", "bias", bias)
         self.width: int | None = None
 
     def initialize(self, x: Tensor, memory: Tensor | None = None) -> None:

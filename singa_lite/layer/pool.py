@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from .. import autograd
 from ..autograd.ops.window import check_pool_padding, pair
-from ..errors import OptionError, check_choice
+from ..errors import OptionError, check_bool, check_choice
 from ..tensor import Tensor
 from .base import Layer
 from .padding import PAD_MODES, same_pad
@@ -49,7 +49,7 @@ class Pooling2d(Layer):
         self.stride = self.kernel_size if stride is None else pair(where, "stride", stride, 1)
         self.padding = pair(where, "padding", padding, 0)
         check_pool_padding(where, self.kernel_size, self.padding)
-        self.is_max = is_max
+        self.is_max = check_bool(where, "is_max", is_max)
         self.pad_mode = pad_mode
         if pad_mode != "NOTSET" and self.padding != (0, 0):
             raise OptionError(f"{where}: give padding = {padding} or pad_mode = {pad_mode!r}, not both")

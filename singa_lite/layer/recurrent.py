@@ -11,7 +11,7 @@ from .. import autograd
 from ..autograd.ops.dropout import check_ratio
 from ..autograd.ops.recurrent import check_lengths, unbind
 from ..backend.recurrent import RnnConfig
-from ..errors import DTypeError, OptionError, ShapeError, check_choice, check_int
+from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_choice, check_int, is_one_of
 from ..tensor import Tensor, to_numpy
 from .base import Layer
 
@@ -55,13 +55,13 @@ class RNN_Base(Layer):
         given = {"num_layers": num_layers, "batch_first": batch_first, "dropout": dropout}
         given["bidirectional"] = bidirectional
         for (name, value), only in zip(given.items(), (1, False, 0, False), strict=True):
-            if value != only:
+            if not is_one_of(value, (only,)):
                 raise OptionError(
                     f"{where}: {name} = {value!r} does nothing for a list of steps, only {only!r} can be given; "
                     "CudnnRNN has such layers, on every device"
                 )
         self.nonlinearity = nonlinearity
-        self.bias = bool(bias)
+        self.bias = check_bool(where, "bias", bias)
 
     def _matrix_pair(self, suffix: str, like: Tensor) -> None:
         """Make the parameters Wx and Wh of one gate."""
@@ -283,7 +283,7 @@ class CudnnRNN(Layer):
         return_sequences: bool = True,
     ) -> None:
         super().__init__()
-        if activation != "tanh":
+        if not is_one_of(activation, ("tanh",)):
             raise OptionError(
                 f"CudnnRNN: activation = {activation!r} would do nothing; rnn_mode = 'relu' is the layer with relu"
             )
@@ -291,10 +291,12 @@ class CudnnRNN(Layer):
         self.rnn_mode = rnn_mode
         self.hidden_size = check_int("CudnnRNN", "hidden_size", hidden_size, 1)
         self.num_layers = check_int("CudnnRNN", "num_layers", num_layers, 1)
-        self.bias, self.batch_first = bool(bias), bool(batch_first)
+        self.bias = check_bool("CudnnRNN", "bias", bias)
+        self.batch_first = check_bool("CudnnRNN", "batch_first", batch_first)
         self.dropout = check_ratio("CudnnRNN", dropout)
-        self.bidirectional = bool(bidirectional)
-        self.use_mask, self.return_sequences = bool(use_mask), bool(return_sequences)
+        self.bidirectional = check_bool("CudnnRNN", "bidirectional", bidirectional)
+        self.use_mask = check_bool("CudnnRNN", "use_mask", use_mask)
+        self.return_sequences = check_bool("CudnnRNN", "return_sequences", return_sequences)
         self.input_size: int | None = None
 
     def initialize(

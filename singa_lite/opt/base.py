@@ -14,11 +14,11 @@ import numpy as np
 from .. import autograd
 from ..backend.formulas import UPDATES
 from ..device import Device
-from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError
+from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_int
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
 from ..tensor import Tensor
-from ..tensor.core import set_grads_fresh
+from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
@@ -78,7 +78,7 @@ class Optimizer:
     @step_counter.setter
     def step_counter(self, steps: int) -> None:
         break_graph("it sets an optimizer's step counter, which a replay would not do")
-        self._step_counter = steps
+        self._step_counter = check_int(type(self).__name__, "step_counter", steps, 0)
 
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
@@ -89,7 +89,15 @@ class Optimizer:
         """Take over the names of a model's parameters; ``buffers`` are states without gradient.
 
         ``Model.compile`` calls it on every rank; DistOpt makes the ranks agree here.
+
+        Raises:
+            OptionError: no dict. DTypeError: something in it is no Tensor.
         """
+        for name, values in (("params", params), ("buffers", buffers)):
+            if not isinstance(values, Mapping):
+                raise OptionError(f"{type(self).__name__}: prepare: {name} must be a dict, not {values!r}")
+            for value in values.values():
+                check_tensor(f"{type(self).__name__}: prepare", value)
         for name, param in params.items():
             param.name = name
             self.slots(param)
@@ -210,7 +218,11 @@ class Optimizer:
 
     def value_of(self, name: str, step: int | None = None) -> float:
         """Return the schedule called ``name`` at ``step``, None is this one; a subclass may have set it to a number."""
-        schedule = as_schedule(name, getattr(self, name), -math.inf)
+        try:
+            value = getattr(self, name)
+        except (AttributeError, TypeError):
+            raise OptionError(f"{type(self).__name__}: has no schedule {name!r}") from None
+        schedule = as_schedule(name, value, -math.inf)
         return float(schedule(self._step_counter if step is None else step))
 
     def lr_at(self, step: int) -> float:
@@ -282,6 +294,10 @@ class Optimizer:
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of ``param``, zeros at first: {slot name: tensor like the parameter}."""
+        if not isinstance(param, Tensor):
+            raise DTypeError(
+                f"{type(self).__name__}: the parameter must be a Tensor, not {type(param).__name__}"
+            )
         slots = self._slots.setdefault(param, {})
         for slot in self.slot_names:
             if slot not in slots:
@@ -308,6 +324,7 @@ class Optimizer:
         Raises:
             CheckpointError: states are missing, unknown or of another shape or dtype; nothing was changed.
         """
+        check_arrays(type(self).__name__, states)
         mine = self.get_states()
         missing, unknown = sorted(set(mine) - set(states)), sorted(set(states) - set(mine))
         if missing or unknown:
@@ -344,6 +361,17 @@ def _without_class(description: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in description.items() if name != "class"}
 
 
+def check_arrays(where: str, states: object) -> None:
+    """Raise CheckpointError unless ``states`` are numpy arrays by name."""
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"{where}: expected states by name, got {type(states).__name__}")
+    for name, value in states.items():
+        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+            raise CheckpointError(
+                f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
+            )
+
+
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
     """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
     names: dict[Tensor, str] = {}
@@ -358,7 +386,7 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
 
 def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
     """Return ``pairs`` as a list; DTypeError unless it consists of (parameter, gradient)."""
-    if not isinstance(pairs, Iterable):
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (Tensor, np.ndarray)):
         raise DTypeError(f"{optimizer}: expected pairs (parameter, gradient), got {type(pairs).__name__}")
     found = list(pairs)
     for pair in found:

@@ -38,7 +38,7 @@ from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
-from .base import Optimizer, Pairs, as_pairs, check_pair, unique_names
+from .base import Optimizer, Pairs, as_pairs, check_arrays, check_pair, unique_names
 from .fixed_order import FixedOrderSums, begin_microbatch
 from .options import Option, check_options, join_options, values_at, with_defaults
 from .schedule import DecayScheduler, described
@@ -137,6 +137,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     ) -> None:
         if clip_norm is not None and not 0 < check_number("DistOpt", "clip_norm", clip_norm) < inf:
             raise OptionError(f"DistOpt: clip_norm = {clip_norm} must be > 0 and finite, or None")
+        check_int("DistOpt", "accumulate", accumulate, 1)
         check_choice("DistOpt", "order", order, ("any", "fixed"))
         check_choice("DistOpt", "check_finite", check_finite, (None, "raise", "skip"))
         if microbatches is not None:
@@ -148,8 +149,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 f"DistOpt: order='fixed' needs microbatches, a power of two, not {microbatches}"
             )
         self._order, self._clip_norm = order, clip_norm
-        self.bucket_bytes = 4 * buffSize if bucket_bytes is None else bucket_bytes
-        check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
+        if bucket_bytes is None:
+            bucket_bytes = 4 * check_int("DistOpt", "buffSize", buffSize, 1)
+        self.bucket_bytes = check_int("DistOpt", "bucket_bytes", bucket_bytes, 1)
         check_int("DistOpt", "threshold", threshold, 0)
         if spars is not None and not isinstance(spars, DecayScheduler):
             check_number("DistOpt", "spars", spars, 0)
@@ -170,6 +172,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         of_text = options_by_name(scheme, join_options("DistOpt", of_text, options))
         join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
         self._step(scheme, self._given(None, None, {}))
+        if nccl_id is not None and not hasattr(nccl_id, "rendezvous_id"):
+            raise OptionError(f"DistOpt: nccl_id must be an NcclIdHolder, not {type(nccl_id).__name__}")
+        if communicator is not None and not isinstance(communicator, Communicator):
+            raise OptionError(
+                f"DistOpt: communicator must be a Communicator, not {type(communicator).__name__}"
+            )
         rendezvous_id = nccl_id.rendezvous_id if nccl_id is not None else None
         world = communicator or process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
         super().__init__(world)
@@ -240,6 +248,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 scheme's first step about its options too.
         """
         check_recorded(loss)
+        if threshold is not None:
+            check_int("DistOpt", "threshold", threshold, 0)
         given = self._given(dist_option, spars, options)
         scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
         self._check_velocity(scheme)
@@ -588,7 +598,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
-        return self._names[param]
+        name = self._names.get(param) if isinstance(param, Tensor) else None
+        if name is None:
+            raise OptionError(f"DistOpt: name_of: {param!r} is no parameter that it has updated or prepared")
+        return name
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
@@ -610,7 +623,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
-        pairs = list(pairs)
+        pairs = as_pairs("DistOpt", pairs)
         self._check_velocity(None)
         self._guard_attributes()
         self._updated.update(dict.fromkeys(param for param, _ in pairs))
@@ -643,11 +656,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         Raises:
             CheckpointError: the states do not fit; nothing was changed.
         """
+        check_arrays("DistOpt", states)
         known, sums = find_schemes(), {key: states[key] for key in states if key.startswith(PREFIX)}
         own: dict[str, dict[str, np.ndarray]] = {}
         for key in states:
             if key.startswith("sync/"):
-                _, name, rest = key.split("/", 2)
+                name, _, rest = key.removeprefix("sync/").partition("/")
                 own.setdefault(name, {})[rest] = states[key]
         if not set(own) <= set(known):
             raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(set(own) - set(known))}")

@@ -6,13 +6,12 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from ..config import this_thread
-from ..errors import OptionError
+from ..errors import OptionError, check_bool, check_int, check_number, is_number
 from ..graph.recorder import break_graph
 
 __all__ = ["Constant", "DecayScheduler", "ExponentialDecay"]
@@ -30,10 +29,12 @@ class DecayScheduler(ABC):
     is_static = True  # as an argument of a recorded step it is the same as long as it is this object
 
     def __init__(self, init_value: float) -> None:
-        self.init_value = float(init_value)
+        self.init_value = check_number(type(self).__name__, "init_value", init_value)
 
     def __call__(self, step: int) -> float:
-        """Return the value at ``step``, the number of updates made so far."""
+        """Return the value at ``step`` >= 0, the number of updates made so far."""
+        if type(step) is not int or step < 0:  # not a call at every step of a replay
+            check_int(type(self).__name__, "step", step, 0)
         if this_thread.recorder is not None:
             break_graph("it reads a schedule's value, which a replay would not do")
         return self.call(step)
@@ -89,15 +90,18 @@ class ExponentialDecay(DecayScheduler):
         self, init_value: float, decay_steps: int, decay_rate: float, staircase: bool = False
     ) -> None:
         super().__init__(init_value)
-        if not decay_steps > 0 or not decay_rate > 0:
-            raise OptionError(
-                f"ExponentialDecay: decay_steps = {decay_steps} and decay_rate = {decay_rate} must be > 0"
-            )
-        self.decay_steps, self.decay_rate, self.staircase = decay_steps, decay_rate, staircase
+        for name, value in (("decay_steps", decay_steps), ("decay_rate", decay_rate)):
+            if not check_number("ExponentialDecay", name, value) > 0:
+                raise OptionError(f"ExponentialDecay: {name} = {value} must be > 0")
+        self.decay_steps, self.decay_rate = decay_steps, decay_rate
+        self.staircase = check_bool("ExponentialDecay", "staircase", staircase)
 
     def call(self, step: int) -> float:
         exponent = step // self.decay_steps if self.staircase else step / self.decay_steps
-        return float(self.init_value * self.decay_rate**exponent)
+        try:
+            return float(self.init_value * self.decay_rate**exponent)
+        except OverflowError:
+            raise OptionError(f"{self!r}: the value at step {step} is too large for a float") from None
 
 
 def described(value: object, step: int) -> Any:
@@ -114,9 +118,9 @@ def as_schedule(name: str, value: object, least: float = 0.0) -> DecayScheduler:
     """Return ``value`` as a schedule; OptionError unless it is a schedule or a finite number >= ``least``."""
     if isinstance(value, DecayScheduler):
         return value
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) < math.inf:
+    if not is_number(value) or not least <= float(value) < math.inf:  # type: ignore[arg-type]
         raise OptionError(f"{name} = {value!r} must be a finite number >= {least} or a DecayScheduler")
-    return Constant(float(value))
+    return Constant(float(value))  # type: ignore[arg-type]
 
 
 class ScheduleAttribute:

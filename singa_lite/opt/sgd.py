@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..errors import OptionError
+from ..errors import OptionError, check_bool
 from ..graph.recorder import guard, scalar
 from ..tensor.checks import as_dtype
 from .base import MomentumRule, Optimizer, Pairs
@@ -42,7 +42,7 @@ class SGD(Optimizer):
         self.momentum = momentum
         self.dampening = dampening
         self.weight_decay = weight_decay
-        self.nesterov = bool(nesterov)
+        self.nesterov = check_bool("SGD", "nesterov", nesterov)
         self.dtype = None if dtype is None else as_dtype(dtype)
 
     is_recordable = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ..errors import check_bool
 from ..tensor import Tensor
 from .schedule import DecayScheduler
 
@@ -26,7 +27,8 @@ class SingaCalls(ABC):
         self, loss: Tensor, threshold: int | None = None, clipping: bool = False, clip_Value: float = 100
     ) -> None:
         """dist_option "fp16"; ``clipping`` limits local gradients to +-clip_Value first."""
-        self(loss, "fp16", threshold=threshold, clip_value=clip_Value if clipping else None)
+        clips = check_bool("backward_and_update_half", "clipping", clipping)
+        self(loss, "fp16", threshold=threshold, clip_value=clip_Value if clips else None)
 
     def backward_and_partial_update(self, loss: Tensor, threshold: int | None = None) -> None:
         """dist_option "partialUpdate"."""
@@ -41,4 +43,5 @@ class SingaCalls(ABC):
         corr: bool = True,
     ) -> None:
         """dist_option "sparseTopK" or, without ``topK``, "sparseThreshold"."""
-        self(loss, "sparseTopK" if topK else "sparseThreshold", spars, threshold=threshold, corr=corr)
+        by_share = check_bool("backward_and_sparse_update", "topK", topK)
+        self(loss, "sparseTopK" if by_share else "sparseThreshold", spars, threshold=threshold, corr=corr)

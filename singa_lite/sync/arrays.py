@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..backend.base import Backend
 from ..comm.work import Work
-from ..errors import DeviceError, DTypeError, OptionError, ShapeError
+from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.memory import address_of
 from ..tensor import Tensor
 from .collectives import RawOrTensor, device_of, raw_array
@@ -102,6 +102,7 @@ def change_arrays(
         given: the arrays.
         inplace: one by one.
     """
+    check_bool(name, "inplace", inplace)
     for backend in {each.backend for each in given}:
         backend.activate()
     if inplace:

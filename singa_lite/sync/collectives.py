@@ -17,10 +17,12 @@ from ..backend.base import Backend
 from ..comm.base import Communicator, is_cuda_array
 from ..comm.work import Traffic
 from ..device import Device, create_cuda_gpu_on, get_default_device
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import persist
 from ..tensor import Tensor
+from ..tensor.checks import listed
+from ..tensor.core import check_tensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
 from .sparse_threshold import check_magnitude, count_selected, send_selected
@@ -90,6 +92,8 @@ class ArrayCollectives:
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
+        if not hasattr(model, "get_states"):
+            raise OptionError(f"DistOpt: synchronize: expected a Model or Layer, got {type(model).__name__}")
         arrays = _lasting(model.get_states().values())
         self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
 
@@ -140,14 +144,14 @@ class ArrayCollectives:
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Do ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        kept = [(_raw(part), _backend(part)) for part in tensor]
+        kept = [(_raw(part), _backend(part)) for part in listed(tensor)]
         _as_one_array(kept, partial(self._sparsify, accumulation, spars, topK))
 
     def _sparsify(
         self, accumulation: RawOrTensor | None, spars: float, topK: bool, array: Any, backend: Backend
     ) -> None:
         residual = None if accumulation is None else _raw(accumulation).reshape(-1)
-        if topK:
+        if check_bool("sparsification", "topK", topK):
             check_share("sparseTopK", "spars", spars)
         else:
             check_magnitude(spars)
@@ -175,9 +179,10 @@ class ArrayCollectives:
         self, kind: str, tensors: Sequence[RawOrTensor], send: bool, function: Callable[[Any, Backend], None]
     ) -> None:
         """Put each array aside once; with ``send``, do ``function`` to all that were put aside, as one array."""
+        check_bool("DistOpt", "send", send)
         kept = self._fused[kind]
-        for tensor in tensors:
-            array = _raw(tensor)
+        given = listed(tensors)
+        for tensor, array in zip(given, [_raw(tensor) for tensor in given], strict=True):
             if not any(array is known for known, _ in kept):
                 kept.append((array, _backend(tensor)))
         if send:
@@ -187,7 +192,9 @@ class ArrayCollectives:
 
 def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
     """Return the raw arrays of tensors that stay, for a collective that comes after what was computed there."""
-    known = list(tensors)
+    known = listed(tensors)
+    for tensor in known:
+        check_tensor("DistOpt: broadcast", tensor)
     for backend in {tensor.device.backend for tensor in known}:
         backend.activate()
     for tensor in known:

@@ -8,12 +8,7 @@ from typing import Any
 
 from ..errors import DTypeError, ShapeError
 from .checks import as_axes, broadcast_shape
-from .core import Number, Tensor, check_alike, number_array
-
-
-def check_tensor(where: str, t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise DTypeError(f"{where}: expected a Tensor, got {type(t).__name__}; wrap it with from_numpy")
+from .core import Number, Tensor, check_alike, check_tensor, number_array
 
 
 def check_floats(where: str, t: Tensor) -> None:

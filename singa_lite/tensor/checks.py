@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError, is_number
 
 __all__ = [
     "DTYPES",
@@ -36,6 +36,8 @@ float64 = np.dtype("float64")
 int32 = np.dtype("int32")
 int64 = np.dtype("int64")
 DTYPES = (float16, float32, float64, int32, int64)
+MAX_AXES = 32  # of numpy 1
+MAX_ELEMENTS = 2**60 - 1  # whose bytes are still an index
 
 
 # ---- dtypes and values -----------------------------------------------------------------------------------
@@ -44,8 +46,10 @@ DTYPES = (float16, float32, float64, int32, int64)
 def as_dtype(dtype: Any) -> np.dtype[Any]:
     """Return ``dtype`` as a numpy dtype a Tensor can have, else DTypeError."""
     try:
+        if dtype is None:  # which numpy takes for float64
+            raise TypeError
         wanted = np.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError, DeprecationWarning) as error:  # the last where warnings are errors
         raise DTypeError(f"{dtype!r} is not a dtype") from error
     if wanted not in DTYPES:
         known = ", ".join(str(known) for known in DTYPES)
@@ -60,10 +64,22 @@ def natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return float32 if dtype.kind == "f" else int32
 
 
+def as_numbers(where: str, name: str, value: object) -> np.ndarray:
+    """Return numbers of the host as an array; ShapeError for lists of unequal length, DTypeError for no numbers."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ShapeError(f"{where}: {name} must be an array or nested lists of equal lengths") from None
+    except TypeError as error:  # an array of another library that does not convert by itself
+        raise DTypeError(f"{where}: {name} is a {type(value).__name__}: {error}") from None
+    if array.dtype.kind not in "biuf":
+        came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
+        raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
+    return array
+
+
 def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool = False) -> np.ndarray:
     """Return ``values`` as ``wanted``, row-major; DTypeError where a value would change (``rounds``: may round)."""
-    if values.dtype.kind not in "biuf":
-        raise DTypeError(f"{where}: values of dtype {values.dtype} are not numbers")
     if values.dtype == wanted:
         return np.ascontiguousarray(values).reshape(values.shape)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -83,10 +99,12 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
 
 def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
-    if not isinstance(value, Real):
+    if type(value) not in (float, int, bool) and not is_number(value):
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
-        values = np.asarray(float(value) if dtype.kind == "f" else value)
+        values = np.asarray(float(value) if dtype.kind == "f" else value)  # type: ignore[arg-type]
+        if values.dtype.kind == "O":  # an int of more than 64 bits
+            raise OverflowError
     except OverflowError:
         raise DTypeError(f"{where}: {value} is too large for {dtype}") from None
     return convert(values, dtype, where, rounds=True)
@@ -102,15 +120,27 @@ def product(shape: Sequence[int]) -> int:
 
 def as_index(where: str, name: str, value: object) -> int:
     """Return ``value`` as an int; ShapeError for anything but a whole number."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is int:
+        return value
+    if not is_number(value, Integral):
         raise ShapeError(f"{where}: {name} {value!r} is not an int")
-    return int(value)
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def listed(value: object) -> tuple[Any, ...]:
+    """Return the entries of a sequence, else the value itself as the one entry."""
+    if isinstance(value, int):
+        return (value,)
+    try:
+        return tuple(value)  # type: ignore[arg-type]
+    except TypeError:  # also of an array without axes, which is iterable by its type alone
+        return (value,)
 
 
 def as_sizes(where: str, shape: object) -> Shape:
     """Return an int or a sequence of ints as a tuple; ShapeError for anything else."""
-    given = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    if any(isinstance(size, bool) or not isinstance(size, Integral) for size in given):
+    given = listed(shape)
+    if any(type(size) is not int and not is_number(size, Integral) for size in given):
         raise ShapeError(f"{where}: shape {shape!r} must be made of ints")
     return tuple(int(size) for size in given)
 
@@ -120,6 +150,8 @@ def as_shape(where: str, shape: object) -> Shape:
     sizes = as_sizes(where, shape)
     if any(size < 0 for size in sizes):
         raise ShapeError(f"{where}: shape {sizes} has a negative size")
+    if len(sizes) > MAX_AXES or max(product(sizes), *sizes, 0) > MAX_ELEMENTS:
+        raise ShapeError(f"{where}: shape {sizes} has more axes or elements than an array can have")
     return sizes
 
 
@@ -146,7 +178,7 @@ def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
     """Distinct axes counted from the front, ascending; None is all."""
     if axes is None:
         return tuple(range(ndim))
-    given = list(axes) if isinstance(axes, Iterable) else [axes]
+    given = listed(axes)
     found = sorted(as_axis(where, axis, ndim) for axis in given)
     if len(set(found)) != len(found):
         raise ShapeError(f"{where}: axes {given} name one axis twice")
@@ -157,9 +189,10 @@ def as_permutation(where: str, axes: Sequence[int] | None, ndim: int) -> Shape:
     """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
     if axes is None:
         return tuple(reversed(range(ndim)))
-    if len(as_axes(where, axes, ndim)) != ndim:
+    given = listed(axes)
+    if len(as_axes(where, given, ndim)) != ndim:
         raise ShapeError(f"{where}: {axes} is not a permutation of {ndim} axes")
-    return tuple(axis % ndim for axis in axes)
+    return tuple(axis % ndim for axis in given)
 
 
 def as_slice(key: object, size: int) -> slice:

@@ -13,7 +13,7 @@ forward pass may have kept for its backward. Between the two, leave the tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,10 @@ from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_numb
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, unrecorded
 from .checks import (
-    as_axes,
+    as_axis,
     as_dtype,
     as_index,
+    as_numbers,
     as_permutation,
     as_shape,
     as_slice,
@@ -33,6 +34,7 @@ from .checks import (
     convert,
     convert_number,
     float32,
+    listed,
     natural_dtype,
     product,
     resolve_shape,
@@ -81,10 +83,12 @@ class Tensor:
         self.device = _as_device("Tensor", device)
         backend = self.device.backend
         if data is None:
-            self.array = backend.zeros(as_shape("Tensor", shape), as_dtype(dtype or float32))
+            self.array = backend.zeros(
+                as_shape("Tensor", shape), float32 if dtype is None else as_dtype(dtype)
+            )
         else:
             break_graph("it makes a Tensor from host values, which a replay would not see change")
-            values = np.asarray(data)
+            values = as_numbers("Tensor", "data", data)
             wanted = as_dtype(dtype) if dtype is not None else natural_dtype(values.dtype)
             self.array = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
         self.requires_grad = requires_grad
@@ -116,6 +120,10 @@ class Tensor:
 
     @data.setter
     def data(self, array: Any) -> None:
+        if not isinstance(array, type(self.array)):
+            raise DTypeError(
+                f"Tensor.data: expected a {type(self.array).__name__} of {self.device}, got {type(array).__name__}"
+            )
         if array.shape != self.array.shape or array.dtype != self.array.dtype:
             raise ShapeError(
                 f"Tensor.data: cannot replace {self.dtype}{self.shape} by {array.dtype}{array.shape}"
@@ -266,8 +274,8 @@ class Tensor:
         """
         self.check_leaf("copy_from_numpy")
         break_graph("it copies host values into a Tensor, which a replay would not see change")
-        values = np.asarray(np_array)
-        if values.size != self.size() or offset:
+        values = as_numbers("copy_from_numpy", "np_array", np_array)
+        if values.size != self.size() or as_index("copy_from_numpy", "offset", offset):
             raise ShapeError(f"copy_from_numpy: {values.size} values do not fit into shape {self.shape}")
         values = convert(values, self.dtype, "copy_from_numpy").reshape(self.shape)
         self.device.backend.run("copy", self.device.backend.asarray(values), out=self.array)
@@ -275,6 +283,7 @@ class Tensor:
     def copy_data(self, t: Tensor) -> None:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
         self.check_leaf("copy_data")
+        check_tensor("copy_data", t)
         if t.shape != self.shape or t.dtype != self.dtype:
             raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
         source = t.array if t.device is self.device else self.device.backend.asarray(to_numpy(t))
@@ -297,7 +306,7 @@ class Tensor:
 
     def to_device(self, device: Device) -> None:
         """Move the values to ``device``, in place."""
-        _as_device("to_device", device)
+        device = _as_device("to_device", device)
         if device is not self.device:
             self.array, self.device = device.backend.asarray(to_numpy(self)), device
 
@@ -344,8 +353,7 @@ class Tensor:
     def reset_like(self, t: Tensor) -> None:
         """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
         self.check_leaf("reset_like")
-        if not isinstance(t, Tensor):
-            raise DTypeError(f"reset_like: expected a Tensor, got {type(t).__name__}")
+        check_tensor("reset_like", t)
         self.array, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
@@ -355,18 +363,15 @@ class Tensor:
         number is that number, as in numpy.
         """
         source = self.reshape((-1,)) if axis is None else self
-        (position,) = as_axes("repeat", 0 if axis is None else axis, source.ndim())
+        position = as_axis("repeat", 0 if axis is None else axis, source.ndim())
         size, before, after = source.shape[position], source.shape[:position], source.shape[position + 1 :]
         rows, columns = product(before), product(after)
         backend, pieces = self.device.backend, source.array.reshape(rows, size, columns)
-        if isinstance(repeats, Iterable):
-            counts = [as_index("repeat", "repeats", count) for count in repeats]
-            counts *= size if len(counts) == 1 else 1
-        else:
-            counts = [as_index("repeat", "repeats", repeats)] * size
+        counts = [as_index("repeat", "repeats", count) for count in listed(repeats)]
+        counts *= size if len(counts) == 1 else 1
         if len(counts) != size or min(counts, default=0) < 0:
             raise ShapeError(f"repeat: {size} elements need an int >= 0 or {size} of them, got {repeats!r}")
-        array = backend.empty((*before, sum(counts), *after), self.dtype)
+        array = backend.empty(as_shape("repeat", (*before, sum(counts), *after)), self.dtype)
         if len(set(counts)) == 1:
             target = array.reshape(rows, size, counts[0], columns)
             backend.run("broadcast_to", pieces.reshape(rows, size, 1, columns), out=target)
@@ -407,7 +412,11 @@ class Tensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """What ``numpy.asarray(t)`` gives: a copy."""
-        return to_numpy(self).astype(dtype) if dtype is not None else to_numpy(self)
+        values = to_numpy(self)
+        try:
+            return values if dtype is None else values.astype(dtype)
+        except (TypeError, ValueError) as error:
+            raise DTypeError(f"{dtype!r} is not a dtype of numbers: {error}") from None
 
     # ---- rows and columns of a matrix, in place, returning self ---------------------------------------
 
@@ -482,7 +491,7 @@ class Tensor:
 
     def l1(self) -> float:
         """Mean absolute value, as in SINGA."""
-        return float(np.abs(to_numpy(self)).mean(dtype=np.float64))
+        return float(np.abs(to_numpy(self)).sum(dtype=np.float64) / max(self.size(), 1))
 
     def l2(self) -> float:
         """Euclidean norm divided by the number of elements, as in SINGA."""
@@ -560,21 +569,21 @@ class Tensor:
     # ---- comparison: element-wise, 1 or 0 in float32 -------------------------------------------------
 
     def __lt__(self, other: Tensor | Number) -> Tensor:
-        return _compare(self, other, "less")
+        return compare(self, other, "less")
 
     def __le__(self, other: Tensor | Number) -> Tensor:
-        return _compare(self, other, "less_equal")
+        return compare(self, other, "less_equal")
 
     def __gt__(self, other: Tensor | Number) -> Tensor:
-        return _compare(self, other, "greater")
+        return compare(self, other, "greater")
 
     def __ge__(self, other: Tensor | Number) -> Tensor:
-        return _compare(self, other, "greater_equal")
+        return compare(self, other, "greater_equal")
 
     def __eq__(self, other: object) -> Any:  # Any: element-wise for tensors and numbers, else False
         if not isinstance(other, (Tensor, int, float)):
             return False
-        return _compare(self, other, "equal")
+        return compare(self, other, "equal")
 
 
 def set_grads_fresh(params: Sequence[Tensor], is_fresh: bool) -> None:
@@ -596,20 +605,31 @@ def to_numpy(t: Tensor | np.ndarray) -> np.ndarray:
     """Return a numpy copy of the values; of a numpy array too, such as ``Model.load_states`` gives."""
     if isinstance(t, np.ndarray):
         return t.copy()
+    check_tensor("to_numpy", t)
     array: np.ndarray = t.device.backend.to_numpy(t.array)
     return array
 
 
 def number_array(where: str, value: object, like: Tensor) -> Any:
     """Return a raw scalar of ``like``'s dtype and backend; DTypeError for what is not a number or does not fit."""
-    return like.device.backend.asarray(convert_number(where, value, like.dtype))
+    try:
+        return like.device.backend.asarray(convert_number(where, value, like.dtype))
+    except AttributeError:
+        check_tensor(where, like)
+        raise
+
+
+def check_tensor(where: str, t: object) -> None:
+    """Raise DTypeError unless ``t`` is a Tensor."""
+    if not isinstance(t, Tensor):
+        raise DTypeError(f"{where}: expected a Tensor, got {type(t).__name__}; wrap it with from_numpy")
 
 
 def check_vector(where: str, matrix: Tensor, v: object, axis: int) -> None:
     """Raise unless ``v`` is a row (axis 0) or a column (axis 1) of ``matrix``, of its dtype and device."""
     what = "column" if axis else "row"
-    if not isinstance(v, Tensor):
-        raise DTypeError(f"{where}_{what}: expected a Tensor, got {type(v).__name__}")
+    check_tensor(f"{where}_{what}", v)
+    assert isinstance(v, Tensor)
     if matrix.ndim() != 2 or v.shape != (matrix.shape[1 - axis],):
         raise ShapeError(f"{where}_{what}: {v.shape} is not a {what} of a matrix {matrix.shape}")
     _operand(matrix, v, f"{where}_{what}")
@@ -640,7 +660,8 @@ def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     return other.array
 
 
-def _compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
+def compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
+    """Return 1 where the relation holds, else 0: a float32 leaf of the broadcast shape."""
     operand = _operand(tensor, other, relation)
     shape = broadcast_shape(relation, tensor.shape, operand.shape)
     result = tensor.device.backend.empty(shape, float32)

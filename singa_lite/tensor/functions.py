@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, get_default_device
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError, check_number
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
-from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32
-from .core import Number, Tensor, check_vector, to_numpy
+from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32, listed
+from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
 
 __all__ = [
     "abs",
@@ -89,13 +89,16 @@ def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
 
 def from_raw_tensor(t: Any) -> Tensor:
     """Return a Tensor around the raw array ``t`` of the CPU backend, sharing its memory."""
-    as_dtype(t.dtype)
-    return Tensor.wrap(t, get_default_device())
+    device = get_default_device()
+    as_dtype(getattr(t, "dtype", None))
+    if not isinstance(t, type(device.backend.allocate((), float32))):
+        raise DTypeError(f"from_raw_tensor: expected a raw array of {device}, got {type(t).__name__}")
+    return Tensor.wrap(t, device)
 
 
 def from_raw_tensors(tt: Sequence[Any]) -> list[Tensor]:
     """Return ``from_raw_tensor`` of each."""
-    return [from_raw_tensor(t) for t in tt]
+    return [from_raw_tensor(t) for t in listed(tt)]
 
 
 def to_host(t: Tensor) -> Tensor:
@@ -115,6 +118,7 @@ def ones(shape: Sequence[int], device: Device | None = None) -> Tensor:
 
 def zeros_like(t: Tensor) -> Tensor:
     """Zeros of t's shape, dtype and device."""
+    check_tensor("zeros_like", t)
     return Tensor(t.shape, t.device, t.dtype)
 
 
@@ -130,16 +134,19 @@ def random(shape: Sequence[int], device: Device | None = None) -> Tensor:
 
 def gaussian(mean: float, std: float, t: Tensor) -> Tensor:
     """Fill the float ``t`` from the normal distribution."""
+    check_tensor("gaussian", t)
     return t.gaussian(mean, std)
 
 
 def uniform(low: float, high: float, t: Tensor) -> Tensor:
     """Fill the float ``t`` uniformly from [low, high)."""
+    check_tensor("uniform", t)
     return t.uniform(low, high)
 
 
 def bernoulli(p: float, t: Tensor) -> Tensor:
     """Fill the float ``t`` with 1 at probability ``p``, else 0."""
+    check_tensor("bernoulli", t)
     return t.bernoulli(p)
 
 
@@ -178,29 +185,34 @@ def copy_data_to_from(dst: Tensor, src: Tensor, size: int, dst_offset: int = 0, 
 
 def contiguous(tensor: Tensor) -> Tensor:
     """Return the tensor itself: all are row-major."""
+    check_tensor("contiguous", tensor)
     return tensor.contiguous()
 
 
 def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Another shape of as many elements (one size may be -1), sharing the memory."""
+    check_tensor("reshape", tensor)
     return tensor.reshape(shape)
 
 
 def transpose(t: Tensor, axes: Sequence[int] | None = None) -> Tensor:
     """Axes permuted; None reverses them."""
+    check_tensor("transpose", t)
     return t.transpose(axes)
 
 
 def repeat(t: Tensor, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
     """Return each element along ``axis`` repeated; None: of the flat tensor."""
+    check_tensor("repeat", t)
     return t.repeat(repeats, axis)
 
 
 def concatenate(tensors: Sequence[Tensor], axis: int) -> Tensor:
     """Join (..., n_i, ...) of one dtype to (..., sum of n_i, ...)."""
-    if isinstance(tensors, Tensor) or not tensors:
+    if not isinstance(tensors, (list, tuple)) or not tensors:
         raise ShapeError("concatenate: expected a list of one Tensor or more")
     first = tensors[0]
+    check_tensor("concatenate", first)
     position = as_axis("concatenate", axis, first.ndim())
     for tensor in tensors[1:]:
         check_pair("concatenate", first, tensor)
@@ -294,31 +306,37 @@ def pow(t: Tensor, x: Tensor | Number, out: Tensor | None = None) -> Tensor:
 
 def lt(t: Tensor, x: Tensor | Number) -> Tensor:
     """Return t < x as float32 1 or 0; the broadcast shape."""
-    return t < x
+    check_tensor("less", t)
+    return compare(t, x, "less")
 
 
 def le(t: Tensor, x: Tensor | Number) -> Tensor:
     """Return t <= x as float32 1 or 0; the broadcast shape."""
-    return t <= x
+    check_tensor("less_equal", t)
+    return compare(t, x, "less_equal")
 
 
 def gt(t: Tensor, x: Tensor | Number) -> Tensor:
     """Return t > x as float32 1 or 0; the broadcast shape."""
-    return t > x
+    check_tensor("greater", t)
+    return compare(t, x, "greater")
 
 
 def ge(t: Tensor, x: Tensor | Number) -> Tensor:
     """Return t >= x as float32 1 or 0; the broadcast shape."""
-    return t >= x
+    check_tensor("greater_equal", t)
+    return compare(t, x, "greater_equal")
 
 
 def eq(t: Tensor, x: Tensor | Number) -> Tensor:
     """Return t == x as float32 1 or 0; the broadcast shape."""
-    return t == x  # type: ignore[no-any-return]
+    check_tensor("equal", t)
+    return compare(t, x, "equal")
 
 
 def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
     """Compute y += alpha * x, in place; x broadcasts to y."""
+    check_tensor("axpy", y)
     y += eltwise_mult(x, alpha)
     return y
 
@@ -363,6 +381,7 @@ def mult(A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta
     """alpha A B + beta C, in C if there is one; A (..., m, k), B (..., k, n) or (k,) -> (..., m, n) or (..., m)."""
     check_floats("mult", A)
     check_pair("mult", A, B)
+    alpha, beta = check_number("mult", "alpha", alpha), check_number("mult", "beta", beta)
     right = B.reshape((-1, 1)) if B.ndim() == 1 else B
     if A.ndim() < 2 or right.ndim() < 2 or A.shape[-1] != right.shape[-2]:
         raise ShapeError(
@@ -412,9 +431,11 @@ def tensordot(A: Tensor, B: Tensor, axes: int | Sequence[Any] = 2) -> Tensor:
 
 def einsum(ops: str, *args: Tensor) -> Tensor:
     """Einstein's sum as numpy.einsum writes it: einsum("ij,jk->ik", A, B). Runs on the host."""
-    if not args:
-        raise ShapeError("einsum: expected at least one Tensor")
-    for other in args[1:]:
+    if not isinstance(ops, str) or not args:
+        raise ShapeError(
+            f"einsum: expected text and at least one Tensor, got {ops!r} and {len(args)} Tensors"
+        )
+    for other in args:
         check_pair("einsum", args[0], other)
     dtype = args[0].dtype
     wide = float32 if dtype == "float16" else dtype

@@ -484,6 +484,13 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("reshape kind", lambda: autograd.reshape(ones(2), (2.0,)), ShapeError, "made of ints"),
     ("clip kind", lambda: autograd.clip(ones(2), "a"), OptionError, "min = 'a' must be a number"),
     (
+        "less of a huge int",
+        lambda: autograd.less(ones(2, dtype="int64"), 2**70),
+        DTypeError,
+        "too large for int64",
+    ),
+    ("clip ints", lambda: autograd.clip(ones(2, dtype="int32"), 0.5), DTypeError, "int32 cannot hold"),
+    (
         "conv group 0",
         lambda: autograd.conv2d(ones(1, 1, 1, 1), ones(1, 1, 1, 1), group=0),
         OptionError,
@@ -699,6 +706,13 @@ def test_an_empty_batch_goes_through_a_network_in_evaluation(device: Device) -> 
             x = each(x)
         assert x.shape == (size, 36)
     assert layer.BatchNorm2d()(ones(0, 5)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_clip_limits_integers_by_whole_numbers(device: Device, dtype: str) -> None:
+    x = Tensor(data=np.array([-3, 1, 5]), dtype=dtype, device=device)
+    clipped = autograd.clip(x, min=-1.0, max=4)
+    assert clipped.dtype == dtype and to_numpy(clipped).tolist() == [-1, 1, 4]
 
 
 def test_an_empty_batch_adds_nothing_to_gradients(device: Device) -> None:

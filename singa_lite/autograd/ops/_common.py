@@ -70,20 +70,6 @@ def constant(where: str, value: object, like: Tensor) -> Tensor:
     return tensor
 
 
-def host_numbers(where: str, name: str, value: object) -> np.ndarray:
-    """Return numbers of the host as an array; ShapeError for lists of unequal length, DTypeError for no numbers."""
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise ShapeError(f"{where}: {name} must be an array or nested lists of equal lengths") from None
-    except TypeError as error:  # an array of another library that does not convert by itself
-        raise DTypeError(f"{where}: {name} is a {type(value).__name__}: {error}") from None
-    if array.dtype.kind not in "biuf":
-        came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
-        raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
-    return array
-
-
 # ---- kernels -------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ...errors import ShapeError, check_choice, check_number
 from ...tensor import Tensor, as_axis
+from ...tensor.checks import convert_number
 from ..engine import Array, Context, Operator
 from ._common import Elementwise, check_floats, check_tensors, like, scaled
 
@@ -330,10 +331,17 @@ class Clip(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("clip", *inputs)
+        for limit in self.limits.values() if inputs[0].dtype.kind == "i" else ():
+            if limit is not None:
+                convert_number("clip", limit, inputs[0].dtype)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        context.save(inputs[0])
-        return like(context, "clip", inputs[0], **self.limits)
+        (x,) = inputs
+        context.save(x)
+        limits: dict[str, float | None] = self.limits
+        if x.dtype.kind == "i":
+            limits = {name: None if limit is None else int(limit) for name, limit in limits.items()}
+        return like(context, "clip", x, **limits)
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return like(context, "clip_backward", dys[0], *context.saved, **self.limits)
@@ -349,5 +357,8 @@ def clip(x: Tensor, min: float | None = None, max: float | None = None) -> Tenso
 
     Returns:
         Same shape and dtype as ``x``.
+
+    Raises:
+        OptionError: a limit is not a number. DTypeError: ``x`` holds integers, and its dtype does not hold a limit.
     """
     return Clip(min, max)(x)  # type: ignore[no-any-return]

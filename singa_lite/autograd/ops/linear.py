@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from ...errors import OptionError, ShapeError, check_int, check_number
+from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
 from ._common import broadcasting, check_floats, check_ndim, scaled, sum_to
@@ -84,7 +84,7 @@ def matmul(x: Tensor, w: Tensor) -> Tensor:
 
 class AddBias(Operator):
     def __init__(self, axis: int = 0) -> None:
-        if axis not in (0, 1):
+        if not is_one_of(axis, (0, 1)):
             raise OptionError(f"add_bias: axis = {axis} must be 0 (b to every row) or 1 (b to every column)")
         self.axis = axis
 
@@ -208,7 +208,7 @@ def gemm(
         OptionError: a factor is not a number.
     """
     factors = check_number("gemm", "alpha", alpha), check_number("gemm", "beta", beta)
-    op = Gemm(*factors, bool(transA), bool(transB))
+    op = Gemm(*factors, check_bool("gemm", "transA", transA), check_bool("gemm", "transB", transB))
     return op(A, B, *(() if C is None else (C,)))  # type: ignore[no-any-return]
 
 
@@ -216,7 +216,10 @@ class Attention(Operator):
     """Args: as ``attention``."""
 
     def __init__(self, num_heads: int, causal: bool) -> None:
-        self.num_heads, self.causal = check_int("attention", "num_heads", num_heads, 1), bool(causal)
+        self.num_heads, self.causal = (
+            check_int("attention", "num_heads", num_heads, 1),
+            check_bool("attention", "causal", causal),
+        )
 
     def check(self, *inputs: Tensor) -> None:
         check_floats("attention", *inputs)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import check_bool
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
@@ -99,7 +100,7 @@ class AvgPool2d(Pool2d):
         count_include_pad: bool = True,
     ) -> None:
         super().__init__(kernel_size, stride, padding)
-        self.count_include_pad = count_include_pad
+        self.count_include_pad = check_bool(self.where, "count_include_pad", count_include_pad)
 
     @property
     def geometry(self) -> dict[str, Any]:  # Any: kernel attributes

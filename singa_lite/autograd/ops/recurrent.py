@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...backend.recurrent import GATES, RnnConfig
-from ...errors import OptionError, ShapeError, check_choice, check_int
+from ...errors import OptionError, ShapeError, check_bool, check_choice, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats, check_ndim
@@ -205,8 +205,8 @@ def recurrent(
         input_size=x.shape[2],
         hidden_size=check_int("recurrent", "hidden_size", hidden_size, 1),
         num_layers=check_int("recurrent", "num_layers", num_layers, 1),
-        bidirectional=bool(bidirectional),
-        bias=bool(bias),
+        bidirectional=check_bool("recurrent", "bidirectional", bidirectional),
+        bias=check_bool("recurrent", "bias", bias),
     )
     op = Recurrent(config, dropout, lengths)
     if c0 is not None and config.num_states == 1:

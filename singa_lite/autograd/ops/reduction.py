@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...errors import check_bool
 from ...tensor import Tensor, as_axes, product
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_floats, check_tensors, scaled
@@ -17,7 +18,7 @@ class ReduceSum(Operator):
 
     def __init__(self, axes: int | Sequence[int] | None = None, keepdims: bool | int = 1) -> None:
         self.axes = axes
-        self.keepdims = bool(keepdims)
+        self.keepdims = check_bool(self.where, "keepdims", keepdims)
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors(self.where, *inputs)

@@ -9,8 +9,9 @@ import numpy as np
 
 from ...errors import DTypeError
 from ...tensor import Number, Tensor, as_axis, broadcast_shape, float32
+from ...tensor.checks import as_numbers
 from ..engine import Array, Context, Operator, no_grad
-from ._common import check_floats, check_ndim, check_tensors, host_numbers, like, operands, sum_to
+from ._common import check_floats, check_ndim, check_tensors, like, operands, sum_to
 
 __all__ = ["embedding", "equal", "gather", "greater", "greater_equal", "less", "less_equal", "where"]
 
@@ -130,7 +131,7 @@ def where(x: Tensor | Number, y: Tensor | Number, condition: Any) -> Tensor:
     """
     x, y = operands("where", x, y)
     if not isinstance(condition, Tensor):
-        condition = Tensor(data=host_numbers("where", "condition", condition) != 0, device=x.device)
+        condition = Tensor(data=as_numbers("where", "condition", condition) != 0, device=x.device)
     return Where()(condition, x, y)  # type: ignore[no-any-return]
 
 
@@ -184,7 +185,7 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
     """
     check_tensors("gather", x)
     if not isinstance(indices, Tensor):
-        places = host_numbers("gather", "indices", indices)
+        places = as_numbers("gather", "indices", indices)
         if places.dtype.kind not in "iu":
             raise DTypeError(f"gather: indices must be integers, not {places.dtype}")
         size = x.shape[as_axis("gather", axis, x.ndim())]

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from builtins import slice as slice_type  # ``slice`` is the operator here
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
+from ...tensor.checks import listed
 from ..engine import Array, Context, Operator
 from ._common import Shape, check_tensors
 
@@ -62,7 +63,8 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
         ShapeError: x has no such axis.
     """
     check_tensors("flatten", x)
-    first = axis if axis == x.ndim() else as_axis("flatten", axis, x.ndim())
+    first = as_index("flatten", "axis", axis)
+    first = first if first == x.ndim() else as_axis("flatten", first, x.ndim())
     return reshape(x, (product(x.shape[:first]), product(x.shape[first:])))
 
 
@@ -358,7 +360,7 @@ def squeeze(x: Tensor, axis: int | Sequence[int] = ()) -> Tensor:
         ShapeError: there is no such axis, or its size is not 1.
     """
     check_tensors("squeeze", x)
-    given = list(axis) if isinstance(axis, Iterable) else [axis]
+    given = listed(axis)
     chosen = as_axes("squeeze", given, x.ndim()) if given else [i for i, n in enumerate(x.shape) if n == 1]
     if any(x.shape[i] != 1 for i in chosen):
         raise ShapeError(f"squeeze: axes {given} of shape {x.shape} must have size 1")
@@ -379,7 +381,7 @@ def unsqueeze(x: Tensor, axis: int | Sequence[int] = -1) -> Tensor:
         ShapeError: an axis is out of range or named twice.
     """
     check_tensors("unsqueeze", x)
-    given = list(axis) if isinstance(axis, Iterable) else [axis]
+    given = listed(axis)
     chosen = as_axes("unsqueeze", given, x.ndim() + len(given))
     sizes = iter(x.shape)
     return reshape(x, [1 if i in chosen else next(sizes) for i in range(x.ndim() + len(given))])

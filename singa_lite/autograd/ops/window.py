@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from numbers import Integral
 
-from ...errors import OptionError, ShapeError
+from ...errors import OptionError, ShapeError, is_number
 
 Pair = tuple[int, int]
 
@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
     """Return ``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
     both = tuple(value) if isinstance(value, Sequence) else (value, value)
-    is_pair = len(both) == 2 and all(isinstance(n, Integral) and not isinstance(n, bool) for n in both)
+    is_pair = len(both) == 2 and all(is_number(n, Integral) for n in both)
     if not is_pair or min(both) < smallest:
         raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
     return int(both[0]), int(both[1])
