@@ -318,7 +318,12 @@ class Trainer:
         return {**states, "lr": np.array(rate.init_value if type(rate) is Constant else np.nan)}
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it."""
+        """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it.
+
+        Raises:
+            CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.
+        """
+        _check_states(states, self._names)
         store = self._store if isinstance(self._store, KVStore) else None
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
         if self._updates_on_store:
@@ -578,3 +583,22 @@ def _checked_batch_size(where: str, size: float) -> float:
     """Return a batch size as a float; OptionError unless float32 has it and its reciprocal."""
     limits = np.finfo(np.float32)
     return check_number(f"Trainer: {where}", "batch_size", size, float(limits.tiny), float(limits.max))
+
+
+def _check_states(states: object, names: Sequence[str]) -> None:
+    """Raise CheckpointError unless ``states`` are what ``Trainer.get_states`` gives for parameters of these names."""
+    whole = {"step_counter", "lr"}
+    if (
+        not isinstance(states, Mapping)
+        or not all(isinstance(key, str) and isinstance(value, np.ndarray) for key, value in states.items())
+        or not whole <= states.keys()
+        or not all(states[key].shape == () and states[key].dtype.kind in "if" for key in whole)
+    ):
+        raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
+    others = sorted(
+        key
+        for key in states.keys() - whole
+        if (key.removeprefix(RESIDUAL) if key.startswith(RESIDUAL) else key.rpartition(":")[0]) not in names
+    )
+    if others:
+        raise CheckpointError(f"Trainer: set_states: {others} are of no parameter of this Trainer")

@@ -14,7 +14,10 @@ DENIED = {
     "opt.schedule.Constant.call": "what a schedule writes; calling the schedule checks the step",
     "opt.schedule.ExponentialDecay.call": "likewise",
     **dict.fromkeys(
-        [f"kvstore.store.KVStore.{name}" for name in ("save_states", "load_states", "broadcast_states")],
+        [
+            f"kvstore.store.KVStore.{name}"
+            for name in ("save_states", "load_states", "set_states", "set_residuals", "broadcast_states")
+        ],
         "the half of a Trainer's call, with functions of its own",
     ),
     **dict.fromkeys(
