@@ -20,7 +20,8 @@ import numpy as np
 
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
-from ..config import env, state
+from ..comm.rendezvous import launched_job
+from ..config import state
 from ..errors import CheckpointError, OptionError, check_bool, check_int
 from ..generation import (
     FORMAT,
@@ -140,6 +141,7 @@ def save_job(
         arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
         return {
             "step": optimizer.step_counter,
+            "agreed": {"folder": _key(folder), "keep": keep, "a sampler": sampler is not None},
             "digests": _digests(arrays),
             "sampler": None if sampler is None else _as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
@@ -148,6 +150,11 @@ def save_job(
 
     everyone = together(communicator, "save_job", collect)
     for rank, theirs in enumerate(everyone):
+        for what, value in everyone[0]["agreed"].items():
+            if theirs["agreed"][what] != value:
+                raise CheckpointError(
+                    f"save_job: {what} is {value!r} on rank 0 but {theirs['agreed'][what]!r} on rank {rank}"
+                )
         if theirs["step"] != everyone[0]["step"]:
             raise CheckpointError(
                 f"save_job: rank 0 has made {everyone[0]['step']} steps, but rank {rank} {theirs['step']}; "
@@ -194,7 +201,7 @@ def load_job(
             sampler. CommError: a peer has gone.
     """
     _check_arguments("load_job", folder, trainer, sampler)
-    communicator, _ = _parts(model, trainer, "load_job")
+    communicator, optimizer = _parts(model, trainer, "load_job")
     _state(model).wait()
     found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
     problems = list(found["problems"])
@@ -207,7 +214,15 @@ def load_job(
             continue
         for problem in problems:
             warnings.warn(f"load_job: {problem}; going on from {generation.path.name}", stacklevel=2)
-        return _go_on(communicator, model, trainer, sampler, generation, arrays, _key(folder))
+        job = _go_on(communicator, model, trainer, sampler, generation, arrays)
+        _state(model).known |= {(_key(folder), each["number"]) for _, each in found["generations"]}
+        saved_with, has = generation.manifest.dist_option, getattr(optimizer, "dist_option", None)
+        if saved_with != has:
+            warnings.warn(
+                f"load_job: {generation.path.name} was saved with dist_option {saved_with!r}, and goes on with {has!r}",
+                stacklevel=2,
+            )
+        return job
     if problems:
         raise CheckpointError(f"load_job: no generation in {folder} can be read: {'; '.join(problems)}")
     return None
@@ -218,7 +233,7 @@ class JobState:
     """What is known of a model's job checkpoints.
 
     Attributes:
-        known: (folder, number) of the generations that this model has saved or loaded.
+        known: (folder, number) of the generations that this model has saved, or left behind by loading.
         saving: the last one of ``block=False``, not waited for yet.
     """
 
@@ -253,7 +268,7 @@ def _parts(model: Model, trainer: Trainer | None, where: str) -> tuple[Communica
     if communicator is None:
         communicator = LocalCommunicator(World())
     is_alone = isinstance(communicator, LocalCommunicator) and not isinstance(optimizer, DistOpt)
-    if is_alone and int(env("SINGA_LITE_WORLD_SIZE", "1") or 1) > 1:
+    if is_alone and launched_job().num_workers > 1:
         what = (
             "the model's optimizer is no DistOpt"
             if trainer is None
@@ -297,23 +312,36 @@ def _split_extra(extra: Mapping[str, Any] | None) -> tuple[Arrays, dict[str, Jso
     for name, value in (extra or {}).items():
         if isinstance(value, (Tensor, np.ndarray)):
             array = to_numpy(value)
-            if array.dtype.kind not in "biuf":
+            if (
+                array.dtype.kind not in "biuf"
+                or array.dtype.itemsize > 8
+                or isinstance(array, np.ma.MaskedArray)
+            ):
                 raise OptionError(
-                    f"save_job: extra {name!r} has dtype {array.dtype}; arrays must be of numbers"
+                    f"save_job: extra {name!r} is a {type(array).__name__} of dtype {array.dtype}; arrays must be "
+                    "of numbers of 8 bytes at most"
                 )
-            arrays[name] = array
+            arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
         else:
             values[name] = _as_json(f"extra {name!r}", value)
     return arrays, values
 
 
 def _as_json(what: str, value: Any) -> Json:
-    """Return ``value``; OptionError unless it comes back equal from JSON."""
+    """Return ``value`` as it comes back from JSON, tuples as lists; OptionError if that is another value."""
     try:
         again = json.loads(json.dumps(value, allow_nan=True))
+        if not _has_text_keys(value):
+            raise TypeError("keys must be text")
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"save_job: {what} = {value!r} is no JSON value: {error}") from error
     return again
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(each) for key, each in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
 
 
 def _digests(arrays: Arrays) -> dict[str, str]:
@@ -364,7 +392,7 @@ def _manifest(
 
 
 def _key(folder: str | os.PathLike[str]) -> str:
-    return os.path.abspath(folder)
+    return os.path.realpath(folder)
 
 
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
@@ -411,7 +439,6 @@ def _go_on(
     sampler: Sampler | None,
     generation: Generation,
     arrays: Arrays,
-    key: str,
 ) -> Job:
     """Give model and sampler what was read, and compare among the ranks what they have now."""
     manifest, where = generation.manifest, f"load_job: {generation.path}"
@@ -449,7 +476,6 @@ def _go_on(
         theirs[name] != everyone[0][name] for theirs in everyone for name in parameters
     ):
         raise CheckpointError(f"{where}: the ranks have loaded different parameters")
-    _state(model).known.add((key, manifest.number))
     extra = {**(manifest.extras[saver] or {}), **_part(arrays, EXTRA)}
     return Job(manifest.step, manifest.world_size, extra, generation.path)
 

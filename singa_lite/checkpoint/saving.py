@@ -133,7 +133,7 @@ class Saving:
         """Write the manifest once every rank's file is there, then remove what is not needed any more."""
         files = [self.path / name for name in self._manifest.files]
         while missing := [file.name for file in files if not file.exists()]:
-            if self._is_given_up.is_set():
+            if self._is_given_up.is_set() or not self.path.is_dir():
                 raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")
             time.sleep(POLL_S)
         write_manifest(self.path, replace(self._manifest, versions=_versions()))

@@ -8,6 +8,7 @@ for a reader. What does not: processes (launch.py).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -215,8 +216,10 @@ class RankOutput:
 
     def distance_to_cause(self, rank: int) -> int:
         """Return how far the failure of ``rank`` is from the cause: 0 for an error of its own, 1 for a CommError, as
-        another rank has ended, 2 for one that repeats another rank's CommError."""
+        another rank has ended, or a CheckpointError of another rank, 2 for one that repeats another's CommError."""
         text = "\n".join(self.final_output(rank))
+        if re.search(r"^singa_lite\.errors\.CheckpointError: .*rank \d+ failed: ", text, re.MULTILINE):
+            return 1
         return ("singa_lite.errors.CommError: " in text) + ("aborted: " in text)
 
     def _log(self, folder: Path, name: str) -> Sink:

@@ -72,7 +72,9 @@ class Output:
         line = next((state for state in reversed(line.split(b"\r")) if state), b"")
         if self._log is not None:
             _write_all(self._log, line + b"\n")
-        if line.startswith(b"singa_lite.errors.CommError: "):
+        if line.startswith(b"singa_lite.errors.CheckpointError: ") and b" failed: " in line:
+            self.distance_to_cause = 1
+        elif line.startswith(b"singa_lite.errors.CommError: "):
             self.distance_to_cause = 1 + (b"aborted: " in line)
         elif line.startswith(b"Traceback (most recent call"):
             self.distance_to_cause = 0

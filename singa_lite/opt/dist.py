@@ -183,7 +183,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         super().__init__(world)
         self._stop = StopAgreement(world)
         self._sums = self._make_sums(accumulate, microbatches)
-        self._finite = None if check_finite is None else FiniteCheck(check_finite, self.communicator)
+        self._finite = (
+            None if check_finite is None else FiniteCheck(check_finite, self.communicator, self._drop_sums)
+        )
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
@@ -288,6 +290,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._called = scheme
         self.step()
         self._begin_microbatch()
+
+    def _drop_sums(self) -> None:
+        """Begin an update again, in an eager step or a replay."""
+        with unrecorded():
+            self._sums.end()
+            self._begin_microbatch()
 
     def _begin_microbatch(self) -> None:
         """Have random numbers of the next call be those of its microbatch, where the order is fixed."""

@@ -31,14 +31,15 @@ class FiniteCheck:
 
     Args:
         mode: "raise" a NonFiniteError on all ranks, or "skip" the update on all.
+        drop_sums: called before it is raised, so that gradients added up with these are not used any more.
 
     Attributes:
         num_skipped: updates that were left out.
         loss_scale: what a float16 loss is multiplied by.
     """
 
-    def __init__(self, mode: str, communicator: Communicator) -> None:
-        self.mode, self._communicator = mode, communicator
+    def __init__(self, mode: str, communicator: Communicator, drop_sums: Callable[[], None]) -> None:
+        self.mode, self._communicator, self._drop_sums = mode, communicator, drop_sums
         self.num_skipped = 0
         self.loss_scale = LARGEST_SCALE
         self._num_good = 0  # updates since the scale was changed
@@ -85,6 +86,7 @@ class FiniteCheck:
             if number >= 0
         ]
         if texts and self.mode == "raise":
+            self._drop_sums()
             raise NonFiniteError(
                 f"DistOpt: the gradient of {', '.join(texts)} is not finite at step {step()}; nothing was updated. "
                 "check_finite='skip' leaves such updates out"

@@ -334,7 +334,8 @@ def test_a_plain_optimizer_in_a_job_of_several_ranks_is_refused(
     checkpoint.save_job(tmp_path, net)
     job = checkpoint.load_job(tmp_path, net)
     assert job is not None and job.world_size == 1
-    monkeypatch.setenv("SINGA_LITE_WORLD_SIZE", "2")
+    for name, value in (("RENDEZVOUS_ID", "job"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(f"SINGA_LITE_{name}", value)
     with pytest.raises(OptionError, match="no DistOpt"):
         checkpoint.save_job(tmp_path, net)
 
@@ -362,3 +363,84 @@ def loaded_behind_a_save(communicator: Communicator, folder: str) -> list[int]:
 
 def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
     assert run_ranks(loaded_behind_a_save, 3, str(tmp_path)) == [[1, 2]] * 3
+
+
+def damaged_and_saved_again(communicator: Communicator, folder: str) -> list[int]:
+    """The steps found after the newest generation was damaged, and after that job has saved again."""
+    net, found = saved(communicator, folder, 2), []
+    if communicator.rank == 0:
+        path = next(iter(sorted(Path(folder, "step-00000002").glob("shared-*"))))
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    communicator.barrier()
+    net = compiled(communicator, "fp32", False)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job = checkpoint.load_job(folder, net)
+        found.append(job.step if job else 0)
+        train(net, range(found[-1], 4))
+        checkpoint.save_job(folder, net, keep=9)
+    return found
+
+
+def test_a_job_that_went_on_behind_a_damaged_generation_saves_again(tmp_path: Path) -> None:
+    assert run_ranks(damaged_and_saved_again, 3, str(tmp_path)) == [[1, 4]] * 3
+
+
+def disagree(communicator: Communicator, folder: str) -> list[str]:
+    net, errors = compiled(communicator, "fp32", False), []
+    first = communicator.rank == 0
+    sampler = ShardedSampler(12, 2, communicator.rank, communicator.size)
+    for options in (
+        {"keep": 2 + first},
+        {"sampler": sampler if first else None},
+        {"folder": folder + "x" * first},
+    ):
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.save_job(options.pop("folder", folder), net, **options)  # type: ignore[arg-type]
+        errors.append(str(error.value))
+    return errors
+
+
+def test_ranks_that_save_otherwise_are_an_error_that_names_the_values(tmp_path: Path) -> None:
+    for keep, sampler, folder in run_ranks(disagree, 3, str(tmp_path / "job")):
+        assert "keep is 3 on rank 0 but 2 on rank 1" in keep
+        assert "a sampler is True on rank 0 but False on rank 1" in sampler
+        assert "jobx' on rank 0 but" in folder
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{1: 2}, [{"a": {None: 1}}], np.zeros(2, np.longdouble), np.ma.masked_array([1.0], [True]), {1, 2}],
+)
+def test_extras_that_would_come_back_otherwise_are_refused(tmp_path: Path, value: Any) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    with pytest.raises(OptionError, match="extra 'a'"):
+        checkpoint.save_job(tmp_path, net, extra={"a": value})
+
+
+def test_extras_of_the_other_byte_order_come_back(tmp_path: Path) -> None:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    checkpoint.save_job(tmp_path, net, extra={"a": np.arange(3, dtype=">f4"), "b": (1, 2)})
+    job = checkpoint.load_job(tmp_path, net)
+    assert job is not None and job.extra["a"].tolist() == [0, 1, 2] and job.extra["b"] == [1, 2]
+
+
+def test_another_dist_option_is_a_warning(tmp_path: Path) -> None:
+    checkpoint.save_job(tmp_path, compiled(LocalCommunicator(World()), "dgc:0.05", False))
+    with pytest.warns(UserWarning, match=r"saved with dist_option 'dgc:0\.05', and goes on with 'fp32'"):
+        checkpoint.load_job(tmp_path, compiled(LocalCommunicator(World()), "fp32", False))
+
+
+def test_a_plain_optimizer_in_a_job_of_mpi_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Net()
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([batch(0, 0)[0]])
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    with pytest.raises(OptionError, match="no DistOpt"):
+        checkpoint.save_job(tmp_path, net)

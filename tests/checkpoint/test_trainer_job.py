@@ -151,10 +151,12 @@ def test_what_is_no_whole_job_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     net.trainer = gluon.Trainer(net.get_params(), "sgd")
     with pytest.raises(OptionError, match="or give a trainer"):
         checkpoint.save_job(tmp_path, net)
-    monkeypatch.setenv("SINGA_LITE_WORLD_SIZE", "2")
+    for name, value in (("RENDEZVOUS_ID", "job"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(f"SINGA_LITE_{name}", value)
     with pytest.raises(OptionError, match="no dist store"):
         checkpoint.save_job(tmp_path, net, trainer=net.trainer)
-    monkeypatch.delenv("SINGA_LITE_WORLD_SIZE")
+    for name in ("RENDEZVOUS_ID", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(f"SINGA_LITE_{name}")
     assert checkpoint.save_job(tmp_path, net, trainer=net.trainer).done()
     net.set_optimizer(opt.SGD(lr=0.1))
     with pytest.raises(OptionError, match="leave the trainer out"):

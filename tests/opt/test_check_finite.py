@@ -138,6 +138,27 @@ class Half(Net):
     """Parameters and activations in float16."""
 
 
+def raised_with_sums(communicator: Any, use_graph: bool, options: dict[str, Any]) -> tuple[list[int], bool]:
+    """The calls that raise after a NaN in the first of three calls an update, and whether the rest is finite."""
+    net, rank, raises = made(communicator, "fp32", use_graph, "raise", **options), communicator.rank, []
+    for call in range(18):
+        try:
+            net(*(spoilt(rank, call, np.nan) if rank == 1 and call == 9 else batch(rank, call)))
+        except NonFiniteError:
+            raises.append(call)
+    autograd.training = False
+    states = [
+        np.frombuffer(value, np.float32) for name, value in everything(net).items() if name.endswith("W")
+    ]
+    return raises, net.optimizer.step_counter == 5 and all(np.isfinite(value).all() for value in states)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_raise_begins_a_sum_again_that_has_seen_a_bad_call(use_graph: bool) -> None:
+    assert run_ranks(raised_with_sums, 3, use_graph, {"accumulate": 3}) == [([11], True)] * 3
+    assert run_ranks(raised_with_sums, 2, use_graph, {"microbatches": 6}) == [([11], True)] * 2
+
+
 def halves(communicator: Any) -> list[float]:
     """The loss scale after steps of a float16 loss, and how many updates were left out."""
     rank = communicator.rank
