@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 import singa_lite.checkpoint.saving as saving  # noqa: E402
 from singa_lite import checkpoint, kvstore, opt  # noqa: E402
 from singa_lite.comm.rendezvous import process_communicator  # noqa: E402
+from singa_lite.files import atomic_file  # noqa: E402
 from tests.checkpoint.job_net import batch, bits, compiled, with_trainer  # noqa: E402
 
 
@@ -119,8 +120,10 @@ def die_while_saving(communicator: Any) -> None:
     """Be killed in the middle of the next save."""
 
     def die(path: Path, arrays: Any) -> None:
-        path.write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
+        with atomic_file(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     saving.write_arrays = die
 
