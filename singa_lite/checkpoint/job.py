@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving a job and going on from what was saved, on all ranks alike.
 
-What lives here: what a rank saves, and what all ranks agree on. What does not: the files (../generation.py), writing
-them beside the training (saving.py), another number of ranks (resize.py).
+What lives here: what a rank saves, and what all ranks agree on. What does not: extras, hashes and what is stored once
+(contents.py), the files (../generation.py), writing them beside the training (saving.py), another number of ranks
+(resize.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
@@ -24,11 +21,9 @@ from ..comm.rendezvous import launched_job
 from ..config import state
 from ..errors import CheckpointError, OptionError, check_bool, check_int
 from ..generation import (
-    FORMAT,
     Arrays,
     Generation,
     Manifest,
-    digest,
     find_generations,
     make_folder,
     rank_file,
@@ -39,7 +34,7 @@ from ..generation import (
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
-from ..tensor import Tensor, to_numpy
+from .contents import as_json, digests, files_of, manifest_of, split_extra
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
 from .streams import PREFIX as STREAMS
@@ -137,13 +132,13 @@ def save_job(
     arrays: Arrays = {} if trainer is None else _of_trainer(trainer)
 
     def collect() -> Json:
-        more, values = _split_extra(extra)
+        more, values = split_extra(extra)
         arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
         return {
             "step": optimizer.step_counter,
             "agreed": {"folder": _key(folder), "keep": keep, "a sampler": sampler is not None},
-            "digests": _digests(arrays),
-            "sampler": None if sampler is None else _as_json("sampler.state_dict()", sampler.state_dict()),
+            "digests": digests(arrays),
+            "sampler": None if sampler is None else as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
             "new": _begin(folder, optimizer.step_counter, job) if communicator.rank == 0 else None,
         }
@@ -161,8 +156,8 @@ def save_job(
                 "call it after the same step on all ranks"
             )
     path, number = everyone[0]["new"]
-    files = _files([theirs["digests"] for theirs in everyone], arrays)
-    manifest = _manifest(optimizer, number, everyone, files)
+    files = files_of([theirs["digests"] for theirs in everyone], arrays)
+    manifest = manifest_of(optimizer, number, everyone, files)
     mine = (rank_file(communicator.rank), shared_file(communicator.rank))
     parts = {file: {name: arrays[name] for name in files[file]} for file in mine}
     job.known.add((_key(folder), number))
@@ -302,92 +297,6 @@ def _arrays(model: Model) -> Arrays:
     return arrays | streams(snapshot.random_states)
 
 
-def _split_extra(extra: Mapping[str, Any] | None) -> tuple[Arrays, dict[str, Json]]:
-    """Return the arrays of ``extra`` and its JSON values; OptionError for what is neither."""
-    if extra is not None and not (
-        isinstance(extra, Mapping) and all(isinstance(name, str) for name in extra)
-    ):
-        raise OptionError(f"save_job: extra = {extra!r} must be values by name")
-    arrays, values = {}, {}
-    for name, value in (extra or {}).items():
-        if isinstance(value, (Tensor, np.ndarray)):
-            array = to_numpy(value)
-            if (
-                array.dtype.kind not in "biuf"
-                or array.dtype.itemsize > 8
-                or isinstance(array, np.ma.MaskedArray)
-            ):
-                raise OptionError(
-                    f"save_job: extra {name!r} is a {type(array).__name__} of dtype {array.dtype}; arrays must be "
-                    "of numbers of 8 bytes at most"
-                )
-            arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-        else:
-            values[name] = _as_json(f"extra {name!r}", value)
-    return arrays, values
-
-
-def _as_json(what: str, value: Any) -> Json:
-    """Return ``value`` as it comes back from JSON, tuples as lists; OptionError if that is another value."""
-    try:
-        again = json.loads(json.dumps(value, allow_nan=True))
-        if not _has_text_keys(value):
-            raise TypeError("keys must be text")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"save_job: {what} = {value!r} is no JSON value: {error}") from error
-    return again
-
-
-def _has_text_keys(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _has_text_keys(each) for key, each in value.items())
-    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
-
-
-def _digests(arrays: Arrays) -> dict[str, str]:
-    return {name: digest(array) for name, array in arrays.items()}
-
-
-def _files(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[str, str]]:
-    """Return the arrays of each file and their hashes: what is equal on all ranks is once in one of the files.
-
-    Args:
-        by_rank: the hashes of each rank's arrays by name.
-        arrays: this rank's.
-    """
-    ranks = range(len(by_rank))
-    first, *others = by_rank
-    is_shared = {name for name, value in first.items() if all(own.get(name) == value for own in others)}
-    files = {
-        rank_file(rank): {n: v for n, v in by_rank[rank].items() if n not in is_shared} for rank in ranks
-    }
-    num_bytes = dict.fromkeys(ranks, 0)
-    for name in sorted(is_shared, key=lambda name: (-arrays[name].nbytes, name)):
-        rank = min(ranks, key=num_bytes.__getitem__)
-        files.setdefault(shared_file(rank), {})[name] = first[name]
-        num_bytes[rank] += arrays[name].nbytes
-    return {**{shared_file(rank): {} for rank in ranks}, **files}
-
-
-def _manifest(
-    optimizer: Any, number: int, everyone: list[Json], files: dict[str, dict[str, str]]
-) -> Manifest:
-    """Return the manifest of a new generation, but for versions."""
-    return Manifest(
-        format=FORMAT,
-        number=number,
-        step=everyone[0]["step"],
-        world_size=len(everyone),
-        saved_at=time.time(),
-        versions={},
-        optimizer=json.loads(json.dumps(optimizer.settings(), default=repr)),
-        dist_option=getattr(optimizer, "dist_option", None),
-        samplers=[theirs["sampler"] for theirs in everyone],
-        extras=[theirs["extra"] for theirs in everyone],
-        files=files,
-    )
-
-
 # ---- folders ---------------------------------------------------------------------------------------------
 
 
@@ -513,7 +422,7 @@ def _restore_sampler(manifest: Manifest, saver: int, sampler: Sampler | None, wh
 
 def _compare(read: Arrays, has: Arrays, where: str) -> dict[str, str]:
     """Return a hash of each array that the model has now; CheckpointError unless those are what was read."""
-    found, wanted = _digests(has), _digests(read)
+    found, wanted = digests(has), digests(read)
     for name, value in wanted.items():
         if not name.startswith((EXTRA, STREAMS)) and found.get(name, value) != value:
             raise CheckpointError(f"{where}: {name!r} is not what was read after it was loaded")

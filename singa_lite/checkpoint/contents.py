@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank adds to a generation: extras as JSON and arrays, hashes, and which arrays go into which file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+from ..generation import FORMAT, Arrays, Manifest, digest, rank_file, shared_file
+from ..tensor import Tensor, to_numpy
+
+Json = Any
+
+
+def split_extra(extra: Mapping[str, Any] | None) -> tuple[Arrays, dict[str, Json]]:
+    """Return the arrays of ``extra`` and its JSON values; OptionError for what is neither."""
+    if extra is not None and not (
+        isinstance(extra, Mapping) and all(isinstance(name, str) for name in extra)
+    ):
+        raise OptionError(f"save_job: extra = {extra!r} must be values by name")
+    arrays, values = {}, {}
+    for name, value in (extra or {}).items():
+        if isinstance(value, (Tensor, np.ndarray)):
+            array = to_numpy(value)
+            if (
+                array.dtype.kind not in "biuf"
+                or array.dtype.itemsize > 8
+                or isinstance(array, np.ma.MaskedArray)
+            ):
+                raise OptionError(
+                    f"save_job: extra {name!r} is a {type(array).__name__} of dtype {array.dtype}; arrays must be "
+                    "of numbers of 8 bytes at most"
+                )
+            arrays[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+        else:
+            values[name] = as_json(f"extra {name!r}", value)
+    return arrays, values
+
+
+def as_json(what: str, value: Any) -> Json:
+    """Return ``value`` as it comes back from JSON, tuples as lists; OptionError if that is another value."""
+    try:
+        again = json.loads(json.dumps(value, allow_nan=True))
+        if not _has_text_keys(value):
+            raise TypeError("keys must be text")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"save_job: {what} = {value!r} is no JSON value: {error}") from error
+    return again
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(each) for key, each in value.items())
+    return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
+
+
+def digests(arrays: Arrays) -> dict[str, str]:
+    return {name: digest(array) for name, array in arrays.items()}
+
+
+def files_of(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[str, str]]:
+    """Return the arrays of each file and their hashes: what is equal on all ranks is once in one of the files.
+
+    Args:
+        by_rank: the hashes of each rank's arrays by name.
+        arrays: this rank's.
+    """
+    ranks = range(len(by_rank))
+    first, *others = by_rank
+    is_shared = {name for name, value in first.items() if all(own.get(name) == value for own in others)}
+    files = {
+        rank_file(rank): {n: v for n, v in by_rank[rank].items() if n not in is_shared} for rank in ranks
+    }
+    num_bytes = dict.fromkeys(ranks, 0)
+    for name in sorted(is_shared, key=lambda name: (-arrays[name].nbytes, name)):
+        rank = min(ranks, key=num_bytes.__getitem__)
+        files.setdefault(shared_file(rank), {})[name] = first[name]
+        num_bytes[rank] += arrays[name].nbytes
+    return {**{shared_file(rank): {} for rank in ranks}, **files}
+
+
+def manifest_of(
+    optimizer: Any, number: int, everyone: list[Json], files: dict[str, dict[str, str]]
+) -> Manifest:
+    """Return the manifest of a new generation, but for versions."""
+    return Manifest(
+        format=FORMAT,
+        number=number,
+        step=everyone[0]["step"],
+        world_size=len(everyone),
+        saved_at=time.time(),
+        versions={},
+        optimizer=json.loads(json.dumps(optimizer.settings(), default=repr)),
+        dist_option=getattr(optimizer, "dist_option", None),
+        samplers=[theirs["sampler"] for theirs in everyone],
+        extras=[theirs["extra"] for theirs in everyone],
+        files=files,
+    )
