@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
+from ..comm.exit_hooks import exit_hooks
 from ..errors import CheckpointError
 from ..generation import Manifest, remove_old, write_arrays, write_manifest
 from .together import together
@@ -61,6 +62,7 @@ class Saving:
         self._failure: CheckpointError | None = None
         self._is_awaited, self._is_written, self._is_given_up = (threading.Event() for _ in range(3))
         self._is_over = False
+        self._hooks = exit_hooks()
         self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
         self._thread.start()
         atexit.register(self._finish)
@@ -105,11 +107,12 @@ class Saving:
         self._thread.join()
 
     def _finish(self) -> None:
-        """Let the thread end before the process does."""
+        """Let the thread end before the process does; its failure is one of the process."""
         self._is_awaited.set()
         self._join(EXIT_S)
         if self._failure is not None:
             print(f"{WHERE}: {self._failure}", file=sys.stderr)
+            self._hooks.note_failure()
 
     # ---- in the thread -----------------------------------------------------------------------------------
 

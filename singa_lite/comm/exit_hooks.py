@@ -79,6 +79,10 @@ class ExitHooks:
 
         atexit.register(last_call)  # now, so before the messengers' own hooks, which close them
 
+    def note_failure(self) -> None:
+        """Make the exit code 1 where it would be 0."""
+        self._has_failed = True
+
     def leave(self) -> None:
         """Leave every world. A process of multiprocessing that ends by an exception reports it."""
         if self.is_of_parent or self._has_left:

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +24,8 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
+from tests.comm.processes import fresh_environment
+from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
 
 BEFORE, AFTER = 5, 15  # steps
@@ -359,6 +363,42 @@ def loaded_behind_a_save(communicator: Communicator, folder: str) -> list[int]:
     finally:
         saving.write_arrays = write
     return found
+
+
+LAST_SAVE = """
+import sys
+import numpy as np
+import singa_lite.checkpoint.saving as saving
+from singa_lite import checkpoint, layer, opt
+from singa_lite.comm.rendezvous import process_communicator
+from singa_lite.errors import CheckpointError
+from tests.checkpoint.job_net import compiled
+
+communicator = process_communicator()
+net = compiled(communicator, "fp32", False)
+if sys.argv[2] == "full" and communicator.rank == communicator.size - 1:
+    def full(path, arrays):
+        raise CheckpointError("cannot write: No space left on device")
+    saving.write_arrays = full
+checkpoint.save_job(sys.argv[1], net, block=False)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_process_that_ends_with_a_save_that_fails_ends_with_1(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "script.py").write_text(LAST_SAVE)
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "singa_lite", "run", "-n", str(ranks)]
+    for kind, code in (("good", 0), ("full", 1)):
+        done = subprocess.run(
+            [*start, str(tmp_path / "script.py"), str(tmp_path / kind), kind],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=fresh_environment(PYTHONPATH=str(Path(__file__).parents[2])),
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("No space left" in done.stderr) == bool(code)
+        assert len(generation.find_generations(tmp_path / kind)[0]) == 1 - code
 
 
 def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
