@@ -136,7 +136,7 @@ def save_job(
         arrays.update(_arrays(model), **{EXTRA + name: array for name, array in more.items()})
         return {
             "step": optimizer.step_counter,
-            "agreed": {"folder": _key(folder), "keep": keep, "a sampler": sampler is not None},
+            "agreed": {"folder": os.path.abspath(folder), "keep": keep, "a sampler": sampler is not None},
             "digests": digests(arrays),
             "sampler": None if sampler is None else as_json("sampler.state_dict()", sampler.state_dict()),
             "extra": values,
