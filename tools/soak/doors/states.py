@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from singa_lite import checkpoint, gluon, kvstore, opt
-from singa_lite.checkpoint import job
+from singa_lite.checkpoint import contents
 from singa_lite.checkpoint.streams import restore_streams, streams
 from singa_lite.comm import launch, restart
 from singa_lite.comm.base import World
@@ -91,7 +91,7 @@ def make_job(folder: Path, number: int) -> None:
         np.random.seed(number % 2 + step)
         random.seed(number % 2 + step)
         extra = {"array": np.arange(step), "lines": [step, {"x": None}]}
-        with mock.patch.object(job.time, "time", lambda step=step: 1e9 + step):
+        with mock.patch.object(contents.time, "time", lambda step=step: 1e9 + step):
             checkpoint.save_job(folder, net, sampler=sampler_at(step, number % 2), extra=extra)
 
 
