@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from singa_lite import checkpoint, gluon, kvstore, opt
-from singa_lite.checkpoint import contents
+from singa_lite.checkpoint import contents, job
 from singa_lite.checkpoint.streams import restore_streams, streams
 from singa_lite.comm import launch, restart
 from singa_lite.comm.base import World
@@ -103,15 +103,15 @@ def make_resized_job(folder: Path, number: int) -> None:
     by_rank = [job._arrays(net) for net in nets]
     for own in by_rank[1:]:
         own.update({name: array for name, array in by_rank[0].items() if name.startswith(job.MODEL)})
-    digests = [job._digests(own) for own in by_rank]
-    files = job._files(digests, by_rank[0])
+    digests = [contents.digests(own) for own in by_rank]
+    files = contents.files_of(digests, by_rank[0])
     path = folder / "step-00000002"
     path.mkdir()
     for rank, own in enumerate(by_rank):
         for name in (rank_file(rank), shared_file(rank)):
             write_arrays(path / name, {each: own[each] for each in files[name]})
     everyone = [{"step": 2, "sampler": sampler_at(2, 1).state_dict(), "extra": {"a": 1}}] * GROUPS
-    write_manifest(path, job._manifest(nets[0].optimizer, 1, everyone, files))
+    write_manifest(path, contents.manifest_of(nets[0].optimizer, 1, everyone, files))
 
 
 def start_job() -> Read:
