@@ -138,6 +138,7 @@ class Engine {
   Piece piece_of(std::size_t count, DType wire, int rank) const;
   std::size_t elements_in(const Op& op, std::uint64_t round) const;
   bool advance_cursor(Cursor& cursor, bool only_two_shot = false);
+  std::uint64_t furthest() const;
   bool reached(Progress counter, std::uint64_t value);
   void advance(Progress counter, std::uint64_t value);
   void check_descriptors(Op& op, bool only_arrived);

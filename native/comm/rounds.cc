@@ -78,6 +78,9 @@ bool Engine::advance_cursor(Cursor& cursor, bool only_two_shot) {
   }
 }
 
+// The last round that a rank can have posted: nobody is further ahead than the slots that this rank has freed.
+std::uint64_t Engine::furthest() const { return own_[std::size_t(Progress::kConsumed)] + kSlots; }
+
 bool Engine::reached(Progress counter, std::uint64_t value) {
   std::uint64_t& known = all_reached_[std::size_t(counter)];
   if (known >= value) return true;
@@ -88,8 +91,7 @@ bool Engine::reached(Progress counter, std::uint64_t value) {
     least = std::min(least, its);
     most = std::max(most, its);
   }
-  // nobody is further ahead than the slots that this rank has freed
-  const std::uint64_t limit = own_[std::size_t(Progress::kConsumed)] + kSlots;
+  const std::uint64_t limit = furthest();
   if (most > limit)
     throw CommError("rank " + name_of_rank(rank_) + ": a rank's place in the shared memory is damaged: it says round " +
                     std::to_string(most) + " where at most " + std::to_string(limit) + " is possible");
@@ -255,8 +257,9 @@ void Engine::consume_two_shot(const Op& op, std::uint64_t round, std::size_t at,
 // Every rank sees a disagreement by itself: it compares its own descriptor with each of the others'.
 void Engine::check_descriptors(Op& op, bool only_arrived) {
   for (int r = 0; r < size_; ++r) {
-    const std::atomic<std::uint64_t>& posted = segment_->block(r).counters[std::size_t(Progress::kPosted)];
-    if (only_arrived && posted.load(std::memory_order_acquire) <= op.first_round) continue;
+    const std::uint64_t posted =
+        segment_->block(r).counters[std::size_t(Progress::kPosted)].load(std::memory_order_acquire);
+    if (only_arrived && (posted <= op.first_round || posted > furthest())) continue;  // reached() reports the latter
     const Descriptor& other = slots_.descriptor(r, op.first_round);
     if (r == rank_ || std::memcmp(&other.fingerprint, &op.fingerprint, sizeof(Fingerprint)) == 0) continue;
     const std::string_view mine = std::string_view(op.request.name).substr(0, kNameBytes);
