@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..generation import FORMAT, Arrays, Manifest, digest, rank_file, shared_file
+from ..generation import FORMAT, Arrays, Manifest, digest
 from ..tensor import Tensor, to_numpy
 
 Json = Any
@@ -63,8 +63,10 @@ def digests(arrays: Arrays) -> dict[str, str]:
     return {name: digest(array) for name, array in arrays.items()}
 
 
-def files_of(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[str, str]]:
-    """Return the arrays of each file and their hashes: what is equal on all ranks is once in one of the files.
+def placed(
+    by_rank: list[dict[str, str]], arrays: Arrays
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the arrays and their hashes of each rank's file: those it has alone, and its part of what is equal on all.
 
     Args:
         by_rank: the hashes of each rank's arrays by name.
@@ -72,22 +74,21 @@ def files_of(by_rank: list[dict[str, str]], arrays: Arrays) -> dict[str, dict[st
     """
     ranks = range(len(by_rank))
     first, *others = by_rank
-    is_shared = {name for name, value in first.items() if all(own.get(name) == value for own in others)}
-    files = {
-        rank_file(rank): {n: v for n, v in by_rank[rank].items() if n not in is_shared} for rank in ranks
-    }
+    is_shared = {name for name, value in first.items() if all(each.get(name) == value for each in others)}
+    own = [{name: value for name, value in each.items() if name not in is_shared} for each in by_rank]
+    shared: list[dict[str, str]] = [{} for _ in ranks]
     num_bytes = dict.fromkeys(ranks, 0)
     for name in sorted(is_shared, key=lambda name: (-arrays[name].nbytes, name)):
         rank = min(ranks, key=num_bytes.__getitem__)
-        files.setdefault(shared_file(rank), {})[name] = first[name]
+        shared[rank][name] = first[name]
         num_bytes[rank] += arrays[name].nbytes
-    return {**{shared_file(rank): {} for rank in ranks}, **files}
+    return own, shared
 
 
 def manifest_of(
-    optimizer: Any, number: int, everyone: list[Json], files: dict[str, dict[str, str]]
+    optimizer: Any, number: int, everyone: list[Json], own: list[dict[str, str]], shared: list[dict[str, str]]
 ) -> Manifest:
-    """Return the manifest of a new generation, but for versions."""
+    """Return the manifest of a new generation, but for versions; ``own`` and ``shared`` as ``placed`` gives them."""
     return Manifest(
         format=FORMAT,
         number=number,
@@ -99,5 +100,6 @@ def manifest_of(
         dist_option=getattr(optimizer, "dist_option", None),
         samplers=[theirs["sampler"] for theirs in everyone],
         extras=[theirs["extra"] for theirs in everyone],
-        files=files,
+        own=own,
+        shared=shared,
     )

@@ -26,15 +26,13 @@ from ..generation import (
     Manifest,
     find_generations,
     make_folder,
-    rank_file,
     read_rank,
     read_shared,
-    shared_file,
 )
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
-from .contents import as_json, digests, files_of, manifest_of, split_extra
+from .contents import as_json, digests, manifest_of, placed, split_extra
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
 from .streams import PREFIX as STREAMS
@@ -156,12 +154,11 @@ def save_job(
                 "call it after the same step on all ranks"
             )
     path, number = everyone[0]["new"]
-    files = files_of([theirs["digests"] for theirs in everyone], arrays)
-    manifest = manifest_of(optimizer, number, everyone, files)
-    mine = (rank_file(communicator.rank), shared_file(communicator.rank))
-    parts = {file: {name: arrays[name] for name in files[file]} for file in mine}
+    own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
+    manifest = manifest_of(optimizer, number, everyone, own, shared)
+    mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
     job.known.add((_key(folder), number))
-    saving = Saving(communicator, Path(path), manifest, parts, keep)
+    saving = Saving(communicator, Path(path), manifest, mine, keep)
     if block:
         saving.wait()
     else:

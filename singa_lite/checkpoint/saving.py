@@ -25,7 +25,7 @@ import numpy as np
 from ..comm.base import Communicator
 from ..comm.exit_hooks import exit_hooks
 from ..errors import CheckpointError
-from ..generation import Manifest, remove_old, write_arrays, write_manifest
+from ..generation import Manifest, rank_file, remove_old, write_arrays, write_manifest
 from .together import together
 
 POLL_S = 0.002
@@ -44,7 +44,7 @@ class Saving:
         communicator: of the job's ranks.
         path: the generation's folder.
         manifest: without versions.
-        parts: the arrays of each file that this rank writes.
+        arrays: what this rank writes.
         keep: generations that stay in the folder.
     """
 
@@ -53,12 +53,12 @@ class Saving:
         communicator: Communicator,
         path: Path,
         manifest: Manifest,
-        parts: Mapping[str, Arrays],
+        arrays: Arrays,
         keep: int,
     ) -> None:
         self.path = path
         self._communicator, self._manifest, self._keep = communicator, manifest, keep
-        self._parts = parts
+        self._arrays = arrays
         self._failure: CheckpointError | None = None
         self._is_awaited, self._is_written, self._is_given_up = (threading.Event() for _ in range(3))
         self._is_over = False
@@ -119,9 +119,8 @@ class Saving:
     def _run(self) -> None:
         self._is_awaited.wait(CALM_S)
         try:
-            for name, arrays in self._parts.items():
-                write_arrays(self.path / name, arrays)
-            self._parts = {}
+            write_arrays(self.path / rank_file(self._communicator.rank), self._arrays)
+            self._arrays = {}
             self._is_written.set()
             if self._communicator.rank == 0:
                 self._commit()
@@ -134,7 +133,7 @@ class Saving:
 
     def _commit(self) -> None:
         """Write the manifest once every rank's file is there, then remove what is not needed any more."""
-        files = [self.path / name for name in self._manifest.files]
+        files = [self.path / rank_file(rank) for rank in range(self._manifest.world_size)]
         while missing := [file.name for file in files if not file.exists()]:
             if self._is_given_up.is_set() or not self.path.is_dir():
                 raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")

@@ -91,7 +91,7 @@ def arrays_of_files(communicator: Communicator, folder: str) -> list[list[str]]:
     saved(communicator, folder, 1)
     [newest], _ = generation.find_generations(folder)
     each = [generation.read_shared(newest), generation.read_rank(newest, 0), generation.read_rank(newest, 1)]
-    sizes = [(newest.path / generation.shared_file(rank)).stat().st_size for rank in (0, 1)]
+    sizes = [sum(each[0][name].nbytes for name in part) for part in newest.manifest.shared]
     assert min(sizes) > 500
     return [sorted(arrays) for arrays in each]
 
@@ -218,7 +218,7 @@ def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, in
         if name == "gone":
             (Path(folder) / "step-00000003" / generation.rank_file(1)).unlink()
         elif name == "all":
-            for each in Path(folder).glob("*/shared-00001.safetensors"):
+            for each in Path(folder).glob("*/rank-00001.safetensors"):
                 each.write_bytes(each.read_bytes()[:-1])
         else:
             content = bytearray(path.read_bytes())
@@ -239,7 +239,7 @@ def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, in
 
 
 @pytest.mark.parametrize(
-    "name", [generation.shared_file(1), generation.rank_file(2), generation.MANIFEST, "gone", "all"]
+    "name", [generation.rank_file(1), generation.rank_file(2), generation.MANIFEST, "gone", "all"]
 )
 def test_a_damaged_generation_is_left_out_on_all_ranks(tmp_path: Path, name: str) -> None:
     for error, step, texts in run_ranks(damaged, 3, str(tmp_path), name):
@@ -409,7 +409,7 @@ def damaged_and_saved_again(communicator: Communicator, folder: str) -> list[int
     """The steps found after the newest generation was damaged, and after that job has saved again."""
     net, found = saved(communicator, folder, 2), []
     if communicator.rank == 0:
-        path = next(iter(sorted(Path(folder, "step-00000002").glob("shared-*"))))
+        path = next(iter(sorted(Path(folder, "step-00000002").glob("rank-*"))))
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)

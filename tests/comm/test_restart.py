@@ -18,7 +18,7 @@ from singa_lite.comm.hosts import Host, without_slot
 from singa_lite.comm.launch import CannotStart, Round
 from singa_lite.comm.restart import RestartOptions, check_restart, run_rounds
 from singa_lite.errors import CommError, OptionError
-from singa_lite.generation import Manifest, rank_file, shared_file, write_manifest
+from singa_lite.generation import FORMAT, Manifest, write_manifest
 from tests.comm.hosts import names_missing, write_agent
 from tests.comm.processes import (
     assert_nothing_left,
@@ -66,8 +66,9 @@ def rounds_in(folder: Path) -> dict[int, set[int]]:
 def save(folder: Path, step: int, saved_at: float, number: int = 0) -> None:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    files: dict[str, dict[str, str]] = {name: {} for name in (shared_file(0), rank_file(0))}
-    write_manifest(path, Manifest(1, number, step, 1, saved_at, {}, {}, None, [None], [None], files))
+    write_manifest(
+        path, Manifest(FORMAT, number, step, 1, saved_at, {}, {}, None, [None], [None], [{}], [{}])
+    )
 
 
 # ---- which rounds there are --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler
 from singa_lite.files import HASH, sealed
-from singa_lite.generation import find_generations, rank_file, shared_file, write_arrays, write_manifest
+from singa_lite.generation import find_generations, rank_file, write_arrays, write_manifest
 from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import Net, compiled, train
 from tools.soak.doors.door import Read, all_or_nothing, hash_of
@@ -101,17 +101,16 @@ def make_resized_job(folder: Path, number: int) -> None:
         return
     nets = [trained(100 * number + rank) for rank in range(GROUPS)]
     by_rank = [job._arrays(net) for net in nets]
-    for own in by_rank[1:]:
-        own.update({name: array for name, array in by_rank[0].items() if name.startswith(job.MODEL)})
-    digests = [contents.digests(own) for own in by_rank]
-    files = contents.files_of(digests, by_rank[0])
+    for arrays in by_rank[1:]:
+        arrays.update({name: array for name, array in by_rank[0].items() if name.startswith(job.MODEL)})
+    digests = [contents.digests(arrays) for arrays in by_rank]
+    own, shared = contents.placed(digests, by_rank[0])
     path = folder / "step-00000002"
     path.mkdir()
-    for rank, own in enumerate(by_rank):
-        for name in (rank_file(rank), shared_file(rank)):
-            write_arrays(path / name, {each: own[each] for each in files[name]})
+    for rank, arrays in enumerate(by_rank):
+        write_arrays(path / rank_file(rank), {name: arrays[name] for name in (*own[rank], *shared[rank])})
     everyone = [{"step": 2, "sampler": sampler_at(2, 1).state_dict(), "extra": {"a": 1}}] * GROUPS
-    write_manifest(path, contents.manifest_of(nets[0].optimizer, 1, everyone, files))
+    write_manifest(path, contents.manifest_of(nets[0].optimizer, 1, everyone, own, shared))
 
 
 def start_job() -> Read:
