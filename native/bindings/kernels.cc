@@ -118,8 +118,13 @@ bool bind_cast(const py::handle& x_, const py::handle& out_) {
   if (all(x, half) && x.size == half.size) return run([=] { to_half(x.data(), half.data(), x.size); });
   const Array<const std::uint16_t> from(x_);
   const Out out(out_);
-  if (!all(from, out) || from.size != out.size) return false;
-  return run([=] { from_half(from.data(), out.data(), out.size); });
+  if (all(from, out) && from.size == out.size) return run([=] { from_half(from.data(), out.data(), out.size); });
+  const Array<Bfloat16> rounded(out_);
+  if (all(x, rounded) && x.size == rounded.size)
+    return run([=] { to_bfloat16(x.data(), rounded.data(), x.size); });
+  const Array<const Bfloat16> narrow(x_);
+  if (!all(narrow, out) || narrow.size != out.size) return false;
+  return run([=] { from_bfloat16(narrow.data(), out.data(), out.size); });
 }
 
 bool bind_max_abs(const py::handle& x_, const py::handle& out_) {
@@ -231,7 +236,8 @@ bool bind_scatter_fill(const py::handle& indices, const py::handle& out, double 
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-  m.doc() = "Float32 kernels on numpy arrays; singa_lite/backend/cpu/native.py calls them.";
+  m.doc() = "Float32 and bfloat16 kernels on numpy arrays; singa_lite/backend/cpu/native.py calls them.";
+  bfloat16_number();  // raises what importing ml_dtypes does
 #ifdef SINGA_LITE_ONEDNN
   m.attr("onednn") = SINGA_LITE_ONEDNN;
 #else

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 constexpr std::size_t kMostInputs = 3;
@@ -44,5 +46,7 @@ void clip(const float* x, float* y, float low, float high, std::size_t count);
 
 void to_half(const float* from, std::uint16_t* to, std::size_t count);
 void from_half(const std::uint16_t* from, float* to, std::size_t count);
+void to_bfloat16(const float* from, Bfloat16* to, std::size_t count);
+void from_bfloat16(const Bfloat16* from, float* to, std::size_t count);
 
 }  // namespace singa_lite
