@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.dtypes import bfloat16
+from tests.limits import LIMIT_S
 
 KERNELS, REASON = _native.load("_kernels")
 if KERNELS is None:
@@ -109,3 +114,158 @@ def test_other_dtypes_of_two_bytes_are_not_taken():
     locked.flags.writeable = False
     assert not KERNELS.fill(out=locked, value=1.0) and not KERNELS.relu(x, out=locked)
     assert not KERNELS.add(x[::2], x[::2], out=like(4)) and (y == 99).all()
+
+
+# ---- products and windows ------------------------------------------------------------------------------
+
+
+@needs_onednn
+@quick
+@given(
+    seeds,
+    st.lists(st.integers(1, 3), max_size=2),
+    st.tuples(*[st.integers(1, 150)] * 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_products(seed, stack, sizes, transpose_a, transpose_b):
+    m, n, k = sizes
+    a = numbers(seed, *stack, *((k, m) if transpose_a else (m, k)))
+    b = numbers(seed + 1, *stack, *((n, k) if transpose_b else (k, n)))
+    for dtype in BOTH:
+        out = like(*stack, m, n, dtype=dtype)
+        check("matmul", a, b, out=(out,), transpose_a=transpose_a, transpose_b=transpose_b)
+
+
+@needs_onednn
+@pytest.mark.parametrize("transpose_a", [False, True])
+def test_products_of_many_rows(transpose_a):
+    a, b = numbers(1, *((40, 1300) if transpose_a else (1300, 40))), numbers(2, 40, 30)
+    for dtype in BOTH:
+        check("matmul", a, b, out=(like(1300, 30, dtype=dtype),), transpose_a=transpose_a, transpose_b=False)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", BOTH, ids=str)
+def test_products_with_bias_and_relu(dtype):
+    a, b, bias, y = numbers(1, 33, 70), numbers(2, 70, 20), floats(3, 20), like(33, 20, dtype=dtype)
+    assert KERNELS.matmul(a, b, bias, out=y, relu=True)
+    wanted = np.maximum(wide(a) @ wide(b) + bias, 0)
+    limit = np.abs(wide(a)) @ np.abs(wide(b)) + np.abs(bias)
+    assert (np.abs(wide(y) - wanted) <= UNIT * limit).all() and (y == 0).any()
+    assert not KERNELS.matmul(a, b, bias.astype(bfloat16), out=y)  # a bias is of float32
+    assert not KERNELS.matmul(a, b.astype(np.float32), out=y)
+
+
+@st.composite
+def convolutions(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
+    """Shapes of x, w, y and the attributes of a convolution that fits."""
+    groups = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
+    each = st.integers(1, 9) | st.sampled_from([16, 32])
+    n, c, o = draw(st.integers(1, 4)), groups * draw(each), groups * draw(each)
+    kernel, size = draw(st.tuples(*[st.integers(1, 5)] * 2)), draw(st.tuples(*[st.integers(1, 14)] * 2))
+    stride, dilation = draw(pairs), draw(pairs)
+    padding = draw(st.tuples(*[st.integers(0, 2)] * 2))
+    axes = list(zip(size, kernel, stride, padding, dilation, strict=True))
+    assume(all(h + 2 * p > d * (k - 1) for h, k, _, p, d in axes))
+    out = tuple((h + 2 * p - d * (k - 1) - 1) // s + 1 for h, k, s, p, d in axes)
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return (n, c, *size), (o, c // groups, *kernel), (n, o, *out), geometry
+
+
+def check_convolution(seed: int, x_shape: Any, w_shape: Any, y_shape: Any, geometry: dict[str, Any]) -> None:
+    x, w, dy = numbers(seed, *x_shape), numbers(seed + 1, *w_shape), numbers(seed + 3, *y_shape)
+    b, dw = floats(seed + 2, w_shape[0]), like(*w_shape, dtype=np.float32)
+    check("conv2d", x, w, b, out=(like(*y_shape),), **geometry)
+    check("conv2d", x, w, out=(like(*y_shape),), **geometry)
+    check("conv2d_backward_data", dy, w, out=(like(*x_shape),), **geometry)
+    check("conv2d_backward_weight", dy, x, out=(dw,), **geometry)
+    check("conv2d_backward_weight", dy, x, out=(dw, like(w_shape[0], dtype=np.float32)), **geometry)
+
+
+@needs_onednn
+@quick
+@given(seeds, convolutions())
+def test_convolution_and_its_gradients(seed, convolution):
+    check_convolution(seed, *convolution)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("x", "w", "stride"),
+    [
+        ((4, 1, 28, 28), (20, 1, 5, 5), 1),
+        ((4, 20, 12, 12), (50, 20, 5, 5), 1),
+        ((2, 3, 32, 32), (16, 3, 3, 3), 1),
+        ((2, 3, 64, 64), (64, 3, 7, 7), 2),
+        ((2, 64, 14, 14), (128, 64, 3, 3), 2),
+        ((2, 64, 14, 14), (128, 64, 1, 1), 2),
+    ],
+)
+def test_convolutions_of_real_models(x, w, stride):
+    padding = w[2] // 2 if x[1] != 1 and x[1] != 20 else 0
+    out = tuple((n + 2 * padding - k) // stride + 1 for n, k in zip(x[2:], w[2:], strict=True))
+    geometry = {"stride": (stride,) * 2, "padding": (padding,) * 2, "dilation": (1, 1), "groups": 1}
+    check_convolution(3, x, w, (x[0], w[0], *out), geometry)
+
+
+def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """The image in blocks of so many channels, in an array of its own shape."""
+    n, c, *area = x.shape
+    return np.ascontiguousarray(np.moveaxis(x.reshape(n, c // block, block, *area), 2, -1)).reshape(x.shape)
+
+
+@needs_onednn
+def test_convolutions_on_images_in_the_formats_they_want():
+    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x, w, dy = numbers(1, 2, 32, 9, 9), numbers(2, 48, 32, 3, 3), numbers(3, 2, 48, 9, 9)
+    shapes = x.shape, w.shape, dy.shape
+    plain, blocked = like(*dy.shape), like(*dy.shape)
+    formats = KERNELS.conv_formats("conv2d", *shapes, False, **geometry, dtype=bfloat16)
+    assert KERNELS.conv2d(x, w, out=plain, **geometry, relu=True)
+    assert KERNELS.conv2d(
+        in_blocks(x, formats[0]), w, out=blocked, **geometry, memory_formats=formats, relu=True
+    )
+    np.testing.assert_array_equal(blocked, in_blocks(plain, formats[1]))
+    assert (plain == 0).any() and (plain > 0).any()
+    back = like(*dy.shape)
+    assert KERNELS.reorder(blocked, out=back, memory_formats=(formats[1], 1))
+    np.testing.assert_array_equal(back, plain)
+    plain, blocked = like(*w.shape, dtype=np.float32), like(*w.shape, dtype=np.float32)
+    formats = KERNELS.conv_formats("conv2d_backward_weight", *shapes, False, **geometry, dtype=bfloat16)
+    assert KERNELS.conv2d_backward_weight(dy, x, out=plain, **geometry)
+    given_x, given_dy = in_blocks(x, formats[0]), in_blocks(dy, formats[1])
+    assert KERNELS.conv2d_backward_weight(given_dy, given_x, out=blocked, **geometry, memory_formats=formats)
+    np.testing.assert_array_equal(blocked, plain)
+
+
+# ---- processors ----------------------------------------------------------------------------------------
+
+
+def run_for(isa: str, *arguments: str) -> str:
+    """Run Python on arguments as on a processor that has no more than ``isa``, one of oneDNN's names."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_onednn
+@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="it runs these tests again")
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE_BF16"])
+def test_products_are_right_with_and_without_the_instructions(isa):
+    run_for(isa, "-m", "pytest", "-q", "-x", __file__, "-k", "product or convolution")
+
+
+@needs_onednn
+def test_it_says_whether_products_are_of_bfloat16():
+    code = "from singa_lite import _native; print(_native.load('_kernels')[0].multiplies_bfloat16())"
+    has_instructions = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    for isa, wanted in (("AVX2", False), ("AVX512_CORE", False), ("AVX512_CORE_BF16", has_instructions)):
+        assert run_for(isa, "-c", code).strip() == str(wanted)
