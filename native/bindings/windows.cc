@@ -169,11 +169,11 @@ std::optional<Pool> pool_of(const X& x, const Y& y, const py::handle& kernel_siz
   return pool;
 }
 
-template <class Index>
+template <class T, class Index>
 bool max_pool_as(const py::handle& x_, const py::handle& out_, const py::handle& kernel_size,
                  const py::handle& stride, const py::handle& padding, std::int64_t block) {
-  const In x(x_);
-  const Out y(at(out_, 0));
+  const Array<const T> x(x_);
+  const Array<T> y(at(out_, 0));
   const Array<Index> indices(at(out_, 1));
   const auto pool = pool_of(x, y, kernel_size, stride, padding, true, block);
   if (!pool || !indices || indices.size != y.size) return false;
@@ -182,16 +182,18 @@ bool max_pool_as(const py::handle& x_, const py::handle& out_, const py::handle&
 
 bool bind_max_pool(const py::handle& x, const py::handle& out, const py::handle& kernel_size,
                    const py::handle& stride, const py::handle& padding, std::int64_t block) {
-  return max_pool_as<std::uint8_t>(x, out, kernel_size, stride, padding, block) ||
-         max_pool_as<std::int32_t>(x, out, kernel_size, stride, padding, block);
+  return max_pool_as<float, std::uint8_t>(x, out, kernel_size, stride, padding, block) ||
+         max_pool_as<float, std::int32_t>(x, out, kernel_size, stride, padding, block) ||
+         max_pool_as<Bfloat16, std::uint8_t>(x, out, kernel_size, stride, padding, block) ||
+         max_pool_as<Bfloat16, std::int32_t>(x, out, kernel_size, stride, padding, block);
 }
 
-template <class Index>
+template <class T, class Index>
 bool max_pool_backward_as(const py::handle& dy_, const py::handle& indices_, const py::handle& out_,
                           const py::handle& kernel_size, const py::handle& stride, const py::handle& padding, std::int64_t block) {
-  const In dy(dy_);
+  const Array<const T> dy(dy_);
   const Array<const Index> indices(indices_);
-  const Out out(out_);
+  const Array<T> out(out_);
   const auto pool = pool_of(out, dy, kernel_size, stride, padding, true, block);
   if (!pool || !indices || indices.size != dy.size) return false;
   return run([=] { max_pool_backward(*pool, dy.data(), indices.data(), out.data()); });
@@ -199,28 +201,45 @@ bool max_pool_backward_as(const py::handle& dy_, const py::handle& indices_, con
 
 bool bind_max_pool_backward(const py::handle& dy, const py::handle& indices, const py::handle& out,
                             const py::handle& kernel_size, const py::handle& stride, const py::handle& padding, std::int64_t block) {
-  return max_pool_backward_as<std::uint8_t>(dy, indices, out, kernel_size, stride, padding, block) ||
-         max_pool_backward_as<std::int32_t>(dy, indices, out, kernel_size, stride, padding, block);
+  return max_pool_backward_as<float, std::uint8_t>(dy, indices, out, kernel_size, stride, padding, block) ||
+         max_pool_backward_as<float, std::int32_t>(dy, indices, out, kernel_size, stride, padding, block) ||
+         max_pool_backward_as<Bfloat16, std::uint8_t>(dy, indices, out, kernel_size, stride, padding, block) ||
+         max_pool_backward_as<Bfloat16, std::int32_t>(dy, indices, out, kernel_size, stride, padding, block);
 }
 
-bool bind_avg_pool(const py::handle& x_, const py::handle& out_, const py::handle& kernel_size,
-                   const py::handle& stride, const py::handle& padding, bool count_include_pad, std::int64_t block) {
-  const In x(x_);
-  const Out out(out_);
+template <class T>
+bool avg_pool_as(const py::handle& x_, const py::handle& out_, const py::handle& kernel_size, const py::handle& stride,
+                 const py::handle& padding, bool count_include_pad, std::int64_t block) {
+  const Array<const T> x(x_);
+  const Array<T> out(out_);
   const auto pool = pool_of(x, out, kernel_size, stride, padding, count_include_pad, block);
   if (!pool) return false;
   return run([=] { avg_pool(*pool, x.data(), out.data()); });
 }
 
-bool bind_avg_pool_backward(const py::handle& dy_, const py::handle& out_, const py::handle& kernel_size,
-                            const py::handle& stride, const py::handle& padding, bool count_include_pad, std::int64_t block) {
-  const In dy(dy_);
-  const Out out(out_);
+bool bind_avg_pool(const py::handle& x, const py::handle& out, const py::handle& kernel_size, const py::handle& stride,
+                   const py::handle& padding, bool count_include_pad, std::int64_t block) {
+  return avg_pool_as<float>(x, out, kernel_size, stride, padding, count_include_pad, block) ||
+         avg_pool_as<Bfloat16>(x, out, kernel_size, stride, padding, count_include_pad, block);
+}
+
+template <class T>
+bool avg_pool_backward_as(const py::handle& dy_, const py::handle& out_, const py::handle& kernel_size,
+                          const py::handle& stride, const py::handle& padding, bool count_include_pad,
+                          std::int64_t block) {
+  const Array<const T> dy(dy_);
+  const Array<T> out(out_);
   const auto pool = pool_of(out, dy, kernel_size, stride, padding, count_include_pad, block);
   if (!pool) return false;
   return run([=] { avg_pool_backward(*pool, dy.data(), out.data()); });
 }
 
+bool bind_avg_pool_backward(const py::handle& dy, const py::handle& out, const py::handle& kernel_size,
+                            const py::handle& stride, const py::handle& padding, bool count_include_pad,
+                            std::int64_t block) {
+  return avg_pool_backward_as<float>(dy, out, kernel_size, stride, padding, count_include_pad, block) ||
+         avg_pool_backward_as<Bfloat16>(dy, out, kernel_size, stride, padding, count_include_pad, block);
+}
 
 // The memory formats of x and y with which a convolution ("conv2d" or one of its gradients) reorders no array, or None.
 std::optional<Formats> bind_conv_formats(const std::string& kernel, const std::array<std::int64_t, 4>& x,

@@ -35,6 +35,15 @@ struct Broadcast {
 void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
            const float* numbers, float* out);
 
+// An array of float or of bfloat16.
+struct Operand {
+  void* data = nullptr;
+  bool is_bfloat16 = false;
+};
+// The same on such arrays: computed in float, rounded once.
+void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
+           const float* numbers, const Operand& out);
+
 // y += b in every row (b may be null), then max(y, 0) with relu.
 void add_row(const float* b, bool relu, float* y, std::size_t rows, std::size_t columns);
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.formulas import FORMULAS
 from singa_lite.dtypes import bfloat16
 from tests.limits import LIMIT_S
 
@@ -114,6 +115,56 @@ def test_other_dtypes_of_two_bytes_are_not_taken():
     locked.flags.writeable = False
     assert not KERNELS.fill(out=locked, value=1.0) and not KERNELS.relu(x, out=locked)
     assert not KERNELS.add(x[::2], x[::2], out=like(4)) and (y == 99).all()
+
+
+# ---- element by element and sums -----------------------------------------------------------------------
+
+STEEP = {"floor_div", "sign", "ceil", "floor"}  # a float32 may be on the other side of a step
+
+
+@quick
+@given(seeds, st.sampled_from([f for f in FORMULAS.values() if f.name not in STEEP]), counts, st.data())
+def test_formulas_on_arrays_of_both_dtypes(seed, formula, count, data):
+    dtypes = data.draw(st.tuples(*[st.sampled_from(BOTH)] * 4))
+    assume(bfloat16 in dtypes[: len(formula.inputs) + 1])
+    inputs = [
+        (np.abs(floats(seed + k, count)) + 0.25).astype(bfloat16).astype(dtypes[k])
+        for k in range(len(formula.inputs))
+    ]
+    if formula.name.startswith("binary_cross"):
+        inputs = [(x / x.dtype.type(8)).clip(0.01, 0.9).astype(x.dtype) for x in inputs]
+    attributes = dict.fromkeys(formula.numbers, 0.5)
+    out = like(count, dtype=dtypes[3])
+    (wanted,) = reference(formula.name, *inputs, out=(out,), **attributes)
+    check(formula.name, *inputs, out=(out,), limits=(np.abs(wanted) + 1e-2,), **attributes)
+
+
+@quick
+@given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from(["add", "mul"]))
+def test_arithmetic_of_images_rows_and_numbers(seed, shape, kernel):
+    a = np.abs(numbers(seed, *shape))
+    for other in (shape, shape[-1:], [1], [1] * len(shape)):
+        for dtype in BOTH:
+            check(kernel, a, np.abs(numbers(seed + 1, *other)).astype(dtype), out=(like(*shape),))
+
+
+def test_formulas_may_write_over_their_first_input():
+    a, b = numbers(1, 50, 700), numbers(2, 700)
+    expected = like(50, 700)
+    assert KERNELS.add(a, b, out=expected) and KERNELS.add(a, b, out=a)
+    np.testing.assert_array_equal(a, expected)
+
+
+@quick
+@given(seeds, st.lists(st.integers(1, 9) | st.integers(60, 300), max_size=3), st.data())
+def test_sums_and_means_over_any_axes(seed, shape, data):
+    axes = data.draw(st.lists(st.integers(0, len(shape) - 1), unique=True).map(tuple)) if shape else ()
+    x = numbers(seed, *shape)
+    kept = tuple(1 if axis in axes else n for axis, n in enumerate(shape))
+    for dtype in BOTH:
+        for kernel in ("sum", "mean"):
+            check(kernel, x, out=(like(*kept, dtype=dtype),), axes=axes, keepdims=True)
+        check("sum_to", x, out=(like(*kept, dtype=dtype),))
 
 
 # ---- products and windows ------------------------------------------------------------------------------
@@ -237,6 +288,55 @@ def test_convolutions_on_images_in_the_formats_they_want():
     given_x, given_dy = in_blocks(x, formats[0]), in_blocks(dy, formats[1])
     assert KERNELS.conv2d_backward_weight(given_dy, given_x, out=blocked, **geometry, memory_formats=formats)
     np.testing.assert_array_equal(blocked, plain)
+
+
+@quick
+@given(
+    seeds,
+    st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 11)] * 2),
+    pairs,
+    pairs,
+    st.booleans(),
+    st.data(),
+)
+def test_pooling_and_its_gradients(seed, shape, kernel_size, stride, count_include_pad, data):
+    padding = tuple(data.draw(st.integers(0, k - 1)) for k in kernel_size)
+    axes = list(zip(shape[2:], kernel_size, stride, padding, strict=True))
+    assume(all(n + 2 * p >= k for n, k, _, p in axes))
+    out = (*shape[:2], *((n + 2 * p - k) // s + 1 for n, k, s, p in axes))
+    geometry = {"kernel_size": kernel_size, "stride": stride, "padding": padding}
+    x, dy = floats(seed, *shape).round(1).astype(bfloat16), numbers(seed + 1, *out)
+    for dtype in (np.uint8, np.int32):
+        y, indices = like(*out), like(*out, dtype=dtype)
+        exact = np.zeros(out)
+        check("max_pool_2d", x, out=(y, indices), limits=(exact, exact), **geometry)
+        check("max_pool_2d_backward", dy, indices, out=(like(*shape),), **geometry)
+    geometry["count_include_pad"] = count_include_pad
+    check("avg_pool_2d", x, out=(like(*out),), **geometry)
+    check("avg_pool_2d_backward", dy, out=(like(*shape),), **geometry)
+
+
+@pytest.mark.parametrize("block", [3, 8, 16, 48])
+def test_pooling_of_images_in_blocks(block):
+    geometry = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)}
+    x, dy = numbers(1, 2, 48, 11, 10), numbers(2, 2, 48, 6, 5)
+    for kernel, given_, shapes, attributes in (
+        ("max_pool_2d", x, (dy.shape, dy.shape), {}),
+        ("avg_pool_2d", x, (dy.shape,), {"count_include_pad": True}),
+        ("avg_pool_2d_backward", dy, (x.shape,), {"count_include_pad": True}),
+    ):
+        plain = [
+            like(*shape, dtype=dtype) for shape, dtype in zip(shapes, (bfloat16, np.uint8), strict=False)
+        ]
+        blocked = [array.copy() for array in plain]
+        for image, out, memory_format in ((given_, plain, 1), (in_blocks(given_, block), blocked, block)):
+            target = tuple(out) if len(out) > 1 else out[0]
+            done = getattr(KERNELS, kernel)(
+                image, out=target, **geometry, **attributes, memory_format=memory_format
+            )
+            assert done, kernel
+        for one, other in zip(plain, blocked, strict=True):
+            np.testing.assert_allclose(wide(in_blocks(one, block)), wide(other), rtol=2 * UNIT, atol=1e-6)
 
 
 # ---- processors ----------------------------------------------------------------------------------------
