@@ -339,6 +339,84 @@ def test_pooling_of_images_in_blocks(block):
             np.testing.assert_allclose(wide(in_blocks(one, block)), wide(other), rtol=2 * UNIT, atol=1e-6)
 
 
+# ---- normalisation -------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    seeds,
+    st.integers(1, 5),
+    st.sampled_from([1, 3, 16, 24, 40]),
+    st.sampled_from([(), (1, 1), (7, 5), (20, 21)]),
+)
+def test_batch_normalisation(seed, batch, channels, inner):
+    assume(batch * int(np.prod(inner)) > 3)
+    shape = (batch, channels, *inner)
+    axes, rows = (0, *range(2, len(shape))), (1, channels, *[1] * len(inner))
+    x, dy = (floats(seed, *shape) + 3).astype(bfloat16), numbers(seed + 1, *shape)
+    scale, bias = floats(seed + 2, channels), floats(seed + 3, channels)
+    mean, inverse_std = like(channels, dtype=np.float32), like(channels, dtype=np.float32)
+    running = (floats(seed + 4, channels), np.abs(floats(seed + 5, channels)))
+    y, ones = like(*shape), np.ones(channels)
+    assert KERNELS.batchnorm_2d_train(
+        x, scale, bias, out=(y, mean, inverse_std, *running), momentum=0.1, eps=1e-3
+    )
+    of_mean, of_std = wide(x).mean(axes), 1 / np.sqrt(wide(x).var(axes) + 1e-3)
+    np.testing.assert_allclose(mean, of_mean, rtol=1e-5)
+    np.testing.assert_allclose(inverse_std, of_std, rtol=1e-4)
+    factor = (of_std * scale).reshape(rows)
+    normal = wide(x) - of_mean.reshape(rows)
+    sizes = np.abs(normal * factor) + np.abs(bias).reshape(rows)
+    error = np.abs(wide(y) - (normal * factor + bias.reshape(rows)))
+    assert (error <= UNIT * sizes + 1e-5).all()
+    infer = np.abs(wide(x)) + np.abs(running[0]).reshape(rows)
+    infer = infer * (np.abs(scale) / np.sqrt(running[1] + 1e-3)).reshape(rows) + np.abs(bias).reshape(rows)
+    check("batchnorm_2d_infer", x, scale, bias, *running, out=(like(*shape),), limits=(infer,), eps=1e-3)
+    out = like(*shape), like(channels, dtype=np.float32), like(channels, dtype=np.float32)
+    scaled = normal * of_std.reshape(rows)
+    sums = np.abs(dy.astype("f8") * scaled).sum(axes), np.abs(wide(dy)).sum(axes)
+    count = x.size / channels
+    spread = (
+        np.abs(wide(dy)) + (sums[1] / count).reshape(rows) + np.abs(scaled) * (sums[0] / count).reshape(rows)
+    )
+    limits = np.abs(factor) * spread, sums[0] + ones * 1e-3, sums[1] + ones * 1e-3
+    check("batchnorm_2d_backward", dy, x, scale, mean, inverse_std, out=out, limits=limits)
+
+
+@pytest.mark.parametrize("block", [8, 16, 24, 48])
+def test_batch_normalisation_in_blocks_with_residual_and_relu(block):
+    x, residual, dy = (numbers(seed, 3, 48, 5, 7) for seed in (1, 2, 3))
+    scale, bias = floats(4, 48), floats(5, 48)
+    results = []
+    for memory_format in (1, block):
+        given_x, given_residual, given_dy = (in_blocks(array, memory_format) for array in (x, residual, dy))
+        statistics = [like(48, dtype=np.float32) for _ in range(4)]
+        y, z, dx = like(*x.shape), like(*x.shape), like(*x.shape)
+        options = {"momentum": 0.1, "eps": 1e-5, "memory_format": memory_format, "relu": True}
+        assert KERNELS.batchnorm_2d_train(
+            given_x, scale, bias, given_residual, out=(y, *statistics), **options
+        )
+        assert KERNELS.batchnorm_2d_train(given_x, scale, bias, out=(z, *statistics), **options)
+        grads = dx, like(48, dtype=np.float32), like(48, dtype=np.float32)
+        assert KERNELS.batchnorm_2d_backward(
+            given_dy, given_x, scale, *statistics[:2], bias, out=grads, memory_format=memory_format
+        )
+        results.append((y, z, dx, statistics))
+    for plain, blocked in zip(results[0][:3], results[1][:3], strict=True):
+        np.testing.assert_allclose(wide(in_blocks(plain, block)), wide(blocked), rtol=UNIT, atol=1e-3)
+    y, z, dx, (mean, inverse_std, *_) = results[0]
+    rows = (1, 48, 1, 1)
+    normal = (wide(x) - mean.reshape(rows)) * inverse_std.reshape(rows)
+    wanted = normal * scale.reshape(rows) + bias.reshape(rows)
+    np.testing.assert_allclose(wide(y), np.maximum(wanted + wide(residual), 0), rtol=UNIT, atol=1e-4)
+    np.testing.assert_allclose(wide(z), np.maximum(wanted, 0), rtol=UNIT, atol=1e-4)
+    masked = np.where(wide(z) > 0, wide(dy), 0)
+    out = like(*x.shape, dtype=np.float64), np.zeros(48), np.zeros(48)
+    wides = masked, wide(x), wide(scale), wide(mean), wide(inverse_std)
+    REFERENCE.run("batchnorm_2d_backward", *wides, out=out)
+    np.testing.assert_allclose(wide(dx), out[0], rtol=2 * UNIT, atol=2 * UNIT)
+
+
 # ---- processors ----------------------------------------------------------------------------------------
 
 
