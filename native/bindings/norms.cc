@@ -96,12 +96,17 @@ bool bind_batchnorm_backward(const py::handle& dy, const py::handle& x, const py
          batchnorm_backward_as<Bfloat16>(dy, x, scale, mean, inverse_std, bias, out, block);
 }
 
-bool bind_softmax(const py::handle& x_, const py::handle& out_, int axis) {
-  const In x(x_);
-  const Out out(out_);
+template <class T>
+bool softmax_as(const py::handle& x_, const py::handle& out_, int axis) {
+  const Array<const T> x(x_);
+  const Array<T> out(out_);
   if (!all(x, out) || x.size == 0 || x.size != out.size || (axis != -1 && axis != x.ndim - 1)) return false;
   const auto columns = std::size_t(x.shape(x.ndim - 1));
   return run([=] { softmax(x.data(), out.data(), x.size / columns, columns); });
+}
+
+bool bind_softmax(const py::handle& x, const py::handle& out, int axis) {
+  return softmax_as<float>(x, out, axis) || softmax_as<Bfloat16>(x, out, axis);
 }
 
 // Whether labels may be class ids of the rows of x.

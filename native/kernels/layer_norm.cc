@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// layer_norm and its gradient on rows of float32: x (rows, columns), a mean and a standard deviation for each row.
+// layer_norm and its gradient on rows of float32 or bfloat16: x (rows, columns), a mean and a standard deviation for each row.
 #include <algorithm>
 #include <cmath>
 
 #include "kernels/clones.h"
 #include "kernels/registry.h"
 #include "kernels/threads.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 namespace {
@@ -85,41 +86,58 @@ bool read_sizes(const View& x, const View& scale, const View& mean, std::size_t*
   return std::equal(scale.shape.begin(), scale.shape.end(), x.shape.begin() + axes) && mean.size() == *rows;
 }
 
-const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
+// T: float or Bfloat16, of x, y and their gradients; all else is float.
+template <class T>
+T* data_of(const View& view) {
+  return static_cast<T*>(view.data);
+}
+
+template <class T>
+Step forward_step(const Call& call) {
   std::size_t rows, columns;
-  if (!call.are_floats(3, 3) || !call.has_numbers({"eps"})) return {};
+  if (!call.has_numbers({"eps"})) return {};
   const View &x = call.inputs[0], &scale = call.inputs[1], &bias = call.inputs[2], &y = call.outputs[0];
   if (!read_sizes(x, scale, call.outputs[1], &rows, &columns)) return {};
   if (bias.shape != scale.shape || y.shape != x.shape || call.outputs[2].size() != rows) return {};
-  return [rows, columns, eps = call.number("eps"), x = x.floats(), scale = scale.floats(), bias = bias.floats(),
-          y = y.floats(), mean = call.outputs[1].floats(), inverse_std = call.outputs[2].floats()] {
+  return [rows, columns, eps = call.number("eps"), x = data_of<const T>(x), scale = scale.floats(),
+          bias = bias.floats(), y = data_of<T>(y), mean = call.outputs[1].floats(),
+          inverse_std = call.outputs[2].floats()] {
     parallel_for(rows, 3 * columns, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t row = begin; row < end; ++row)
-        layer_norm_loops::forward(x + row * columns, scale, bias, y + row * columns, columns, eps, mean + row,
+      const Scratch<T> of_x(columns), of_y(columns);
+      for (std::size_t row = begin; row < end; ++row) {
+        const float* from = floats_of(x + row * columns, columns, of_x);
+        layer_norm_loops::forward(from, scale, bias, target_of(y + row * columns, of_y), columns, eps, mean + row,
                                   inverse_std + row);
+        store(y + row * columns, columns, of_y);
+      }
     });
     return true;
   };
-});
+}
 
-const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
+template <class T>
+Step backward_step(const Call& call) {
   std::size_t rows, columns;
-  if (!call.are_floats(5, 3) || !call.has_numbers({})) return {};
+  if (!call.has_numbers({})) return {};
   const View &dy = call.inputs[0], &x = call.inputs[1], &scale = call.inputs[2];
   if (!read_sizes(x, scale, call.inputs[3], &rows, &columns) || call.inputs[4].size() != rows) return {};
   if (dy.shape != x.shape || call.outputs[0].shape != x.shape) return {};
   if (call.outputs[1].shape != scale.shape || call.outputs[2].shape != scale.shape) return {};
-  return [rows, columns, dy = dy.floats(), x = x.floats(), scale = scale.floats(), mean = call.inputs[3].floats(),
-          inverse_std = call.inputs[4].floats(), dx = call.outputs[0].floats(), dscale = call.outputs[1].floats(),
-          dbias = call.outputs[2].floats()] {
+  return [rows, columns, dy = data_of<const T>(dy), x = data_of<const T>(x), scale = scale.floats(),
+          mean = call.inputs[3].floats(), inverse_std = call.inputs[4].floats(), dx = data_of<T>(call.outputs[0]),
+          dscale = call.outputs[1].floats(), dbias = call.outputs[2].floats()] {
     const std::size_t pieces = (rows + kPiece - 1) / kPiece;
     std::vector<float> parts(2 * pieces * columns);  // dscale and dbias of each piece
     parallel_for(pieces, 4 * kPiece * columns, [&](std::size_t begin, std::size_t end) {
+      const Scratch<T> of_dy(columns), of_x(columns), of_dx(columns);
       for (std::size_t piece = begin; piece < end; ++piece)
         for (std::size_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); ++row) {
           float* part = parts.data() + 2 * piece * columns;
-          layer_norm_loops::backward(dy + row * columns, x + row * columns, scale, dx + row * columns, columns,
-                                     mean[row], inverse_std[row], part, part + columns);
+          const std::size_t at = row * columns;
+          layer_norm_loops::backward(floats_of(dy + at, columns, of_dy), floats_of(x + at, columns, of_x), scale,
+                                     target_of(dx + at, of_dx), columns, mean[row], inverse_std[row], part,
+                                     part + columns);
+          store(dx + at, columns, of_dx);
         }
     });
     std::vector<double> totals(2 * columns);
@@ -131,6 +149,16 @@ const Registration layer_norm_backward("layer_norm_backward", [](const Call& cal
     }
     return true;
   };
+}
+
+const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
+  if (call.are_floats(3, 3)) return forward_step<float>(call);
+  return call.has_arrays("Eff", "Eff") ? forward_step<Bfloat16>(call) : Step();
+});
+
+const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
+  if (call.are_floats(5, 3)) return backward_step<float>(call);
+  return call.has_arrays("EEfff", "Eff") ? backward_step<Bfloat16>(call) : Step();
 });
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "kernels/registry.h"
 #include "kernels/threads.h"
 #include "kernels/vector_math.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 namespace loss_loops {
@@ -49,15 +50,23 @@ constexpr std::size_t kPowerCost = 8;  // of one exponential, in elements moved
 
 }  // namespace
 
-void softmax(const float* x, float* y, std::size_t rows, std::size_t columns) {
+template <class T>
+void softmax(const T* x, T* y, std::size_t rows, std::size_t columns) {
   parallel_for(rows, kPowerCost * columns, [&](std::size_t begin, std::size_t end) {
+    const Scratch<T> of_x(columns), of_y(columns);
     for (std::size_t row = begin; row < end; ++row) {
+      float* const powers = target_of(y + row * columns, of_y);
       float largest;
-      const float total = loss_loops::shifted_powers(x + row * columns, y + row * columns, columns, &largest);
-      loss_loops::scale(y + row * columns, 1 / total, columns);
+      const float total =
+          loss_loops::shifted_powers(floats_of(x + row * columns, columns, of_x), powers, columns, &largest);
+      loss_loops::scale(powers, 1 / total, columns);
+      store(y + row * columns, columns, of_y);
     }
   });
 }
+
+template void softmax(const float*, float*, std::size_t, std::size_t);
+template void softmax(const Bfloat16*, Bfloat16*, std::size_t, std::size_t);
 
 template <class Id>
 float softmax_cross_entropy(const float* x, const Id* labels, float* probabilities, std::size_t rows,
@@ -101,19 +110,30 @@ template void softmax_cross_entropy_backward(float, const float*, const std::int
 
 namespace {
 
-const Registration softmax_backward("softmax_backward", [](const Call& call) -> Step {
-  if (!call.are_floats(2, 1) || !call.has_numbers({"axis"})) return {};
+template <class T>
+Step backward_step(const Call& call) {
   const View &dy = call.inputs[0], &y = call.inputs[1], &dx = call.outputs[0];
+  if (!call.has_numbers({"axis"})) return {};
   const double axis = call.number("axis");
   if (y.size() == 0 || dy.shape != y.shape || dx.shape != y.shape || (axis != -1 && axis != y.ndim() - 1)) return {};
   const auto columns = std::size_t(y.shape.back()), rows = y.size() / columns;
-  return [rows, columns, dy = dy.floats(), y = y.floats(), dx = dx.floats()] {
+  return [rows, columns, dy = static_cast<const T*>(dy.data), y = static_cast<const T*>(y.data),
+          dx = static_cast<T*>(dx.data)] {
     parallel_for(rows, 2 * columns, [&](std::size_t begin, std::size_t end) {
-      for (std::size_t row = begin; row < end; ++row)
-        loss_loops::softmax_backward(dy + row * columns, y + row * columns, dx + row * columns, columns);
+      const Scratch<T> of_dy(columns), of_y(columns), of_dx(columns);
+      for (std::size_t at = begin * columns; at < end * columns; at += columns) {
+        loss_loops::softmax_backward(floats_of(dy + at, columns, of_dy), floats_of(y + at, columns, of_y),
+                                     target_of(dx + at, of_dx), columns);
+        store(dx + at, columns, of_dx);
+      }
     });
     return true;
   };
+}
+
+const Registration softmax_backward("softmax_backward", [](const Call& call) -> Step {
+  if (call.are_floats(2, 1)) return backward_step<float>(call);
+  return call.has_arrays("EE", "E") ? backward_step<Bfloat16>(call) : Step();
 });
 
 }  // namespace

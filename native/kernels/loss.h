@@ -6,7 +6,9 @@
 
 namespace singa_lite {
 
-void softmax(const float* x, float* y, std::size_t rows, std::size_t columns);
+// T: float or Bfloat16.
+template <class T>
+void softmax(const T* x, T* y, std::size_t rows, std::size_t columns);
 
 // Mean over the rows of -log softmax(x)[label], and the softmax itself. Labels must be in 0 .. columns - 1.
 template <class Id>

@@ -28,6 +28,15 @@ bool Call::are_floats(std::size_t num_inputs, std::size_t num_outputs) const {
   return true;
 }
 
+bool Call::has_arrays(const std::string& input_types, const std::string& output_types) const {
+  const auto fit = [](const std::vector<View>& views, const std::string& types, bool is_written) {
+    return views.size() == types.size() && std::equal(views.begin(), views.end(), types.begin(), [&](const View& view, char type) {
+             return view.type == type && view.is_row_major && (view.is_writeable || !is_written);
+           });
+  };
+  return fit(inputs, input_types, false) && fit(outputs, output_types, true);
+}
+
 bool Call::has_numbers(std::initializer_list<const char*> names) const {
   if (attributes.size() != names.size()) return false;
   for (const char* name : names) {

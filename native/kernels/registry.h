@@ -48,6 +48,8 @@ struct Call {
 
   // Whether there are so many arrays, all row-major float32.
   bool are_floats(std::size_t num_inputs, std::size_t num_outputs) const;
+  // Whether there is a row-major array of each of these types (see View), in this order.
+  bool has_arrays(const std::string& input_types, const std::string& output_types) const;
   // Whether these are its attributes, and each is one number.
   bool has_numbers(std::initializer_list<const char*> names) const;
   double number(const char* name) const { return attributes.at(name)[0]; }

@@ -417,6 +417,36 @@ def test_batch_normalisation_in_blocks_with_residual_and_relu(block):
     np.testing.assert_allclose(wide(dx), out[0], rtol=2 * UNIT, atol=2 * UNIT)
 
 
+@quick
+@given(seeds, st.integers(1, 200), st.integers(1, 700))
+def test_layer_norm_and_its_gradient(seed, rows, columns):
+    x, dy = (floats(seed, rows, columns) + 3).astype(bfloat16), numbers(seed + 1, rows, columns)
+    scale, bias = floats(seed + 2, columns), floats(seed + 3, columns)
+    mean, inverse_std = like(rows, dtype=np.float32), like(rows, dtype=np.float32)
+    of_mean = wide(x).mean(1, keepdims=True)
+    of_std = 1 / np.sqrt(wide(x).var(1, keepdims=True) + 1e-3)
+    normal = (wide(x) - of_mean) * of_std
+    limits = np.abs(normal * scale) + np.abs(bias) + 1e-3, 1e-2 * of_mean[:, 0], 1e-2 * of_std[:, 0]
+    out = like(rows, columns), mean, inverse_std
+    check("layer_norm", x, scale, bias, out=out, limits=limits, eps=1e-3)
+    g = wide(dy) * scale
+    sums = np.abs(g).mean(1, keepdims=True) + np.abs(normal) * np.abs(g * normal).mean(1, keepdims=True)
+    limits = of_std * (np.abs(g) + sums), np.abs(wide(dy) * normal).sum(0) + 1e-3, np.abs(wide(dy)).sum(0)
+    out = like(rows, columns), like(columns, dtype=np.float32), like(columns, dtype=np.float32)
+    check("layer_norm_backward", dy, x, scale, mean, inverse_std, out=out, limits=limits)
+
+
+@quick
+@given(seeds, st.integers(1, 300), st.integers(1, 300))
+def test_softmax_and_its_gradient(seed, rows, columns):
+    x, dy, y = numbers(seed, rows, columns), numbers(seed + 1, rows, columns), like(rows, columns)
+    (wanted,) = reference("softmax", x, out=(y,), axis=1)
+    check("softmax", x, out=(y,), limits=(wanted,), axis=-1)
+    inner = np.abs(wide(dy) * wide(y)).sum(1, keepdims=True)
+    limit = wide(y) * (np.abs(wide(dy)) + inner)
+    check("softmax_backward", dy, y, out=(like(rows, columns),), limits=(limit,), axis=-1)
+
+
 # ---- processors ----------------------------------------------------------------------------------------
 
 
