@@ -25,6 +25,7 @@ CONVOLUTIONS = ("conv2d", "conv2d_backward_data", "conv2d_backward_weight")
 # kernel -> which input and which outputs are images of one memory format; "add" and the like need no other code
 LIKE_FIRST = {
     "relu": ((0,), (0,)),
+    "cast": ((0,), (0,)),
     "add": ((0, 1), (0,)),
     "copy": ((0,), (0,)),
     "batchnorm_2d_train": ((0, 3), (0,)),

@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.cpu.fuse import fuse
 from singa_lite.backend.formulas import FORMULAS
 from singa_lite.dtypes import bfloat16
+from singa_lite.graph.arena import share_memory
+from singa_lite.graph.memory import Memory, View
+from singa_lite.graph.nodes import Kernel
 from tests.limits import LIMIT_S
 
 KERNELS, REASON = _native.load("_kernels")
@@ -445,6 +449,116 @@ def test_softmax_and_its_gradient(seed, rows, columns):
     inner = np.abs(wide(dy) * wide(y)).sum(1, keepdims=True)
     limit = wide(y) * (np.abs(wide(dy)) + inner)
     check("softmax_backward", dy, y, out=(like(rows, columns),), limits=(limit,), axis=-1)
+
+
+# ---- recorded steps ------------------------------------------------------------------------------------
+
+ROW = (16,)
+CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+POOL = {"kernel_size": (2, 2), "stride": (2, 2), "padding": (0, 0)}
+NORM = {"momentum": 0.1, "eps": 1e-5}
+
+
+def given_view(values: np.ndarray) -> View:
+    """An array that outlives the step."""
+    memory = Memory(values.nbytes)
+    memory.owner = values
+    return View(memory, 0, values.shape, values.dtype, values.strides)
+
+
+def new_view(*shape: int, dtype: Any = bfloat16) -> View:
+    made = np.empty(shape, dtype)
+    return View(Memory(made.nbytes), 0, made.shape, made.dtype, made.strides)
+
+
+def step_of_a_block() -> tuple[list[Kernel], list[np.ndarray]]:
+    """A residual block behind a cast, pooling, a product with bias, and gradients of some; what it leaves."""
+    nodes: list[Kernel] = []
+
+    def call(kernel: str, inputs: list[View], out: Any, **attributes: Any) -> Any:
+        nodes.append(Kernel(BACKEND, kernel, tuple(inputs), out, attributes, "Forward"))
+        return out
+
+    def norm(x: View, number: int) -> tuple[View, ...]:
+        scale, bias = given_view(floats(number, *ROW)), given_view(floats(number + 1, *ROW))
+        running = [given_view(np.zeros(ROW, np.float32)) for _ in range(2)]
+        out = new_view(*x.shape), *(new_view(*ROW, dtype=np.float32) for _ in range(2)), *running
+        return x, scale, bias, *call("batchnorm_2d_train", [x, scale, bias], out, **NORM)
+
+    left = [
+        np.zeros(shape, dtype)
+        for shape, dtype in (((3, 8), bfloat16), ((16, 16, 3, 3), np.float32), (ROW, np.float32))
+    ]
+    image = call("cast", [given_view(floats(1, 3, 16, 6, 6))], new_view(3, 16, 6, 6))
+    w1, w2 = (call("cast", [given_view(floats(n, 16, 16, 3, 3))], new_view(16, 16, 3, 3)) for n in (2, 3))
+    x, scale, _, y, mean, inverse_std, *_ = norm(
+        call("conv2d", [image, w1], new_view(*image.shape), **CONV), 10
+    )
+    z = call("relu", [y], new_view(*image.shape))
+    second = norm(call("conv2d", [z, w2], new_view(*image.shape), **CONV), 20)[3]
+    total = call("add", [second, image], new_view(*image.shape))
+    block = call("relu", [total], new_view(*image.shape))
+    pooled, indices = call(
+        "max_pool_2d", [block], (new_view(3, 16, 3, 3), new_view(3, 16, 3, 3, dtype=np.uint8)), **POOL
+    )
+    flat = View(pooled.memory, 0, (3, 144), pooled.dtype, (288, 2))
+    product = call("matmul", [flat, given_view(numbers(5, 144, 8))], new_view(3, 8))
+    row = call("add", [product, given_view(floats(6, 8))], new_view(3, 8))
+    call("relu", [row], given_view(left[0]))
+    grad = call("max_pool_2d_backward", [pooled, indices], new_view(*image.shape), **POOL)
+    grad = call("relu_backward", [grad, block], new_view(*image.shape))
+    call("conv2d_backward_weight", [grad, z], given_view(left[1]), **CONV)
+    dz = call("conv2d_backward_data", [grad, w2], new_view(*image.shape), **CONV)
+    masked = call("relu_backward", [dz, z], new_view(*image.shape))
+    grads = new_view(*image.shape), given_view(left[2]), new_view(*ROW, dtype=np.float32)
+    call("batchnorm_2d_backward", [masked, x, scale, mean, inverse_std], grads)
+    return nodes, left
+
+
+@needs_onednn
+def test_a_lowered_step_keeps_blocks_and_fuses_as_in_float32():
+    results = []
+    for is_lowered in (False, True):
+        nodes, left = step_of_a_block()
+        if is_lowered:
+            nodes = BACKEND.lower(nodes)
+        array_of, _ = share_memory(nodes, [], lambda count: np.zeros(count, np.uint8))
+        for node in nodes:
+            inputs = tuple(map(array_of, node.inputs))
+            out = tuple(map(array_of, node.outputs)) if isinstance(node.out, tuple) else array_of(node.out)
+            assert getattr(KERNELS, node.name)(*inputs, out=out, **node.attributes), node.name
+        results.append(left)
+    names = [node.name for node in nodes]
+    assert names.count("relu") == 0 and names.count("add") == 0
+    assert [len(node.inputs) for node in nodes if node.name.startswith("batchnorm")] == [3, 4, 6]
+    convolutions = [node.attributes["memory_formats"] for node in nodes if node.name == "conv2d"]
+    assert all(block > 1 for _, block in convolutions) and names.count("reorder") <= 3
+    for one, other in zip(*results, strict=True):
+        distance = np.linalg.norm(
+            wide(other) - wide(one)
+        )  # where two are all but equal, another wins the pooling
+        assert np.linalg.norm(wide(one)) > 0 and distance < 0.1 * np.linalg.norm(wide(one))
+
+
+def test_a_lowered_step_does_not_fuse_arrays_of_two_dtypes():
+    x, y = new_view(3, 16, 6, 6), new_view(3, 16, 6, 6)
+    statistics = tuple(new_view(*ROW, dtype=np.float32) for _ in range(6))
+    norm = Kernel(BACKEND, "batchnorm_2d_train", (x, *statistics[:2]), (y, *statistics[2:]), NORM, "Forward")
+    total = new_view(3, 16, 6, 6, dtype=np.float32)
+    add = Kernel(BACKEND, "add", (y, new_view(3, 16, 6, 6, dtype=np.float32)), total, {}, "Forward")
+    assert fuse([norm, add]) == [norm, add]
+    product = Kernel(BACKEND, "matmul", (new_view(3, 4), new_view(4, 8)), new_view(3, 8), {}, "Forward")
+    row = Kernel(BACKEND, "add", (product.out, new_view(8)), new_view(3, 8), {}, "Forward")
+    assert fuse([product, row]) == [product, row]  # the bias of a product is float32
+    wider = Kernel(
+        BACKEND,
+        "add",
+        (product.out, new_view(8, dtype=np.float32)),
+        new_view(3, 8, dtype="f4"),
+        {},
+        "Forward",
+    )
+    assert fuse([product, wider]) == [product, wider]
 
 
 # ---- processors ----------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from singa_lite.backend.cpu.fuse import is_float32
+from singa_lite.backend.cpu.fuse import is_compiled_dtype
 from singa_lite.backend.layout import choose_formats
 from singa_lite.graph.memory import Memory, View
 from singa_lite.graph.nodes import Host, Kernel
@@ -27,7 +27,7 @@ def call(kernel, inputs, out, **attributes):
 
 def laid(*calls):
     """The names of the calls that come of it, a convolution's with the blocks of its result."""
-    with_formats = choose_formats(list(calls), lambda *shapes, **geometry: (16, 16), is_float32)
+    with_formats = choose_formats(list(calls), lambda *shapes, **geometry: (16, 16), is_compiled_dtype)
     return [
         f"conv{made.attributes['memory_formats'][1]}" if made.name == "conv2d" else made.name
         for made in with_formats
@@ -94,5 +94,7 @@ def test_pixels_are_in_every_order_at_once():
 
 def test_the_gradient_of_an_average_has_the_order_of_the_image_it_is_of():
     backward = call("avg_pool_2d_backward", (image((2, 16, 2, 2)),), image())
-    *_, reorder, made = choose_formats([conv, backward], lambda *shapes, **geometry: (16, 16), is_float32)
+    *_, reorder, made = choose_formats(
+        [conv, backward], lambda *shapes, **geometry: (16, 16), is_compiled_dtype
+    )
     assert reorder.name == "reorder" and made.attributes == {"memory_format": 16}

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from ...dtypes import bfloat16
 from ...graph.memory import View, row_major
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import relu_before_pooling
 
 
-def is_float32(view: View) -> bool:
-    """Return whether it is a float32 array in this machine's byte order."""
-    return bool(view.dtype == "float32" and view.dtype.isnative)
+def is_compiled_dtype(view: View) -> bool:
+    """Return whether it is a float32 or bfloat16 array in this machine's byte order."""
+    return bool(view.dtype in (np.float32, bfloat16) and view.dtype.isnative)
+
+
+def _are_alike(*views: View) -> bool:
+    """Return whether all have the dtype of the first."""
+    return all(view.dtype == views[0].dtype for view in views)
 
 
 def _is_compiled(call: Kernel) -> bool:
@@ -30,7 +38,7 @@ def _is_compiled(call: Kernel) -> bool:
 
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels."""
-    graph = GraphRewriter(nodes, is_float32)
+    graph = GraphRewriter(nodes, is_compiled_dtype)
     for rule in (_add_bias, _add_residual, _relu_after, relu_before_pooling, _relu_in_norm_backward):
         for number in range(len(nodes)):
             rule(graph, number)
@@ -49,6 +57,8 @@ def _add_bias(graph: GraphRewriter, last: int) -> None:
     if (
         is_product
         and is_row
+        and bias.dtype == np.float32
+        and _are_alike(add.out, product, call.out)
         and add.out.shape == product.shape
         and add.out.strides == row_major(add.out.shape, add.out.dtype)
         and _is_compiled(call)
@@ -64,7 +74,8 @@ def _add_residual(graph: GraphRewriter, last: int) -> None:
     if not found:
         return
     first, norm, add, number = max(found, key=lambda match: match[0])
-    if add.inputs[0].shape != add.inputs[1].shape or add.out.memory is add.inputs[0].memory:
+    is_alike = add.inputs[0].shape == add.inputs[1].shape and _are_alike(add.out, *add.inputs)
+    if not is_alike or add.out.memory is add.inputs[0].memory:
         return
     if len(norm.inputs) == 3 and not norm.attributes.get("relu"):
         inputs, out = (*norm.inputs, add.inputs[1 - number]), (add.out, *norm.outputs[1:])
@@ -77,7 +88,8 @@ def _relu_after(graph: GraphRewriter, last: int) -> None:
     if pair is None:
         return
     first, call, relu = pair
-    if call.outputs[0].shape == relu.out.shape and _is_compiled(call):
+    is_same = call.outputs[0].shape == relu.out.shape and _are_alike(call.outputs[0], relu.out)
+    if is_same and _is_compiled(call):
         out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
         graph.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
 
@@ -91,7 +103,12 @@ def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
     (first, relu, norm), (forward_number, forward) = pair, forward_call
     if len(norm.inputs) != 5 or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
         return  # with a residual x alone does not decide the sign
-    if forward.inputs[0] == norm.inputs[1] and not any(
-        graph.is_changed(view, forward_number, last) for view in (forward.inputs[1], forward.inputs[2])
+    is_alike = _are_alike(*norm.inputs[:2], relu.inputs[0])
+    if (
+        is_alike
+        and forward.inputs[0] == norm.inputs[1]
+        and not any(
+            graph.is_changed(view, forward_number, last) for view in (forward.inputs[1], forward.inputs[2])
+        )
     ):
         graph.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))

@@ -2,9 +2,9 @@
 """The way to native/kernels: a call goes there first, and to numpy where it is not supported.
 
 Note [supported calls]: a function of the compiled module ``_kernels`` has the name and form of a kernel. It computes
-and returns True, or returns False having done nothing: another dtype than float32, a strided array, a shape
-it has no code for. So the numpy path is whole, the reference of every kernel, and all there is where
-nothing was compiled.
+and returns True, or returns False having done nothing: another dtype than float32 (or, for many, bfloat16), a
+strided array, a shape it has no code for. So the numpy path is whole, the reference of every kernel, and all there is
+where nothing was compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..._native import load
 from ...graph.nodes import Kernel, Node
 from ..base import Array, Backend, is_kernel
 from ..layout import choose_formats
-from .fuse import fuse, is_float32
+from .fuse import fuse, is_compiled_dtype
 
 
 class NativeKernels(Backend):
@@ -54,7 +54,7 @@ class NativeKernels(Backend):
         return (
             nodes
             if self._conv_formats is None
-            else choose_formats(fuse(nodes), self._conv_formats, is_float32)
+            else choose_formats(fuse(nodes), self._conv_formats, is_compiled_dtype)
         )
 
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
