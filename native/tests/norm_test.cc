@@ -28,7 +28,7 @@ void test_norm(const Norm& n, std::size_t offset, float shift) {
   Floats y(size, offset, kNanF), inferred(size, offset, kNanF), dx(size, offset, kNanF);
   Floats mean(n.channels, offset, kNanF), inverse(n.channels, offset, kNanF), running_mean(n.channels, offset, 0.5f),
       running_var(n.channels, offset, 2.0f), dscale(n.channels, offset, kNanF), dbias(n.channels, offset, kNanF);
-  batchnorm_train(n, x.data(), scale.data(), bias.data(), nullptr, false, y.data(), mean.data(), inverse.data(),
+  batchnorm_train<float>(n, x.data(), scale.data(), bias.data(), nullptr, false, y.data(), mean.data(), inverse.data(),
                   running_mean.data(), running_var.data(), kMomentum, kEps);
   batchnorm_infer(n, x.data(), scale.data(), bias.data(), running_mean.data(), running_var.data(), inferred.data(), kEps);
   batchnorm_backward(n, dy.data(), x.data(), scale.data(), nullptr, mean.data(), inverse.data(), dx.data(), dscale.data(),
