@@ -287,7 +287,8 @@ ENDINGS = {
     ),
     "a rank is stopped": (
         2,
-        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('it was told'))\n"
+        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\ntime.sleep(.2)\nsys.exit(4)",
     ),
     # two, as a third could be later than the time-out too
     "a rank is stopped at its end": (2, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"),
@@ -327,8 +328,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(endings):
     assert endings["SIGTERM is ignored"].returncode == 3
 
 
-def test_a_stopped_rank_is_killed_with_the_others(endings):
+def test_a_stopped_rank_is_told_to_end_with_the_others(endings):
     assert endings["a rank is stopped"].returncode == 4
+    assert "it was told" in endings["a rank is stopped"].stderr
 
 
 def test_a_rank_that_hangs_at_its_end_is_killed_and_named(endings):
