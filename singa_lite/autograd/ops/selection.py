@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import is_float
 from ...errors import DTypeError
 from ...tensor import Number, Tensor, as_axis, broadcast_shape, float32
 from ...tensor.checks import as_numbers
@@ -28,7 +29,7 @@ class Compare(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         a, b = inputs
-        dtype = a.dtype if a.dtype.kind == "f" else float32
+        dtype = a.dtype if is_float(a.dtype) else float32
         out = context.empty(np.broadcast_shapes(a.shape, b.shape), dtype)
         context.run("compare", a, b, out=out, relation=self.relation)
         return out

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...dtypes import is_float
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
 from ...tensor.checks import listed
@@ -176,7 +177,7 @@ class Pad(Operator):
                 f"pad: {inputs[0].ndim()} axes need {2 * inputs[0].ndim()} pads (all before, then all after), "
                 f"got {len(self.pads)}"
             )
-        if inputs[0].dtype.kind != "f" and not self.constant.is_integer():
+        if not is_float(inputs[0].dtype) and not self.constant.is_integer():
             raise DTypeError(f"pad: constant = {self.constant} is not a {inputs[0].dtype}")
 
     def inside(self, shape: Shape) -> tuple[slice_type, ...]:
