@@ -49,6 +49,7 @@ class OfThread(threading.local):
         training: True while operators record for ``backward`` and dropout and batch norm train.
         recording: False inside ``autograd.no_grad()``.
         recorder: what records this thread's step (graph.recorder.Recorder), else None.
+        autocast: the precision of its operators (autograd.autocast.Autocast), else None.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
     """
@@ -56,6 +57,7 @@ class OfThread(threading.local):
     training: bool = False
     recording: bool = True
     recorder: Any = None  # Any: types of modules above
+    autocast: Any = None
     capture: Any = None
     clock: Any = None
 

@@ -174,6 +174,8 @@ class Backend(ABC):
         recorder: Recorder | None = this_thread.recorder
         if recorder is not None:
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
+        if this_thread.autocast is not None:
+            this_thread.autocast.written(out)
         self.execute(kernel, inputs, out, attributes)
 
     def execute(

@@ -420,9 +420,14 @@ def _on_host(method: Callable[..., None]) -> Callable[..., None]:
     """Mark a method whose Python runs at every replay of a recorded step."""
 
     @wraps(method)
+    def run_in_float32(*arguments: Any) -> None:
+        with autograd.autocast(enabled=False):
+            method(*arguments)
+
+    @wraps(method)
     def run(self: Optimizer, *arguments: Any) -> None:
         given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
-        host(method, self, *given)
+        host(run_in_float32, self, *given)
 
     return run
 

@@ -85,10 +85,10 @@ def test_a_formula_rounds_its_float32_result_once(name: str, backend: Backend) -
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=["numpy", "native"])
 def test_a_product_of_bfloat16_is_added_in_float32(backend: Backend) -> None:
-    ones, total = np.ones((1, 1000), bfloat16), np.zeros((1, 1), np.float32)
+    ones, total = np.ones((1, 1001), bfloat16), np.zeros((1, 1), np.float32)
     backend.run("matmul", ones, ones.T.copy(), out=total)
-    assert total[0, 0] == 1000  # in bfloat16 sums of ones end at 256
-    narrow = np.zeros((1, 1), bfloat16)
+    assert total[0, 0] == 1001  # in bfloat16 sums of ones end at 256, and this is no number of it
+    ones, narrow = np.ones((1, 1000), bfloat16), np.zeros((1, 1), bfloat16)
     backend.run("sum", ones, out=narrow, axes=(1,), keepdims=True)
     assert narrow[0, 0] == 1000
     backend.run("sum_to", np.ones((1000, 3), bfloat16), out=(sums := np.zeros(3, np.float32)))

@@ -122,6 +122,7 @@ class Elementwise(Operator):
     """
 
     kernel: str
+    autocast = "keep"
 
     def __init__(self, **numbers: float) -> None:
         self.numbers = numbers

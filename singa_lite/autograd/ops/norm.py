@@ -30,6 +30,8 @@ def channel_dtype(dtype: np.dtype) -> np.dtype:
 class BatchNorm2d(Operator):
     """Holds the running statistics: they are state of the layer, not inputs with a gradient."""
 
+    autocast = "keep"
+
     def __init__(
         self, running_mean: Tensor, running_var: Tensor, *, momentum: float = 0.9, eps: float = 1e-5
     ) -> None:
@@ -124,6 +126,8 @@ def batchnorm_2d(
 
 class LayerNorm(Operator):
     """Args: ``eps``."""
+
+    autocast = "keep"
 
     def __init__(self, eps: float = 1e-5) -> None:
         self.eps = check_rates("layer_norm", 0, eps)[1]

@@ -20,6 +20,8 @@ __all__ = ["embedding", "equal", "gather", "greater", "greater_equal", "less", "
 class Compare(Operator):
     """Args: ``relation``: one of those of the kernel ``compare``."""
 
+    autocast = "widest"
+
     def __init__(self, relation: str) -> None:
         self.relation = relation
 
@@ -80,6 +82,8 @@ def equal(x: Tensor | Number, y: Tensor | Number) -> Tensor:
 class Where(Operator):
     """Inputs: the condition, of any dtype, and the two tensors to choose from."""
 
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         condition, x, y = inputs
         check_tensors("where", x, y)
@@ -138,6 +142,8 @@ def where(x: Tensor | Number, y: Tensor | Number, condition: Any) -> Tensor:
 
 class Gather(Operator):
     """Inputs: x, and indices of one axis of it; ``where`` is the function that errors name."""
+
+    autocast = "keep"
 
     def __init__(self, where: str, axis: int) -> None:
         self.where, self.axis = where, axis
