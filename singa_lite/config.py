@@ -85,6 +85,7 @@ class State:
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.
+        has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
@@ -108,6 +109,7 @@ class State:
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
+    has_looked_for_bfloat16: bool = False
     allow_tf32: bool = False
 
 

@@ -16,11 +16,13 @@ kernel has written the parameter or backward has begun, since after that an opti
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-from ..config import this_thread
+from ..backend.cpu.bfloat16 import find_instructions
+from ..config import state, this_thread
 from ..dtypes import bfloat16
 from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
 from ..graph.memory import root_of
@@ -68,7 +70,20 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
     """
     check_precision("autocast", precision)
     is_on = check_bool("autocast", "enabled", enabled) and precision != "fp32"
+    if is_on and not state.has_looked_for_bfloat16:
+        _report_slow_cpu()
     return _inside(is_on)
+
+
+def _report_slow_cpu() -> None:
+    """Warn, once a process, if the CPU has no instructions for products of bfloat16."""
+    state.has_looked_for_bfloat16 = True
+    if not find_instructions():
+        warnings.warn(
+            "This CPU has no instructions for bfloat16 (AVX-512 BF16 or AMX): autocast computes the same numbers in "
+            "float32 of rounded inputs, more slowly than one that has them",
+            stacklevel=3,
+        )
 
 
 @contextmanager

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from singa_lite import autograd, layer, opt
 from singa_lite.autograd import Operator
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import CpuBackend
-from singa_lite.config import this_thread
+from singa_lite.backend.cpu.bfloat16 import describe
+from singa_lite.config import state, this_thread
 from singa_lite.errors import DeviceError, DTypeError, OptionError
 from singa_lite.tensor import Tensor, bfloat16, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
@@ -292,3 +295,29 @@ def test_a_cell_adds_its_float32_bias_in_float32() -> None:
     found = autograd.gradients(last, Tensor(data=np.ones(last.shape)))
     assert set(found) == set(cell.get_params().values())
     assert all(grad.dtype == "float32" for grad in found.values())
+
+
+def cpu_with(flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu avx512f {flags}\n")
+    monkeypatch.setattr("singa_lite.backend.cpu.bfloat16.CPU_FLAGS", folder / "cpuinfo")
+    monkeypatch.setattr(state, "has_looked_for_bfloat16", False)
+
+
+def test_a_cpu_without_instructions_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with("avx512_vnni", tmp_path, monkeypatch)
+    assert describe().startswith("no instructions")
+    with pytest.warns(UserWarning, match="no instructions for bfloat16") as reported:
+        for _ in range(2):
+            with autograd.autocast("fp32"), autograd.autocast():
+                pass
+    assert len(reported) == 1 and reported[0].filename == __file__
+
+
+def test_a_cpu_with_instructions_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with("avx512_bf16 amx_bf16", tmp_path, monkeypatch)
+    assert describe() == "instructions for products: AVX-512 BF16, AMX"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autograd.autocast()
+    monkeypatch.setattr("singa_lite.backend.cpu.bfloat16.CPU_FLAGS", tmp_path / "missing")
+    assert describe().startswith("no instructions")
