@@ -152,6 +152,44 @@ def test_a_block_in_train_one_batch_is_recorded() -> None:
     assert net.graph_info()[0].break_reason is None
 
 
+class Twice(Plain):
+    """Two updates a step: the second forward pass sees the parameters of the first."""
+
+    def train_one_batch(self, x: Tensor, labels: Tensor) -> Any:
+        super().train_one_batch(x, labels)
+        return super().train_one_batch(x, labels)
+
+
+def test_a_second_update_in_a_step_uses_parameters_of_the_first() -> None:
+    twice, once = compiled(False, kind=Twice), compiled(False, kind=Plain)
+    for step in range(3):
+        twice(*batch(step))
+        once(*batch(step))
+        once(*batch(step))
+    assert bits(twice) == bits(once)
+    recorded = compiled(True, kind=Twice)
+    for step in range(3):
+        recorded(*batch(step))
+    weights = [to_numpy(net.conv.W) for net in (recorded, once)]
+    np.testing.assert_allclose(*weights, rtol=0, atol=2e-3)
+    assert recorded.graph_info()[0].break_reason is None
+
+
+def test_a_graph_by_hand_makes_copies_of_its_own() -> None:
+    device = get_default_device()
+    x, w = Tensor(data=np.eye(2)), Tensor(data=np.eye(2), stores_grad=True)
+    with autograd.autocast():
+        y = autograd.matmul(x, w)  # its copy of w is not that of the graph
+        device.EnableGraph(True)
+        z = autograd.matmul(x, w)
+        device.EnableGraph(False)
+    w *= 3.0
+    device.RunGraph()
+    device.ResetGraph()
+    np.testing.assert_array_equal(to_numpy(z).astype(float), 3 * np.eye(2))
+    np.testing.assert_array_equal(to_numpy(y).astype(float), np.eye(2))
+
+
 def trained(communicator: Communicator, use_graph: bool) -> list[Any]:
     found = []
     for dist_option in ("fp32", "bf16", "sparseTopK"):

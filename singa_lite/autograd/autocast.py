@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from ..backend.cpu.bfloat16 import find_instructions
 from ..config import state, this_thread
@@ -28,7 +28,7 @@ from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
 from ..graph.memory import root_of
 from ..tensor import Tensor, float32
 
-Rule = Literal["low", "float32", "widest", "keep"]
+RULES = ("low", "float32", "widest", "keep")
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -149,9 +149,10 @@ class Autocast(Disabled):
 
     def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         name, rule = type(op).__name__, op.autocast
-        if rule is None:
+        if rule not in RULES:
+            came = "has no rule" if rule is None else f"has the unknown rule {rule!r}"
             raise DTypeError(
-                f'{name}: has no rule for autocast("bf16"); give its class `autocast = "low"`, "float32", "widest" or '
+                f'{name}: {came} for autocast("bf16"); give its class `autocast = "low"`, "float32", "widest" or '
                 '"keep", or call it inside autocast(enabled=False); docs/precision.md has the rules of all operators'
             )
         for tensor in inputs:

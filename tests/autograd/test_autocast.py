@@ -240,6 +240,14 @@ def test_an_operator_without_a_rule_is_named_with_the_page() -> None:
         Cube()(x)
 
 
+def test_a_misspelt_rule_is_no_rule() -> None:
+    class Other(Cube):
+        autocast = "lower"  # type: ignore[assignment]
+
+    with autograd.autocast(), pytest.raises(DTypeError, match="Other: has the unknown rule 'lower'"):
+        Other()(Tensor((2,)))
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
 def test_other_float_dtypes_are_named_with_the_operator(dtype: str) -> None:
     x, w = Tensor((2, 2), dtype=dtype), Tensor((2, 2))
