@@ -31,7 +31,7 @@ LEVELS = {
     4: {"backend", "comm"},
     3: {"_native", "generation", "graph", "model_file", "profile"},
     2: {"files"},
-    1: {"errors", "config"},
+    1: {"errors", "config", "dtypes"},
 }
 LEVEL_OF = {module: level for level, modules in LEVELS.items() for module in modules}
 

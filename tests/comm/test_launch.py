@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
+from singa_lite.backend.cpu.bfloat16 import describe
 from singa_lite.comm.output import RankOutput, Sink
 from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
@@ -473,6 +474,7 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     assert rows["transport nccl"].startswith(("works: NCCL ", "no: NCCL", "no: CUDA's driver"))
     assert rows["device cuda"].startswith(("works: name: ", "no: singa_lite.errors.DeviceError: "))
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
+    assert rows["bfloat16"] == describe() and "instructions for products" in describe()
 
 
 def test_a_package_that_is_not_installed_says_where_it_is(monkeypatch):
