@@ -14,11 +14,20 @@
 #include <utility>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 namespace py = pybind11;
 
 inline constexpr int kAligned = 0x0100;  // NPY_ARRAY_ALIGNED
+
+// numpy's number of the dtype ml_dtypes.bfloat16, given out when that package is imported: by the module _kernels, which
+// asks for it first, before any array comes.
+inline int bfloat16_number() {
+  static const int number = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16")).num();
+  return number;
+}
 
 // A row-major, aligned numpy array of one dtype; false if the object is anything else.
 template <class T>
@@ -56,6 +65,7 @@ class Array {
   static int number() {
     using Plain = std::remove_const_t<T>;
     if constexpr (std::is_same_v<Plain, std::uint16_t>) return 23;  // NPY_HALF
+    else if constexpr (std::is_same_v<Plain, Bfloat16>) return bfloat16_number();
     else return py::dtype::num_of<Plain>();
   }
   T* data_ = nullptr;

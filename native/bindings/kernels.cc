@@ -13,6 +13,7 @@
 #include "kernels/reduce.h"
 #include "kernels/select.h"
 #include "kernels/threads.h"
+#include "kernels/widen.h"
 
 using namespace singa_lite;
 using namespace pybind11::literals;
@@ -52,7 +53,8 @@ py::array empty(const py::handle& shape_, const py::object& dtype_) {
 // ---- element by element ----------------------------------------------------------------------------------------------
 
 // The axes of x, adjacent ones joined that are both summed or both kept; nothing if one is empty.
-std::optional<SummedAxes> summed_axes(const In& x, const std::vector<bool>& is_summed) {
+template <class X>
+std::optional<SummedAxes> summed_axes(const X& x, const std::vector<bool>& is_summed) {
   SummedAxes axes{{}, 0};
   bool is_last_summed = false;
   for (int axis = 0; axis < x.ndim; ++axis) {
@@ -71,35 +73,59 @@ std::optional<SummedAxes> summed_axes(const In& x, const std::vector<bool>& is_s
   return axes;
 }
 
-bool run_sum(const In& x, const Out& out, const std::vector<bool>& is_summed, bool is_mean) {
+// T: of x; To: of out.
+template <class T, class To>
+bool run_sum(const Array<const T>& x, const Array<To>& out, const std::vector<bool>& is_summed, bool is_mean) {
   if (!all(x, out)) return false;
   const auto axes = summed_axes(x, is_summed);
   if (!axes) return false;
   std::size_t summed = 1;
   for (std::size_t axis = axes->first; axis < axes->sizes.size(); axis += 2) summed *= axes->sizes[axis];
   if (out.size * summed != x.size) return false;
-  return run([=, axes = *axes] { sum(x.data(), out.data(), axes, is_mean ? double(summed) : 1.0); });
+  return run([=, axes = *axes] {
+    const Scratch<To> scratch(out.size);
+    sum(x.data(), target_of(out.data(), scratch), axes, is_mean ? double(summed) : 1.0);
+    store(out.data(), out.size, scratch);
+  });
 }
 
-template <bool is_mean>
-bool bind_sum(const py::handle& x_, const py::handle& out_, const std::vector<std::int64_t>& axes, bool) {
-  const In x(x_);
-  std::vector<bool> is_summed(std::size_t(x.ndim), false);
-  for (const std::int64_t axis : axes) {
-    if (axis < -x.ndim || axis >= x.ndim) return false;
-    is_summed[std::size_t(axis < 0 ? axis + x.ndim : axis)] = true;
+// The sum of an array of float into one of float, or of bfloat16 into either; is_summed(x) says which axes.
+template <class IsSummed>
+bool sum_any(const py::handle& x_, const py::handle& out_, bool is_mean, const IsSummed& is_summed) {
+  if (const In x(x_); x) {
+    const auto axes = is_summed(x);
+    return axes && run_sum(x, Out(out_), *axes, is_mean);
   }
-  return run_sum(x, Out(out_), is_summed, is_mean);
+  const Array<const Bfloat16> x(x_);
+  const auto axes = x ? is_summed(x) : std::nullopt;
+  if (!axes) return false;
+  return run_sum(x, Out(out_), *axes, is_mean) || run_sum(x, Array<Bfloat16>(out_), *axes, is_mean);
+}
+
+using IsSummed = std::optional<std::vector<bool>>;
+
+template <bool is_mean>
+bool bind_sum(const py::handle& x_, const py::handle& out, const std::vector<std::int64_t>& axes, bool) {
+  return sum_any(x_, out, is_mean, [&](const auto& x) -> IsSummed {
+    std::vector<bool> is_summed(std::size_t(x.ndim), false);
+    for (const std::int64_t axis : axes) {
+      if (axis < -x.ndim || axis >= x.ndim) return {};
+      is_summed[std::size_t(axis < 0 ? axis + x.ndim : axis)] = true;
+    }
+    return is_summed;
+  });
 }
 
 bool bind_sum_to(const py::handle& dy_, const py::handle& out_) {
-  const In dy(dy_);
-  const Out out(out_);
-  if (!all(dy, out) || out.ndim > dy.ndim) return false;
-  const int added = dy.ndim - out.ndim;
-  std::vector<bool> is_summed(std::size_t(dy.ndim), true);
-  for (int axis = 0; axis < out.ndim; ++axis) is_summed[std::size_t(added + axis)] = out.shape(axis) == 1;
-  return run_sum(dy, out, is_summed, false);
+  if (!py::isinstance<py::array>(out_)) return false;
+  const auto out = py::reinterpret_borrow<py::array>(out_);
+  return sum_any(dy_, out_, false, [&](const auto& dy) -> IsSummed {
+    const int ndim = int(out.ndim()), added = dy.ndim - ndim;
+    if (added < 0) return {};
+    std::vector<bool> is_summed(std::size_t(dy.ndim), true);
+    for (int axis = 0; axis < ndim; ++axis) is_summed[std::size_t(added + axis)] = out.shape(axis) == 1;
+    return is_summed;
+  });
 }
 
 bool bind_clip(const py::handle& x_, const py::handle& out_, std::optional<double> min, std::optional<double> max) {
@@ -118,8 +144,13 @@ bool bind_cast(const py::handle& x_, const py::handle& out_) {
   if (all(x, half) && x.size == half.size) return run([=] { to_half(x.data(), half.data(), x.size); });
   const Array<const std::uint16_t> from(x_);
   const Out out(out_);
-  if (!all(from, out) || from.size != out.size) return false;
-  return run([=] { from_half(from.data(), out.data(), out.size); });
+  if (all(from, out) && from.size == out.size) return run([=] { from_half(from.data(), out.data(), out.size); });
+  const Array<Bfloat16> rounded(out_);
+  if (all(x, rounded) && x.size == rounded.size)
+    return run([=] { to_bfloat16(x.data(), rounded.data(), x.size); });
+  const Array<const Bfloat16> narrow(x_);
+  if (!all(narrow, out) || narrow.size != out.size) return false;
+  return run([=] { from_bfloat16(narrow.data(), out.data(), out.size); });
 }
 
 bool bind_max_abs(const py::handle& x_, const py::handle& out_) {
@@ -231,7 +262,8 @@ bool bind_scatter_fill(const py::handle& indices, const py::handle& out, double 
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-  m.doc() = "Float32 kernels on numpy arrays; singa_lite/backend/cpu/native.py calls them.";
+  m.doc() = "Float32 and bfloat16 kernels on numpy arrays; singa_lite/backend/cpu/native.py calls them.";
+  bfloat16_number();  // raises what importing ml_dtypes does
 #ifdef SINGA_LITE_ONEDNN
   m.attr("onednn") = SINGA_LITE_ONEDNN;
 #else

@@ -12,7 +12,8 @@ namespace {
 
 using namespace pybind11::literals;
 
-std::optional<Norm> norm_of(const In& x, std::int64_t block = 1) {
+template <class X>
+std::optional<Norm> norm_of(const X& x, std::int64_t block = 1) {
   if (!x || x.ndim < 2 || x.size == 0 || block < 1 || x.shape(1) % block) return {};
   const auto batch = std::size_t(x.shape(0)), channels = std::size_t(x.shape(1));
   return Norm{batch, channels, x.size / (batch * channels), std::size_t(block)};
@@ -23,11 +24,14 @@ bool are_per_channel(const Norm& norm, const Arrays&... arrays) {
   return ((bool(arrays) && arrays.size == norm.channels) && ...);
 }
 
-bool bind_batchnorm_train(const py::handle& x_, const py::handle& scale_, const py::handle& bias_,
-                          const py::handle& residual_, const py::handle& out, double momentum, double eps, bool relu,
-                          std::int64_t block) {
-  const In x(x_), scale(scale_), bias(bias_), residual(residual_);
-  const Out y(at(out, 0)), mean(at(out, 1)), inverse_std(at(out, 2)), running_mean(at(out, 3)),
+template <class T>
+bool batchnorm_train_as(const py::handle& x_, const py::handle& scale_, const py::handle& bias_,
+                        const py::handle& residual_, const py::handle& out, double momentum, double eps, bool relu,
+                        std::int64_t block) {
+  const Array<const T> x(x_), residual(residual_);
+  const Array<T> y(at(out, 0));
+  const In scale(scale_), bias(bias_);
+  const Out mean(at(out, 1)), inverse_std(at(out, 2)), running_mean(at(out, 3)),
       running_var(at(out, 4));
   const auto norm = norm_of(x, block);
   if (!residual_.is_none() && (!residual || residual.size != x.size)) return false;
@@ -40,10 +44,19 @@ bool bind_batchnorm_train(const py::handle& x_, const py::handle& scale_, const 
   });
 }
 
-bool bind_batchnorm_infer(const py::handle& x_, const py::handle& scale_, const py::handle& bias_,
-                          const py::handle& mean_, const py::handle& var_, const py::handle& out_, double eps) {
-  const In x(x_), scale(scale_), bias(bias_), mean(mean_), var(var_);
-  const Out out(out_);
+bool bind_batchnorm_train(const py::handle& x, const py::handle& scale, const py::handle& bias,
+                          const py::handle& residual, const py::handle& out, double momentum, double eps, bool relu,
+                          std::int64_t block) {
+  return batchnorm_train_as<float>(x, scale, bias, residual, out, momentum, eps, relu, block) ||
+         batchnorm_train_as<Bfloat16>(x, scale, bias, residual, out, momentum, eps, relu, block);
+}
+
+template <class T>
+bool batchnorm_infer_as(const py::handle& x_, const py::handle& scale_, const py::handle& bias_,
+                        const py::handle& mean_, const py::handle& var_, const py::handle& out_, double eps) {
+  const Array<const T> x(x_);
+  const In scale(scale_), bias(bias_), mean(mean_), var(var_);
+  const Array<T> out(out_);
   const auto norm = norm_of(x);
   if (!norm || !out || out.size != x.size || !are_per_channel(*norm, scale, bias, mean, var)) return false;
   return run([=] {
@@ -51,11 +64,20 @@ bool bind_batchnorm_infer(const py::handle& x_, const py::handle& scale_, const 
   });
 }
 
-bool bind_batchnorm_backward(const py::handle& dy_, const py::handle& x_, const py::handle& scale_,
-                             const py::handle& mean_, const py::handle& inverse_std_, const py::handle& bias_,
-                             const py::handle& out, std::int64_t block) {
-  const In dy(dy_), x(x_), scale(scale_), mean(mean_), inverse_std(inverse_std_), bias(bias_);
-  const Out dx(at(out, 0)), dscale(at(out, 1)), dbias(at(out, 2));
+bool bind_batchnorm_infer(const py::handle& x, const py::handle& scale, const py::handle& bias, const py::handle& mean,
+                          const py::handle& var, const py::handle& out, double eps) {
+  return batchnorm_infer_as<float>(x, scale, bias, mean, var, out, eps) ||
+         batchnorm_infer_as<Bfloat16>(x, scale, bias, mean, var, out, eps);
+}
+
+template <class T>
+bool batchnorm_backward_as(const py::handle& dy_, const py::handle& x_, const py::handle& scale_,
+                           const py::handle& mean_, const py::handle& inverse_std_, const py::handle& bias_,
+                           const py::handle& out, std::int64_t block) {
+  const Array<const T> dy(dy_), x(x_);
+  const Array<T> dx(at(out, 0));
+  const In scale(scale_), mean(mean_), inverse_std(inverse_std_), bias(bias_);
+  const Out dscale(at(out, 1)), dbias(at(out, 2));
   const auto norm = norm_of(x, block);
   if (!bias_.is_none() && (!norm || !are_per_channel(*norm, bias))) return false;
   if (!norm || !all(dy, dx) || dy.size != x.size || dx.size != x.size ||
@@ -65,6 +87,13 @@ bool bind_batchnorm_backward(const py::handle& dy_, const py::handle& x_, const 
     batchnorm_backward(*norm, dy.data(), x.data(), scale.data(), bias.data(), mean.data(), inverse_std.data(),
                        dx.data(), dscale.data(), dbias.data());
   });
+}
+
+bool bind_batchnorm_backward(const py::handle& dy, const py::handle& x, const py::handle& scale, const py::handle& mean,
+                             const py::handle& inverse_std, const py::handle& bias, const py::handle& out,
+                             std::int64_t block) {
+  return batchnorm_backward_as<float>(dy, x, scale, mean, inverse_std, bias, out, block) ||
+         batchnorm_backward_as<Bfloat16>(dy, x, scale, mean, inverse_std, bias, out, block);
 }
 
 bool bind_softmax(const py::handle& x_, const py::handle& out_, int axis) {

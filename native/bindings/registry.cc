@@ -8,6 +8,8 @@
 namespace singa_lite {
 namespace {
 
+constexpr int kLastOfNumpy = 255;  // numbers of dtypes above are of other packages, which may use numpy's characters
+
 View view_of(const py::handle& object) {
   View view;
   if (!py::isinstance<py::array>(object)) return view;
@@ -16,7 +18,7 @@ View view_of(const py::handle& object) {
   const bool is_native = dtype.byteorder() == '=' || dtype.byteorder() == '|';
   if (!is_native || !(array.flags() & kAligned)) return view;
   view.data = const_cast<void*>(array.data());
-  view.type = dtype.char_();
+  view.type = dtype.num() == bfloat16_number() ? 'E' : dtype.num() > kLastOfNumpy ? char(0) : dtype.char_();
   if (view.type == 'q') view.type = 'l';
   view.shape.assign(array.shape(), array.shape() + array.ndim());
   view.strides.assign(array.strides(), array.strides() + array.ndim());

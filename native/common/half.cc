@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "common/bfloat16.h"
+
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -65,20 +67,14 @@ std::uint16_t to_half(float value) {
 // Loops that the compiler turns into vectors, for the instruction set of the function they are in.
 ALWAYS_INLINE void widen_bfloat16(const std::uint16_t* from, float* to, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t bits = std::uint32_t(from[i]) << 16;
-    std::memcpy(to + i, &bits, sizeof bits);
+    Bfloat16 number;
+    number.bits = from[i];
+    to[i] = number;
   }
 }
 
 ALWAYS_INLINE void round_to_bfloat16(const float* from, std::uint16_t* to, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    std::uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof bits);
-    const std::uint32_t upper = bits >> 16;
-    const std::uint32_t rounded = (bits + 0x7fffu + (upper & 1u)) >> 16;  // may carry into the exponent, rightly
-    const bool is_nan = std::int32_t(bits & 0x7fffffffu) > 0x7f800000;
-    to[i] = std::uint16_t(is_nan ? upper | 0x40u : rounded);
-  }
+  for (std::size_t i = 0; i < count; ++i) to[i] = Bfloat16::rounded(from[i]);
 }
 
 #ifdef SINGA_LITE_X86

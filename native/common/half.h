@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// IEEE 754 half precision and bfloat16, the upper half of a float: conversion of arrays to and from float, rounding to
-// nearest, ties to even; a NaN becomes quiet and keeps its sign. Uses F16C and AVX2 where the processor has them; every
-// path gives the same bits, NaN payloads included.
-//
-// Note [bfloat16]: plain integer arithmetic, not AVX512_BF16, whose instruction takes subnormal numbers for zero.
+// IEEE 754 half precision and bfloat16 (bfloat16.h): conversion of arrays to and from float, rounding to nearest, ties to
+// even; a NaN becomes quiet and keeps its sign. Uses F16C and AVX2 where the processor has them; every path gives the same
+// bits, NaN payloads included.
 #pragma once
 
 #include <cstddef>

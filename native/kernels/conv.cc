@@ -10,12 +10,12 @@ namespace {
 
 using Tag = dnnl::memory::format_tag;
 using Desc = dnnl::memory::desc;
-constexpr auto kFloat = dnnl::memory::data_type::f32;
 
 // The arrays of one convolution as oneDNN's descriptions: the caller's, and with a format for the primitive to choose.
 struct Shapes {
   Dims x, w, b, y, stride, dilation, padding;
   bool has_groups;
+  DataType computed, given;  // by the primitive, by the caller
 
   explicit Shapes(const Conv& c)
       : x{c.batch, c.channels, c.height, c.width},
@@ -25,18 +25,21 @@ struct Shapes {
         stride{c.stride[0], c.stride[1]},
         dilation{c.dilation[0] - 1, c.dilation[1] - 1},
         padding{c.padding[0], c.padding[1]},
-        has_groups(c.groups > 1) {
+        has_groups(c.groups > 1),
+        computed(computed_type(c.is_bfloat16)),
+        given(array_type(c.is_bfloat16)) {
     if (has_groups) w = {c.groups, c.outputs / c.groups, c.channels / c.groups, c.kernel[0], c.kernel[1]};
   }
-  Desc image(const Dims& dims, Tag tag) const { return {dims, kFloat, tag}; }
-  Desc weights(bool is_any) const { return {w, kFloat, is_any ? Tag::any : has_groups ? Tag::goihw : Tag::oihw}; }
-  Desc bias() const { return {b, kFloat, Tag::x}; }
+  Desc image(const Dims& dims, Tag tag) const { return {dims, computed, tag}; }
+  Desc weights(DataType type) const { return {w, type, has_groups ? Tag::goihw : Tag::oihw}; }
+  Desc any_weights(DataType type) const { return {w, type, Tag::any}; }
+  Desc bias() const { return {b, DataType::f32, Tag::x}; }
 };
 
 CallKey key_of(ConvKind kind, const Conv& c, bool has_bias) {
   return {std::int64_t(kind), c.batch,     c.channels,  c.height,     c.width,      c.outputs,     c.out_height,
           c.out_width, c.kernel[0], c.kernel[1], c.stride[0],  c.stride[1],  c.padding[0],  c.padding[1],
-          c.dilation[0], c.dilation[1], c.groups, has_bias, c.x_block, c.y_block, c.relu};
+          c.dilation[0], c.dilation[1], c.groups, has_bias, c.x_block, c.y_block, c.relu, c.is_bfloat16};
 }
 
 // Which format the primitive works in; the reorders from and to plain arrays are part of every time below (1 thread, EPYC
@@ -65,8 +68,8 @@ ForwardDesc forward_desc(const Conv& c, Tag tag, bool has_bias) {
   if (c.relu) after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
   dnnl::primitive_attr attributes;
   attributes.set_post_ops(after);
-  return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag), s.weights(true),
-          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
+  return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag),
+          s.any_weights(s.computed), has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
 }
 
 ForwardDesc forward_desc(const Conv& c, bool has_bias) {
@@ -76,40 +79,43 @@ ForwardDesc forward_desc(const Conv& c, bool has_bias) {
 DataDesc data_desc(const Conv& c) {
   const Shapes s(c);
   const Tag tag = image_tag(c, ConvKind::kBackwardData);
-  return {onednn_engine(), kDirect, s.image(s.x, tag), s.weights(true), s.image(s.y, tag), s.stride, s.dilation,
-          s.padding, s.padding, forward_desc(c, tag, false)};
+  return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(s.computed), s.image(s.y, tag), s.stride,
+          s.dilation, s.padding, s.padding, forward_desc(c, tag, false)};
 }
 
 WeightDesc weight_desc(const Conv& c, bool has_bias) {
   const Shapes s(c);
   const Tag tag = image_tag(c, ConvKind::kBackwardWeight);
-  return {onednn_engine(), kDirect, s.image(s.x, tag), s.weights(true), has_bias ? s.bias() : Desc(),
-          s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, has_bias)};
+  return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(DataType::f32),
+          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, has_bias)};
 }
 
 OnednnCall::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
-  return {argument, blocked_like(Shapes(c).x, c.x_block, chosen), chosen, is_output};
+  const Shapes s(c);
+  return {argument, blocked_like(s.x, s.given, c.x_block, chosen), chosen, is_output};
 }
 
 OnednnCall::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
-  return {argument, blocked_like(Shapes(c).y, c.y_block, chosen), chosen, is_output};
+  const Shapes s(c);
+  return {argument, blocked_like(s.y, s.given, c.y_block, chosen), chosen, is_output};
 }
 
 OnednnCall make_forward(const Conv& c, bool has_bias) {
   const Shapes s(c);
   const auto pd = forward_desc(c, has_bias);
   std::vector<OnednnCall::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
-                                {DNNL_ARG_WEIGHTS, s.weights(false), pd.weights_desc(), false},
+                                {DNNL_ARG_WEIGHTS, s.weights(s.given), pd.weights_desc(), false},
                                 y_slot(c, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
 }
 
 OnednnCall make_backward_data(const Conv& c) {
+  const Shapes s(c);
   const auto pd = data_desc(c);
   return OnednnCall(dnnl::convolution_backward_data(pd),
               {y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
-               {DNNL_ARG_WEIGHTS, Shapes(c).weights(false), pd.weights_desc(), false},
+               {DNNL_ARG_WEIGHTS, s.weights(s.given), pd.weights_desc(), false},
                x_slot(c, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
 }
 
@@ -118,7 +124,7 @@ OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
   const auto pd = weight_desc(c, has_bias);
   std::vector<OnednnCall::Slot> slots{y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
                                 x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
-                                {DNNL_ARG_DIFF_WEIGHTS, s.weights(false), pd.diff_weights_desc(), true}};
+                                {DNNL_ARG_DIFF_WEIGHTS, s.weights(DataType::f32), pd.diff_weights_desc(), true}};
   if (has_bias) slots.push_back({DNNL_ARG_DIFF_BIAS, s.bias(), s.bias(), true});
   return OnednnCall(dnnl::convolution_backward_weights(pd), std::move(slots));
 }
@@ -145,21 +151,21 @@ std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c,
   return {};
 }
 
-bool conv_forward(const Conv& c, const float* x, const float* w, const float* b, float* y) {
+bool conv_forward(const Conv& c, const void* x, const void* w, const float* b, void* y) {
   const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
   call->run({x, w, y, b});
   return true;
 }
 
-bool conv_backward_data(const Conv& c, const float* dy, const float* w, float* dx) {
+bool conv_backward_data(const Conv& c, const void* dy, const void* w, void* dx) {
   const auto call = cached_call(key_of(ConvKind::kBackwardData, c, false), [&] { return make_backward_data(c); });
   if (!call) return false;
   call->run({dy, w, dx});
   return true;
 }
 
-bool conv_backward_weight(const Conv& c, const float* dy, const float* x, float* dw, float* db) {
+bool conv_backward_weight(const Conv& c, const void* dy, const void* x, float* dw, float* db) {
   const auto call = cached_call(key_of(ConvKind::kBackwardWeight, c, db), [&] { return make_backward_weight(c, db); });
   if (!call) return false;
   call->run({dy, x, dw, db});
@@ -169,9 +175,9 @@ bool conv_backward_weight(const Conv& c, const float* dy, const float* x, float*
 #else
 
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv&, ConvKind, bool) { return {}; }
-bool conv_forward(const Conv&, const float*, const float*, const float*, float*) { return false; }
-bool conv_backward_data(const Conv&, const float*, const float*, float*) { return false; }
-bool conv_backward_weight(const Conv&, const float*, const float*, float*, float*) { return false; }
+bool conv_forward(const Conv&, const void*, const void*, const float*, void*) { return false; }
+bool conv_backward_data(const Conv&, const void*, const void*, void*) { return false; }
+bool conv_backward_weight(const Conv&, const void*, const void*, float*, float*) { return false; }
 
 #endif
 

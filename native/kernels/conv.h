@@ -14,6 +14,7 @@ struct Conv {
   std::int64_t kernel[2], stride[2], padding[2], dilation[2], groups;
   std::int64_t x_block = 1, y_block = 1;  // of x and y and of their gradients
   bool relu = false;                      // forward: y = max(y, 0)
+  bool is_bfloat16 = false;               // x, y, their gradients and w as it is read; all are float if not
 };
 
 enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardWeight = 4 };
@@ -22,9 +23,10 @@ enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardW
 // code for the convolution.
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& conv, ConvKind kind, bool has_bias);
 
-// Each returns false, and does nothing, if this build has no code for such a convolution. b and db may be null.
-bool conv_forward(const Conv& conv, const float* x, const float* w, const float* b, float* y);
-bool conv_backward_data(const Conv& conv, const float* dy, const float* w, float* dx);
-bool conv_backward_weight(const Conv& conv, const float* dy, const float* x, float* dw, float* db);
+// Each returns false, and does nothing, if this build has no code for such a convolution. Sums, b, dw and db are of float;
+// b and db may be null.
+bool conv_forward(const Conv& conv, const void* x, const void* w, const float* b, void* y);
+bool conv_backward_data(const Conv& conv, const void* dy, const void* w, void* dx);
+bool conv_backward_weight(const Conv& conv, const void* dy, const void* x, float* dw, float* db);
 
 }  // namespace singa_lite

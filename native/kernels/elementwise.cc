@@ -8,6 +8,7 @@
 #include "common/half.h"
 #include "kernels/clones.h"
 #include "kernels/threads.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 namespace elementwise_loops {
@@ -87,6 +88,14 @@ void from_half(const std::uint16_t* from, float* to, std::size_t count) {
   parallel_for(count, 1, [&](std::size_t begin, std::size_t end) {
     half_to_float(from + begin, to + begin, end - begin);
   });
+}
+
+void to_bfloat16(const float* from, Bfloat16* to, std::size_t count) {
+  parallel_for(count, 1, [&](std::size_t begin, std::size_t end) { narrow(from + begin, to + begin, end - begin); });
+}
+
+void from_bfloat16(const Bfloat16* from, float* to, std::size_t count) {
+  parallel_for(count, 1, [&](std::size_t begin, std::size_t end) { widen(from + begin, to + begin, end - begin); });
 }
 
 }  // namespace singa_lite

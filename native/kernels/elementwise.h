@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 constexpr std::size_t kMostInputs = 3;
@@ -33,6 +35,15 @@ struct Broadcast {
 void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
            const float* numbers, float* out);
 
+// An array of float or of bfloat16.
+struct Operand {
+  void* data = nullptr;
+  bool is_bfloat16 = false;
+};
+// The same on such arrays: computed in float, rounded once.
+void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
+           const float* numbers, const Operand& out);
+
 // y += b in every row (b may be null), then max(y, 0) with relu.
 void add_row(const float* b, bool relu, float* y, std::size_t rows, std::size_t columns);
 
@@ -44,5 +55,7 @@ void clip(const float* x, float* y, float low, float high, std::size_t count);
 
 void to_half(const float* from, std::uint16_t* to, std::size_t count);
 void from_half(const std::uint16_t* from, float* to, std::size_t count);
+void to_bfloat16(const float* from, Bfloat16* to, std::size_t count);
+void from_bfloat16(const Bfloat16* from, float* to, std::size_t count);
 
 }  // namespace singa_lite

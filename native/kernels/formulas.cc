@@ -8,6 +8,7 @@
 #include "kernels/registry.h"
 #include "kernels/threads.h"
 #include "kernels/vector_math.h"
+#include "kernels/widen.h"
 
 // inside of vector_math, so that formulas find its functions before those of <cmath>
 namespace singa_lite::vector_math::formula_loops {
@@ -96,8 +97,11 @@ const std::vector<Formula>& formulas() {
   return all;
 }
 
-void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
-           const float* numbers, float* out) {
+namespace {
+
+// Call body(places, i, count) for every run of elements i, ... within a row; places are where the inputs begin, in elements.
+template <class Body>
+void for_runs(const Formula& formula, const Broadcast& axes, const Body& body) {
   const std::size_t last = axes.sizes.size() - 1, inner = axes.sizes[last];
   std::size_t total = 1;
   for (const std::size_t size : axes.sizes) total *= size;
@@ -105,13 +109,50 @@ void apply(const Formula& formula, const Broadcast& axes, const std::array<const
     for (std::size_t i = begin; i < end;) {
       std::size_t row = i / inner;
       const std::size_t column = i % inner, count = std::min(inner - column, end - i);
-      std::array<const float*, kMostInputs> from = inputs;
-      for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += column * axes.strides[last][k];
+      std::array<std::size_t, kMostInputs> places{};
+      for (std::size_t k = 0; k < formula.num_inputs; ++k) places[k] = column * axes.strides[last][k];
       for (std::size_t axis = last; axis-- > 0; row /= axes.sizes[axis])
         for (std::size_t k = 0; k < formula.num_inputs; ++k)
-          from[k] += row % axes.sizes[axis] * axes.strides[axis][k];
-      formula.loop(from.data(), axes.strides[last].data(), numbers, out + i, count);
+          places[k] += row % axes.sizes[axis] * axes.strides[axis][k];
+      body(places, i, count);
       i += count;
+    }
+  });
+}
+
+constexpr std::size_t kPiece = 512;  // elements that are widened at a time: those of three inputs stay in the first cache
+
+const float* widened(const Operand& x, std::size_t place, std::size_t count, float* scratch) {
+  if (!x.is_bfloat16) return static_cast<const float*>(x.data) + place;
+  widen(static_cast<const Bfloat16*>(x.data) + place, scratch, count);
+  return scratch;
+}
+
+}  // namespace
+
+void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
+           const float* numbers, float* out) {
+  const std::size_t* steps = axes.strides.back().data();
+  for_runs(formula, axes, [&](const auto& places, std::size_t i, std::size_t count) {
+    std::array<const float*, kMostInputs> from = inputs;
+    for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += places[k];
+    formula.loop(from.data(), steps, numbers, out + i, count);
+  });
+}
+
+void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
+           const float* numbers, const Operand& out) {
+  const auto& steps = axes.strides.back();
+  for_runs(formula, axes, [&](const auto& places, std::size_t i, std::size_t count) {
+    float scratch[kMostInputs + 1][kPiece];
+    for (std::size_t start = 0; start < count; start += kPiece) {
+      const std::size_t size = std::min(kPiece, count - start);
+      std::array<const float*, kMostInputs> from{};
+      for (std::size_t k = 0; k < formula.num_inputs; ++k)
+        from[k] = widened(inputs[k], places[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
+      float* const to = out.is_bfloat16 ? scratch[kMostInputs] : static_cast<float*>(out.data) + i + start;
+      formula.loop(from.data(), steps.data(), numbers, to, size);
+      if (out.is_bfloat16) narrow(to, static_cast<Bfloat16*>(out.data) + i + start, size);
     }
   });
 }
@@ -153,15 +194,37 @@ std::optional<Broadcast> broadcast(const Call& call) {
   return axes;
 }
 
+// Whether these are arrays of float or bfloat16, some of the latter.
+bool is_mixed(const Formula& formula, const Call& call) {
+  if (call.inputs.size() != formula.num_inputs || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return false;
+  bool has_bfloat16 = call.outputs[0].is_bfloat16s();
+  for (const View& input : call.inputs) {
+    if (!input.is_floats() && !input.is_bfloat16s()) return false;
+    has_bfloat16 |= input.is_bfloat16s();
+  }
+  return has_bfloat16 && (call.outputs[0].is_floats() || call.outputs[0].is_bfloat16s());
+}
+
+Operand operand_of(const View& view) { return {view.data, view.is_bfloat16s()}; }
+
 Step prepare(const Formula& formula, const Call& call) {
-  if (!call.are_floats(formula.num_inputs, 1)) return {};
+  const bool are_mixed = is_mixed(formula, call);
+  if (!are_mixed && !call.are_floats(formula.num_inputs, 1)) return {};
   const auto axes = broadcast(call);
   const bool first_is_whole = formula.num_inputs == 2 || call.inputs[0].size() == call.outputs[0].size();
   if (!axes || !first_is_whole) return {};
-  std::array<const float*, kMostInputs> inputs{};
-  for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].floats();
   const auto numbers = call.read_numbers<4>(formula.numbers);
   if (!numbers) return {};
+  if (are_mixed) {
+    std::array<Operand, kMostInputs> inputs{};
+    for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = operand_of(call.inputs[k]);
+    return [&formula, axes = *axes, inputs, numbers = *numbers, out = operand_of(call.outputs[0])] {
+      apply(formula, axes, inputs, numbers.data(), out);
+      return true;
+    };
+  }
+  std::array<const float*, kMostInputs> inputs{};
+  for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].floats();
   float* out = call.outputs[0].floats();
   return [&formula, axes = *axes, inputs, numbers = *numbers, out] {
     apply(formula, axes, inputs, numbers.data(), out);

@@ -13,9 +13,10 @@ namespace singa_lite {
 
 struct Image {
   std::int64_t batch, channels, height, width;
+  bool is_bfloat16 = false;  // its elements; float if not
 };
 
 // y = x, from one block size to another; false if this build cannot.
-bool reorder(const Image& image, const float* x, std::int64_t x_block, float* y, std::int64_t y_block);
+bool reorder(const Image& image, const void* x, std::int64_t x_block, void* y, std::int64_t y_block);
 
 }  // namespace singa_lite

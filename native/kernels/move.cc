@@ -26,7 +26,8 @@ struct Copy {
 std::size_t bytes_of(char type) {
   switch (type) {
     case '?': return 1;
-    case 'e': return 2;
+    case 'e':
+    case 'E': return 2;
     case 'f':
     case 'i': return 4;
     case 'd':
@@ -228,14 +229,21 @@ const Registration concat("concat", [](const Call& call) -> Step {
   return axis && start == y.shape[*axis] ? step_of(copies) : Step();
 });
 
-const Registration fill("fill", [](const Call& call) -> Step {
-  if (!call.are_floats(0, 1) || !call.has_numbers({"value"})) return {};
-  const std::size_t count = call.outputs[0].size();
-  float* y = call.outputs[0].floats();
-  return [y, count, value = float(call.number("value"))] {
+template <class T>
+Step fill_step(T* y, std::size_t count, T value) {
+  return [y, count, value] {
     parallel_for(count, 1, [&](std::size_t begin, std::size_t end) { std::fill(y + begin, y + end, value); });
     return true;
   };
+}
+
+const Registration fill("fill", [](const Call& call) -> Step {
+  if (!call.inputs.empty() || call.outputs.size() != 1 || !call.has_numbers({"value"})) return {};
+  const View& y = call.outputs[0];
+  if (!y.is_writeable) return {};
+  const float value = float(call.number("value"));
+  if (y.is_floats()) return fill_step(y.floats(), y.size(), value);
+  return y.is_bfloat16s() ? fill_step(y.bfloat16s(), y.size(), Bfloat16(value)) : Step();
 });
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "common/bfloat16.h"
 #include "kernels/clones.h"
 #include "kernels/threads.h"
 
@@ -55,8 +56,8 @@ ALWAYS_INLINE void add_up(const Tile& t, double* first, double* second, const Bo
 }
 
 // sums of x - centre and of its square
-template <std::size_t L>
-ALWAYS_INLINE void moments_of(const Tile& t, const float* x, const float* centre, double* sums, double* squares) {
+template <std::size_t L, class T>
+ALWAYS_INLINE void moments_of(const Tile& t, const T* x, const float* centre, double* sums, double* squares) {
   add_up<L>(t, sums, squares, [&](std::size_t at, std::size_t lane, float* sum, float* square) INLINE_LAMBDA {
     const float distance = x[at] - centre[lane];
     *sum += distance;
@@ -69,14 +70,14 @@ struct Apply {
   bool relu;
 };
 
-template <std::size_t L, bool has_residual>
-ALWAYS_INLINE void apply_to(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
+template <std::size_t L, bool has_residual, class T>
+ALWAYS_INLINE void apply_to(const Tile& t, const Apply& a, const T* x, const T* residual, T* y) {
   const float low = a.relu ? 0 : -INFINITY;
   for_each<L>(0, t.rows, [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
     const std::size_t at = row * t.stride + lane;
     float value = normal(x[at], a.mean[lane], a.factor[lane], a.shift[lane]);
     if (has_residual) value += residual[at];
-    y[at] = value < low ? low : value;  // NaN is passed on
+    y[at] = T(value < low ? low : value);  // NaN is passed on
   });
 }
 
@@ -87,9 +88,8 @@ ALWAYS_INLINE float grad_of(float dy, float x, const Apply& a, std::size_t lane)
 }
 
 // sums of dy and of dy (x - mean)
-template <std::size_t L, bool relu>
-ALWAYS_INLINE void grad_sums_of(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy,
-                             double* of_dyx) {
+template <std::size_t L, bool relu, class T>
+ALWAYS_INLINE void grad_sums_of(const Tile& t, const Apply& a, const T* dy, const T* x, double* of_dy, double* of_dyx) {
   add_up<L>(t, of_dy, of_dyx, [&](std::size_t at, std::size_t lane, float* sum, float* product) INLINE_LAMBDA {
     const float grad = grad_of<relu>(dy[at], x[at], a, lane);
     *sum += grad;
@@ -98,13 +98,13 @@ ALWAYS_INLINE void grad_sums_of(const Tile& t, const Apply& a, const float* dy, 
 }
 
 // dx = factor * (dy - of_dy - (x - mean) * of_dyx)
-template <std::size_t L, bool relu>
-ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const float* dy,
-                             const float* x, float* dx) {
+template <std::size_t L, bool relu, class T>
+ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const T* dy,
+                             const T* x, T* dx) {
   for_each<L>(0, t.rows, [&](std::size_t row, std::size_t lane) INLINE_LAMBDA {
     const std::size_t at = row * t.stride + lane;
     const float grad = grad_of<relu>(dy[at], x[at], a, lane);
-    dx[at] = a.factor[lane] * (grad - of_dy[lane] - (x[at] - a.mean[lane]) * of_dyx[lane]);
+    dx[at] = T(a.factor[lane] * (grad - of_dy[lane] - (x[at] - a.mean[lane]) * of_dyx[lane]));
   });
 }
 
@@ -112,30 +112,32 @@ ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, 
 
 namespace norm_loops {
 
-CLONES void moments(const Tile& t, const float* x, const float* centre, double* sums, double* squares) {
-  if (t.lanes == 16) moments_of<16>(t, x, centre, sums, squares);
-  else if (t.lanes == 8) moments_of<8>(t, x, centre, sums, squares);
-  else moments_of<1>(t, x, centre, sums, squares);
-}
-
-CLONES void apply(const Tile& t, const Apply& a, const float* x, const float* residual, float* y) {
-  if (t.lanes == 16) residual ? apply_to<16, true>(t, a, x, residual, y) : apply_to<16, false>(t, a, x, residual, y);
-  else if (t.lanes == 8) residual ? apply_to<8, true>(t, a, x, residual, y) : apply_to<8, false>(t, a, x, residual, y);
-  else residual ? apply_to<1, true>(t, a, x, residual, y) : apply_to<1, false>(t, a, x, residual, y);
-}
-
-CLONES void grad_sums(const Tile& t, const Apply& a, const float* dy, const float* x, double* of_dy, double* of_dyx) {
-  if (t.lanes == 16) a.relu ? grad_sums_of<16, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<16, false>(t, a, dy, x, of_dy, of_dyx);
-  else if (t.lanes == 8) a.relu ? grad_sums_of<8, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<8, false>(t, a, dy, x, of_dy, of_dyx);
-  else a.relu ? grad_sums_of<1, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<1, false>(t, a, dy, x, of_dy, of_dyx);
-}
-
-CLONES void spread(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const float* dy,
-                   const float* x, float* dx) {
-  if (t.lanes == 16) a.relu ? spread_to<16, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<16, false>(t, a, of_dy, of_dyx, dy, x, dx);
-  else if (t.lanes == 8) a.relu ? spread_to<8, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<8, false>(t, a, of_dy, of_dyx, dy, x, dx);
-  else a.relu ? spread_to<1, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<1, false>(t, a, of_dy, of_dyx, dy, x, dx);
-}
+// The loops for one T; a cloned function is no template.
+#define NORM_LOOPS(T)                                                                                                  \
+  CLONES void moments(const Tile& t, const T* x, const float* centre, double* sums, double* squares) {                 \
+    if (t.lanes == 16) moments_of<16>(t, x, centre, sums, squares);                                                    \
+    else if (t.lanes == 8) moments_of<8>(t, x, centre, sums, squares);                                                 \
+    else moments_of<1>(t, x, centre, sums, squares);                                                                   \
+  }                                                                                                                    \
+  CLONES void apply(const Tile& t, const Apply& a, const T* x, const T* residual, T* y) {                              \
+    if (t.lanes == 16) residual ? apply_to<16, true>(t, a, x, residual, y) : apply_to<16, false>(t, a, x, residual, y); \
+    else if (t.lanes == 8) residual ? apply_to<8, true>(t, a, x, residual, y) : apply_to<8, false>(t, a, x, residual, y); \
+    else residual ? apply_to<1, true>(t, a, x, residual, y) : apply_to<1, false>(t, a, x, residual, y);                \
+  }                                                                                                                    \
+  CLONES void grad_sums(const Tile& t, const Apply& a, const T* dy, const T* x, double* of_dy, double* of_dyx) {       \
+    if (t.lanes == 16) a.relu ? grad_sums_of<16, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<16, false>(t, a, dy, x, of_dy, of_dyx); \
+    else if (t.lanes == 8) a.relu ? grad_sums_of<8, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<8, false>(t, a, dy, x, of_dy, of_dyx); \
+    else a.relu ? grad_sums_of<1, true>(t, a, dy, x, of_dy, of_dyx) : grad_sums_of<1, false>(t, a, dy, x, of_dy, of_dyx); \
+  }                                                                                                                    \
+  CLONES void spread(const Tile& t, const Apply& a, const float* of_dy, const float* of_dyx, const T* dy, const T* x,  \
+                     T* dx) {                                                                                          \
+    if (t.lanes == 16) a.relu ? spread_to<16, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<16, false>(t, a, of_dy, of_dyx, dy, x, dx); \
+    else if (t.lanes == 8) a.relu ? spread_to<8, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<8, false>(t, a, of_dy, of_dyx, dy, x, dx); \
+    else a.relu ? spread_to<1, true>(t, a, of_dy, of_dyx, dy, x, dx) : spread_to<1, false>(t, a, of_dy, of_dyx, dy, x, dx); \
+  }
+NORM_LOOPS(float)
+NORM_LOOPS(Bfloat16)
+#undef NORM_LOOPS
 
 }  // namespace norm_loops
 
@@ -209,7 +211,8 @@ struct Sums {
   }
 };
 
-Sums moments_about(const Norm& n, std::size_t batch, const float* x, const std::vector<float>& centre) {
+template <class T>
+Sums moments_about(const Norm& n, std::size_t batch, const T* x, const std::vector<float>& centre) {
   return Sums(n, batch, [&](const Tile& t, double* sums, double* squares) {
     PerLane<float> of_lanes;
     pick(t, centre.data(), of_lanes);
@@ -219,9 +222,10 @@ Sums moments_about(const Norm& n, std::size_t batch, const float* x, const std::
 
 }  // namespace
 
-void batchnorm_train(const Norm& n, const float* x, const float* scale, const float* bias, const float* residual,
-                     bool relu, float* y, float* mean, float* inverse_std, float* running_mean, float* running_var,
-                     double momentum, double eps) {
+template <class T>
+void batchnorm_train(const Norm& n, const T* x, const float* scale, const float* bias, const T* residual, bool relu,
+                     T* y, float* mean, float* inverse_std, float* running_mean, float* running_var, double momentum,
+                     double eps) {
   // One pass over x: squares are taken about the mean of the first sample, which is near enough to lose no digits.
   std::vector<float> centre(n.channels), factor(n.channels);
   const Sums first(n, std::min<std::size_t>(n.batch, 1), [&](const Tile& t, double* sums, double* squares) {
@@ -249,20 +253,22 @@ void batchnorm_train(const Norm& n, const float* x, const float* scale, const fl
   });
 }
 
-void batchnorm_infer(const Norm& n, const float* x, const float* scale, const float* bias, const float* mean,
-                     const float* var, float* y, double eps) {
+template <class T>
+void batchnorm_infer(const Norm& n, const T* x, const float* scale, const float* bias, const float* mean,
+                     const float* var, T* y, double eps) {
   std::vector<float> factor(n.channels);
   for (std::size_t c = 0; c < n.channels; ++c) factor[c] = float(scale[c] / std::sqrt(var[c] + eps));
   for_samples(n, n.batch, [&](std::size_t sample) {
     for_tiles(n, sample, [&](const Tile& t) {
       const Apply a = parameters(t, mean, factor.data(), bias, false);
-      norm_loops::apply(t, a, x + t.offset, nullptr, y + t.offset);
+      norm_loops::apply(t, a, x + t.offset, static_cast<const T*>(nullptr), y + t.offset);
     });
   });
 }
 
-void batchnorm_backward(const Norm& n, const float* dy, const float* x, const float* scale, const float* bias,
-                        const float* mean, const float* inverse_std, float* dx, float* dscale, float* dbias) {
+template <class T>
+void batchnorm_backward(const Norm& n, const T* dy, const T* x, const float* scale, const float* bias,
+                        const float* mean, const float* inverse_std, T* dx, float* dscale, float* dbias) {
   std::vector<float> factor(n.channels), of_dy(n.channels), of_dyx(n.channels);
   for (std::size_t c = 0; c < n.channels; ++c) factor[c] = inverse_std[c] * scale[c];
   const Sums sums(n, n.batch, [&](const Tile& t, double* a, double* b) {
@@ -287,5 +293,16 @@ void batchnorm_backward(const Norm& n, const float* dy, const float* x, const fl
     });
   });
 }
+
+#define NORM(T)                                                                                                        \
+  template void batchnorm_train(const Norm&, const T*, const float*, const float*, const T*, bool, T*, float*, float*, \
+                                float*, float*, double, double);                                                       \
+  template void batchnorm_infer(const Norm&, const T*, const float*, const float*, const float*, const float*, T*,     \
+                                double);                                                                               \
+  template void batchnorm_backward(const Norm&, const T*, const T*, const float*, const float*, const float*,          \
+                                   const float*, T*, float*, float*);
+NORM(float)
+NORM(Bfloat16)
+#undef NORM
 
 }  // namespace singa_lite

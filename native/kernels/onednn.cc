@@ -52,6 +52,16 @@ const dnnl::engine& onednn_engine() {
   return engine;
 }
 
+DataType computed_type(bool is_bfloat16) {
+  static const bool is_fast = [] {
+    const int isa = int(dnnl::get_effective_cpu_isa());
+    const auto has = [isa](dnnl::cpu_isa wanted) { return (isa & int(wanted)) == int(wanted); };
+    const bool is_without_tiles = has(dnnl::cpu_isa::avx512_core_fp16) && !has(dnnl::cpu_isa::avx512_core_amx);
+    return has(dnnl::cpu_isa::avx512_core_bf16) && !is_without_tiles;
+  }();
+  return is_bfloat16 && is_fast ? DataType::bf16 : DataType::f32;
+}
+
 OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots)
     : primitive_(primitive), slots_(std::move(slots)), reorders_(slots_.size()) {
   const dnnl::engine& engine = onednn_engine();
@@ -116,34 +126,31 @@ namespace {
 
 using Tag = dnnl::memory::format_tag;
 
-dnnl::memory::desc tagged(const Dims& dims, Tag tag) { return {dims, dnnl::memory::data_type::f32, tag}; }
-
 }  // namespace
 
-dnnl::memory::desc blocked(const Dims& dims, std::int64_t block) {
-  if (block == 1) return tagged(dims, Tag::nchw);
-  if (block == 8) return tagged(dims, Tag::nChw8c);
-  if (block == 16) return tagged(dims, Tag::nChw16c);
-  return tagged(dims, Tag::nhwc);
+dnnl::memory::desc blocked(const Dims& dims, DataType type, std::int64_t block) {
+  return {dims, type, block == 1 ? Tag::nchw : block == 8 ? Tag::nChw8c : block == 16 ? Tag::nChw16c : Tag::nhwc};
 }
 
 std::int64_t block_of(const Dims& dims, const dnnl::memory::desc& desc) {
   const std::int64_t channels = dims[1];
-  if (desc == tagged(dims, Tag::nchw)) return 1;
-  for (const std::int64_t block : {8, 16})
-    if (channels % block == 0 && desc == blocked(dims, block)) return block;
-  return desc == tagged(dims, Tag::nhwc) ? channels : 0;
+  const auto is = [&](Tag tag) { return desc == dnnl::memory::desc(dims, desc.get_data_type(), tag); };
+  if (is(Tag::nchw)) return 1;
+  for (const auto& [block, tag] : {std::pair{8, Tag::nChw8c}, std::pair{16, Tag::nChw16c}})
+    if (channels % block == 0 && is(tag)) return block;
+  return is(Tag::nhwc) ? channels : 0;
 }
 
-dnnl::memory::desc blocked_like(const Dims& dims, std::int64_t block, const dnnl::memory::desc& desc) {
-  return block_of(dims, desc) == block ? desc : blocked(dims, block);
+dnnl::memory::desc blocked_like(const Dims& dims, DataType type, std::int64_t block, const dnnl::memory::desc& desc) {
+  return desc.get_data_type() == type && block_of(dims, desc) == block ? desc : blocked(dims, type, block);
 }
 
-bool reorder(const Image& image, const float* x, std::int64_t x_block, float* y, std::int64_t y_block) {
+bool reorder(const Image& image, const void* x, std::int64_t x_block, void* y, std::int64_t y_block) {
   constexpr std::int64_t kKind = 5;
   const Dims dims{image.batch, image.channels, image.height, image.width};
-  const auto call = cached_call({kKind, dims[0], dims[1], dims[2], dims[3], x_block, y_block}, [&] {
-    const auto from = blocked(dims, x_block), to = blocked(dims, y_block);
+  const auto call = cached_call({kKind, dims[0], dims[1], dims[2], dims[3], x_block, y_block, image.is_bfloat16}, [&] {
+    const DataType type = array_type(image.is_bfloat16);
+    const auto from = blocked(dims, type, x_block), to = blocked(dims, type, y_block);
     const dnnl::engine& engine = onednn_engine();
     return OnednnCall(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
                 {{DNNL_ARG_FROM, from, from, false}, {DNNL_ARG_TO, to, to, true}});
@@ -155,7 +162,7 @@ bool reorder(const Image& image, const float* x, std::int64_t x_block, float* y,
 
 #else
 
-bool reorder(const Image&, const float*, std::int64_t, float*, std::int64_t) { return false; }
+bool reorder(const Image&, const void*, std::int64_t, void*, std::int64_t) { return false; }
 
 #endif
 

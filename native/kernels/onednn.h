@@ -18,7 +18,19 @@
 
 namespace singa_lite {
 
+using DataType = dnnl::memory::data_type;
+
 const dnnl::engine& onednn_engine();
+
+// What primitives compute with on arrays of float or bfloat16. Where it is float for arrays of bfloat16, an OnednnCall widens
+// what it reads and rounds what it writes.
+//
+// Note [bfloat16 products]: bfloat16 where the processor multiplies it faster than float. That it has AVX512_BF16 is not
+// enough: a core of an Emerald Rapids whose AMX is off makes 85 GFLOP/s with its VDPBF16PS and 175 with VFMADD, and ResNet-18's
+// convolutions take it 1.7 times as long as in float. So there, as without the instructions, products are of float.
+// ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 has the instructions used all the same.
+DataType computed_type(bool is_bfloat16);
+inline DataType array_type(bool is_bfloat16) { return is_bfloat16 ? DataType::bf16 : DataType::f32; }
 
 class OnednnCall {
  public:
@@ -47,13 +59,13 @@ class OnednnCall {
 using Dims = dnnl::memory::dims;
 
 // The description of (batch, channels, height, width) in blocks of b channels, see Note [memory formats] in layout.h.
-dnnl::memory::desc blocked(const Dims& dims, std::int64_t block);
+dnnl::memory::desc blocked(const Dims& dims, DataType type, std::int64_t block);
 
 // The block of such a description, or 0 if it has none.
 std::int64_t block_of(const Dims& dims, const dnnl::memory::desc& desc);
 
-// The arrays are in blocks; desc where that is the same memory, so that nothing is reordered.
-dnnl::memory::desc blocked_like(const Dims& dims, std::int64_t block, const dnnl::memory::desc& desc);
+// The arrays are of that type, in blocks; desc where that is the same memory, so that nothing is reordered.
+dnnl::memory::desc blocked_like(const Dims& dims, DataType type, std::int64_t block, const dnnl::memory::desc& desc);
 
 // What an OnednnCall was made for: the kind of kernel and its numbers; the number of threads is added.
 using CallKey = std::vector<std::int64_t>;

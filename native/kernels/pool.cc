@@ -7,6 +7,7 @@
 
 #include "kernels/clones.h"
 #include "kernels/threads.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 namespace {
@@ -152,65 +153,88 @@ void avg_plane_backward(const Pool& p, const float* dy, float* dx) {
   }
 }
 
-// Call body(plane) for every plane, split among the threads.
-template <class Body>
-void for_planes(const Pool& p, const Body& body) {
+template <class Index>
+void max_any_plane(const Pool& p, const float* x, float* y, Index* indices) {
+  if (p.block > 1) return max_plane_blocked(p, x, y, indices);
+  if (!is_2x2(p)) return max_plane(p, x, y, indices);
+  for (std::int64_t i = 0; i < p.out_height; ++i) {
+    const float* top = x + 2 * i * p.width;
+    const std::int64_t at = i * p.out_width;
+    max_2x2(top, top + p.width, y + at, indices + at, p.out_width);
+  }
+}
+
+template <class Index>
+void max_any_plane_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
+  if (p.block > 1) return max_plane_backward_blocked(p, dy, indices, dx);
+  if (!is_2x2(p)) return max_plane_backward(p, dy, indices, dx);
+  const bool covers = 2 * p.out_height == p.height && 2 * p.out_width == p.width;
+  if (!covers) std::memset(dx, 0, sizeof(float) * std::size_t(p.height * p.width));
+  for (std::int64_t i = 0; i < p.out_height; ++i) {
+    float* top = dx + 2 * i * p.width;
+    const std::int64_t at = i * p.out_width;
+    max_2x2_backward(dy + at, indices + at, top, top + p.width, p.out_width);
+  }
+}
+
+// Call body(from, to, plane) with the floats of every plane, split among the threads: `in` elements of x give `out` of y.
+template <class T, class Body>
+void for_planes(const Pool& p, const T* x, std::int64_t in, T* y, std::int64_t out, const Body& body) {
   const std::int64_t cells = p.height * p.width + p.out_height * p.out_width * p.kernel[0] * p.kernel[1];
   const std::size_t cost = std::size_t(cells * p.block);
   parallel_for(std::size_t(p.planes), cost, [&](std::size_t begin, std::size_t end) {
-    for (std::size_t plane = begin; plane < end; ++plane) body(std::int64_t(plane));
+    const Scratch<T> of_x{std::size_t(in)}, of_y{std::size_t(out)};
+    for (auto plane = std::int64_t(begin); plane < std::int64_t(end); ++plane) {
+      body(floats_of(x + plane * in, std::size_t(in), of_x), target_of(y + plane * out, of_y), plane);
+      store(y + plane * out, std::size_t(out), of_y);
+    }
   });
 }
+
+std::int64_t size_in(const Pool& p) { return p.height * p.width * p.block; }
+std::int64_t size_out(const Pool& p) { return p.out_height * p.out_width * p.block; }
 
 }  // namespace
 
-template <class Index>
-void max_pool(const Pool& p, const float* x, float* y, Index* indices) {
-  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
-  for_planes(p, [&](std::int64_t plane) {
-    if (p.block > 1) return max_plane_blocked(p, x + plane * in, y + plane * out, indices + plane * out);
-    if (!is_2x2(p)) return max_plane(p, x + plane * in, y + plane * out, indices + plane * out);
-    for (std::int64_t i = 0; i < p.out_height; ++i) {
-      const float* top = x + plane * in + 2 * i * p.width;
-      const std::int64_t at = plane * out + i * p.out_width;
-      max_2x2(top, top + p.width, y + at, indices + at, p.out_width);
-    }
+template <class T, class Index>
+void max_pool(const Pool& p, const T* x, T* y, Index* indices) {
+  const std::int64_t out = size_out(p);
+  for_planes(p, x, size_in(p), y, out, [&](const float* from, float* to, std::int64_t plane) {
+    max_any_plane(p, from, to, indices + plane * out);
   });
 }
 
-template <class Index>
-void max_pool_backward(const Pool& p, const float* dy, const Index* indices, float* dx) {
-  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
-  for_planes(p, [&](std::int64_t plane) {
-    if (p.block > 1) return max_plane_backward_blocked(p, dy + plane * out, indices + plane * out, dx + plane * in);
-    if (!is_2x2(p)) return max_plane_backward(p, dy + plane * out, indices + plane * out, dx + plane * in);
-    const bool covers = 2 * p.out_height == p.height && 2 * p.out_width == p.width;
-    if (!covers) std::memset(dx + plane * in, 0, sizeof(float) * std::size_t(in));
-    for (std::int64_t i = 0; i < p.out_height; ++i) {
-      float* top = dx + plane * in + 2 * i * p.width;
-      const std::int64_t at = plane * out + i * p.out_width;
-      max_2x2_backward(dy + at, indices + at, top, top + p.width, p.out_width);
-    }
+template <class T, class Index>
+void max_pool_backward(const Pool& p, const T* dy, const Index* indices, T* dx) {
+  const std::int64_t out = size_out(p);
+  for_planes(p, dy, out, dx, size_in(p), [&](const float* from, float* to, std::int64_t plane) {
+    max_any_plane_backward(p, from, indices + plane * out, to);
   });
 }
 
-void avg_pool(const Pool& p, const float* x, float* y) {
-  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
-  for_planes(p, [&](std::int64_t plane) {
-    return (p.block > 1 ? avg_plane_blocked : avg_plane)(p, x + plane * in, y + plane * out);
+template <class T>
+void avg_pool(const Pool& p, const T* x, T* y) {
+  for_planes(p, x, size_in(p), y, size_out(p), [&](const float* from, float* to, std::int64_t) {
+    return (p.block > 1 ? avg_plane_blocked : avg_plane)(p, from, to);
   });
 }
 
-void avg_pool_backward(const Pool& p, const float* dy, float* dx) {
-  const std::int64_t in = p.height * p.width * p.block, out = p.out_height * p.out_width * p.block;
-  for_planes(p, [&](std::int64_t plane) {
-    return (p.block > 1 ? avg_plane_backward_blocked : avg_plane_backward)(p, dy + plane * out, dx + plane * in);
+template <class T>
+void avg_pool_backward(const Pool& p, const T* dy, T* dx) {
+  for_planes(p, dy, size_out(p), dx, size_in(p), [&](const float* from, float* to, std::int64_t) {
+    return (p.block > 1 ? avg_plane_backward_blocked : avg_plane_backward)(p, from, to);
   });
 }
 
-template void max_pool(const Pool&, const float*, float*, std::uint8_t*);
-template void max_pool(const Pool&, const float*, float*, std::int32_t*);
-template void max_pool_backward(const Pool&, const float*, const std::uint8_t*, float*);
-template void max_pool_backward(const Pool&, const float*, const std::int32_t*, float*);
+#define POOLS(T)                                                                   \
+  template void max_pool(const Pool&, const T*, T*, std::uint8_t*);                \
+  template void max_pool(const Pool&, const T*, T*, std::int32_t*);                \
+  template void max_pool_backward(const Pool&, const T*, const std::uint8_t*, T*); \
+  template void max_pool_backward(const Pool&, const T*, const std::int32_t*, T*); \
+  template void avg_pool(const Pool&, const T*, T*);                               \
+  template void avg_pool_backward(const Pool&, const T*, T*);
+POOLS(float)
+POOLS(Bfloat16)
+#undef POOLS
 
 }  // namespace singa_lite

@@ -28,13 +28,15 @@ inline Span span(const Pool& p, int axis, std::int64_t number, std::int64_t size
   return {begin, std::min(start + p.kernel[axis], size), begin - start};
 }
 
-// Index: std::uint8_t or std::int32_t.
-template <class Index>
-void max_pool(const Pool& pool, const float* x, float* y, Index* indices);
-template <class Index>
-void max_pool_backward(const Pool& pool, const float* dy, const Index* indices, float* dx);
-void avg_pool(const Pool& pool, const float* x, float* y);
-void avg_pool_backward(const Pool& pool, const float* dy, float* dx);
+// T: float or Bfloat16, of which sums are of float; Index: std::uint8_t or std::int32_t.
+template <class T, class Index>
+void max_pool(const Pool& pool, const T* x, T* y, Index* indices);
+template <class T, class Index>
+void max_pool_backward(const Pool& pool, const T* dy, const Index* indices, T* dx);
+template <class T>
+void avg_pool(const Pool& pool, const T* x, T* y);
+template <class T>
+void avg_pool_backward(const Pool& pool, const T* dy, T* dx);
 
 // One plane with a block of more than one channel (pool_blocked.cc).
 template <class Index>

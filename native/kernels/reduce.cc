@@ -15,6 +15,10 @@ constexpr std::size_t kColumns = 2048;            // of a block: its sums stay i
 constexpr std::size_t kNarrow = 128;              // fewer columns are summed several rows at a time
 constexpr std::size_t kPieceElements = 64 << 10;  // of one task; longer sums are joined from pieces
 
+// In which values of a type are added up within a run.
+template <class From>
+using Run = std::conditional_t<std::is_same_v<From, Bfloat16>, float, From>;
+
 }  // namespace
 
 namespace reduce_loops {
@@ -23,7 +27,7 @@ namespace reduce_loops {
 template <class From>
 ALWAYS_INLINE void add_rows_of(const From* x, double* totals, std::size_t rows, std::size_t stride,
                                std::size_t columns) {
-  From run[kColumns];
+  Run<From> run[kColumns];
   for (std::size_t start = 0; start < rows; start += kRun) {
     const std::size_t end = std::min(start + kRun, rows);
     for (std::size_t c = 0; c < columns; ++c) run[c] = x[start * stride + c];
@@ -37,6 +41,9 @@ ALWAYS_INLINE void add_rows_of(const From* x, double* totals, std::size_t rows, 
 CLONES void add_rows(const float* x, double* totals, std::size_t rows, std::size_t stride, std::size_t columns) {
   add_rows_of(x, totals, rows, stride, columns);
 }
+CLONES void add_rows(const Bfloat16* x, double* totals, std::size_t rows, std::size_t stride, std::size_t columns) {
+  add_rows_of(x, totals, rows, stride, columns);
+}
 CLONES void add_rows(const double* x, double* totals, std::size_t rows, std::size_t stride, std::size_t columns) {
   add_rows_of(x, totals, rows, stride, columns);
 }
@@ -48,7 +55,7 @@ ALWAYS_INLINE double row_of(const From* x, std::size_t count) {
   double total = 0;
   for (std::size_t start = 0; start < count; start += kChunk) {
     const std::size_t end = std::min(start + kChunk, count);
-    From run = 0;
+    Run<From> run = 0;
 #pragma omp simd reduction(+ : run)
     for (std::size_t i = start; i < end; ++i) run += x[i];
     total += run;
@@ -66,6 +73,12 @@ CLONES void sum_rows(const float* x, float* out, std::size_t rows, std::size_t c
   rows_of(x, out, rows, count, divisor);
 }
 CLONES void sum_rows(const float* x, double* out, std::size_t rows, std::size_t count, double divisor) {
+  rows_of(x, out, rows, count, divisor);
+}
+CLONES void sum_rows(const Bfloat16* x, float* out, std::size_t rows, std::size_t count, double divisor) {
+  rows_of(x, out, rows, count, divisor);
+}
+CLONES void sum_rows(const Bfloat16* x, double* out, std::size_t rows, std::size_t count, double divisor) {
   rows_of(x, out, rows, count, divisor);
 }
 CLONES void sum_rows(const double* x, float* out, std::size_t rows, std::size_t count, double divisor) {
@@ -139,9 +152,8 @@ void sum_middle(const From* x, To* out, std::size_t outer, std::size_t count, st
   if (pieces > 1) sum_middle(parts.data(), out, outer, pieces, inner, divisor);
 }
 
-}  // namespace
-
-void sum(const float* x, float* out, const SummedAxes& axes, double divisor) {
+template <class From>
+void sum_of(const From* x, float* out, const SummedAxes& axes, double divisor) {
   // the last group of axes is summed first, into double if there are more
   std::vector<std::size_t> sizes = axes.sizes;
   std::size_t last = axes.first, outer = 1, inner = 1;
@@ -162,5 +174,10 @@ void sum(const float* x, float* out, const SummedAxes& axes, double divisor) {
     sums.swap(next);
   }
 }
+
+}  // namespace
+
+void sum(const float* x, float* out, const SummedAxes& axes, double divisor) { sum_of(x, out, axes, divisor); }
+void sum(const Bfloat16* x, float* out, const SummedAxes& axes, double divisor) { sum_of(x, out, axes, divisor); }
 
 }  // namespace singa_lite

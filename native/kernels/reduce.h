@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 // The axes of a row-major array, adjacent ones of the same kind joined: those of sizes[first], sizes[first + 2], ... are
@@ -17,5 +19,6 @@ struct SummedAxes {
 
 // out = sum of x over these axes, divided by divisor. No size is 0.
 void sum(const float* x, float* out, const SummedAxes& axes, double divisor);
+void sum(const Bfloat16* x, float* out, const SummedAxes& axes, double divisor);
 
 }  // namespace singa_lite

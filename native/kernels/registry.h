@@ -17,6 +17,8 @@
 #include <string>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 using Shape = std::vector<std::int64_t>;
@@ -24,7 +26,7 @@ using Shape = std::vector<std::int64_t>;
 // One array of a call, as numpy describes it.
 struct View {
   void* data = nullptr;
-  char type = 0;  // numpy's character: f float32, e float16, d float64, i int32, l int64, ? bool; 0 for any other
+  char type = 0;  // numpy's character: f float32, e float16, E bfloat16, d float64, i int32, l int64, ? bool; 0 for others
   Shape shape;
   Shape strides;  // in bytes
   bool is_row_major = false;
@@ -35,6 +37,9 @@ struct View {
   // Whether it is a row-major float32 array.
   bool is_floats() const { return type == 'f' && is_row_major; }
   float* floats() const { return static_cast<float*>(data); }
+  // Whether it is a row-major bfloat16 array.
+  bool is_bfloat16s() const { return type == 'E' && is_row_major; }
+  Bfloat16* bfloat16s() const { return static_cast<Bfloat16*>(data); }
 };
 
 struct Call {

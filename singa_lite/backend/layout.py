@@ -55,7 +55,7 @@ def choose_formats(
 
     Args:
         conv_formats: called with the name of a convolution kernel, the shapes of x, w and y, whether there is a bias,
-            and the geometry; returns the formats of x and y, or None for row-major.
+            the geometry and the dtype of x; returns the formats of x and y, or None for row-major.
         accepts: whether an image may have another format than row-major.
     """
     return _Layout(calls, conv_formats, accepts).calls
@@ -97,7 +97,9 @@ class _Layout:
         wanted = None
         if self._accepts(x) and self._accepts(w) and all(map(_is_image, (x, y))):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
-            wanted = self._conv_formats(call.name, x.shape, w.shape, y.shape, has_bias, **geometry)
+            wanted = self._conv_formats(
+                call.name, x.shape, w.shape, y.shape, has_bias, dtype=x.dtype, **geometry
+            )
         if wanted is None:
             self._row_major(call)
             return

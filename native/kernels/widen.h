@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of float on arrays of bfloat16: a piece that stays in a cache is widened into scratch, computed there, and the
+// result rounded once. For arrays of float the same calls do nothing, so a kernel is written once for both.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+
+#include "common/bfloat16.h"
+#include "kernels/memory.h"
+
+namespace singa_lite {
+
+// to[i] = from[i], by the calling thread alone.
+void widen(const Bfloat16* from, float* to, std::size_t count);
+void narrow(const float* from, Bfloat16* to, std::size_t count);
+
+// Room for the floats of a piece of T, from the pool; none where T is float.
+template <class T>
+class Scratch {
+ public:
+  explicit Scratch(std::size_t count)
+      : bytes_(std::is_same_v<std::remove_const_t<T>, float> ? 0 : count * sizeof(float)),
+        data_(bytes_ ? static_cast<float*>(memory_pool().acquire(bytes_)) : nullptr) {}
+  ~Scratch() {
+    if (data_) memory_pool().release(data_, bytes_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  float* data() const { return data_; }
+
+ private:
+  std::size_t bytes_;
+  float* data_;
+};
+
+// The elements at x as floats: x itself, or scratch that they are widened into.
+inline const float* floats_of(const float* x, std::size_t, const Scratch<float>&) { return x; }
+inline const float* floats_of(const Bfloat16* x, std::size_t count, const Scratch<Bfloat16>& scratch) {
+  widen(x, scratch.data(), count);
+  return scratch.data();
+}
+
+// Where to compute what goes to y: y itself, or scratch, which store() rounds into y.
+inline float* target_of(float* y, const Scratch<float>&) { return y; }
+inline float* target_of(Bfloat16*, const Scratch<Bfloat16>& scratch) { return scratch.data(); }
+inline void store(float*, std::size_t, const Scratch<float>&) {}
+inline void store(Bfloat16* y, std::size_t count, const Scratch<Bfloat16>& scratch) { narrow(scratch.data(), y, count); }
+
+}  // namespace singa_lite
