@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lowered transformers: attention without kept probabilities, products finished row by row, and their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite._native import load
+from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import get_default_device
+from singa_lite.graph.nodes import Kernel
+from singa_lite.tensor import from_numpy, to_numpy
+from tests.ranks import run_ranks
+
+MODULE, _ = load("_kernels")
+if not getattr(MODULE, "onednn", ""):
+    pytest.skip("built without oneDNN: steps are not lowered", allow_module_level=True)
+NUMPY = NumpyBackend()
+TOLERANCE = 3e-5  # of the largest element
+quick = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def evaluation_afterwards():
+    yield
+    autograd.training = False
+
+
+class Block(layer.Layer):
+    def __init__(self, width, causal, bias):
+        super().__init__()
+        self.attention_norm, self.norm = layer.LayerNorm(width), layer.LayerNorm(width)
+        self.attention = layer.MultiHeadAttention(2, causal=causal, bias=bias)
+        self.grow = layer.Linear(width, 4 * width, bias=bias)
+        self.shrink = layer.Linear(4 * width, width, bias=bias)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.shrink(autograd.gelu(self.grow(self.norm(x))))
+
+
+class Transformer(model.Model):
+    """Ids (batch, length) -> logits, as in examples/model/transformer.py."""
+
+    def __init__(self, width=24, num_layers=2, causal=True, bias=True):
+        super().__init__()
+        self.characters, self.positions = layer.Embedding(11, width), layer.Embedding(70, width)
+        self.blocks = [Block(width, causal, bias) for _ in range(num_layers)]
+        self.norm, self.head = layer.LayerNorm(width), layer.Linear(width, 11)
+
+    def initialize(self, x):
+        self.numbers = from_numpy(np.arange(x.shape[1], dtype=np.int32))
+
+    def forward(self, x):
+        x = self.characters(x) + self.positions(self.numbers)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def train_one_batch(self, x, y):
+        out = self.forward(x)
+        loss = autograd.softmax_cross_entropy(
+            autograd.reshape(out, (-1, out.shape[2])), autograd.reshape(y, (-1,))
+        )
+        self.optimizer(loss)
+        return out, loss
+
+
+def train(use_graph, steps, communicator=None, **options):
+    get_default_device().SetRandSeed(3)
+    net = Transformer(**options)
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.05), communicator=communicator or LocalCommunicator(World())))
+    rank = 0 if communicator is None else communicator.rank
+
+    def batch(step):
+        ids = np.random.default_rng(10 * step + rank).integers(0, 11, (3, 41)).astype(np.int32)
+        return from_numpy(ids[:, :-1].copy()), from_numpy(ids[:, 1:].copy())
+
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    results = [net(*batch(step)) for step in range(steps)]
+    if use_graph:
+        assert net.graph_info()[0].break_reason is None
+    outs, losses = zip(*[(to_numpy(out), to_numpy(loss).item()) for out, loss in results], strict=True)
+    return outs, losses, {name: to_numpy(value) for name, value in net.get_states().items()}
+
+
+@pytest.mark.parametrize(("causal", "bias"), [(True, True), (False, True), (True, False)])
+def test_a_lowered_step_agrees_with_an_eager_one(causal, bias):
+    eager, graph = (train(use_graph, 3, causal=causal, bias=bias) for use_graph in (False, True))
+    for one, other in zip(eager[0], graph[0], strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(graph[1], eager[1], rtol=1e-5)
+    for name, value in eager[2].items():
+        np.testing.assert_allclose(graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def ranks_train(communicator, use_graph):
+    return train(use_graph, 3, communicator)[2]
+
+
+def test_lowered_ranks_stay_bit_equal():
+    eager, graph = (run_ranks(ranks_train, 3, use_graph) for use_graph in (False, True))
+    for name, value in graph[0].items():
+        assert value.tobytes() == graph[1][name].tobytes() == graph[2][name].tobytes(), name
+        np.testing.assert_allclose(value, eager[0][name], rtol=1e-4, atol=1e-5)
+
+
+def lowered_calls(monkeypatch, **options):
+    seen = []
+    lower = CpuBackend.lower
+
+    def listen(self, calls):
+        seen.append(lower(self, calls))
+        return seen[-1]
+
+    monkeypatch.setattr(CpuBackend, "lower", listen)
+    train(True, 1, **options)
+    return [call for call in seen[0] if isinstance(call, Kernel)]
+
+
+def test_a_lowered_transformer_keeps_no_probabilities(monkeypatch):
+    calls = lowered_calls(monkeypatch)
+    names = [call.name for call in calls]
+    assert names.count("block_attention") == names.count("block_attention_backward") == 2
+    assert not {"attention", "attention_backward"} & set(names)
+    square = 3 * 2 * 40 * 40 * 4
+    assert not any(
+        view.memory.num_bytes == square for call in calls for view in (*call.inputs, *call.outputs)
+    )
+
+
+# ---- the kernels that only lowered steps have, against numpy's in float64 ----------------------------
+
+
+def floats(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def like(*shape: int) -> np.ndarray:
+    """An output full of what must be overwritten."""
+    return np.full(shape, 99, np.float32)
+
+
+def reference(kernel: str, *inputs: np.ndarray, out: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
+    """What numpy's kernel gives in float64, for outputs of the shapes in ``out``."""
+    made = tuple(np.empty(shape) for shape in out)
+    exact = [array.astype(np.float64) for array in inputs]
+    NUMPY.run(kernel, *exact, out=made if len(made) > 1 else made[0], **attributes)
+    return made
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
+    scale = max(1.0, np.abs(expected).max(initial=0))
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=name)
+
+
+@quick
+@given(
+    seeds, st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 70)), st.tuples(*[st.integers(1, 150)] * 2),
+    st.sampled_from("scm"), st.sampled_from([1, 20]),
+)  # fmt: skip
+def test_block_attention_and_its_gradient(seed, sizes, lengths, kind, size):
+    batch, heads, head_size = sizes
+    width, (queries, keys) = heads * head_size, lengths if kind == "m" else lengths[:1] * 2
+    if kind == "m":
+        inputs = floats(seed, batch, queries, width), floats(seed + 1, batch, keys, 2 * width)
+    else:
+        inputs = (floats(seed, batch, queries, 3 * width),)
+    options = {"num_heads": heads, "causal": kind == "c"}
+    y, logsumexp = like(batch, queries, width), like(batch, heads, queries)
+    assert MODULE.block_attention(*inputs, out=(y, logsumexp), **options)
+    expected, weights = reference(
+        "attention", *inputs, out=(y.shape, (batch, heads, queries, keys)), **options
+    )
+    assert_close(y, expected, "y")
+    dy, out = floats(seed + 2, *y.shape) * np.float32(size), tuple(like(*x.shape) for x in inputs)
+    assert MODULE.block_attention_backward(dy, logsumexp, *inputs, out=out, **options)
+    grads = reference(
+        "attention_backward", dy, weights, *inputs, out=[array.shape for array in out], **options
+    )
+    for found, grad in zip(out, grads, strict=True):
+        assert_close(found, grad, "gradient")
+
+
+def test_block_attention_survives_large_scores_and_passes_nan_on():
+    x = floats(1, 1, 40, 12) * 60
+    y, logsumexp, dx = like(1, 40, 4), like(1, 1, 40), like(*x.shape)
+    options = {"num_heads": 1, "causal": True}
+    assert MODULE.block_attention(x, out=(y, logsumexp), **options)
+    assert_close(y, reference("attention", x, out=(y.shape, (1, 1, 40, 40)), **options)[0], "y")
+    x[0, 30, 5] = np.nan  # a key of position 30
+    assert MODULE.block_attention(x, out=(y, logsumexp), **options)
+    assert np.isfinite(y[0, :30]).all() and np.isnan(y[0, 30:]).all()
+    assert MODULE.block_attention_backward(y, logsumexp, x, out=dx, **options)
+    assert np.isnan(dx).any()
+
+
+def test_block_attention_takes_no_arrays_that_do_not_fit():
+    x, y, sums = floats(1, 2, 5, 12), like(2, 5, 4), like(2, 2, 5)
+    options = {"num_heads": 2, "causal": False}
+    for inputs, out in (
+        ((x,), (like(2, 5, 6), sums)),
+        ((x,), (y, like(2, 2, 5, 5))),
+        ((x[:, :, :11].copy(),), (y, sums)),
+        ((y, floats(2, 3, 5, 8)), (like(2, 5, 4), sums)),
+    ):
+        assert not MODULE.block_attention(*inputs, out=out, **options)
+    assert not MODULE.block_attention(x, out=(y, sums), num_heads=3, causal=False)
+    assert not MODULE.block_attention_backward(y.copy(), sums, x, out=(like(2, 5, 13),), **options)
