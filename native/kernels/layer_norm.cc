@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/layer_norm.h"
+
 #include "kernels/clones.h"
 #include "kernels/registry.h"
 #include "kernels/threads.h"

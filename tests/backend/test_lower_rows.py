@@ -216,3 +216,80 @@ def test_block_attention_takes_no_arrays_that_do_not_fit():
         assert not MODULE.block_attention(*inputs, out=out, **options)
     assert not MODULE.block_attention(x, out=(y, sums), num_heads=3, causal=False)
     assert not MODULE.block_attention_backward(y.copy(), sums, x, out=(like(2, 5, 13),), **options)
+
+
+def test_products_of_a_lowered_transformer_are_finished_with_what_follows(monkeypatch):
+    names = [call.name for call in lowered_calls(monkeypatch)]
+    assert names.count("matmul_gelu") == names.count("matmul_mul") == 2
+    assert names.count("matmul_add_norm") == 4  # behind attention and the Linears of both blocks
+    assert not {"gelu", "gelu_backward", "mul"} & set(names)
+    assert names.count("layer_norm") == 1  # the first one, behind no product
+
+
+shapes = st.tuples(st.integers(1, 300), st.integers(1, 70), st.integers(1, 40))
+
+
+@quick
+@given(seeds, shapes)
+def test_product_with_gelu_and_its_slope(seed, shape):
+    m, n, k = shape
+    a, b, bias = floats(seed, m, k), floats(seed + 1, k, n), floats(seed + 2, n)
+    y, slope = like(m, n), like(m, n)
+    assert MODULE.matmul_gelu(a, b, bias, out=(y, slope))
+    (product,) = reference("matmul", a, b, out=((m, n),))
+    u = product + bias
+    assert_close(y, reference("gelu", u, out=((m, n),))[0], "gelu")
+    assert_close(slope, reference("gelu_backward", np.ones_like(u), u, out=((m, n),))[0], "slope")
+
+
+@quick
+@given(seeds, shapes, st.booleans())
+def test_product_times_a_factor(seed, shape, transpose_b):
+    m, n, k = shape
+    a, b, factor = (
+        floats(seed, m, k),
+        floats(seed + 1, *((n, k) if transpose_b else (k, n))),
+        floats(seed + 2, m, n),
+    )
+    y = like(m, n)
+    assert MODULE.matmul_mul(a, b, factor, out=y, transpose_b=transpose_b)
+    (product,) = reference("matmul", a, b, out=((m, n),), transpose_b=transpose_b)
+    assert_close(y, product * factor, "product")
+
+
+@quick
+@given(seeds, shapes)
+def test_product_with_a_residual_and_the_norm_of_the_sum(seed, shape):
+    m, n, k = shape
+    a, b, bias, residual = (
+        floats(seed, m, k),
+        floats(seed + 1, k, n),
+        floats(seed + 2, n),
+        floats(seed + 3, m, n),
+    )
+    (product,) = reference("matmul", a, b, out=((m, n),))
+    exact = product + bias + residual
+    y, total, normal, mean, inverse_std = like(m, n), like(m, n), like(m, n), like(m), like(m)
+    assert MODULE.matmul_add(a, b, bias, residual, out=y)
+    assert_close(y, exact, "sum")
+    scale, shift = floats(seed + 4, n), floats(seed + 5, n)
+    assert MODULE.matmul_add_norm(
+        a, b, bias, residual, scale, shift, out=(total, normal, mean, inverse_std), eps=0.1
+    )
+    np.testing.assert_array_equal(total, y)
+    shapes = ((m, n), (m,), (m,))
+    expected = reference("layer_norm", exact, scale, shift, out=shapes, eps=0.1)
+    for found, wanted in zip((normal, mean, inverse_std), expected, strict=True):
+        assert_close(found, wanted, "norm")
+
+
+def test_finished_products_take_no_arrays_that_do_not_fit():
+    a, b, bias, y = floats(1, 6, 4), floats(2, 4, 5), floats(3, 5), like(6, 5)
+    assert not MODULE.matmul_gelu(a, b, bias[:4].copy(), out=(y, y.copy()))
+    assert not MODULE.matmul_gelu(a, b, bias, out=(y, like(6, 4)))
+    assert not MODULE.matmul_gelu(a, b[:3].copy(), bias, out=(y, y.copy()))
+    assert not MODULE.matmul_mul(a, b, like(5, 5), out=y, transpose_b=False)
+    assert not MODULE.matmul_add(a, b, bias, like(6, 4), out=y)
+    assert not MODULE.matmul_add(a, b, bias, y.astype("f8"), out=y)
+    outs = (y, y.copy(), like(6), like(5))
+    assert not MODULE.matmul_add_norm(a, b, bias, y.copy(), bias, bias, out=outs, eps=1e-5)
