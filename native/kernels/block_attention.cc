@@ -20,33 +20,42 @@ namespace singa_lite {
 namespace block_attention_loops {
 
 // Note [whole vectors]: rows of scores have room for a multiple of kPanel, so that no loop has a rest, which would be
-// computed one by one and take longer than all before it. What is masked takes part as if its probability were 1, as the
-// exponential of a small number would be subnormal and slow, and is 0 in the end.
+// computed one by one and take longer than all before it. What is masked, of the last kPanel elements alone, takes part as
+// if its probability were 1, as the exponential of a small number would be subnormal and slow, and is 0 in the end.
+
+// What is masked becomes `value`.
+ALWAYS_INLINE void mask(float* row, std::size_t seen, std::size_t count, float value) {
+  float* const last = row + (count - std::size_t(kPanel));
+  const int left = int(seen) - int(count - std::size_t(kPanel));
+  for (int i = 0; i < int(kPanel); ++i) last[i] = i < left ? last[i] : value;
+}
 
 // row = e^(scale * row - the largest of them), 0 behind `seen`; returns the sum. See Note [whole vectors].
 CLONES float powers(float* row, float scale, std::size_t seen, std::size_t count, float* largest) {
   float most = row[0], total = 0;
-  for (std::size_t i = seen; i < count; ++i) row[i] = most;
+  mask(row, seen, count, most);
 #pragma omp simd reduction(max : most)
   for (std::size_t i = 0; i < count; ++i) most = row[i] > most ? row[i] : most;
   for (std::size_t i = 0; i < count; ++i) row[i] = vector_math::exp((row[i] - most) * scale);
-  for (std::size_t i = seen; i < count; ++i) row[i] = 0;
+  mask(row, seen, count, 0);
 #pragma omp simd reduction(+ : total)
   for (std::size_t i = 0; i < count; ++i) total += row[i];
   *largest = most * scale;
   return total;
 }
 
-CLONES void multiply(float* row, float factor, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) row[i] *= factor;
+// to = factor * from, of rows; not memcpy, whose calls for few elements take longer.
+CLONES void multiply(const float* from, std::int64_t from_step, float factor, float* to, std::int64_t to_step,
+                     std::int64_t rows, std::int64_t count) {
+  for (std::int64_t row = 0; row < rows; ++row, from += from_step, to += to_step)
+#pragma GCC ivdep
+    for (std::int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
 }
 
 // From scores and the gradient of their probabilities: the probabilities, and the gradient of the scores; 0 behind `seen`.
 CLONES void backward(float* scores, float* grads, float scale, float logsumexp, std::size_t seen, std::size_t count) {
-  for (std::size_t i = seen; i < count; ++i) {
-    scores[i] = logsumexp / scale;
-    grads[i] = 0;
-  }
+  mask(scores, seen, count, logsumexp / scale);
+  mask(grads, seen, count, 0);
   float total = 0;
 #pragma omp simd reduction(+ : total)
   for (std::size_t i = 0; i < count; ++i) {
@@ -55,7 +64,8 @@ CLONES void backward(float* scores, float* grads, float scale, float logsumexp, 
   }
 #pragma GCC ivdep
   for (std::size_t i = 0; i < count; ++i) grads[i] = scores[i] * (grads[i] - total) * scale;
-  for (std::size_t i = seen; i < count; ++i) scores[i] = grads[i] = 0;
+  mask(scores, seen, count, 0);
+  mask(grads, seen, count, 0);
 }
 
 }  // namespace block_attention_loops
@@ -127,14 +137,10 @@ void forward(const Attention& p, float* y, float* logsumexp) {
       }
       multiply_panels({scores, step, 1}, {values, p.keys}, rows, p.d, seen, false, to + start * width, width);
       for (std::int64_t row = 0; row < rows; ++row)
-        block_attention_loops::multiply(to + (start + row) * width, 1 / totals[row], std::size_t(p.d));
+        block_attention_loops::multiply(to + (start + row) * width, width, 1 / totals[row], to + (start + row) * width, width,
+                                        1, p.d);
     }
   });
-}
-
-void copy_rows(const float* from, const Part& to, std::int64_t rows, std::int64_t d) {
-  for (std::int64_t row = 0; row < rows; ++row)
-    std::memcpy(to.row(row), from + row * d, std::size_t(d) * sizeof(float));
 }
 
 // The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
@@ -169,8 +175,9 @@ void backward(const Attention& p, const Attention& grads, const float* dy, const
       multiply_panels({scores, 1, step}, {right, rows}, seen, p.d, rows, adds, dv, p.d);
       adds = true;
     }
-    copy_rows(dk, grads.k.of(batch, head, p.d), p.keys, p.d);
-    copy_rows(dv, grads.v.of(batch, head, p.d), p.keys, p.d);
+    const Part to_k = grads.k.of(batch, head, p.d), to_v = grads.v.of(batch, head, p.d);
+    block_attention_loops::multiply(dk, p.d, 1, to_k.data, to_k.step, p.keys, p.d);
+    block_attention_loops::multiply(dv, p.d, 1, to_v.data, to_v.step, p.keys, p.d);
   });
 }
 
