@@ -224,6 +224,8 @@ def test_products_of_a_lowered_transformer_are_finished_with_what_follows(monkey
     assert names.count("matmul_add_norm") == 4  # behind attention and the Linears of both blocks
     assert not {"gelu", "gelu_backward", "mul"} & set(names)
     assert names.count("layer_norm") == 1  # the first one, behind no product
+    assert names.count("layer_norm_backward_add") == 4 and names.count("layer_norm_backward") == 1
+    assert names.count("add") == 1  # of the two embeddings
 
 
 shapes = st.tuples(st.integers(1, 300), st.integers(1, 70), st.integers(1, 40))
@@ -293,3 +295,23 @@ def test_finished_products_take_no_arrays_that_do_not_fit():
     assert not MODULE.matmul_add(a, b, bias, y.astype("f8"), out=y)
     outs = (y, y.copy(), like(6), like(5))
     assert not MODULE.matmul_add_norm(a, b, bias, y.copy(), bias, bias, out=outs, eps=1e-5)
+
+
+@quick
+@given(seeds, st.integers(1, 200), st.integers(1, 300))
+def test_gradient_of_layer_norm_plus_another(seed, rows, columns):
+    dy, x, addend = (floats(seed + i, rows, columns) for i in range(3))
+    scale, mean, inverse_std = (
+        floats(seed + 3, columns),
+        floats(seed + 4, rows),
+        np.abs(floats(seed + 5, rows)),
+    )
+    dx, dscale, dbias = like(rows, columns), like(columns), like(columns)
+    inputs = (dy, x, scale, mean, inverse_std)
+    assert MODULE.layer_norm_backward_add(*inputs, addend, out=(dx, dscale, dbias))
+    expected = reference("layer_norm_backward", *inputs, out=(dx.shape, (columns,), (columns,)))
+    assert_close(dx, expected[0] + addend, "dx")
+    assert_close(dscale, expected[1], "dscale")
+    assert_close(dbias, expected[2], "dbias")
+    wrong = floats(seed, rows, columns + 1)
+    assert not MODULE.layer_norm_backward_add(*inputs, wrong, out=(dx, dscale, dbias))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fewer kernels for recorded transformers: attention that keeps no probabilities, products finished row by row.
 
-The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; native/kernels/block_attention.cc
-and product.cc say what they compute. That they take a call is checked here, as there is no other code for it.
+The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; block_attention.cc, product.cc and
+layer_norm.cc in native/kernels say what they compute. That they take a call is checked here, as there is no other code
+for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ LOWERED = frozenset(
     {
         "block_attention",
         "block_attention_backward",
+        "layer_norm_backward_add",
         "matmul_add",
         "matmul_add_norm",
         "matmul_gelu",
@@ -163,10 +165,33 @@ def norm_after_add(graph: GraphRewriter, last: int) -> None:
         graph.merge(first, last, fused)
 
 
+def add_after_norm_gradient(graph: GraphRewriter, last: int) -> None:
+    """layer_norm_backward, add -> layer_norm_backward_add: the gradient that goes around the norm is added."""
+    pairs = [(graph.pair(last, "add", "layer_norm_backward", argument=number), number) for number in (0, 1)]
+    found = [(*pair, number) for pair, number in pairs if pair is not None]
+    if not found:
+        return
+    first, call, add, number = max(found, key=lambda match: match[0])
+    dx, addend = add.inputs[number], add.inputs[1 - number]
+    if (
+        dx == call.outputs[0]
+        and _are_plain(*call.inputs, *call.outputs, addend, add.out)
+        and addend.shape == dx.shape == add.out.shape
+    ):
+        fused = replace(
+            call,
+            name="layer_norm_backward_add",
+            inputs=(*call.inputs, addend),
+            out=(add.out, *call.outputs[1:]),
+        )
+        graph.merge(first, last, fused)
+
+
 RULES = (
     attention_without_probabilities,
     gelu_after_product,
     multiply_after_product,
     add_after_product,
     norm_after_add,
+    add_after_norm_gradient,
 )
