@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/layer_norm.h"
+
 #include "kernels/clones.h"
 #include "kernels/registry.h"
 #include "kernels/threads.h"
@@ -48,9 +50,9 @@ CLONES void forward(const float* x, const float* scale, const float* bias, float
   *inverse_std = factor;
 }
 
-// dx = factor * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale and normal = (x - centre) * factor; adds to
-// dscale and dbias.
-CLONES void backward(const float* dy, const float* x, const float* scale, float* dx, std::size_t columns, float centre,
+// dx = factor * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale and normal = (x - centre) * factor, plus
+// addend if there is one; adds to dscale and dbias.
+CLONES void backward(const float* dy, const float* x, const float* scale, const float* addend, float* dx, std::size_t columns, float centre,
                      float factor, float* dscale, float* dbias) {
   double sum, product;
   add_up(columns, &sum, &product, [&](std::size_t i, float* a, float* b) INLINE_LAMBDA {
@@ -61,8 +63,8 @@ CLONES void backward(const float* dy, const float* x, const float* scale, float*
   const float of_g = float(sum / double(columns)), of_product = float(product / double(columns));
 #pragma GCC ivdep
   for (std::size_t i = 0; i < columns; ++i) {
-    const float normal = (x[i] - centre) * factor;
-    dx[i] = factor * (dy[i] * scale[i] - of_g - normal * of_product);
+    const float normal = (x[i] - centre) * factor, value = factor * (dy[i] * scale[i] - of_g - normal * of_product);
+    dx[i] = addend ? value + addend[i] : value;
     dscale[i] += dy[i] * normal;
     dbias[i] += dy[i];
   }
@@ -102,14 +104,17 @@ const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
   };
 });
 
-const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
+// The gradient; `num_inputs` is 6 where the last one is added to dx.
+Step prepare_backward(const Call& call, std::size_t num_inputs) {
   std::size_t rows, columns;
-  if (!call.are_floats(5, 3) || !call.has_numbers({})) return {};
+  if (!call.are_floats(num_inputs, 3) || !call.has_numbers({})) return {};
   const View &dy = call.inputs[0], &x = call.inputs[1], &scale = call.inputs[2];
   if (!read_sizes(x, scale, call.inputs[3], &rows, &columns) || call.inputs[4].size() != rows) return {};
   if (dy.shape != x.shape || call.outputs[0].shape != x.shape) return {};
   if (call.outputs[1].shape != scale.shape || call.outputs[2].shape != scale.shape) return {};
-  return [rows, columns, dy = dy.floats(), x = x.floats(), scale = scale.floats(), mean = call.inputs[3].floats(),
+  if (num_inputs == 6 && call.inputs[5].size() != x.size()) return {};
+  const float* const addend = num_inputs == 6 ? call.inputs[5].floats() : nullptr;
+  return [rows, columns, addend, dy = dy.floats(), x = x.floats(), scale = scale.floats(), mean = call.inputs[3].floats(),
           inverse_std = call.inputs[4].floats(), dx = call.outputs[0].floats(), dscale = call.outputs[1].floats(),
           dbias = call.outputs[2].floats()] {
     const std::size_t pieces = (rows + kPiece - 1) / kPiece;
@@ -118,8 +123,9 @@ const Registration layer_norm_backward("layer_norm_backward", [](const Call& cal
       for (std::size_t piece = begin; piece < end; ++piece)
         for (std::size_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); ++row) {
           float* part = parts.data() + 2 * piece * columns;
-          layer_norm_loops::backward(dy + row * columns, x + row * columns, scale, dx + row * columns, columns,
-                                     mean[row], inverse_std[row], part, part + columns);
+          layer_norm_loops::backward(dy + row * columns, x + row * columns, scale,
+                                     addend ? addend + row * columns : nullptr, dx + row * columns, columns, mean[row],
+                                     inverse_std[row], part, part + columns);
         }
     });
     std::vector<double> totals(2 * columns);
@@ -131,7 +137,13 @@ const Registration layer_norm_backward("layer_norm_backward", [](const Call& cal
     }
     return true;
   };
-});
+}
+
+const Registration layer_norm_backward("layer_norm_backward",
+                                       [](const Call& call) { return prepare_backward(call, 5); });
+// of recorded steps: (dy, x, scale, mean, inverse_std, addend) -> (dx + addend, dscale, dbias)
+const Registration layer_norm_backward_add("layer_norm_backward_add",
+                                           [](const Call& call) { return prepare_backward(call, 6); });
 
 }  // namespace
 }  // namespace singa_lite

@@ -25,6 +25,7 @@ Note [lowered calls]: ``lower`` alone makes these, each backend those that it kn
   ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
 - Memory formats, channels per block, 1 for row-major (layout.py): ``memory_formats`` of a convolution, of x and y or
   of their gradients; ``memory_format`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
+- Kernels with names of their own, on the CPU: cpu/fuse_rows.py.
 """
 
 from __future__ import annotations
