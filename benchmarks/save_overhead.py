@@ -4,8 +4,9 @@
     python benchmarks/save_overhead.py                     MNIST CNN, 64 images a rank, a save every 50 steps
     python benchmarks/save_overhead.py --block --every 20
 
-Both kinds of rounds are of one job, as two jobs of the same program differ by some percent. Printed: the medians of
-the mean step of a round of both kinds and their ratio; and what the step that saves and those behind it take.
+Both kinds of rounds are of one job, as two jobs of the same program differ by some percent. Printed: the median over
+the rounds of each step of a round, summed, for both kinds, and their ratio; the same of the mean step of a round, which
+disturbances of the machine are in; and what the step that saves and those behind it take.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--mode", choices=["graph", "eager"], default="graph")
     parser.add_argument("--every", type=int, default=50, help="steps from save to save")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of each kind")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of each kind")
     parser.add_argument("--block", action="store_true", help="wait for the disk")
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -47,6 +48,10 @@ def main() -> None:
         size = sum(path.stat().st_size for path in Path(folder).glob("step-*/*"))
     rounds = [times[begin : begin + arguments.every] for begin in range(0, len(times), arguments.every)]
     saves, none = rounds[0::2], rounds[1::2]  # the first round, which counts for nothing, had none
+    sums = [sum(map(statistics.median, zip(*part, strict=True))) for part in (none, saves)]
+    print(
+        f"a round by medians of its steps: no save {sums[0]:.2f} ms, saves {sums[1]:.2f} ms: {sums[1] / sums[0]:.4f}"
+    )
     means = [statistics.median(map(statistics.mean, part)) for part in (none, saves)]
     print(
         f"mean step of a round: no save {means[0]:.3f} ms, saves {means[1]:.3f} ms: {means[1] / means[0]:.4f}"

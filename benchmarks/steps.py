@@ -31,8 +31,8 @@ PARAMETERS = {
     "resnet18": 11_173_962,
     "resnet50": 25_557_032,
 }
-OURS = ["eager", "graph"]
-TORCH = ["torch eager", "torch channels_last", "torch compile"]
+OURS = ["eager", "graph", "bf16"]  # bf16: recorded, mixed precision
+TORCH = ["torch eager", "torch channels_last", "torch compile", "torch autocast"]
 LR, MOMENTUM, WEIGHT_DECAY = 0.005, 0.9, 1e-5
 CLASSES = {"resnet50": 1000}  # of the others: 10
 
@@ -86,7 +86,7 @@ def our_step(
     tensors = tensor.from_numpy(x, device), tensor.from_numpy(labels.astype(np.int32), device)
     sgd = (opt.SGD if is_distributed else Plain)(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
-    network.compile([tensors[0]], use_graph=mode == "graph")
+    network.compile([tensors[0]], use_graph=mode != "eager", precision="bf16" if mode == "bf16" else "fp32")
     check_count(model, sum(value.size() for value in network.get_params().values()))
     return partial(network, *tensors)
 
@@ -104,7 +104,8 @@ def torch_step(
 ) -> Step:
     """``wrap``, e.g. DistributedDataParallel, is called on the network.
 
-    On a GPU "torch compile" replays CUDA graphs; "torch amp" computes in float16 where PyTorch thinks fit.
+    On a GPU "torch compile" replays CUDA graphs; "torch amp" computes in float16 where PyTorch thinks fit, and "torch
+    autocast" in bfloat16, with channels last.
     """
     import torch
     from torch import nn
@@ -115,7 +116,7 @@ def torch_step(
     network: Any = torch_network(model).to(device)
     check_count(model, sum(value.numel() for value in network.parameters()))
     inputs, targets = torch.from_numpy(x).to(device), torch.from_numpy(labels).to(device)
-    if mode in ("torch channels_last", "torch amp") and inputs.ndim == 4:
+    if mode in ("torch channels_last", "torch amp", "torch autocast") and inputs.ndim == 4:
         network = network.to(memory_format=torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
     # fused: one call for all parameters, the fastest of its three forms (loop, foreach, fused)
@@ -133,6 +134,14 @@ def torch_step(
         optimizer.step()
         return loss
 
+    def autocast_step() -> Any:
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = nn.functional.cross_entropy(call(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
     scaler = torch.amp.GradScaler(device)
 
     def half_step() -> Any:
@@ -144,7 +153,7 @@ def torch_step(
         scaler.update()
         return loss
 
-    return half_step if mode == "torch amp" else step
+    return {"torch amp": half_step, "torch autocast": autocast_step}.get(mode, step)
 
 
 def torch_network(model: str) -> Any:

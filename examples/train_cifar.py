@@ -49,8 +49,8 @@ def parse_arguments():
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
     )
     parser.add_argument(
-        "--precision", choices=("float32", "float16"), default="float32",
-        help="of parameters and gradients; float16 is meant for GPUs and slow elsewhere",
+        "--precision", choices=("float32", "float16", "bf16"), default="float32",
+        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed, on the CPU",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -67,6 +67,7 @@ def parse_arguments():
     )  # fmt: skip
     parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="with --checkpoint")
     arguments = parser.parse_args()
+    arguments.dtype = "float16" if arguments.precision == "float16" else "float32"  # of the images
     if arguments.save_every < 1:
         parser.error("--save-every must be at least 1")
     return arguments
@@ -103,8 +104,9 @@ def main():
     dev.SetRandSeed(arguments.seed)
     model = make_model()
     model.set_optimizer(sgd)
-    inputs = tensor.Tensor((arguments.batch_size, 3, 32, 32), dev, arguments.precision)
-    model.compile([inputs], use_graph=arguments.graph)
+    inputs = tensor.Tensor((arguments.batch_size, 3, 32, 32), dev, arguments.dtype)
+    precision = "bf16" if arguments.precision == "bf16" else "fp32"
+    model.compile([inputs], use_graph=arguments.graph, precision=precision)
     is_first = sgd.global_rank == 0
     if is_first:
         print(
@@ -174,7 +176,7 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
     for step, (x, y) in enumerate(
         data.prefetch(make_batches(cifar, sampler, arguments.seed), sampler=sampler)
     ):
-        x, labels = tensor.from_numpy(x.astype(arguments.precision), dev), tensor.from_numpy(y, dev)
+        x, labels = tensor.from_numpy(x.astype(arguments.dtype), dev), tensor.from_numpy(y, dev)
         out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
@@ -199,7 +201,7 @@ def evaluate(model, dev, cifar, sgd, arguments):
     for start in range(share.start, share.stop, EVAL_BATCH):
         batch = slice(start, min(start + EVAL_BATCH, share.stop))
         x, y = data.make_batch(cifar.test_images, cifar.test_labels, batch, mean=MEAN, std=STD)
-        out = model(tensor.from_numpy(x.astype(arguments.precision), dev))
+        out = model(tensor.from_numpy(x.astype(arguments.dtype), dev))
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
     return correct
 

@@ -4,6 +4,7 @@
     python examples/train_mnist.py                                   one process
     singa-lite run -n 2 examples/train_mnist.py --epochs 10          two processes of this machine
     singa-lite run -n 4 examples/train_mnist.py --dist-option fp16   four, gradients as half floats
+    python examples/train_mnist.py --precision bf16                  products in bfloat16, the rest in float32
     singa-lite run -n 2 examples/train_mnist.py --no-graph           each step runs in Python, eagerly
     mpiexec -n 2 python examples/train_mnist.py                      MPI or, with srun, Slurm
 
@@ -44,8 +45,8 @@ def parse_arguments():
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
     )
     parser.add_argument(
-        "--precision", choices=("float32", "float16"), default="float32",
-        help="of parameters and gradients; float16 is meant for GPUs and slow elsewhere",
+        "--precision", choices=("float32", "float16", "bf16"), default="float32",
+        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed, on the CPU",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
@@ -56,6 +57,7 @@ def parse_arguments():
     )  # fmt: skip
     parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="with --checkpoint")
     arguments = parser.parse_args()
+    arguments.dtype = "float16" if arguments.precision == "float16" else "float32"  # of the images
     if arguments.epochs < 1 or arguments.batch_size < 1 or arguments.save_every < 1:
         parser.error("--epochs, --batch-size and --save-every must be at least 1")
     return arguments
@@ -71,8 +73,9 @@ def main():
     dev.SetRandSeed(arguments.seed)
     model = CNN()
     model.set_optimizer(sgd)
-    inputs = tensor.Tensor((arguments.batch_size, 1, 28, 28), dev, arguments.precision)
-    model.compile([inputs], use_graph=arguments.graph)
+    inputs = tensor.Tensor((arguments.batch_size, 1, 28, 28), dev, arguments.dtype)
+    precision = "bf16" if arguments.precision == "bf16" else "fp32"
+    model.compile([inputs], use_graph=arguments.graph, precision=precision)
     sampler = data.ShardedSampler(
         len(mnist.train_labels), arguments.batch_size, sgd.global_rank, sgd.world_size, seed=arguments.seed
     )
@@ -134,7 +137,7 @@ def train_epoch(model, sgd, dev, mnist, sampler, arguments, history):
     loss_sum, correct, sent = 0.0, 0, 0
     for step, indices in enumerate(sampler):
         x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
-        x, labels = tensor.from_numpy(x.astype(arguments.precision), dev), tensor.from_numpy(y, dev)
+        x, labels = tensor.from_numpy(x.astype(arguments.dtype), dev), tensor.from_numpy(y, dev)
         out, loss = model(x, labels, arguments.dist_option, arguments.spars)
         loss_sum += loss.item()
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
@@ -159,7 +162,7 @@ def evaluate(model, dev, mnist, sgd, arguments):
     for start in range(share.start, share.stop, EVAL_BATCH):
         batch = slice(start, min(start + EVAL_BATCH, share.stop))
         x, y = data.make_batch(mnist.test_images, mnist.test_labels, batch, mean=MEAN, std=STD)
-        out = model(tensor.from_numpy(x.astype(arguments.precision), dev))
+        out = model(tensor.from_numpy(x.astype(arguments.dtype), dev))
         correct += np.count_nonzero(tensor.to_numpy(out).argmax(axis=1) == y)
     return correct
 

@@ -5,6 +5,7 @@
     python examples/train_text.py book.txt other.txt               other texts, one after the other
     singa-lite run -n 2 examples/train_text.py --steps 1000        two processes of this machine
     singa-lite run -n 4 examples/train_text.py --dist-option bf16  four, gradients as bfloat16
+    python examples/train_text.py --precision bf16                 products and attention in bfloat16
     mpiexec -n 2 python examples/train_text.py                     MPI or, with srun, Slurm
 
 Every process draws its own pieces of the first nine tenths of the text. Losses are in nats a character: to know
@@ -41,6 +42,9 @@ def parse_arguments():
     parser.add_argument("--spars", type=float, help="share (sparseTopK) or magnitude (sparseThreshold)")
     parser.add_argument(
         "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the steps"
+    )
+    parser.add_argument(
+        "--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: of products and attention"
     )
     parser.add_argument(
         "--write", type=int, default=200, metavar="COUNT", help="characters to write in the end"
@@ -84,7 +88,8 @@ def main():
         len(characters), arguments.length, arguments.layers, arguments.width, arguments.heads
     )
     network.set_optimizer(adam)
-    network.compile([tensor.zeros(shape, dev).as_type(tensor.int32)], use_graph=arguments.graph)
+    ids_like = tensor.zeros(shape, dev).as_type(tensor.int32)
+    network.compile([ids_like], use_graph=arguments.graph, precision=arguments.precision)
     is_first = adam.global_rank == 0
     if is_first:
         count = sum(value.size() for value in network.get_params().values())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _native
+from .backend.cpu.bfloat16 import describe
 from .bench.command import run_command
 from .bench.plan_command import add_plan, run_plan
 from .comm import find_transports
@@ -244,6 +245,7 @@ def info() -> str:
         ),
         *((f"native {name}", f"{what}: {_native.load(name)[1]}") for name, what in _native.MODULES.items()),
         ("oneDNN", _onednn()),
+        ("bfloat16", describe()),
         *((f"transport {word}", _ask(ASK_TRANSPORT.format(word))) for word in find_transports()),
         ("device cuda", _ask(ASK_CUDA)),
     ]

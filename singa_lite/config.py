@@ -49,6 +49,7 @@ class OfThread(threading.local):
         training: True while operators record for ``backward`` and dropout and batch norm train.
         recording: False inside ``autograd.no_grad()``.
         recorder: what records this thread's step (graph.recorder.Recorder), else None.
+        autocast: the precision of its operators (autograd.autocast.Autocast), else None.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
     """
@@ -56,6 +57,7 @@ class OfThread(threading.local):
     training: bool = False
     recording: bool = True
     recorder: Any = None  # Any: types of modules above
+    autocast: Any = None
     capture: Any = None
     clock: Any = None
 
@@ -83,6 +85,7 @@ class State:
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.
+        has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
@@ -106,6 +109,7 @@ class State:
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
+    has_looked_for_bfloat16: bool = False
     allow_tf32: bool = False
 
 

@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtype of bfloat16 arrays, which NumPy itself has none of."""
+"""The dtype of bfloat16 arrays, which NumPy itself has none of, and what that asks of code that looks at dtypes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Return whether ``dtype`` holds floating-point numbers; bfloat16's ``kind`` is "V" for NumPy."""
+    return dtype.kind == "f" or dtype == bfloat16
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Return whether ``dtype`` has 16 bits, float16 or bfloat16: kernels add such values in float32."""
+    return dtype == np.float16 or dtype == bfloat16

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import autograd
+from .autograd.autocast import autocast_like, check_precision, precision_of
 from .config import this_thread
 from .device import Device
 from .errors import CheckpointError, GraphError, OptionError, check_bool
@@ -48,6 +49,7 @@ class Model(Layer):
         self.training = False
         self._is_compiled = False
         self._use_graph = False
+        self._precision = "fp32"
         self._records = Records()
         self.optimizer = None
 
@@ -74,6 +76,7 @@ class Model(Layer):
         is_train: bool = True,
         use_graph: bool = False,
         sequential: bool = False,
+        precision: str = "fp32",
     ) -> None:
         """Create all parameters by one forward pass on ``inputs``, and agree on their values with other ranks.
 
@@ -83,6 +86,12 @@ class Model(Layer):
             use_graph: record the step of each combination of shapes, dtypes and options at its first call and
                 replay it afterwards (record/); ``graph_info`` lists what was recorded.
             sequential: accepted for SINGA scripts; operators always run in order.
+            precision: "bf16" has ``train_one_batch`` and ``forward`` run under ``autograd.autocast``: products,
+                convolutions and attention compute in bfloat16, parameters and what the optimizer keeps stay float32.
+
+        Raises:
+            OptionError: an argument is not what it should be, another ``precision``, or ``forward`` does not take so
+                many inputs. Nothing has changed then.
         """
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
@@ -94,7 +103,13 @@ class Model(Layer):
             ) from None
         check_bool("compile", "is_train", is_train)
         check_bool("compile", "use_graph", use_graph)
-        self._evaluate(*inputs)
+        precision = check_precision("compile", precision)
+        before, self._precision = self._precision, precision
+        try:
+            self._evaluate(*inputs)
+        except BaseException:
+            self._precision = before
+            raise
         self._is_compiled = True
         self._prepare()
         self.train(is_train)
@@ -129,7 +144,7 @@ class Model(Layer):
         """``forward`` in evaluation, whatever other models of this thread do: no statistics change, none is dropped."""
         training, this_thread.training = this_thread.training, False
         try:
-            with autograd.no_grad():
+            with autograd.no_grad(), autocast_like(self._precision):
                 return self.forward(*inputs, **options)
         finally:
             this_thread.training = training
@@ -149,11 +164,16 @@ class Model(Layer):
         self._prepare()
         try:
             if not self._use_graph:
-                return self.train_one_batch(*inputs, **options)
-            return self._records.call(self, inputs, options)
+                return self.run_train_one_batch(inputs, options)
+            return self._records.call(self, inputs, options, precision_of(self._precision))
         except BaseException:
             abandon_step()
             raise
+
+    def run_train_one_batch(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run ``train_one_batch`` in the model's precision; what records of steps run, too."""
+        with autocast_like(self._precision):
+            return self.train_one_batch(*inputs, **options)
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from .dtypes import bfloat16
 from .errors import CheckpointError
 from .files import atomic_file
 
@@ -95,6 +96,8 @@ def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, array in arrays.items():
+            if array.dtype == bfloat16:  # which npy files have no name for
+                raise CheckpointError(f"save_states: {name!r} is bfloat16; save it as float32")
             if array.dtype.hasobject or array.dtype.names or "\0" in name:
                 raise CheckpointError(
                     f"save_states: {name!r} is not an array of numbers with a plain name; keep it elsewhere"

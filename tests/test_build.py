@@ -109,7 +109,7 @@ def test_the_metadata_ask_for_little_and_offer_the_extras(wheel):
     metadata = Parser().parsestr(wheel.read(name).decode())
     needs = metadata.get_all("Requires-Dist")
     always = {need.split(">")[0] for need in needs if "extra ==" not in need}
-    assert always <= {"numpy", "safetensors", "threadpoolctl"}
+    assert always <= {"ml_dtypes", "numpy", "safetensors", "threadpoolctl", "xxhash"}
     assert set(metadata.get_all("Provides-Extra")) == {
         "mpi",
         "plot",

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 
+#include "kernels/attention.h"
 #include "kernels/clones.h"
 #include "kernels/onednn.h"
 #include "kernels/registry.h"
@@ -43,57 +44,6 @@ CLONES void softmax_backward(float* dy, const float* y, std::size_t count) {
 namespace {
 
 constexpr std::int64_t kQueries = 64;  // rows of scores that are computed at a time: they stay in the second cache
-
-// A matrix of one sample and head: `rows` rows of d elements, `step` apart, inside a projection.
-struct Part {
-  float* data = nullptr;
-  std::int64_t step = 0;
-  std::int64_t sample = 0;  // elements from one sample to the next
-
-  Part of(std::int64_t batch, std::int64_t head, std::int64_t d) const {
-    return {data + batch * sample + head * d, step, sample};
-  }
-  float* row(std::int64_t number) const { return data + number * step; }
-};
-
-struct Attention {
-  std::int64_t batch = 0, heads = 0, queries = 0, keys = 0, d = 0;
-  bool is_causal = false;
-  Part q, k, v;     // inputs, or their gradients
-  float scale = 1;  // of scores
-
-  // Keys that the queries before `end` see.
-  std::int64_t seen(std::int64_t end) const { return is_causal ? std::min(end, keys) : keys; }
-};
-
-// Where the projections are in one array or two; false if these are not arrays of attention.
-bool read_projections(const std::vector<View>& arrays, std::size_t first, Attention* p) {
-  const std::size_t count = arrays.size() - first;
-  if (count != 1 && count != 2) return false;
-  const View &x = arrays[first], &memory = arrays.back();
-  if (x.ndim() != 3 || memory.ndim() != 3 || x.size() == 0 || memory.size() == 0) return false;
-  const std::int64_t columns = x.shape[2], width = count == 1 ? columns / 3 : columns;
-  if (count == 1 ? columns % 3 != 0 : memory.shape[2] != 2 * width || memory.shape[0] != x.shape[0]) return false;
-  if (p->heads < 1 || width % p->heads) return false;
-  p->batch = x.shape[0];
-  p->queries = x.shape[1];
-  p->keys = memory.shape[1];
-  p->d = width / p->heads;
-  p->scale = float(1 / std::sqrt(double(p->d)));
-  const std::int64_t step = memory.shape[2], sample = step * p->keys;
-  float* keys = memory.floats() + (count == 1 ? width : 0);
-  p->q = {x.floats(), columns, columns * p->queries};
-  p->k = {keys, step, sample};
-  p->v = {keys + width, step, sample};
-  return true;
-}
-
-bool read_options(const Call& call, Attention* p) {
-  if (!call.has_numbers({"num_heads", "causal"})) return false;
-  p->heads = std::int64_t(call.number("num_heads"));
-  p->is_causal = call.number("causal") != 0;
-  return true;
-}
 
 // c = factor a b + kept c, where a or b may be transposed; inside a parallel region it uses one thread.
 void multiply(char transpose_a, char transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, float factor,
@@ -163,8 +113,8 @@ bool fits(const View& y, const View& probabilities, const Attention& p) {
 
 const Registration attention("attention", [](const Call& call) -> Step {
   Attention p;
-  if (!call.are_floats(call.inputs.size(), 2) || !read_options(call, &p)) return {};
-  if (!read_projections(call.inputs, 0, &p) || !fits(call.outputs[0], call.outputs[1], p)) return {};
+  if (!call.are_floats(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
+  if (!fits(call.outputs[0], call.outputs[1], p)) return {};
   return [p, y = call.outputs[0].floats(), probabilities = call.outputs[1].floats()] {
     forward(p, y, probabilities);
     return true;
@@ -174,8 +124,7 @@ const Registration attention("attention", [](const Call& call) -> Step {
 const Registration attention_backward("attention_backward", [](const Call& call) -> Step {
   Attention p, grads;
   if (call.inputs.size() < 3 || !call.are_floats(call.inputs.size(), call.inputs.size() - 2)) return {};
-  if (!read_options(call, &p) || !read_options(call, &grads)) return {};
-  if (!read_projections(call.inputs, 2, &p) || !read_projections(call.outputs, 0, &grads)) return {};
+  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
   for (std::size_t i = 0; i < call.outputs.size(); ++i)
     if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
   if (!fits(call.inputs[0], call.inputs[1], p)) return {};

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/layer_norm.h"
+
 #include "kernels/clones.h"
 #include "kernels/registry.h"
 #include "kernels/threads.h"
@@ -49,9 +51,9 @@ CLONES void forward(const float* x, const float* scale, const float* bias, float
   *inverse_std = factor;
 }
 
-// dx = factor * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale and normal = (x - centre) * factor; adds to
-// dscale and dbias.
-CLONES void backward(const float* dy, const float* x, const float* scale, float* dx, std::size_t columns, float centre,
+// dx = factor * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale and normal = (x - centre) * factor, plus
+// addend if there is one; adds to dscale and dbias.
+CLONES void backward(const float* dy, const float* x, const float* scale, const float* addend, float* dx, std::size_t columns, float centre,
                      float factor, float* dscale, float* dbias) {
   double sum, product;
   add_up(columns, &sum, &product, [&](std::size_t i, float* a, float* b) INLINE_LAMBDA {
@@ -62,8 +64,8 @@ CLONES void backward(const float* dy, const float* x, const float* scale, float*
   const float of_g = float(sum / double(columns)), of_product = float(product / double(columns));
 #pragma GCC ivdep
   for (std::size_t i = 0; i < columns; ++i) {
-    const float normal = (x[i] - centre) * factor;
-    dx[i] = factor * (dy[i] * scale[i] - of_g - normal * of_product);
+    const float normal = (x[i] - centre) * factor, value = factor * (dy[i] * scale[i] - of_g - normal * of_product);
+    dx[i] = addend ? value + addend[i] : value;
     dscale[i] += dy[i] * normal;
     dbias[i] += dy[i];
   }
@@ -115,6 +117,7 @@ Step forward_step(const Call& call) {
   };
 }
 
+// The gradient; the input behind inverse_std, if there is one, is added to dx.
 template <class T>
 Step backward_step(const Call& call) {
   std::size_t rows, columns;
@@ -123,7 +126,10 @@ Step backward_step(const Call& call) {
   if (!read_sizes(x, scale, call.inputs[3], &rows, &columns) || call.inputs[4].size() != rows) return {};
   if (dy.shape != x.shape || call.outputs[0].shape != x.shape) return {};
   if (call.outputs[1].shape != scale.shape || call.outputs[2].shape != scale.shape) return {};
-  return [rows, columns, dy = data_of<const T>(dy), x = data_of<const T>(x), scale = scale.floats(),
+  const bool has_addend = call.inputs.size() == 6;
+  if (has_addend && call.inputs[5].size() != x.size()) return {};
+  const float* const addend = has_addend ? call.inputs[5].floats() : nullptr;
+  return [rows, columns, addend, dy = data_of<const T>(dy), x = data_of<const T>(x), scale = scale.floats(),
           mean = call.inputs[3].floats(), inverse_std = call.inputs[4].floats(), dx = data_of<T>(call.outputs[0]),
           dscale = call.outputs[1].floats(), dbias = call.outputs[2].floats()] {
     const std::size_t pieces = (rows + kPiece - 1) / kPiece;
@@ -135,8 +141,8 @@ Step backward_step(const Call& call) {
           float* part = parts.data() + 2 * piece * columns;
           const std::size_t at = row * columns;
           layer_norm_loops::backward(floats_of(dy + at, columns, of_dy), floats_of(x + at, columns, of_x), scale,
-                                     target_of(dx + at, of_dx), columns, mean[row], inverse_std[row], part,
-                                     part + columns);
+                                     addend ? addend + at : nullptr, target_of(dx + at, of_dx), columns, mean[row],
+                                     inverse_std[row], part, part + columns);
           store(dx + at, columns, of_dx);
         }
     });
@@ -159,6 +165,11 @@ const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
 const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
   if (call.are_floats(5, 3)) return backward_step<float>(call);
   return call.has_arrays("EEfff", "Eff") ? backward_step<Bfloat16>(call) : Step();
+});
+
+// of recorded steps: (dy, x, scale, mean, inverse_std, addend) -> (dx + addend, dscale, dbias)
+const Registration layer_norm_backward_add("layer_norm_backward_add", [](const Call& call) {
+  return call.are_floats(6, 3) ? backward_step<float>(call) : Step();
 });
 
 }  // namespace

@@ -12,6 +12,7 @@ from ..config import this_thread
 from ..tensor import OPERATORS
 from . import ops
 from .accumulate import BackwardCallback, backward_into_grads
+from .autocast import autocast
 from .engine import Context, Operator, backward, gradients, no_grad, record
 from .ops import *
 
@@ -41,6 +42,7 @@ if not TYPE_CHECKING:  # mypy reads lists alone, and without one takes every nam
         "Context",
         "Operation",
         "Operator",
+        "autocast",
         "backward",
         "gradients",
         "no_grad",

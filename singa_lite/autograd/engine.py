@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from ..config import state, this_thread
 from ..device import Device
@@ -35,7 +35,10 @@ class Context:
         needs_grad: per input, whether a gradient will be computed.
         training: ``autograd.training`` at the time of the call.
         saved: what ``save`` kept; empty when the call is not recorded.
+        input_dtypes: those of the inputs before ``autocast`` cast them, else None.
     """
+
+    input_dtypes: tuple[Any, ...] | None = None
 
     def __init__(self, device: Device, needs_grad: tuple[bool, ...]) -> None:
         self.device = device
@@ -51,6 +54,13 @@ class Context:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return a new array on the device, values undefined."""
         return self.backend.empty(shape, dtype)
+
+    def gradient_dtype(self, index: int, dtype: Any) -> Any:
+        """Return the dtype that the gradient of an input should have; ``dtype``: that of the input as it was given.
+
+        Behind a cast by ``autocast`` it is float32, so that a sum in float32 is not rounded to bfloat16 in between.
+        """
+        return dtype if self.input_dtypes is None else self.input_dtypes[index]
 
     def save(self, *values: Any) -> None:
         """Keep values for backward; nothing is kept when no gradient will be computed."""
@@ -83,7 +93,15 @@ class Operator:
     A subclass writes ``check`` (raises ShapeError or DTypeError), ``forward`` (raw arrays in, one raw array
     or a tuple of them out) and ``backward`` (one gradient per output in; one per input out, None where there
     is none or ``context.needs_grad`` is False). Arrays given to either are never written to.
+
+    Attributes:
+        autocast: the rule by which its inputs are cast inside ``autocast`` (Note [rules] in autocast.py); with None it
+            cannot be called there.
+        autocast_inputs: how many inputs the rule "low" is about, the first ones; None: all.
     """
+
+    autocast: ClassVar[Literal["low", "float32", "widest", "keep"] | None] = None
+    autocast_inputs: ClassVar[int | None] = None
 
     def check(self, *inputs: Tensor) -> None:
         """Raise a typed error if the inputs do not fit; the default accepts all."""
@@ -96,7 +114,9 @@ class Operator:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Check, compute and, where a gradient may be needed, record; a Tensor or a tuple of Tensors."""
-        self.check(*inputs)
+        autocast = this_thread.autocast
+        used = inputs if autocast is None else autocast.cast(self, inputs)
+        self.check(*used)
         device = common_device(type(self).__name__, inputs)
         recording = this_thread.training and this_thread.recording
         context = Context(device, tuple(recording and is_tracked(tensor) for tensor in inputs))
@@ -105,11 +125,13 @@ class Operator:
             begin_step()
             if recorder is not None:
                 recorder.phase = "Forward"
-        result = self.forward(context, *(tensor.array for tensor in inputs))
+        if used is not inputs:
+            context.input_dtypes = tuple(tensor.array.dtype for tensor in inputs)
+        result = self.forward(context, *(tensor.array for tensor in used))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
         if recorder is not None:
-            given = tuple(tensor.array for tensor in inputs)
+            given = tuple(tensor.array for tensor in used)
             recorder.check_outputs(type(self).__name__, arrays, given)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
@@ -262,6 +284,8 @@ def _reachable(root: Node) -> list[Node]:
 
 
 def _walk(root: Node, output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
+    if this_thread.autocast is not None:
+        this_thread.autocast.forget()  # see Note [copies of parameters] in autocast.py
     nodes = _reachable(root)
     uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
     for node in nodes:
@@ -297,6 +321,8 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     ]
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
+    if context.input_dtypes is not None:
+        results = _in_dtypes(context, results)
     if recorder is not None:
         outputs = tuple(array for array in results if array is not None)
         given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
@@ -313,6 +339,19 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
                 *(other for number, other in enumerate(results) if number != index and other is not None),
             ]
             gradients[source] = _Gradient(array, any(shares_memory(array, other) for other in others))
+
+
+def _in_dtypes(context: Context, results: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
+    """Return gradients in the dtypes that the inputs had before ``autocast`` cast them."""
+    assert context.input_dtypes is not None
+    found = []
+    for array, dtype in zip(results, context.input_dtypes, strict=True):
+        if array is not None and array.dtype != dtype:
+            cast = context.empty(array.shape, dtype)
+            context.run("cast", array, out=cast)
+            array = cast
+        found.append(array)
+    return tuple(found)
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[Tensor, Tensor]:

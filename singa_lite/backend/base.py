@@ -11,8 +11,11 @@ allocated by the caller with the right shape and dtype) and plain attributes as 
   input. A kernel marked "in place" also reads its ``out``.
 - All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.
 - Nothing is random but through the attributes ``seed`` and ``counter``: same pair, same numbers.
-- float16, float32 and float64 all work; float16 accumulates in float32. IEEE rules, no warnings: overflow is
-  inf, invalid is NaN.
+- float16, float32 and float64 all work, bfloat16 (dtypes.py) where the backend says ``has_bfloat16``; the narrow ones
+  accumulate in float32 and round once, to nearest even. IEEE rules, no warnings: overflow is inf, invalid is NaN.
+- Mixed precision: beside bfloat16 activations these are float32: scale, bias and statistics of the norms and their
+  gradients, the bias of conv2d and the second input of add. dw and db of conv2d_backward_weight, and out of matmul
+  and sum_to, are bfloat16 or float32, whichever the caller has made.
 So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
 
 Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.
@@ -22,6 +25,7 @@ Note [lowered calls]: ``lower`` alone makes these, each backend those that it kn
   ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
 - Memory formats, channels per block, 1 for row-major (layout.py): ``memory_formats`` of a convolution, of x and y or
   of their gradients; ``memory_format`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
+- Kernels with names of their own, on the CPU: cpu/fuse_rows.py.
 """
 
 from __future__ import annotations
@@ -151,6 +155,7 @@ class Backend(ABC):
 
     name: str = ""
     alignment_bytes = 1  # where an array in a larger one should begin
+    has_bfloat16 = False  # whether its kernels take it
     runs_behind_host = False  # whether a kernel may still run when its call has returned
 
     def run(
@@ -170,6 +175,8 @@ class Backend(ABC):
         recorder: Recorder | None = this_thread.recorder
         if recorder is not None:
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
+        if this_thread.autocast is not None:
+            this_thread.autocast.written(out)
         self.execute(kernel, inputs, out, attributes)
 
     def execute(

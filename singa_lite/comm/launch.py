@@ -397,6 +397,10 @@ class Job:
         self._ending = True  # what fails from now on was ended by us
         for rank in self._running:
             signal_group(self.processes[rank].pid, number)
+            if number == signal.SIGTERM:
+                signal_group(
+                    self.processes[rank].pid, signal.SIGCONT
+                )  # a stopped process takes it then alone
 
 
 class Reaper:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import bfloat16
+
 Array = Any  # numpy.ndarray, or cupy.ndarray, which has the same attributes
 
 
@@ -84,5 +86,7 @@ def address_of(array: Array) -> int:
 def view_of(owner: Array, view: View) -> Array:
     """Return the array that ``view`` describes, in the memory of ``owner``."""
     if isinstance(owner, np.ndarray):
+        if owner.dtype == bfloat16:  # which has no buffer for numpy
+            owner = owner.view(np.uint16)
         return np.ndarray(view.shape, view.dtype, owner, view.offset, view.strides)  # type: ignore[arg-type]
     return type(owner)(view.shape, view.dtype, owner.data + view.offset, view.strides)

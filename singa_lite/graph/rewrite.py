@@ -64,6 +64,10 @@ class GraphRewriter:
         """Return whether one node alone reads ``view``, and nobody after the step."""
         return view.memory.owner is None and len(self._readers[view.memory]) == 1
 
+    def readers(self, view: View) -> list[int]:
+        """Return the numbers of the nodes that read the memory of ``view``, once for each of their inputs."""
+        return list(self._readers[view.memory])
+
     def can_move(self, first: int, last: int) -> bool:
         """Return whether node ``first`` may run where ``last`` does: nothing in between changes what it reads."""
         node = self.nodes[first]

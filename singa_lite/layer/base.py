@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..config import state
+from ..dtypes import bfloat16, is_float
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
-from ..tensor import Tensor, to_numpy
+from ..tensor import Tensor, float32, to_numpy
 from ..tensor.checks import as_numbers
 from ..tensor.core import check_tensor
 
@@ -165,13 +166,17 @@ class Layer:
     # ---- for subclasses ----------------------------------------------------------------------------
 
     def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a zero-filled parameter on the device and with the dtype of ``like``."""
+        """Return a zero-filled parameter on the device and with the dtype of ``like``, float32 where that is bfloat16.
+
+        An optimizer's steps are too small for bfloat16, so ``autograd.autocast`` rounds copies of parameters instead.
+        """
         check_tensor("new_parameter", like)
-        return Tensor(shape, like.device, like.dtype, requires_grad=True, stores_grad=True, name=name)
+        dtype = float32 if like.dtype == bfloat16 else like.dtype
+        return Tensor(shape, like.device, dtype, requires_grad=True, stores_grad=True, name=name)
 
     def check_float(self, x: object) -> None:
         """Raise a DTypeError that names this layer unless ``x`` is a float Tensor."""
-        if not isinstance(x, Tensor) or x.dtype.kind != "f":
+        if not isinstance(x, Tensor) or not is_float(x.dtype):
             came = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DTypeError(f"{self!r}: needs a float Tensor as input, got {came}")
 

@@ -14,6 +14,7 @@ import numpy as np
 from .. import autograd
 from ..backend.formulas import UPDATES
 from ..device import Device
+from ..dtypes import bfloat16
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_int
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
@@ -406,6 +407,11 @@ def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
     if grad.device is not param.device:
         raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")
+    if param.dtype == bfloat16:
+        raise DTypeError(
+            f"{optimizer}: {param.name} is bfloat16; keep parameters in float32, of which autocast rounds copies "
+            "(docs/precision.md)"
+        )
     if param.dtype.kind != "f":
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}; only float parameters can be updated")
 
@@ -414,9 +420,14 @@ def _on_host(method: Callable[..., None]) -> Callable[..., None]:
     """Mark a method whose Python runs at every replay of a recorded step."""
 
     @wraps(method)
+    def run_in_float32(*arguments: Any) -> None:
+        with autograd.autocast(enabled=False):
+            method(*arguments)
+
+    @wraps(method)
     def run(self: Optimizer, *arguments: Any) -> None:
         given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
-        host(method, self, *given)
+        host(run_in_float32, self, *given)
 
     return run
 

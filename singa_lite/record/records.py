@@ -96,7 +96,7 @@ class Record:
         )
         copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
         with recorder.recording():
-            self.result = model.train_one_batch(*copied_arguments, **copied_options)
+            self.result = model.run_train_one_batch(copied_arguments, copied_options)
         del copied_arguments, copied_options
         recorder.finish()
         self._variables.finish(recorder)
@@ -222,11 +222,11 @@ class Records:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
 
-    def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Replay the record of such a step of ``model``, or run the step and make a record."""
+    def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
+        """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
         if this_thread.recorder is not None:  # a model within another one's step
-            return model.train_one_batch(*arguments, **options)
-        kind, tensors = self._kind_of(arguments, options)
+            return model.run_train_one_batch(arguments, options)
+        kind, tensors = self._kind_of(arguments, options, precision)
         if kind.break_reason is None:
             known: Known = {}
             for number, record in enumerate(kind.records):
@@ -235,13 +235,13 @@ class Records:
                     kind.misses = 0
                     if record.is_postponed:
                         record.is_postponed = False
-                        return model.train_one_batch(*arguments, **options)
+                        return model.run_train_one_batch(arguments, options)
                     return record.replay(tensors)
             if kind.misses == MAX_MISSES:
                 kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
                 kind.records.clear()
         if kind.break_reason is not None:
-            return model.train_one_batch(*arguments, **options)
+            return model.run_train_one_batch(arguments, options)
         record = Record(model, arguments, options, self._arenas)
         if record.break_reason is None:
             kind.misses += 1
@@ -261,7 +261,9 @@ class Records:
             if not kind.records:
                 del self._kinds[key]
 
-    def _kind_of(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Kind, list[Tensor]]:
+    def _kind_of(
+        self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
+    ) -> tuple[Kind, list[Tensor]]:
         """Return the kind of a call, and the Tensors of its arguments."""
         reason, tensors = None, list[Tensor]()
         try:
@@ -271,9 +273,11 @@ class Records:
                 f"arguments of type {error} do not distinguish calls; pass Tensors, plain values, or lists, "
                 "tuples, dicts and dataclasses of them"
             )
+        key = key, precision
         if key not in self._kinds:
             reason = reason or _unfit(tensors)
-            self._kinds[key] = Kind(_label(arguments, options), break_reason=reason)
+            label = _label(arguments, options) + (", bf16" if precision == "bf16" else "")
+            self._kinds[key] = Kind(label, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors
 

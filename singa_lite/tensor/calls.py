@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..dtypes import is_float
 from ..errors import DTypeError, ShapeError
 from .checks import as_axes, broadcast_shape
 from .core import Number, Tensor, check_alike, check_tensor, number_array
@@ -13,7 +14,7 @@ from .core import Number, Tensor, check_alike, check_tensor, number_array
 
 def check_floats(where: str, t: Tensor) -> None:
     check_tensor(where, t)
-    if t.dtype.kind != "f":
+    if not is_float(t.dtype):
         raise DTypeError(f"{where}: needs a float tensor, not {t.dtype}; convert with as_type(float32)")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import bfloat16, is_float
 from ..errors import DTypeError, ShapeError, is_number
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "as_dtype",
     "as_index",
     "as_permutation",
+    "bfloat16",
     "broadcast_shape",
     "float16",
     "float32",
@@ -35,7 +37,7 @@ float32 = np.dtype("float32")
 float64 = np.dtype("float64")
 int32 = np.dtype("int32")
 int64 = np.dtype("int64")
-DTYPES = (float16, float32, float64, int32, int64)
+DTYPES = (bfloat16, float16, float32, float64, int32, int64)
 MAX_AXES = 32  # of numpy 1
 MAX_ELEMENTS = 2**60 - 1  # whose bytes are still an index
 
@@ -59,7 +61,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
 
 def natural_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of ``dtype``'s values in a Tensor: float64 float32, int64 int32, as in SINGA."""
-    if dtype in (float16, int32):
+    if dtype in (bfloat16, float16, int32):
         return dtype
     return float32 if dtype.kind == "f" else int32
 
@@ -72,7 +74,7 @@ def as_numbers(where: str, name: str, value: object) -> np.ndarray:
         raise ShapeError(f"{where}: {name} must be an array or nested lists of equal lengths") from None
     except TypeError as error:  # an array of another library that does not convert by itself
         raise DTypeError(f"{where}: {name} is a {type(value).__name__}: {error}") from None
-    if array.dtype.kind not in "biuf":
+    if array.dtype.kind not in "biuf" and array.dtype != bfloat16:
         came = type(value).__name__ if array.dtype.kind == "O" else array.dtype
         raise DTypeError(f"{where}: {name} must be a Tensor or numbers, not {came}")
     return array
@@ -84,7 +86,7 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
         return np.ascontiguousarray(values).reshape(values.shape)
     with np.errstate(invalid="ignore", over="ignore"):
         converted = np.array(values, dtype=wanted, order="C")
-        both_float = values.dtype.kind == "f" and wanted.kind == "f"
+        both_float = is_float(values.dtype) and is_float(wanted)
         changed = (converted.astype(values.dtype) != values) & ~(
             (converted != converted) & (values != values)
         )
@@ -102,7 +104,7 @@ def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarra
     if type(value) not in (float, int, bool) and not is_number(value):
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
-        values = np.asarray(float(value) if dtype.kind == "f" else value)  # type: ignore[arg-type]
+        values = np.asarray(float(value) if is_float(dtype) else value)  # type: ignore[arg-type]
         if values.dtype.kind == "O":  # an int of more than 64 bits
             raise OverflowError
     except OverflowError:

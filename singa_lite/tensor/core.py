@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, get_default_device
+from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, unrecorded
@@ -54,7 +55,7 @@ class Tensor:
     Args:
         shape: sizes of the axes; () is a scalar. Taken from ``data`` when that is given.
         device: where it lives; None is the CPU.
-        dtype: float16, float32, float64, int32 or int64. None is float32, or with ``data`` the dtype of
+        dtype: float16, bfloat16 (CPU), float32, float64, int32 or int64. None is float32, or with ``data`` the dtype of
             ``data``, float64 becoming float32 and int64 int32 as in SINGA's ``from_numpy``.
         data: values, copied; None fills with zeros.
         requires_grad: False keeps gradients from flowing into this tensor.
@@ -84,12 +85,12 @@ class Tensor:
         backend = self.device.backend
         if data is None:
             self.array = backend.zeros(
-                as_shape("Tensor", shape), float32 if dtype is None else as_dtype(dtype)
+                as_shape("Tensor", shape), float32 if dtype is None else _held_dtype(dtype, self.device)
             )
         else:
             break_graph("it makes a Tensor from host values, which a replay would not see change")
             values = as_numbers("Tensor", "data", data)
-            wanted = as_dtype(dtype) if dtype is not None else natural_dtype(values.dtype)
+            wanted = _held_dtype(natural_dtype(values.dtype) if dtype is None else dtype, self.device)
             self.array = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
@@ -190,8 +191,7 @@ class Tensor:
         """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
             raise ShapeError(f"item: shape {self.shape} has more than one element")
-        value: Number = to_numpy(self).reshape(())[()].item()
-        return value
+        return _python_number(to_numpy(self).reshape(()))
 
     __hash__ = object.__hash__  # by identity: a Tensor can be a dict key, though == compares elements
 
@@ -308,6 +308,7 @@ class Tensor:
         """Move the values to ``device``, in place."""
         device = _as_device("to_device", device)
         if device is not self.device:
+            _held_dtype(self.dtype, device)
             self.array, self.device = device.backend.asarray(to_numpy(self)), device
 
     def to_host(self) -> None:
@@ -316,7 +317,7 @@ class Tensor:
 
     def as_type(self, dtype: Any) -> Tensor:
         """Return a leaf with the values rounded to ``dtype``."""
-        array = self.device.backend.empty(self.shape, as_dtype(dtype))
+        array = self.device.backend.empty(self.shape, _held_dtype(dtype, self.device))
         self.device.backend.run("cast", self.array, out=array)
         return Tensor.wrap(array, self.device)
 
@@ -452,7 +453,7 @@ class Tensor:
 
     def set_value(self, x: Number) -> Tensor:
         """Set every element to ``x``."""
-        return self._fill("fill", value=convert_number("set_value", x, self.dtype).item())
+        return self._fill("fill", value=_python_number(convert_number("set_value", x, self.dtype)))
 
     def gaussian(self, mean: float, std: float) -> Tensor:
         """Draw from the normal distribution of the device's random stream."""
@@ -467,7 +468,7 @@ class Tensor:
         return self._draw("random_bernoulli", p=p)
 
     def _draw(self, kernel: str, **attributes: float) -> Tensor:
-        if self.dtype.kind != "f":
+        if not is_float(self.dtype):
             raise DTypeError(f"{kernel}: needs a float tensor, not {self.dtype}")
         for name, value in attributes.items():
             lowest, highest = (0.0, 1.0) if name == "p" else (0.0 if name == "std" else -math.inf, math.inf)
@@ -491,7 +492,7 @@ class Tensor:
 
     def l1(self) -> float:
         """Mean absolute value, as in SINGA."""
-        return float(np.abs(to_numpy(self)).sum(dtype=np.float64) / max(self.size(), 1))
+        return float(np.abs(to_numpy(self).astype(np.float64)).sum() / max(self.size(), 1))
 
     def l2(self) -> float:
         """Euclidean norm divided by the number of elements, as in SINGA."""
@@ -560,7 +561,7 @@ class Tensor:
 
     def _in_place(self, kernel: str, other: Tensor | Number) -> Tensor:
         operand = _operand(self, other, kernel)
-        if kernel == "div" and self.dtype.kind != "f":
+        if kernel == "div" and not is_float(self.dtype):
             raise DTypeError(f"in-place division of {self.dtype}: convert with as_type(float32) first")
         if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
@@ -650,6 +651,20 @@ def _as_device(where: str, device: object) -> Device:
             f"{where}: {device!r} is not a Device; make one with device.create_device() or get_default_device()"
         )
     return device or get_default_device()
+
+
+def _held_dtype(dtype: Any, device: Device) -> np.dtype[Any]:
+    """Return ``dtype`` as one a Tensor of ``device`` can have, else DTypeError."""
+    wanted = as_dtype(dtype)
+    if wanted == bfloat16 and not device.backend.has_bfloat16:
+        raise DTypeError(f"{device} has no kernels for bfloat16; use float16 or float32 there, or the CPU")
+    return wanted
+
+
+def _python_number(array: np.ndarray) -> Number:
+    """Return the one value of a numpy array as a Python number; bfloat16's own scalars are none."""
+    value: Number = float(array) if array.dtype == bfloat16 else array.item()
+    return value
 
 
 def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device, get_default_device
+from ..dtypes import is_narrow
 from ..errors import DTypeError, ShapeError, check_number
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32, listed
@@ -345,7 +346,7 @@ def axpy(alpha: float, x: Tensor, y: Tensor) -> Tensor:
 
 
 def sum(t: Tensor, axis: int | None = None, out: Tensor | None = None) -> Tensor:
-    """Return the sum over one axis, which goes away; None: of all elements, shape (). float16 adds in float32."""
+    """Return the sum over one axis, which goes away; None: of all, shape (). 16-bit floats are added in float32."""
     return reduce("sum", t, axis, out)
 
 
@@ -438,7 +439,7 @@ def einsum(ops: str, *args: Tensor) -> Tensor:
     for other in args:
         check_pair("einsum", args[0], other)
     dtype = args[0].dtype
-    wide = float32 if dtype == "float16" else dtype
+    wide = float32 if is_narrow(dtype) else dtype
     try:
         values = np.einsum(ops, *(to_numpy(t).astype(wide) for t in args))
     except (ValueError, TypeError) as error:

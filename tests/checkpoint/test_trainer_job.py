@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from singa_lite import autograd, checkpoint, gluon, opt
 from singa_lite.errors import CheckpointError, OptionError
 from singa_lite.tensor import from_numpy, to_numpy
 from tests.checkpoint.job_net import WithTrainer, batch, bits, with_trainer
-from tests.kvstore.rig import Launch, Rig, caught, run_server
-from tests.ranks import run_ranks
+from tests.kvstore.rig import Launch, Rig, caught, run_calls
 
 UNLOSSY = {"compression_params": None}
 
@@ -57,26 +55,6 @@ def goes_on(rig: Rig, folder: str, kind: str, options: dict[str, Any]) -> dict[s
     return bits(net)
 
 
-def process(c: Any, launch: Launch, name: str, function: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """What each call gave on a worker."""
-    rig = Rig(launch, c, name)
-    if c.rank >= launch.workers:
-        run_server(rig)
-        return []
-    found = []
-    for call in calls:
-        found.append(function(rig, *call))
-        rig.close()
-    rig._tell("end")
-    return found
-
-
-def run(workers: int, servers: int, function: Any, *calls: tuple[Any, ...]) -> list[list[Any]]:
-    """Return what each call gave on each worker."""
-    name, launch = f"job{time.monotonic_ns()}", Launch("shm", workers, servers)
-    return run_ranks(process, workers + servers, launch, name, function, calls)[:workers]
-
-
 KINDS = [
     ("2bit", {}),
     ("adam", UNLOSSY),
@@ -88,12 +66,12 @@ KINDS = [
 def test_a_job_that_goes_on_ends_with_the_same_bits(tmp_path: Path, workers: int, servers: int) -> None:
     """Also with another number of servers."""
     calls = [(str(tmp_path / kind), kind, options) for kind, options in KINDS]
-    whole = run(workers, servers, at_one_go, *calls)
-    assert run(workers, servers, goes_on, *calls) == whole
+    whole = run_calls(Launch("shm", workers, servers), at_one_go, *calls)
+    assert run_calls(Launch("shm", workers, servers), goes_on, *calls) == whole
     first = [{name: each for name, each in of[0].items() if "residual" not in name} for of in whole]
     assert all(states["linear.W"] == first[0]["linear.W"] for states in first)
     assert any(name.startswith("sync/kvstore/") for name in whole[0][0])
-    again = run(workers, 1 + servers % 2, goes_on, *calls)
+    again = run_calls(Launch("shm", workers, 1 + servers % 2), goes_on, *calls)
     assert [[each["linear.W"] for each in of] for of in again] == [
         [each["linear.W"] for each in of] for of in whole
     ]
@@ -113,8 +91,8 @@ def lost(rig: Rig, folder: str, is_first: bool) -> tuple[np.ndarray[Any, Any], f
 
 @pytest.mark.parametrize("servers", [0, 1])
 def test_another_number_of_workers_keeps_the_sum_of_what_was_lost(tmp_path: Path, servers: int) -> None:
-    before = [of[0] for of in run(3, servers, lost, (str(tmp_path / "job"), True))]
-    after = [of[0] for of in run(2, servers, lost, (str(tmp_path / "job"), False))]
+    before = [of[0] for of in run_calls(Launch("shm", 3, servers), lost, (str(tmp_path / "job"), True))]
+    after = [of[0] for of in run_calls(Launch("shm", 2, servers), lost, (str(tmp_path / "job"), False))]
     total = sum(residual for residual, _ in before)
     assert np.abs(total).max() > 0
     np.testing.assert_array_equal(sum(residual for residual, _ in after), total)
@@ -139,7 +117,7 @@ def refused(rig: Rig, folder: str) -> list[str]:
 
 
 def test_a_job_of_another_trainer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    for of in run(3, 1, refused, (str(tmp_path / "job"),)):
+    for of in run_calls(Launch("shm", 3, 1), refused, (str(tmp_path / "job"),)):
         adam, plain = of[0]
         assert "rank 0 failed" in adam or "another trainer" in adam
         assert "rank 0 failed" in plain or "another trainer" in plain

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
+from singa_lite.backend.cpu.bfloat16 import describe
 from singa_lite.comm.output import RankOutput, Sink
 from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
@@ -287,7 +288,8 @@ ENDINGS = {
     ),
     "a rank is stopped": (
         2,
-        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(.2)\nsys.exit(4)",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('it was told'))\n"
+        "if rank == 0:\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\ntime.sleep(.2)\nsys.exit(4)",
     ),
     # two, as a third could be later than the time-out too
     "a rank is stopped at its end": (2, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)"),
@@ -327,8 +329,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(endings):
     assert endings["SIGTERM is ignored"].returncode == 3
 
 
-def test_a_stopped_rank_is_killed_with_the_others(endings):
+def test_a_stopped_rank_is_told_to_end_with_the_others(endings):
     assert endings["a rank is stopped"].returncode == 4
+    assert "it was told" in endings["a rank is stopped"].stderr
 
 
 def test_a_rank_that_hangs_at_its_end_is_killed_and_named(endings):
@@ -471,6 +474,7 @@ def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     assert rows["transport nccl"].startswith(("works: NCCL ", "no: NCCL", "no: CUDA's driver"))
     assert rows["device cuda"].startswith(("works: name: ", "no: singa_lite.errors.DeviceError: "))
     assert str(len(os.sched_getaffinity(0))) in rows["platform"]
+    assert rows["bfloat16"] == describe() and "instructions for products" in describe()
 
 
 def test_a_package_that_is_not_installed_says_where_it_is(monkeypatch):

@@ -32,6 +32,7 @@ from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
 
 Array = np.ndarray[Any, Any]
+Calls = tuple[tuple[Any, ...], ...]
 
 
 class Launch(NamedTuple):
@@ -252,6 +253,28 @@ def run_facts(process: Callable[..., dict[str, str]], launch: Launch, facts: Fac
     transport = "local" if size == 1 and launch.transport == "shm" else launch.transport
     name = f"kv{time.monotonic_ns()}"
     found = run_ranks(process, size, launch, name, list(facts.of(launch)), transport=transport)
+    return found[: launch.workers]
+
+
+def _run_calls(c: Communicator, launch: Launch, name: str, function: Any, calls: Calls) -> list[Any]:
+    rig = Rig(launch, c, name)
+    if c.rank >= launch.workers:
+        run_server(rig)
+        return []
+    found = []
+    for call in calls:
+        found.append(function(rig, *call))
+        rig.close()
+    rig._tell("end")
+    return found
+
+
+def run_calls(launch: Launch, function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[list[Any]]:
+    """Return what ``function(rig, *call)`` gave on each worker, for each call, in processes of their own."""
+    if launch.transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    name, size = f"kv{time.monotonic_ns()}", launch.workers + launch.servers
+    found = run_ranks(_run_calls, size, launch, name, function, calls, transport=launch.transport)
     return found[: launch.workers]
 
 

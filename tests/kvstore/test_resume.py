@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import functools
-import time
 
 import numpy as np
 import pytest
 
 from singa_lite import opt
 from singa_lite.errors import CheckpointError, OptionError
-from tests.kvstore.rig import Launch, Rate, Rig, caught, run_server
-from tests.ranks import mpi_missing, run_ranks
+from tests.kvstore.rig import Launch, Rate, caught, run_calls
 
 F32 = np.float32
 SIZES = {"conv": (20, 5, 5), "fc": (220, 301), "bias": (7,)}  # fc is cut
@@ -72,28 +70,6 @@ def go_on(rig, kind, folder, saved_with, has_optimizer):
     return [array.tobytes() for array in weights]
 
 
-def process(c, launch, name, function, calls):
-    """Each call is a tuple of arguments after the first; a worker returns what they gave."""
-    rig = Rig(launch, c, name)
-    if c.rank >= launch.workers:
-        return run_server(rig)
-    found = []
-    for call in calls:
-        found.append(function(rig, *call))
-        rig.close()
-    rig._tell("end")
-    return found
-
-
-def run(launch, function, *calls):
-    if launch.transport == "mpi" and (reason := mpi_missing()):
-        pytest.skip(reason)
-    name = f"kv{time.monotonic_ns()}"
-    size = launch.workers + launch.servers
-    found = run_ranks(process, size, launch, name, function, calls, transport=launch.transport)
-    return found[: launch.workers]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("states")
@@ -102,7 +78,7 @@ def folder(tmp_path_factory):
 @functools.cache
 def whole(servers, folder):
     """The weights of jobs of 3 workers after 40 steps, by kind."""
-    (first, *others) = run(Launch("shm", 3, servers), at_one_go, *((kind, folder) for kind in TYPES))
+    (first, *others) = run_calls(Launch("shm", 3, servers), at_one_go, *((kind, folder) for kind in TYPES))
     assert all(other == first for other in others)
     return dict(zip(TYPES, first, strict=True))
 
@@ -123,13 +99,13 @@ def test_training_goes_on_in_new_processes_with_equal_bits(folder, servers):
         for kind in TYPES
         for saved_with in (servers, another)
     ]
-    for found in run(Launch("shm", 3, servers), go_on, *calls):
+    for found in run_calls(Launch("shm", 3, servers), go_on, *calls):
         for (kind, _, saved_with, _), weights in zip(calls, found, strict=True):
             assert weights == expected[saved_with][kind], (kind, saved_with)
 
 
 def test_training_goes_on_over_mpi(folder):
-    assert run(Launch("mpi", 2, 1), save_and_go_on, ("2bit", folder)) == [[True], [True]]
+    assert run_calls(Launch("mpi", 2, 1), save_and_go_on, ("2bit", folder)) == [[True], [True]]
 
 
 def save_and_go_on(rig, kind, folder):
@@ -210,7 +186,7 @@ def refuses(rig, folder):
 
 @pytest.mark.parametrize("servers", [0, 2])
 def test_a_file_that_does_not_fit_is_an_error_on_all_workers(folder, servers):
-    assert run(Launch("shm", 3, servers), refuses, (folder,)) == [[True]] * 3
+    assert run_calls(Launch("shm", 3, servers), refuses, (folder,)) == [[True]] * 3
 
 
 def loads_of_others(rig, folder):
@@ -220,5 +196,5 @@ def loads_of_others(rig, folder):
 
 def test_a_file_of_more_workers_is_refused(folder):
     whole(1, folder)
-    for (text,) in run(Launch("shm", 2, 1), loads_of_others, (folder,)):
+    for (text,) in run_calls(Launch("shm", 2, 1), loads_of_others, (folder,)):
         assert "its num_workers are 3, here 2" in text

@@ -37,7 +37,7 @@ def library(
     return made_once(f"{name}-{hashlib.sha256(text).hexdigest()[:16]}.so", build)
 
 
-def made_once(name: str, build: Callable[[Path], None]) -> Path:
+def made_once(name: str, build: Callable[[Path], object]) -> Path:
     """The file ``name`` in build/, which ``build`` writes unless it is there; other processes wait for it meanwhile."""
     made = KEPT / name
     if not made.exists():

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ...errors import DTypeError, ShapeError
-from ...tensor import Number, Tensor, number_array
+from ...tensor import Number, Tensor, float32, number_array
 from ..engine import Array, Context, Operator
 
 Shape = tuple[int, ...]
@@ -36,8 +37,16 @@ def check_floats(where: str, *tensors: object) -> None:
     """Raise DTypeError unless all are Tensors of one float dtype."""
     check_tensors(where, *tensors)
     first = tensors[0]
-    if isinstance(first, Tensor) and first.dtype.kind != "f":
+    if isinstance(first, Tensor) and first.dtype.kind != "f" and first.dtype != bfloat16:
         raise DTypeError(f"{where}: needs float tensors, got {first.dtype}; convert with as_type(float32)")
+
+
+def check_floats_beside(where: str, count: int, *tensors: Tensor) -> None:
+    """Do ``check_floats``, where beside bfloat16 all tensors but the first ``count`` may be float32."""
+    if getattr(tensors[0], "dtype", None) == bfloat16:
+        others = [tensor for tensor in tensors[count:] if getattr(tensor, "dtype", None) != float32]
+        tensors = (*tensors[:count], *others)
+    check_floats(where, *tensors)
 
 
 def check_ndim(where: str, name: str, tensor: Tensor, ndim: int, axes: str) -> None:
@@ -87,11 +96,12 @@ def broadcasting(context: Context, kernel: str, *xs: Array) -> Array:
     return out
 
 
-def sum_to(context: Context, dy: Array, shape: Shape) -> Array:
-    """Return ``dy`` summed back to the shape that was broadcast to it; dy itself if nothing was."""
-    if dy.shape == shape:
+def sum_to(context: Context, dy: Array, shape: Shape, dtype: Any = None) -> Array:
+    """Return ``dy`` summed back to the shape that was broadcast to it, in ``dtype``; dy itself if nothing changes."""
+    wanted = dy.dtype if dtype is None else dtype
+    if dy.shape == shape and dy.dtype == wanted:
         return dy
-    out = context.empty(shape, dy.dtype)
+    out = context.empty(shape, wanted)
     context.run("sum_to", dy, out=out)
     return out
 
@@ -112,6 +122,7 @@ class Elementwise(Operator):
     """
 
     kernel: str
+    autocast = "keep"
 
     def __init__(self, **numbers: float) -> None:
         self.numbers = numbers

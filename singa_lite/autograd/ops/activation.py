@@ -27,6 +27,8 @@ __all__ = [
 
 
 class ReLU(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("relu", *inputs)
 
@@ -70,6 +72,8 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 class Tanh(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("tanh", *inputs)
 
@@ -167,6 +171,8 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 class SoftMax(Operator):
+    autocast = "float32"
+
     def __init__(self, axis: int = 1) -> None:
         self.axis = axis
 
@@ -201,6 +207,8 @@ def softmax(x: Tensor, axis: int = 1) -> Tensor:
 
 
 class Exp(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("exp", *inputs)
 
@@ -226,6 +234,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 class Log(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("log", *inputs)
 
@@ -250,6 +260,8 @@ def log(x: Tensor) -> Tensor:
 
 
 class Sqrt(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("sqrt", *inputs)
 
@@ -275,6 +287,8 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 class Abs(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("abs", *inputs)
 
@@ -299,6 +313,8 @@ def abs(x: Tensor) -> Tensor:
 
 
 class Negative(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("negative", *inputs)
 
@@ -322,6 +338,8 @@ def negative(x: Tensor) -> Tensor:
 
 
 class Clip(Operator):
+    autocast = "keep"
+
     def __init__(self, min: float | None = None, max: float | None = None) -> None:
         given = {"min": min, "max": max}
         self.limits = {

@@ -16,6 +16,8 @@ __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
 
 
 class Add(Operator):
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("add", *inputs)
         broadcast_shape("add", inputs[0].shape, inputs[1].shape)
@@ -49,6 +51,8 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 
 class Sub(Operator):
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("sub", *inputs)
         broadcast_shape("sub", inputs[0].shape, inputs[1].shape)
@@ -70,6 +74,8 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 
 class Mul(Operator):
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("mul", *inputs)
         broadcast_shape("mul", inputs[0].shape, inputs[1].shape)
@@ -91,6 +97,8 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 
 class Div(Operator):
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("div", *inputs)
         broadcast_shape("div", inputs[0].shape, inputs[1].shape)
@@ -117,6 +125,8 @@ def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 
 class Pow(Operator):
+    autocast = "widest"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("pow", *inputs)
         broadcast_shape("pow", inputs[0].shape, inputs[1].shape)
@@ -145,6 +155,7 @@ def pow(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 
 class Sum(Operator):
+    autocast = "widest"
     where = "sum"
 
     def check(self, *inputs: Tensor) -> None:
@@ -202,6 +213,7 @@ def mean(*tensors: Tensor) -> Tensor:
 class Maximum(Operator):
     """Of two tensors; the first has the gradient where both are equal, or one is NaN."""
 
+    autocast = "widest"
     kernel, where = "maximum", "max"
 
     def check(self, *inputs: Tensor) -> None:

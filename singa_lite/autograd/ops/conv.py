@@ -9,13 +9,16 @@ from typing import Any
 from ...errors import ShapeError, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_ndim
+from ._common import check_floats_beside, check_ndim
 from .window import output_size, pair
 
 __all__ = ["conv2d"]
 
 
 class Conv2d(Operator):
+    autocast = "low"
+    autocast_inputs = 2  # not the bias
+
     def __init__(
         self,
         stride: int | Sequence[int] = 1,
@@ -40,7 +43,7 @@ class Conv2d(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         x, w = inputs[:2]
-        check_floats("conv2d", *inputs)
+        check_floats_beside("conv2d", 2, *inputs)
         check_ndim("conv2d", "x", x, 4, "(N, C, H, W)")
         check_ndim("conv2d", "W", w, 4, "(outputs, C / group, kh, kw)")
         channels, outputs = x.shape[1], w.shape[0]
@@ -62,21 +65,21 @@ class Conv2d(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, w = inputs[:2]
-        context.save(x, w)
+        context.save(x, w, inputs[-1].dtype)
         y = context.empty((x.shape[0], w.shape[0], *self.out_size(x.shape, w.shape)), x.dtype)
         context.run("conv2d", *inputs, out=y, **self.geometry)
         return y
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
-        (dy,), (x, w), needs_grad = dys, context.saved, context.needs_grad
+        (dy,), (x, w, b_dtype), needs_grad = dys, context.saved, context.needs_grad
         dx = dw = db = None
         if needs_grad[0]:
             dx = context.empty(x.shape, x.dtype)
             context.run("conv2d_backward_data", dy, w, out=dx, **self.geometry)
         has_bias = len(needs_grad) == 3 and needs_grad[2]
         if needs_grad[1] or has_bias:
-            dw = context.empty(w.shape, w.dtype)
-            db = context.empty(w.shape[:1], w.dtype) if has_bias else None
+            dw = context.empty(w.shape, context.gradient_dtype(1, w.dtype))
+            db = context.empty(w.shape[:1], b_dtype) if has_bias else None
             out = (dw, db) if has_bias else dw
             context.run("conv2d_backward_weight", dy, x, out=out, **self.geometry)
         return (dx, dw, db)[: len(needs_grad)]
@@ -101,7 +104,7 @@ def conv2d(
     Args:
         x: float tensor (N, C, H, W).
         W: shape (outputs, C / group, kh, kw).
-        b: shape (outputs,), or None.
+        b: shape (outputs,), float32 where x is bfloat16; None: there is none.
         stride: step of the window, one int or (height, width), >= 1.
         padding: zeros on both sides of each axis, >= 0.
         dilation: distance between the window's elements, >= 1.

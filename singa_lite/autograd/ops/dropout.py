@@ -20,6 +20,8 @@ def check_ratio(where: str, ratio: object) -> float:
 
 
 class Dropout(Operator):
+    autocast = "keep"
+
     def __init__(self, ratio: float = 0.5) -> None:
         self.ratio = check_ratio("dropout", ratio)
 

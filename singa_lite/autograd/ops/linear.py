@@ -4,25 +4,31 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
-from ._common import broadcasting, check_floats, check_ndim, scaled, sum_to
+from ._common import broadcasting, check_floats, check_floats_beside, check_ndim, scaled, sum_to
 
 __all__ = ["add_bias", "attention", "gemm", "matmul"]
 
 
 def product_of(
-    context: Context, a: Array, b: Array, transpose_a: bool = False, transpose_b: bool = False
+    context: Context,
+    a: Array,
+    b: Array,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    dtype: Any = None,
 ) -> Array:
-    """Return the batched product of two raw arrays."""
+    """Return the batched product of two raw arrays, in ``dtype`` (None: theirs)."""
     rows = a.shape[-1] if transpose_a else a.shape[-2]
     columns = b.shape[-2] if transpose_b else b.shape[-1]
     batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    out = context.empty((*batch, rows, columns), a.dtype)
+    out = context.empty((*batch, rows, columns), a.dtype if dtype is None else dtype)
     context.run("matmul", a, b, out=out, transpose_a=transpose_a, transpose_b=transpose_b)
     return out
 
@@ -33,6 +39,8 @@ def rows_of(x: Array) -> Array:
 
 
 class Matmul(Operator):
+    autocast = "low"
+
     def check(self, *inputs: Tensor) -> None:
         check_floats("matmul", *inputs)
         x, w = inputs
@@ -51,18 +59,19 @@ class Matmul(Operator):
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (x, w), (needs_x, needs_w) = dys, context.saved, context.needs_grad
+        x_dtype, w_dtype = context.gradient_dtype(0, x.dtype), context.gradient_dtype(1, w.dtype)
         dx = dw = None
         if w.ndim == 2:
             rows = rows_of(dy)
             if needs_x:
-                dx = product_of(context, rows, w, transpose_b=True).reshape(x.shape)
+                dx = product_of(context, rows, w, transpose_b=True, dtype=x_dtype).reshape(x.shape)
             if needs_w:
-                dw = product_of(context, rows_of(x), rows, transpose_a=True)
+                dw = product_of(context, rows_of(x), rows, transpose_a=True, dtype=w_dtype)
             return dx, dw
         if needs_x:
-            dx = sum_to(context, product_of(context, dy, w, transpose_b=True), x.shape)
+            dx = sum_to(context, product_of(context, dy, w, transpose_b=True, dtype=x_dtype), x.shape)
         if needs_w:
-            dw = sum_to(context, product_of(context, x, dy, transpose_a=True), w.shape)
+            dw = sum_to(context, product_of(context, x, dy, transpose_a=True, dtype=w_dtype), w.shape)
         return dx, dw
 
 
@@ -83,13 +92,15 @@ def matmul(x: Tensor, w: Tensor) -> Tensor:
 
 
 class AddBias(Operator):
+    autocast = "keep"
+
     def __init__(self, axis: int = 0) -> None:
         if not is_one_of(axis, (0, 1)):
             raise OptionError(f"add_bias: axis = {axis} must be 0 (b to every row) or 1 (b to every column)")
         self.axis = axis
 
     def check(self, *inputs: Tensor) -> None:
-        check_floats("add_bias", *inputs)
+        check_floats_beside("add_bias", 1, *inputs)
         x, b = inputs
         if x.ndim() < 2 or (self.axis == 1 and x.ndim() != 2):
             raise ShapeError(f"add_bias: x must have two axes, but its shape is {x.shape}")
@@ -101,14 +112,14 @@ class AddBias(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, b = inputs
-        context.save(b.shape)
+        context.save(b.shape, b.dtype)
         return broadcasting(context, "add", x, b if self.axis == 0 else b.reshape(-1, 1))
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
-        (dy,), (shape,), (needs_x, needs_b) = dys, context.saved, context.needs_grad
+        (dy,), (shape, dtype), (needs_x, needs_b) = dys, context.saved, context.needs_grad
         db = None
         if needs_b:
-            db = sum_to(context, dy, shape if self.axis == 0 else (*shape, 1)).reshape(shape)
+            db = sum_to(context, dy, shape if self.axis == 0 else (*shape, 1), dtype).reshape(shape)
         return dy if needs_x else None, db
 
 
@@ -117,7 +128,7 @@ def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
 
     Args:
         x: float tensor (..., n) for axis 0, (m, n) for axis 1.
-        b: shape (n,) for axis 0, (m,) for axis 1.
+        b: shape (n,) for axis 0, (m,) for axis 1; dtype of ``x``, or float32 where that is bfloat16.
         axis: 0 or 1.
 
     Returns:
@@ -133,11 +144,14 @@ def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
 class Gemm(Operator):
     """Args: as ``gemm``."""
 
+    autocast = "low"
+    autocast_inputs = 2  # not C
+
     def __init__(self, alpha: float, beta: float, trans_a: bool, trans_b: bool) -> None:
         self.alpha, self.beta, self.trans_a, self.trans_b = alpha, beta, trans_a, trans_b
 
     def check(self, *inputs: Tensor) -> None:
-        check_floats("gemm", *inputs)
+        check_floats_beside("gemm", 2, *inputs)
         for name, matrix in zip("AB", inputs, strict=False):
             check_ndim("gemm", name, matrix, 2, "(rows, columns)")
         a, b = inputs[0].shape[:: -1 if self.trans_a else 1], inputs[1].shape[:: -1 if self.trans_b else 1]
@@ -148,7 +162,7 @@ class Gemm(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         a, b, *rest = inputs
-        context.save(a, b, *(c.shape for c in rest))
+        context.save(a, b, *((c.shape, c.dtype) for c in rest))
         y = product_of(context, a, b, self.trans_a, self.trans_b)
         y = y if self.alpha == 1 else scaled(context, y, self.alpha)
         for c in rest:
@@ -156,26 +170,27 @@ class Gemm(Operator):
         return y
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
-        (dy,), (a, b, *shapes), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
+        (dy,), (a, b, *others), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
+        dtype_a, dtype_b = context.gradient_dtype(0, a.dtype), context.gradient_dtype(1, b.dtype)
         dab = dy if self.alpha == 1 else scaled(context, dy, self.alpha)
         da = db = None
         if needs_a:
             da = (
-                product_of(context, b, dab, self.trans_b, True)
+                product_of(context, b, dab, self.trans_b, True, dtype_a)
                 if self.trans_a
-                else product_of(context, dab, b, False, not self.trans_b)
+                else product_of(context, dab, b, False, not self.trans_b, dtype_a)
             )
         if needs_b:
             db = (
-                product_of(context, dab, a, True, self.trans_a)
+                product_of(context, dab, a, True, self.trans_a, dtype_b)
                 if self.trans_b
-                else product_of(context, a, dab, not self.trans_a, False)
+                else product_of(context, a, dab, not self.trans_a, False, dtype_b)
             )
         dcs = [
-            sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape)
+            sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape, dtype)
             if needed
             else None
-            for shape, needed in zip(shapes, needs_c, strict=True)
+            for (shape, dtype), needed in zip(others, needs_c, strict=True)
         ]
         return da, db, *dcs
 
@@ -194,7 +209,7 @@ def gemm(
     Args:
         A: float tensor (m, k), or (k, m) with ``transA``.
         B: float tensor (k, n), or (n, k) with ``transB``.
-        C: broadcasts to (m, n); None adds nothing.
+        C: broadcasts to (m, n), of their dtype, or float32 beside bfloat16; None adds nothing.
         alpha: factor of the product.
         beta: factor of C.
         transA: whether A is transposed first.
@@ -214,6 +229,8 @@ def gemm(
 
 class Attention(Operator):
     """Args: as ``attention``."""
+
+    autocast = "low"
 
     def __init__(self, num_heads: int, causal: bool) -> None:
         self.num_heads, self.causal = (

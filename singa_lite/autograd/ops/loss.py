@@ -29,6 +29,8 @@ def check_labels(where: str, x: Tensor, t: object) -> None:
 
 
 class SoftMaxCrossEntropy(Operator):
+    autocast = "float32"
+
     def check(self, *inputs: Tensor) -> None:
         check_labels("softmax_cross_entropy", *inputs)
 
@@ -68,6 +70,8 @@ def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
 
 class CrossEntropy(Operator):
+    autocast = "float32"
+
     def check(self, *inputs: Tensor) -> None:
         check_labels("cross_entropy", *inputs)
 
@@ -102,6 +106,8 @@ def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
 
 class MeanSquareError(Operator):
+    autocast = "float32"
+
     def check(self, *inputs: Tensor) -> None:
         check_tensors("mse_loss", *inputs)
         check_floats("mse_loss", *inputs)
@@ -141,6 +147,8 @@ def mse_loss(x: Tensor, t: Tensor) -> Tensor:
 
 
 class BinaryCrossEntropy(Operator):
+    autocast = "float32"
+
     def check(self, *inputs: Tensor) -> None:
         x, t = inputs
         check_floats("binary_cross_entropy", x)

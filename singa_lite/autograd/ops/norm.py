@@ -6,10 +6,11 @@ from __future__ import annotations
 import numpy as np
 
 from ...config import this_thread
+from ...dtypes import is_narrow
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
-from ._common import check_floats, check_some
+from ._common import check_floats, check_floats_beside, check_some
 
 __all__ = ["batchnorm_2d", "layer_norm"]
 
@@ -22,12 +23,14 @@ def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float
 
 
 def channel_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of scale, bias and statistics beside ``x`` of ``dtype``: float32 for float16, else the same."""
-    return np.dtype("float32") if dtype == "float16" else dtype
+    """Return the dtype of scale, bias and statistics beside ``x``: float32 if that has 16 bits, else the same."""
+    return np.dtype("float32") if is_narrow(dtype) else dtype
 
 
 class BatchNorm2d(Operator):
     """Holds the running statistics: they are state of the layer, not inputs with a gradient."""
+
+    autocast = "keep"
 
     def __init__(
         self, running_mean: Tensor, running_var: Tensor, *, momentum: float = 0.9, eps: float = 1e-5
@@ -100,7 +103,7 @@ def batchnorm_2d(
 
     Args:
         x: float tensor (N, C, H, W) or (N, C).
-        scale: shape (C,), as are the following; all of x's dtype, but float32 where x is float16.
+        scale: shape (C,), as are the following; all of x's dtype, but float32 where x has 16 bits.
         bias: shape (C,).
         running_mean: changed in place while ``autograd.training``.
         running_var: likewise.
@@ -124,12 +127,14 @@ def batchnorm_2d(
 class LayerNorm(Operator):
     """Args: ``eps``."""
 
+    autocast = "keep"
+
     def __init__(self, eps: float = 1e-5) -> None:
         self.eps = check_rates("layer_norm", 0, eps)[1]
 
     def check(self, *inputs: Tensor) -> None:
         x, *channels = inputs
-        check_floats("layer_norm", *inputs)
+        check_floats_beside("layer_norm", 1, *inputs)
         for name, tensor in zip(("scale", "bias"), channels, strict=True):
             count = tensor.ndim()
             if count == 0 or tensor.shape != x.shape[-count:] or tensor.size() == 0:
@@ -143,7 +148,7 @@ class LayerNorm(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, scale, _ = inputs
-        wide = "float32" if x.dtype == "float16" else x.dtype
+        wide = channel_dtype(x.dtype)
         rows = x.shape[: x.ndim - scale.ndim]
         y, mean, inverse_std = (
             context.empty(x.shape, x.dtype),
@@ -156,7 +161,7 @@ class LayerNorm(Operator):
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
         x, scale, _, _ = context.saved
-        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, x.dtype) for _ in range(2)))
+        out = (context.empty(x.shape, x.dtype), *(context.empty(scale.shape, scale.dtype) for _ in range(2)))
         context.run("layer_norm_backward", dys[0], *context.saved, out=out)
         return out
 
@@ -168,7 +173,7 @@ def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-5) -> Ten
 
     Args:
         x: float tensor (..., features), or with several axes of features.
-        scale: (features,), or all last axes that are normalised; dtype of ``x``.
+        scale: (features,), or all last axes that are normalised; dtype of ``x``, or float32 where that is bfloat16.
         bias: the same.
         eps: added to the variance, > 0; the default suits float32, use 1e-3 for float16.
 

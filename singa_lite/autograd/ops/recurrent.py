@@ -34,6 +34,8 @@ class Recurrent(Operator):
     one call does for all layers.
     """
 
+    autocast = "float32"
+
     def __init__(self, config: RnnConfig, dropout: float, lengths: Sequence[int] | None) -> None:
         self.config = config
         self.dropout = check_ratio("recurrent", dropout)
@@ -197,7 +199,8 @@ def recurrent(
         ShapeError: w, a state or lengths do not fit, or c0 was given to another mode.
         OptionError: an option is unknown or out of range.
     """
-    check_floats("recurrent", x, w)
+    check_floats("recurrent", x)
+    check_floats("recurrent", w)
     check_ndim("recurrent", "x", x, 3, "(steps, batch, features)")
     check_choice("recurrent", "mode", mode, tuple(GATES))
     config = RnnConfig(
@@ -213,13 +216,15 @@ def recurrent(
         raise ShapeError(f"recurrent: mode {mode!r} has no c0")
     shape = (config.num_cells, x.shape[1], config.hidden_size)
     states = [
-        Tensor(shape, x.device, x.dtype, requires_grad=False) if given is None else given
+        Tensor(shape, x.device, w.dtype, requires_grad=False) if given is None else given
         for given in (h0, c0)[: config.num_states]
     ]
     return op(x, w, *states)  # type: ignore[no-any-return]
 
 
 class Unbind(Operator):
+    autocast = "keep"
+
     def check(self, *inputs: Tensor) -> None:
         check_ndim("steps", "x", inputs[0], 3, "(steps, batch, features)")
 

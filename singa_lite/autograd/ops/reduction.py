@@ -14,6 +14,7 @@ __all__ = ["reduce_mean", "reduce_sum"]
 
 
 class ReduceSum(Operator):
+    autocast = "float32"
     where, kernel = "reduce_sum", "sum"
 
     def __init__(self, axes: int | Sequence[int] | None = None, keepdims: bool | int = 1) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import is_float
 from ...errors import DTypeError
 from ...tensor import Number, Tensor, as_axis, broadcast_shape, float32
 from ...tensor.checks import as_numbers
@@ -19,6 +20,8 @@ __all__ = ["embedding", "equal", "gather", "greater", "greater_equal", "less", "
 class Compare(Operator):
     """Args: ``relation``: one of those of the kernel ``compare``."""
 
+    autocast = "widest"
+
     def __init__(self, relation: str) -> None:
         self.relation = relation
 
@@ -28,7 +31,7 @@ class Compare(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         a, b = inputs
-        dtype = a.dtype if a.dtype.kind == "f" else float32
+        dtype = a.dtype if is_float(a.dtype) else float32
         out = context.empty(np.broadcast_shapes(a.shape, b.shape), dtype)
         context.run("compare", a, b, out=out, relation=self.relation)
         return out
@@ -78,6 +81,8 @@ def equal(x: Tensor | Number, y: Tensor | Number) -> Tensor:
 
 class Where(Operator):
     """Inputs: the condition, of any dtype, and the two tensors to choose from."""
+
+    autocast = "widest"
 
     def check(self, *inputs: Tensor) -> None:
         condition, x, y = inputs
@@ -137,6 +142,8 @@ def where(x: Tensor | Number, y: Tensor | Number, condition: Any) -> Tensor:
 
 class Gather(Operator):
     """Inputs: x, and indices of one axis of it; ``where`` is the function that errors name."""
+
+    autocast = "keep"
 
     def __init__(self, where: str, axis: int) -> None:
         self.where, self.axis = where, axis

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...dtypes import is_float
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
 from ...tensor.checks import listed
@@ -18,6 +19,8 @@ __all__ = ["cat", "flatten", "pad", "reshape", "slice", "split", "squeeze", "tra
 
 
 class Reshape(Operator):
+    autocast = "keep"
+
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape = shape
 
@@ -69,6 +72,8 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 
 
 class Transpose(Operator):
+    autocast = "keep"
+
     def __init__(self, axes: Sequence[int] | None) -> None:
         self.axes = axes
 
@@ -108,6 +113,8 @@ def transpose(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 class Concat(Operator):
+    autocast = "widest"
+
     def __init__(self, axis: int = 0) -> None:
         self.axis = axis
 
@@ -165,6 +172,8 @@ def cat(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 
 class Pad(Operator):
+    autocast = "keep"
+
     def __init__(self, pads: Sequence[int], constant: float = 0.0) -> None:
         self.pads = check_ints("pad", "pads", pads, 0)
         self.constant = check_number("pad", "constant", constant)
@@ -176,7 +185,7 @@ class Pad(Operator):
                 f"pad: {inputs[0].ndim()} axes need {2 * inputs[0].ndim()} pads (all before, then all after), "
                 f"got {len(self.pads)}"
             )
-        if inputs[0].dtype.kind != "f" and not self.constant.is_integer():
+        if not is_float(inputs[0].dtype) and not self.constant.is_integer():
             raise DTypeError(f"pad: constant = {self.constant} is not a {inputs[0].dtype}")
 
     def inside(self, shape: Shape) -> tuple[slice_type, ...]:
@@ -224,6 +233,8 @@ def pad(x: Tensor, mode: str, pads: Sequence[int], constant: float = 0.0) -> Ten
 
 class Slice(Operator):
     """Args: ``parts``: a slice of each axis, within it."""
+
+    autocast = "keep"
 
     def __init__(self, parts: tuple[slice_type, ...]) -> None:
         self.parts = parts
@@ -291,6 +302,8 @@ def slice(
 
 class Split(Operator):
     """Args: ``axis``, >= 0; ``sizes``: of the parts along it."""
+
+    autocast = "keep"
 
     def __init__(self, axis: int, sizes: list[int]) -> None:
         self.axis, self.sizes = axis, sizes

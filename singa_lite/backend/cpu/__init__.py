@@ -50,6 +50,7 @@ class NumpyBackend(
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""
 
     name = "cpu"
+    has_bfloat16 = True
 
     def execute(
         self,

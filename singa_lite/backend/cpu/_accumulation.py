@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the numpy kernels accumulate: float16 in float32, wider types as they are, and sums over any axis pairwise."""
+"""How the numpy kernels accumulate: float16 and bfloat16 in float32, wider types as they are; pairwise sums."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from math import prod
 
 import numpy as np
 
+from ...dtypes import bfloat16, is_narrow
 from ..base import Array
 
 
 def upcast(x: Array) -> Array:
-    """Return ``x`` itself, or a float32 copy of a float16 array."""
-    return x.astype(np.float32) if x.dtype == np.float16 else x
+    """Return ``x`` itself, or a float32 copy of a float16 or bfloat16 array."""
+    return x.astype(np.float32) if is_narrow(x.dtype) else x
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which arrays of ``dtype`` are summed."""
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
+    return np.dtype(np.float32) if is_narrow(dtype) else dtype
+
+
+def store(out: Array, values: Array) -> None:
+    """Write ``values`` to ``out``, rounded to nearest even; never a float to an integer array."""
+    is_bfloat16 = out.dtype == bfloat16 and values.dtype.kind == "f"  # which numpy casts as "unsafe" alone
+    np.copyto(out, values, casting="unsafe" if is_bfloat16 else "same_kind")
 
 
 def pairwise_sum(x: Array, axes: Sequence[int], keepdims: bool = False) -> Array:

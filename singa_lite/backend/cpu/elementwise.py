@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ..base import Array
 from ..formulas import FORMULAS, Formula
-from ._accumulation import accumulation_dtype, upcast
+from ._accumulation import accumulation_dtype, store, upcast
 from .functions import FUNCTIONS
 
 COMPARISONS = {
@@ -42,18 +43,18 @@ class ElementwiseKernels:
     """A method for each of FORMULAS, and compare and clip."""
 
     def compare(self, a: Array, b: Array, *, out: Array, relation: str) -> None:
-        out[...] = COMPARISONS[relation](a, b)
+        out[...] = COMPARISONS[relation](upcast(a), upcast(b))
 
     def clip(self, x: Array, *, out: Array, min: float | None, max: float | None) -> None:
-        np.clip(x, min, max, out=out)
+        store(out, np.clip(upcast(x), min, max))
 
     def clip_backward(self, dy: Array, x: Array, *, out: Array, min: float | None, max: float | None) -> None:
-        inside = np.ones(x.shape, bool)
+        x, inside = upcast(x), np.ones(x.shape, bool)
         if min is not None:
             inside &= x >= min
         if max is not None:
             inside &= x <= max
-        np.multiply(dy, inside, out=out)
+        store(out, upcast(dy) * inside)
 
 
 def _kernel_of(formula: Formula) -> Callable[..., None]:
@@ -63,12 +64,12 @@ def _kernel_of(formula: Formula) -> Callable[..., None]:
     value = eval(f"lambda {', '.join(names)}: {formula.value}", dict(FUNCTIONS))
 
     def kernel(self: ElementwiseKernels, *inputs: Array, out: Array, **numbers: float) -> None:
-        if ufunc is not None:
+        if ufunc is not None and out.dtype != bfloat16:
             ufunc(*inputs, out=out)
             return
         element = accumulation_dtype(inputs[0].dtype)
         real = element.type if element.kind == "f" else np.float64
-        np.copyto(out, value(element.type, real, *map(upcast, inputs), **numbers), casting="same_kind")
+        store(out, value(element.type, real, *map(upcast, inputs), **numbers))
 
     kernel.__name__, kernel.__doc__ = formula.name, formula.signature
     return kernel

@@ -15,6 +15,7 @@ from ...graph.memory import View, row_major
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import relu_before_pooling
+from .fuse_rows import RULES
 
 
 def is_compiled_dtype(view: View) -> bool:
@@ -39,7 +40,7 @@ def _is_compiled(call: Kernel) -> bool:
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels."""
     graph = GraphRewriter(nodes, is_compiled_dtype)
-    for rule in (_add_bias, _add_residual, _relu_after, relu_before_pooling, _relu_in_norm_backward):
+    for rule in (_add_bias, _add_residual, _relu_after, relu_before_pooling, _relu_in_norm_backward, *RULES):
         for number in range(len(nodes)):
             rule(graph, number)
     return graph.rest()

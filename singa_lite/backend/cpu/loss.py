@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from ...dtypes import bfloat16
 from ...errors import ShapeError
 from ..base import Array
-from ._accumulation import upcast
+from ._accumulation import store, upcast
 
 
 def check_ids(where: str, ids: Array, classes: int) -> None:
@@ -32,16 +35,22 @@ def label_rows(labels: Array, like: Array, where: str) -> Array:
     return rows
 
 
+def smallest_normal(dtype: np.dtype[Any]) -> float:
+    """Return the smallest normal number > 0 of a float dtype; bfloat16 has float32's."""
+    return float(np.finfo(np.float32 if dtype == bfloat16 else dtype).tiny)
+
+
 class LossKernels:
     """Cross entropies and the mean squared error."""
 
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:
         loss, probabilities = out
         rows = label_rows(labels, x, "softmax_cross_entropy")
-        shifted = upcast(x) - upcast(x.max(axis=1, keepdims=True))
+        shifted = upcast(x)
+        shifted = shifted - shifted.max(axis=1, keepdims=True)
         powers = np.exp(shifted)
         total = powers.sum(axis=1, keepdims=True)
-        np.divide(powers, total, out=probabilities, casting="same_kind")
+        store(probabilities, powers / total)
         # where a label is 0, a logit of -inf must not make 0 * inf
         terms = np.where(rows == 0, 0, rows * (shifted - np.log(total)))
         loss[...] = -terms.sum() / x.shape[0]
@@ -57,14 +66,14 @@ class LossKernels:
 
     def cross_entropy(self, probabilities: Array, labels: Array, *, out: Array) -> None:
         rows = label_rows(labels, probabilities, "cross_entropy")
-        smallest = np.finfo(probabilities.dtype).tiny  # a probability of 0 costs log(tiny), not infinity
+        smallest = smallest_normal(probabilities.dtype)  # a probability of 0 costs log(tiny), not infinity
         out[...] = (
             -(rows * np.log(np.maximum(upcast(probabilities), smallest))).sum() / probabilities.shape[0]
         )
 
     def cross_entropy_backward(self, dy: Array, probabilities: Array, labels: Array, *, out: Array) -> None:
         rows = label_rows(labels, probabilities, "cross_entropy")
-        smallest = np.finfo(probabilities.dtype).tiny
+        smallest = smallest_normal(probabilities.dtype)
         rows /= np.maximum(upcast(probabilities), smallest)
         rows *= -upcast(dy).reshape(()) / rows.shape[0]
         out[...] = rows

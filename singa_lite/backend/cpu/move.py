@@ -7,9 +7,10 @@ from math import prod
 
 import numpy as np
 
+from ...dtypes import is_narrow
 from ...errors import ShapeError
 from ..base import Array
-from ._accumulation import accumulation_dtype, pairwise_sum, upcast
+from ._accumulation import accumulation_dtype, pairwise_sum, store, upcast
 
 
 class MoveKernels:
@@ -50,7 +51,7 @@ class MoveKernels:
         total = np.zeros((prod(before), out.shape[axis], prod(after)), accumulation_dtype(out.dtype))
         rows = upcast(dy).reshape(len(total), indices.size, total.shape[2])
         np.add.at(total, (slice(None), indices.reshape(-1)), rows)  # type: ignore[arg-type]
-        np.copyto(out, total.reshape(out.shape), casting="same_kind")
+        store(out, total.reshape(out.shape))
 
     def reorder(self, x: Array, *, out: Array, memory_formats: tuple[int, int]) -> None:
         has, wanted = memory_formats
@@ -74,22 +75,22 @@ class MoveKernels:
             start += x.size
 
     def sum(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
-        np.copyto(out, pairwise_sum(x, axes, keepdims), casting="same_kind")
+        store(out, pairwise_sum(x, axes, keepdims))
 
     def mean(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
         total = pairwise_sum(x, axes, keepdims)
         count = int(np.prod([x.shape[axis] for axis in axes], dtype=np.int64))
-        np.divide(total, count, out=out, casting="same_kind")  # float16: divide before rounding
+        store(out, total / count)  # float16: divide before rounding
 
     def max(self, x: Array, *, out: Array, axes: tuple[int, ...], keepdims: bool) -> None:
-        np.max(x, axis=axes, out=out, keepdims=keepdims)
+        store(out, np.max(upcast(x), axis=axes, keepdims=keepdims))
 
     def sum_to(self, dy: Array, *, out: Array) -> None:
         added = dy.ndim - out.ndim
         stretched = [added + i for i, n in enumerate(out.shape) if n == 1 and dy.shape[added + i] != 1]
         axes = (*range(added), *stretched)
         total = pairwise_sum(dy, axes)
-        np.copyto(out, total.reshape(out.shape), casting="same_kind")
+        store(out, total.reshape(out.shape))
 
     def broadcast_to(self, x: Array, *, out: Array) -> None:
         np.copyto(out, x, casting="no")
@@ -99,8 +100,8 @@ class MoveKernels:
     ) -> None:
         a = a.swapaxes(-1, -2) if transpose_a else a
         b = b.swapaxes(-1, -2) if transpose_b else b
-        if out.dtype == np.float16:
-            np.copyto(out, np.matmul(upcast(a), upcast(b)), casting="same_kind")
+        if is_narrow(a.dtype):
+            store(out, np.matmul(upcast(a), upcast(b)))
         else:
             np.matmul(a, b, out=out)
 

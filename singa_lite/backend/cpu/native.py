@@ -17,6 +17,7 @@ from ...graph.nodes import Kernel, Node
 from ..base import Array, Backend, is_kernel
 from ..layout import choose_formats
 from .fuse import fuse, is_compiled_dtype
+from .fuse_rows import LOWERED
 
 
 class NativeKernels(Backend):
@@ -25,7 +26,9 @@ class NativeKernels(Backend):
     def __init__(self) -> None:
         module, _ = load("_kernels")
         self._supported: dict[str, Callable[..., bool]] = {
-            name: getattr(module, name) for name in dir(module) if is_kernel(type(self), name)
+            name: getattr(module, name)
+            for name in dir(module)
+            if is_kernel(type(self), name) or name in LOWERED
         }
         self._release = getattr(module, "release_cached_memory", None)
         self._make_plan = getattr(module, "Plan", None)

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from ..base import Array
-from ._accumulation import pairwise_sum, upcast
+from ._accumulation import pairwise_sum, store, upcast
 
 
 def channel_rows(x: Array) -> Array:
@@ -112,8 +112,8 @@ class NormKernels:
         dx, dscale, dbias = out
         dys, rows = (upcast(array).reshape(mean.size, scale.size) for array in (dy, x))
         normal = (rows - mean.reshape(-1, 1)) * inverse_std.reshape(-1, 1)
-        np.copyto(dscale, pairwise_sum(dys * normal, (0,)).reshape(scale.shape), casting="same_kind")
-        np.copyto(dbias, pairwise_sum(dys, (0,)).reshape(scale.shape), casting="same_kind")
+        store(dscale, pairwise_sum(dys * normal, (0,)).reshape(scale.shape))
+        store(dbias, pairwise_sum(dys, (0,)).reshape(scale.shape))
         # dx = inverse_std * (g - mean(g) - normal * mean(g * normal)) with g = dy * scale
         grads = dys * upcast(scale).reshape(-1)
         grads -= np.mean(grads, axis=1, keepdims=True) + normal * np.mean(
@@ -124,12 +124,12 @@ class NormKernels:
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
         x = upcast(x)
         powers = np.exp(x - x.max(axis=axis, keepdims=True))
-        np.divide(powers, pairwise_sum(powers, (axis,), keepdims=True), out=out, casting="same_kind")
+        store(out, powers / pairwise_sum(powers, (axis,), keepdims=True))
 
     def softmax_backward(self, dy: Array, y: Array, *, out: Array, axis: int) -> None:
         dy, y = upcast(dy), upcast(y)
         inner = pairwise_sum(dy * y, (axis,), keepdims=True)
-        np.multiply(y, dy - inner, out=out, casting="same_kind")
+        store(out, y * (dy - inner))
 
     def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
         """(qkv (B, T, 3 W)) or (q (B, T, W), kv (B, S, 2 W)) -> (y (B, T, W), probabilities (B, H, T, S)).
@@ -143,8 +143,8 @@ class NormKernels:
             scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
         scores = np.exp(scores - scores.max(axis=3, keepdims=True))
         scores /= scores.sum(axis=3, keepdims=True)
-        np.copyto(probabilities, scores, casting="same_kind")
-        np.copyto(y, from_heads(np.matmul(scores, values)), casting="same_kind")
+        store(probabilities, scores)
+        store(y, from_heads(np.matmul(scores, values)))
 
     def attention_backward(
         self,
@@ -169,4 +169,4 @@ class NormKernels:
         )
         pairs = [(out[0], grads[:1]), (out[1], grads[1:])] if isinstance(out, tuple) else [(out, grads)]
         for array, part in pairs:
-            np.copyto(array, from_heads(*part), casting="same_kind")
+            store(array, from_heads(*part))

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ..base import Array
-from ._accumulation import accumulation_dtype
+from ._accumulation import accumulation_dtype, store, upcast
 
 Pair = tuple[int, int]
 
@@ -69,6 +70,13 @@ class PoolKernels:
         self, x: Array, *, out: tuple[Array, Array], kernel_size: Pair, stride: Pair, padding: Pair
     ) -> None:
         y, indices = out
+        if x.dtype == bfloat16:  # of which numpy has no maximum
+            wide = np.empty(y.shape, np.float32)
+            self.max_pool_2d(
+                upcast(x), out=(wide, indices), kernel_size=kernel_size, stride=stride, padding=padding
+            )
+            store(y, wide)
+            return
         padded = pad(x, padding, -np.inf)
         better, number_of = np.empty(y.shape, bool), np.empty(y.shape, indices.dtype)
         indices[...] = 0
@@ -89,7 +97,7 @@ class PoolKernels:
         frame = gradient_frame(out, kernel_size, stride, padding, size)
         overlaps = kernel_size[0] > stride[0] or kernel_size[1] > stride[1]
         for number, ys, xs in offsets(kernel_size, stride, size):
-            mine = dy * (indices == number)
+            mine = upcast(dy) * (indices == number)
             if overlaps:
                 frame[:, :, ys, xs] += mine
             else:
@@ -99,7 +107,7 @@ class PoolKernels:
     def avg_pool_2d(
         self, x: Array, *, out: Array, kernel_size: Pair, stride: Pair, padding: Pair, count_include_pad: bool
     ) -> None:
-        padded = pad(x, padding, 0)
+        padded = pad(upcast(x), padding, 0)
         total = np.zeros(out.shape, accumulation_dtype(x.dtype))
         for _, ys, xs in offsets(kernel_size, stride, out.shape[2:]):
             total += padded[:, :, ys, xs]
@@ -124,9 +132,11 @@ class PoolKernels:
         size = dy.shape[2:]
         frame = gradient_frame(out, kernel_size, stride, padding, size)
         if count_include_pad:
-            share = dy * frame.dtype.type(1 / (kernel_size[0] * kernel_size[1]))
+            share = upcast(dy) * frame.dtype.type(1 / (kernel_size[0] * kernel_size[1]))
         else:
-            share = dy / window_counts(out.shape[2:], kernel_size, stride, padding, size).astype(frame.dtype)
+            share = upcast(dy) / window_counts(out.shape[2:], kernel_size, stride, padding, size).astype(
+                frame.dtype
+            )
         if kernel_size[0] <= stride[0] and kernel_size[1] <= stride[1]:
             for _, ys, xs in offsets(kernel_size, stride, size):
                 frame[:, :, ys, xs] = share

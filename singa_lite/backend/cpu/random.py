@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ..base import Array
-from ._accumulation import accumulation_dtype
+from ._accumulation import accumulation_dtype, store, upcast
 
 
 def generator(seed: int, counter: int) -> np.random.Generator:
@@ -56,6 +57,15 @@ def permuted(places: Array, n: int, seed: int, counter: int) -> Array:
     return found
 
 
+def _keep(x: Array, mask: Array, ratio: float, out: Array) -> None:
+    """Write x / (1 - ratio) where ``mask`` is, else 0."""
+    if out.dtype == bfloat16:
+        store(out, upcast(x) * mask * np.float32(1 / (1 - ratio)))
+        return
+    np.multiply(x, mask, out=out)
+    out *= out.dtype.type(1 / (1 - ratio))
+
+
 class RandomKernels:
     """Dropout, the fillers, and a random choice of places."""
 
@@ -66,12 +76,10 @@ class RandomKernels:
         y, mask = out
         # float32 draws for every dtype: the mask of a float16 and a float64 run are the same
         np.greater_equal(uniform(x.shape, np.dtype(np.float32), seed, counter), ratio, out=mask)
-        np.multiply(x, mask, out=y)
-        y *= y.dtype.type(1 / (1 - ratio))
+        _keep(x, mask, ratio, y)
 
     def dropout_backward(self, dy: Array, mask: Array, *, out: Array, ratio: float) -> None:
-        np.multiply(dy, mask, out=out)
-        np.multiply(out, out.dtype.type(1 / (1 - ratio)), out=out)
+        _keep(dy, mask, ratio, out)
 
     def random_uniform(self, *, out: Array, low: float, high: float, seed: int, counter: int) -> None:
         values = uniform(out.shape, out.dtype, seed, counter)

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from ...errors import ShapeError
 from ..base import Array
 from ..formulas import UPDATES, Update
-from ._accumulation import upcast
+from ._accumulation import store, upcast
 from .functions import FUNCTIONS
 
 
@@ -37,7 +35,7 @@ def _kernel_of(update: Update) -> Callable[..., None]:
             p = upcast(param)
             g = upcast(grad) + weight_decay * p if weight_decay else upcast(grad)
             for value, target in zip(values, (*states, param), strict=True):
-                np.copyto(target, value(g, p, *map(upcast, states), **numbers), casting="same_kind")
+                store(target, value(g, p, *map(upcast, states), **numbers))
 
     kernel.__name__, kernel.__doc__ = update.name, update.signature
     return kernel

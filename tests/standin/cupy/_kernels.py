@@ -20,31 +20,42 @@ from .cuda import do, get_current_stream
 HERE = Path(__file__).parent
 EMULATION = HERE.parent / "emulation.h"
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
-ENTRY = re.compile(r'extern "C" __attribute__\(\(visibility\("default"\)\)\) void (\w+)\s*\(')
+EXPANDER = ("g++", "-E", "-P", "-D__global__=__global__", "-D__launch_bounds__(...)=")
+ENTRY = re.compile(r'extern "C" __global__ void (\w+)\s*\(')
 STRIDED = {"gather"}  # kernels that are told the strides of their arrays
 KINDS = {int: "i8", float: "f8"}
 
 
 def compile_kernels(code: str) -> Path:
     """A shared library that can launch every kernel in ``code``."""
-    text = EMULATION.read_text() + code
     runtime = compiling.library("emulation", [EMULATION.with_suffix(".cc")], [EMULATION])
+    header = precompiled(EMULATION.read_text())
 
     def build(path: Path) -> None:
         source = path.with_suffix(".cc")
-        source.write_text(text)
-        expanded = subprocess.run(
-            [*COMPILER, "-E", "-P", source], capture_output=True, text=True, check=True
-        ).stdout
-        source.write_text("\n".join([text, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
-        visible = ["-fvisibility=default", "-shared", "-o", path, source, runtime]
-        done = subprocess.run([*COMPILER, *visible], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:3000]}")
+        source.write_text(code)
+        expanded = run(*EXPANDER, source)
+        source.write_text("\n".join([code, *(f"EMULATE({name})" for name in ENTRY.findall(expanded)), ""]))
+        run(*COMPILER, "-include", header, "-fvisibility=default", "-shared", "-o", path, source, runtime)
 
     # linked to that runtime: another needs another
-    key = hashlib.sha256(f"{runtime.name}\n{text}".encode())
+    key = hashlib.sha256(f"{runtime.name}\n{header.name}\n{code}".encode())
     return compiling.made_once(f"{key.hexdigest()[:24]}.so", build)
+
+
+def precompiled(text: str) -> Path:
+    """A header with this text, which g++ has compiled: most of the time of a kernel's compilation is the header's."""
+    name = f"emulation-{hashlib.sha256(text.encode()).hexdigest()[:16]}.h"
+    header = compiling.made_once(name, lambda path: path.write_text(text))
+    compiling.made_once(f"{name}.gch", lambda path: run(*COMPILER, "-x", "c++-header", header, "-o", path))
+    return header
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"g++ does not compile the kernels:\n{done.stderr[:3000]}")
+    return done.stdout
 
 
 class RawModule:

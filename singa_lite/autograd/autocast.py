@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: which operators compute in bfloat16 inside ``autocast``, and the casts that this takes.
+
+What lives here: the context, the rules, and casting the inputs of a call. What does not: the rule of an operator, an
+attribute of its class (ops/), and casting gradients back (engine.py). docs/precision.md has a table of all operators.
+
+Note [rules]: ``autocast`` of an operator's class says in which dtype it computes.
+- "low": in bfloat16, sums in float32. Of its inputs the first ``autocast_inputs`` are cast, None: all.
+- "float32": in float32.
+- "widest": in the widest dtype of its float inputs.
+- "keep": inputs are taken as they are.
+Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
+Note [copies of parameters]: the bfloat16 copy of a parameter is made once inside a ``with`` block, and again when a
+kernel has written the parameter or backward has begun, since after that an optimizer or a collective changes it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from ..backend.cpu.bfloat16 import find_instructions
+from ..config import state, this_thread
+from ..dtypes import bfloat16
+from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
+from ..graph.memory import root_of
+from ..tensor import Tensor, float32
+
+RULES = ("low", "float32", "widest", "keep")
+PRECISIONS = ("fp32", "bf16")
+
+
+def check_precision(where: str, precision: object) -> str:
+    """Return ``precision``; OptionError unless it is one of PRECISIONS."""
+    if is_one_of(precision, ("fp16", "float16")):
+        raise OptionError(
+            f"{where}: precision {precision!r} is not there: products of float16 need loss scaling, and CPUs have no "
+            "instructions for them; choose 'bf16', which has float32's range"
+        )
+    if not is_one_of(precision, PRECISIONS):
+        raise OptionError(
+            f"{where}: precision = {precision!r} is not known; choose one of "
+            f"{', '.join(map(repr, PRECISIONS))} (docs/precision.md)"
+        )
+    return str(precision)
+
+
+def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextManager[None]:
+    """Have operators inside the ``with`` block compute in a lower precision, each by its own rule (docs/precision.md).
+
+    Products, convolutions and attention round their inputs to bfloat16 and add in float32; losses, sums and softmax
+    compute in float32; all others take activations as they are. Parameters and their gradients stay float32. It acts on
+    operators of ``autograd``, of this thread alone, not on optimizers. Blocks nest, the inner one decides.
+
+    Args:
+        precision: "bf16", or "fp32": as without.
+        enabled: False is the same as "fp32".
+
+    Raises:
+        OptionError: another precision, or ``enabled`` is no bool.
+        DTypeError: inside, an operator without a rule, or a float64 or float16 input of one.
+        DeviceError: inside, an input on a device without bfloat16.
+
+    Example:
+        >>> with autograd.autocast("bf16"):
+        ...     loss = autograd.softmax_cross_entropy(autograd.matmul(x, w), labels)
+        >>> sgd(loss)
+    """
+    check_precision("autocast", precision)
+    is_on = check_bool("autocast", "enabled", enabled) and precision != "fp32"
+    if is_on and not state.has_looked_for_bfloat16:
+        _report_slow_cpu()
+    return _inside(is_on)
+
+
+def _report_slow_cpu() -> None:
+    """Warn, once a process, if the CPU has no instructions for products of bfloat16."""
+    state.has_looked_for_bfloat16 = True
+    if not find_instructions():
+        warnings.warn(
+            "This CPU has no instructions for bfloat16 (AVX-512 BF16 or AMX): autocast computes the same numbers in "
+            "float32 of rounded inputs, more slowly than one that has them",
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _inside(is_on: bool) -> Iterator[None]:
+    outer = this_thread.autocast
+    this_thread.autocast = Autocast(outer) if is_on else None if outer is None else Disabled(outer)
+    try:
+        yield
+    finally:
+        this_thread.autocast = outer
+
+
+def precision_of(precision: str) -> str:
+    """Return what a model of ``precision`` computes in now: "fp32" leaves that to the block around its call."""
+    return (
+        precision if precision != "fp32" or this_thread.autocast is None else this_thread.autocast.precision
+    )
+
+
+def autocast_like(precision: str) -> AbstractContextManager[None]:
+    """Return a block of ``precision_of(precision)`` whose copies of parameters end with it."""
+    if precision == "fp32" and this_thread.autocast is None:
+        return nullcontext()
+    return autocast(precision_of(precision))
+
+
+class Disabled:
+    """A block inside another in which no input is cast.
+
+    Args:
+        outer: that of the block around this one, whose copies become old here too.
+    """
+
+    precision: str = "fp32"
+
+    def __init__(self, outer: Disabled | None) -> None:
+        self._outer = outer
+
+    def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what the operator ``op`` computes with instead of its inputs: these."""
+        return inputs
+
+    def written(self, out: Any) -> None:
+        """Forget the copies of arrays that a kernel has written, an array or a tuple of them."""
+        if self._outer is not None:
+            self._outer.written(out)
+
+    def forget(self) -> None:
+        """Forget all copies."""
+        if self._outer is not None:
+            self._outer.forget()
+
+
+class Autocast(Disabled):
+    """A block in which inputs are cast by Note [rules]."""
+
+    precision = "bf16"
+
+    def __init__(self, outer: Disabled | None) -> None:
+        super().__init__(outer)
+        # by the id of a parameter's memory: that array, which keeps the id, the copy, and the recorder that was told
+        self._copies: dict[int, tuple[Any, Any, Any]] = {}
+
+    def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        name, rule = type(op).__name__, op.autocast
+        if rule not in RULES:
+            came = "has no rule" if rule is None else f"has the unknown rule {rule!r}"
+            raise DTypeError(
+                f'{name}: {came} for autocast("bf16"); give its class `autocast = "low"`, "float32", "widest" or '
+                '"keep", or call it inside autocast(enabled=False); docs/precision.md has the rules of all operators'
+            )
+        for tensor in inputs:
+            self._check(name, tensor)
+        if rule == "keep":
+            return inputs
+        if rule == "low":
+            count = len(inputs) if op.autocast_inputs is None else op.autocast_inputs
+            return (*(self._low(tensor) for tensor in inputs[:count]), *inputs[count:])
+        if rule == "widest" and all(_dtype(tensor) != float32 for tensor in inputs):
+            return inputs
+        return tuple(_cast(tensor, float32) if _dtype(tensor) == bfloat16 else tensor for tensor in inputs)
+
+    def written(self, out: Any) -> None:
+        if self._copies:
+            for array in out if isinstance(out, tuple) else (out,):
+                self._copies.pop(id(root_of(array)), None)
+        super().written(out)
+
+    def forget(self) -> None:
+        self._copies.clear()
+        super().forget()
+
+    def _check(self, name: str, tensor: Any) -> None:
+        """Raise a typed error for a Tensor that no rule is about; what is no Tensor the operator itself refuses."""
+        dtype = _dtype(tensor)
+        if dtype is None:
+            return
+        if dtype.kind == "f" and dtype != float32:
+            raise DTypeError(
+                f'{name}: autocast("bf16") takes float32 and bfloat16, not {dtype}; convert with as_type(float32), or '
+                "call it inside autocast(enabled=False) (docs/precision.md)"
+            )
+        if not tensor.device.backend.has_bfloat16:
+            raise DeviceError(
+                f'{name}: autocast("bf16") computes on the CPU alone so far, but an input is on {tensor.device}'
+            )
+
+    def _low(self, tensor: Any) -> Any:
+        """Return a float32 Tensor rounded to bfloat16, of a parameter the copy made before; any other as it is."""
+        if _dtype(tensor) != float32:
+            return tensor
+        if not (tensor.stores_grad and tensor.creator is None):
+            return _cast(tensor, bfloat16)
+        root, recorder = root_of(tensor.array), this_thread.recorder
+        _, copy, known = self._copies.get(id(root), (None, None, None))
+        if copy is not None and copy.shape == tensor.shape and known is recorder:
+            return Tensor.wrap(copy, tensor.device)
+        low = _cast(tensor, bfloat16)
+        if root.size == tensor.array.size:  # not one of several parameters in a piece of memory
+            self._copies[id(root)] = root, low.array, recorder
+        return low
+
+
+def _dtype(value: Any) -> Any:
+    """Return the dtype of a Tensor; None for anything else."""
+    return value.array.dtype if isinstance(value, Tensor) else None
+
+
+def _cast(tensor: Tensor, dtype: Any) -> Tensor:
+    array = tensor.device.backend.empty(tensor.shape, dtype)
+    tensor.device.backend.run("cast", tensor.array, out=array)
+    return Tensor.wrap(array, tensor.device)

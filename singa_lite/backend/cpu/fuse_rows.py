@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fewer kernels for recorded transformers: attention that keeps no probabilities, products finished row by row.
+
+The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; block_attention.cc, product.cc and
+layer_norm.cc in native/kernels say what they compute. That they take a call is checked here, as there is no other code
+for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ...graph.memory import Memory, View, row_major
+from ...graph.nodes import Kernel
+from ...graph.rewrite import GraphRewriter
+
+LOWERED = frozenset(
+    {
+        "block_attention",
+        "block_attention_backward",
+        "layer_norm_backward_add",
+        "matmul_add",
+        "matmul_add_norm",
+        "matmul_gelu",
+        "matmul_mul",
+    }
+)
+
+
+def _are_plain(*views: View) -> bool:
+    """Return whether all are row-major float32 arrays with elements, in this machine's byte order."""
+    return all(
+        view.dtype == "float32"
+        and view.dtype.isnative
+        and 0 not in view.shape
+        and view.strides == row_major(view.shape, view.dtype)
+        for view in views
+    )
+
+
+def _product(call: Kernel, num_inputs: int) -> bool:
+    """Return whether ``call`` is a product of two plain matrices, the first as it is, without a ReLU."""
+    attributes = call.attributes
+    return (
+        len(call.inputs) == num_inputs
+        and len(call.inputs[0].shape) == len(call.inputs[1].shape) == 2
+        and _are_plain(*call.inputs, call.out)
+        and not attributes.get("transpose_a")
+        and not attributes.get("relu")
+    )
+
+
+def _linear(call: Kernel) -> bool:
+    """Return whether ``call`` is a product with a bias, neither matrix transposed."""
+    return _product(call, 3) and not call.attributes.get("transpose_b")
+
+
+def attention_without_probabilities(graph: GraphRewriter, number: int) -> None:
+    """attention, attention_backward -> block_attention and its gradient, which computes probabilities again."""
+    call = graph.kernel(number, "attention")
+    if call is None or not _are_plain(*call.inputs, *call.outputs):
+        return
+    y, probabilities = call.outputs
+    readers = graph.readers(probabilities)
+    if probabilities.memory.owner is not None or len(readers) > 1:
+        return
+    gradient = graph.kernel(readers[0], "attention_backward") if readers else None
+    if readers and (
+        gradient is None
+        or gradient.inputs[1] != probabilities
+        or not _are_plain(*gradient.inputs, *gradient.outputs)
+    ):
+        return
+    shape, dtype = probabilities.shape[:3], probabilities.dtype
+    logsumexp = View(Memory(math.prod(shape) * dtype.itemsize), 0, shape, dtype, row_major(shape, dtype))
+    graph.put(number, replace(call, name="block_attention", out=(y, logsumexp)))
+    if gradient is not None:
+        inputs = (gradient.inputs[0], logsumexp, *gradient.inputs[2:])
+        graph.put(readers[0], replace(gradient, name="block_attention_backward", inputs=inputs))
+
+
+def gelu_after_product(graph: GraphRewriter, last: int) -> None:
+    """matmul with bias, gelu, gelu_backward -> matmul_gelu, which keeps the slope, and a product with that."""
+    gelu = graph.kernel(last, "gelu")
+    found = None if gelu is None else graph.maker(gelu.inputs[0], "matmul")
+    if gelu is None or found is None or found[1].out.memory.owner is not None:
+        return
+    first, call = found
+    others = [number for number in graph.readers(call.out) if number != last]
+    gradient = graph.kernel(others[0], "gelu_backward") if len(others) == 1 else None
+    if gradient is None or gradient.inputs[1].memory is not call.out.memory:
+        return
+    views = (gelu.inputs[0], gelu.out, *gradient.inputs, gradient.out)
+    if not _linear(call) or not _are_plain(*views) or not graph.can_move(first, last):
+        return
+    size = math.prod(call.out.shape)
+    if call.out.is_whole and all(math.prod(view.shape) == size for view in views):
+        fused = replace(call, name="matmul_gelu", out=(gelu.out, call.out), attributes={})
+        graph.merge(first, last, fused)
+        graph.put(others[0], replace(gradient, name="mul", attributes={}))
+
+
+def multiply_after_product(graph: GraphRewriter, last: int) -> None:
+    """matmul, mul -> matmul_mul."""
+    pair = graph.pair(last, "mul", "matmul")
+    if pair is None:
+        return
+    first, call, mul = pair
+    product, factor = mul.inputs
+    if (
+        _product(call, 2)
+        and _are_plain(product, factor, mul.out)
+        and product.shape == factor.shape
+        and math.prod(product.shape) == math.prod(call.out.shape)
+        and mul.out.memory is not factor.memory
+    ):
+        attributes = {"transpose_b": bool(call.attributes.get("transpose_b"))}
+        fused = replace(
+            call, name="matmul_mul", inputs=(*call.inputs, factor), out=mul.out, attributes=attributes
+        )
+        graph.merge(first, last, fused)
+
+
+def add_after_product(graph: GraphRewriter, last: int) -> None:
+    """matmul with bias, add -> matmul_add."""
+    pairs = [(graph.pair(last, "add", "matmul", argument=number), number) for number in (0, 1)]
+    found = [(*pair, number) for pair, number in pairs if pair is not None]
+    if not found:
+        return
+    first, call, add, number = max(found, key=lambda match: match[0])
+    product, residual = add.inputs[number], add.inputs[1 - number]
+    if (
+        _linear(call)
+        and _are_plain(product, residual, add.out)
+        and product.shape == residual.shape
+        and math.prod(product.shape) == math.prod(call.out.shape)
+        and add.out.memory is not residual.memory
+    ):
+        fused = replace(call, name="matmul_add", inputs=(*call.inputs, residual), out=add.out, attributes={})
+        graph.merge(first, last, fused)
+
+
+def norm_after_add(graph: GraphRewriter, last: int) -> None:
+    """matmul_add, layer_norm -> matmul_add_norm, which gives the sum as well."""
+    norm = graph.kernel(last, "layer_norm")
+    found = None if norm is None else graph.maker(norm.inputs[0], "matmul_add")
+    if norm is None or found is None:
+        return
+    first, call = found
+    x, scale, shift = norm.inputs
+    if (
+        _are_plain(*norm.inputs, *norm.outputs)
+        and math.prod(x.shape) == math.prod(call.out.shape)
+        and scale.shape == shift.shape == call.inputs[2].shape
+        and graph.can_move(first, last)
+    ):
+        fused = replace(
+            call,
+            name="matmul_add_norm",
+            inputs=(*call.inputs, scale, shift),
+            out=(call.out, *norm.outputs),
+            attributes=norm.attributes,
+        )
+        graph.merge(first, last, fused)
+
+
+def add_after_norm_gradient(graph: GraphRewriter, last: int) -> None:
+    """layer_norm_backward, add -> layer_norm_backward_add: the gradient that goes around the norm is added."""
+    pairs = [(graph.pair(last, "add", "layer_norm_backward", argument=number), number) for number in (0, 1)]
+    found = [(*pair, number) for pair, number in pairs if pair is not None]
+    if not found:
+        return
+    first, call, add, number = max(found, key=lambda match: match[0])
+    dx, addend = add.inputs[number], add.inputs[1 - number]
+    if (
+        dx == call.outputs[0]
+        and _are_plain(*call.inputs, *call.outputs, addend, add.out)
+        and addend.shape == dx.shape == add.out.shape
+    ):
+        fused = replace(
+            call,
+            name="layer_norm_backward_add",
+            inputs=(*call.inputs, addend),
+            out=(add.out, *call.outputs[1:]),
+        )
+        graph.merge(first, last, fused)
+
+
+RULES = (
+    attention_without_probabilities,
+    gelu_after_product,
+    multiply_after_product,
+    add_after_product,
+    norm_after_add,
+    add_after_norm_gradient,
+)

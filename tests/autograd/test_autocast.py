@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""autocast: which dtype each operator computes in, gradients of parameters, copies of them, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, opt
+from singa_lite.autograd import Operator
+from singa_lite.backend.base import Backend
+from singa_lite.backend.cpu import CpuBackend
+from singa_lite.backend.cpu.bfloat16 import describe
+from singa_lite.config import state, this_thread
+from singa_lite.errors import DeviceError, DTypeError, OptionError
+from singa_lite.tensor import Tensor, bfloat16, to_numpy
+from tests.autograd.op_samples import SAMPLES, Sample
+
+RNG = np.random.default_rng(5)
+IDS = [f"{number}-{sample.op}" for number, sample in enumerate(SAMPLES)]
+# what an operator gives for float32 inputs
+LOW = {"attention", "conv2d", "gemm", "matmul"}
+
+
+@pytest.fixture(autouse=True)
+def training() -> Iterator[None]:
+    autograd.training = True
+    yield
+    autograd.training = False
+
+
+def param(*shape: int) -> Tensor:
+    return Tensor(data=RNG.standard_normal(shape), stores_grad=True)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of kernels, in the order of their calls."""
+    called: list[str] = []
+    execute = CpuBackend.execute
+
+    def spy(self: Backend, kernel: str, *arguments: object) -> None:
+        called.append(kernel)
+        execute(self, kernel, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuBackend, "execute", spy)
+    return called
+
+
+def tensors_of(sample: Sample, dtype: str) -> list[Tensor]:
+    return [
+        Tensor(
+            data=array,
+            dtype=dtype if array.dtype.kind == "f" else array.dtype,
+            stores_grad=array.dtype.kind == "f",
+        )
+        for array in sample.inputs
+    ]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=IDS)
+def test_every_operator_computes_by_its_rule_and_gives_float32_gradients(sample: Sample) -> None:
+    tensors = tensors_of(sample, "float32")
+    with autograd.autocast("bf16"):
+        y = sample.call(*tensors)
+    expected = np.asarray(sample.reference(*sample.inputs))
+    assert y.dtype == (bfloat16 if sample.op in LOW else "float32")
+    assert y.shape == expected.shape
+    scale = max(1.0, abs(expected).max())
+    assert abs(to_numpy(y).astype(float) - expected).max() <= 3e-2 * scale
+    if not sample.has_gradient:
+        return
+    found = autograd.gradients(y, Tensor(data=np.ones(y.shape), dtype=y.dtype))
+    plain = tensors_of(sample, "float32")
+    z = sample.call(*plain)
+    wanted = autograd.gradients(z, Tensor(data=np.ones(z.shape)))
+    assert len(found) == len(wanted)
+    for tensor, other in zip(tensors, plain, strict=True):
+        if other in wanted:
+            assert found[tensor].dtype == "float32"
+            grad = to_numpy(wanted[other])
+            assert abs(to_numpy(found[tensor]) - grad).max() <= 6e-2 * max(1.0, abs(grad).max())
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.num_narrow is None], ids=lambda s: s.op)
+def test_every_operator_takes_bfloat16_activations(sample: Sample) -> None:
+    tensors = tensors_of(sample, "bfloat16")
+    with autograd.autocast("bf16"):
+        function = getattr(autograd, sample.op)
+        extra = [Tensor(data=array, dtype="float32") for array in sample.fixed]
+        arguments = [list(tensors)] if sample.takes_list else [*tensors, *extra]
+        result = function(*arguments, **sample.attributes)
+    y = result if sample.output is None else result[sample.output]
+    rules = {"softmax", "reduce_sum", "reduce_mean", "recurrent"}
+    is_wide = sample.op in rules or "entropy" in sample.op or "loss" in sample.op
+    mixes = sample.fixed and sample.op not in {"layer_norm", "batchnorm_2d"}
+    if not mixes:
+        assert y.dtype == ("float32" if is_wide else bfloat16)
+    if y.creator is not None:
+        for tensor, grad in autograd.gradients(y, Tensor(data=np.ones(y.shape), dtype=y.dtype)).items():
+            assert grad.dtype == tensor.dtype == bfloat16
+
+
+def test_a_small_net_keeps_activations_in_bfloat16_and_parameters_in_float32() -> None:
+    x = Tensor(data=RNG.standard_normal((4, 3, 6, 6)))
+    layers = [layer.Conv2d(8, 3, padding=1), layer.BatchNorm2d(), layer.ReLU(), layer.MaxPool2d(2, 2)]
+    dense, last = layer.Linear(16), layer.LayerNorm()
+    with autograd.autocast("bf16"):
+        dtypes = []
+        for each in layers:
+            x = each(x)
+            dtypes.append(x.dtype)
+        y = last(autograd.gelu(dense(autograd.flatten(x))))
+        cost = autograd.softmax_cross_entropy(y, Tensor(data=np.array([0, 1, 2, 3]), dtype="int32"))
+    assert dtypes == [bfloat16] * 4 and y.dtype == bfloat16
+    assert cost.dtype == "float32"
+    found = autograd.gradients(cost)
+    params = [p for each in (*layers, dense, last) for p in each.get_params().values()]
+    assert set(found) == set(params) and len(params) == 8
+    assert {p.dtype for p in params} == {grad.dtype for grad in found.values()} == {np.dtype("float32")}
+    assert all(np.isfinite(to_numpy(grad)).all() for grad in found.values())
+
+
+def test_the_gradient_of_a_weight_is_a_float32_sum_of_rounded_factors() -> None:
+    x, w = Tensor(data=RNG.standard_normal((64, 5))), param(5, 3)
+    with autograd.autocast():
+        y = autograd.matmul(x, w)
+    dy = Tensor(data=RNG.standard_normal(y.shape), dtype=bfloat16)
+    found = to_numpy(autograd.gradients(y, dy)[w])
+    rounded = to_numpy(x.as_type(bfloat16)).astype(float)
+    exact = rounded.T @ to_numpy(dy).astype(float)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)  # 2**-8 if it were rounded on its way
+    assert (found != found.astype(bfloat16).astype("f")).any()
+
+
+def test_a_parameter_is_cast_once_and_again_when_it_has_changed(kernels: list[str]) -> None:
+    x, w = Tensor(data=RNG.standard_normal((2, 3))).as_type(bfloat16), param(3, 3)
+    with autograd.autocast():
+        y = autograd.matmul(autograd.matmul(x, w), w)
+        assert kernels.count("cast") == 1 + 1  # and as_type
+        w *= 2.0
+        autograd.matmul(x, w)
+        autograd.matmul(x, w)
+        assert kernels.count("cast") == 3
+        with autograd.autocast(enabled=False):
+            w += 1.0  # the block around sees it
+        z = autograd.matmul(x, w)
+        assert kernels.count("cast") == 4
+        list(autograd.backward(y, Tensor(y.shape, dtype=bfloat16)))
+        casts = kernels.count("cast")
+        autograd.matmul(x, w)
+        assert kernels.count("cast") == casts + 1
+    expected = to_numpy(x).astype(float) @ to_numpy(w.as_type(bfloat16)).astype(float)
+    np.testing.assert_allclose(to_numpy(z).astype(float), expected, rtol=2**-8, atol=1e-2)
+
+
+def test_biases_are_not_rounded_before_they_are_added() -> None:
+    x, w, one = Tensor(data=np.ones((1, 1, 1, 1))), Tensor(data=np.ones((1, 1, 1, 1))), Tensor(data=[[1.0]])
+    bias = Tensor(data=np.array([2.0**-8 + 2.0**-20]), stores_grad=True)  # which bfloat16 rounds to a tie
+    with autograd.autocast():
+        for y in (
+            autograd.conv2d(x, w, bias),
+            autograd.gemm(one, one, bias),
+            autograd.add_bias(autograd.matmul(one, one), bias),
+        ):
+            assert y.dtype == bfloat16 and y.item() == 1 + 2.0**-7
+            grad = autograd.gradients(y, Tensor(data=np.ones(y.shape), dtype=bfloat16))[bias]
+            assert grad.dtype == "float32" and grad.item() == 1
+
+
+def test_two_uses_of_a_parameter_add_their_gradients_in_float32() -> None:
+    x, w = Tensor(data=RNG.standard_normal((4, 3))), param(3, 3)
+    with autograd.autocast():
+        y = autograd.matmul(x, w) + autograd.matmul(x, w)
+    dy = Tensor(data=np.ones(y.shape), dtype=bfloat16)
+    one = to_numpy(x.as_type(bfloat16)).astype(float).T @ np.ones((4, 3))
+    np.testing.assert_allclose(to_numpy(autograd.gradients(y, dy)[w]), 2 * one, atol=1e-5)
+
+
+def test_an_activation_of_two_dtypes_is_added_in_the_widest() -> None:
+    wide, low = Tensor(data=np.full(3, 1 + 2.0**-12)), Tensor(data=np.ones(3), dtype=bfloat16)
+    with autograd.autocast():
+        assert (wide + low).dtype == "float32"
+        np.testing.assert_array_equal(to_numpy(wide + low), np.full(3, 2 + 2.0**-12, "f"))
+        assert (low + low).dtype == bfloat16
+        assert autograd.cat([low, wide]).dtype == "float32"
+
+
+def test_blocks_nest_and_end() -> None:
+    a, b = Tensor((2, 2)), Tensor((2, 2))
+    product = lambda: autograd.matmul(a, b).dtype  # noqa: E731
+    with autograd.autocast():
+        with autograd.autocast(enabled=False):
+            assert product() == "float32"
+            with autograd.autocast("bf16"):
+                assert product() == bfloat16
+            assert product() == "float32"
+        assert product() == bfloat16
+        with autograd.autocast("fp32"):
+            assert product() == "float32"
+    assert product() == "float32" and this_thread.autocast is None
+    with pytest.raises(KeyError), autograd.autocast():
+        raise KeyError
+    assert this_thread.autocast is None
+
+
+def test_a_block_is_of_its_thread_alone() -> None:
+    found = []
+    with autograd.autocast():
+        thread = threading.Thread(target=lambda: found.append(this_thread.autocast))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+def test_an_unknown_precision_is_an_option_error() -> None:
+    with pytest.raises(OptionError, match=r"precision = 'bf8' is not known; choose one of 'fp32', 'bf16'"):
+        autograd.autocast("bf8")
+    with pytest.raises(OptionError, match="loss scaling"):
+        autograd.autocast("fp16")
+    with pytest.raises(OptionError, match="enabled"):
+        autograd.autocast("bf16", enabled="no")  # type: ignore[arg-type]
+
+
+class Cube(Operator):
+    def forward(self, context, x):  # type: ignore[no-untyped-def]
+        return x * x * x
+
+
+def test_an_operator_without_a_rule_is_named_with_the_page() -> None:
+    x = Tensor((2,))
+    with autograd.autocast(), pytest.raises(DTypeError, match=r"Cube: has no rule .*docs/precision\.md"):
+        Cube()(x)
+    with autograd.autocast(), autograd.autocast(enabled=False):
+        Cube()(x)
+
+
+def test_a_misspelt_rule_is_no_rule() -> None:
+    class Other(Cube):
+        autocast = "lower"  # type: ignore[assignment]
+
+    with autograd.autocast(), pytest.raises(DTypeError, match="Other: has the unknown rule 'lower'"):
+        Other()(Tensor((2,)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_other_float_dtypes_are_named_with_the_operator(dtype: str) -> None:
+    x, w = Tensor((2, 2), dtype=dtype), Tensor((2, 2))
+    for name, call in (
+        ("Matmul", lambda: autograd.matmul(w, x)),
+        ("ReLU", lambda: autograd.relu(x)),
+        ("MeanSquareError", lambda: autograd.mse_loss(w, x)),
+    ):
+        with autograd.autocast(), pytest.raises(DTypeError, match=f"{name}: .* not {dtype}.*precision"):
+            call()
+
+
+def test_a_device_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = Tensor((2, 2))
+    monkeypatch.setattr(type(x.device.backend), "has_bfloat16", False)
+    with autograd.autocast(), pytest.raises(DeviceError, match=r"Matmul: .*CPU alone"):
+        autograd.matmul(x, x)
+    with pytest.raises(DTypeError, match="no kernels for bfloat16"):
+        x.as_type(bfloat16)
+
+
+class Doubling(opt.Optimizer):
+    """Updates by an operator, which must not round."""
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        param_value.copy_data(autograd.matmul(param_value, Tensor(data=np.eye(2) * 3)))
+
+
+def test_an_optimizer_computes_in_float32() -> None:
+    w = Tensor(data=np.full((2, 2), 1 + 2.0**-12), stores_grad=True)
+    with autograd.autocast():
+        cost = autograd.reduce_sum(autograd.matmul(w, w))
+        Doubling(0.1)(cost)
+    np.testing.assert_array_equal(to_numpy(w), np.full((2, 2), 3 * (1 + 2.0**-12), "f"))
+
+
+def test_recurrent_layers_compute_in_float32_from_bfloat16() -> None:
+    x = Tensor(data=RNG.standard_normal((5, 2, 4)), dtype=bfloat16)
+    lstm = layer.CudnnRNN(3)
+    with autograd.autocast():
+        y = lstm(x)
+    assert y.dtype == "float32"
+    assert {str(p.dtype) for p in lstm.get_params().values()} == {"float32"}
+    assert all(grad.dtype == "float32" for grad in autograd.gradients(autograd.reduce_sum(y)).values())
+
+
+def test_a_cell_adds_its_float32_bias_in_float32() -> None:
+    cell, state = layer.RNN(4, 3), Tensor((2, 3), dtype=bfloat16)
+    steps = [Tensor(data=RNG.standard_normal((2, 4))) for _ in range(3)]
+    with autograd.autocast():
+        states, last = cell(steps, state)
+    assert [each.dtype for each in (*states, last)] == ["float32"] * 4
+    found = autograd.gradients(last, Tensor(data=np.ones(last.shape)))
+    assert set(found) == set(cell.get_params().values())
+    assert all(grad.dtype == "float32" for grad in found.values())
+
+
+def cpu_with(flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu avx512f {flags}\n")
+    monkeypatch.setattr("singa_lite.backend.cpu.bfloat16.CPU_FLAGS", folder / "cpuinfo")
+    monkeypatch.setattr(state, "has_looked_for_bfloat16", False)
+
+
+def test_a_cpu_without_instructions_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with("avx512_vnni", tmp_path, monkeypatch)
+    assert describe().startswith("no instructions")
+    with pytest.warns(UserWarning, match="no instructions for bfloat16") as reported:
+        for _ in range(2):
+            with autograd.autocast("fp32"), autograd.autocast():
+                pass
+    assert len(reported) == 1 and reported[0].filename == __file__
+
+
+def test_a_cpu_with_instructions_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with("avx512_bf16 amx_bf16", tmp_path, monkeypatch)
+    assert describe() == "instructions for products: AVX-512 BF16, AMX"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autograd.autocast()
+    monkeypatch.setattr("singa_lite.backend.cpu.bfloat16.CPU_FLAGS", tmp_path / "missing")
+    assert describe().startswith("no instructions")
