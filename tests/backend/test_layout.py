@@ -47,6 +47,10 @@ def test_an_image_stays_in_blocks_until_another_kernel_reads_it():
     assert laid(conv, call("copy", (flat,), image((2, 256)))) == ["conv16", "reorder", "copy"]
 
 
+def test_a_cast_keeps_the_blocks_of_its_input():
+    assert laid(conv, call("cast", (y,), image()), call("exp", (y,), image()))[:2] == ["conv16", "cast"]
+
+
 def test_what_outlives_the_step_is_in_order():
     assert laid(conv, call("relu", (y,), kept)) == ["conv16", "reorder", "relu"]
     assert laid(call("conv2d", conv.inputs, kept, **GEOMETRY)) == ["conv1"]
