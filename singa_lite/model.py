@@ -164,14 +164,14 @@ class Model(Layer):
         self._prepare()
         try:
             if not self._use_graph:
-                return self.run_train_one_batch(inputs, options)
+                return self.run_train_one_batch(*inputs, **options)
             return self._records.call(self, inputs, options, precision_of(self._precision))
         except BaseException:
             abandon_step()
             raise
 
-    def run_train_one_batch(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Run ``train_one_batch`` in the model's precision; what records of steps run, too."""
+    def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
+        """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
         with autocast_like(self._precision):
             return self.train_one_batch(*inputs, **options)
 

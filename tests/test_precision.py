@@ -62,10 +62,10 @@ def evaluation_afterwards() -> Iterator[None]:
     assert this_thread.autocast is None
 
 
-def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int = 0, count: int = 8) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng([step, rank])
-    labels = rng.integers(0, 4, 8)
-    x = rng.standard_normal((8, 1, 8, 8)) + labels.reshape(-1, 1, 1, 1)
+    labels = rng.integers(0, 4, count)
+    x = rng.standard_normal((count, 1, 8, 8)) + labels.reshape(-1, 1, 1, 1)
     return from_numpy(x), from_numpy(labels)
 
 
@@ -74,19 +74,20 @@ def compiled(
     precision: str = "bf16",
     communicator: Communicator | None = None,
     kind: type[Net] = Net,
+    lr: float = 0.02,
     **options: Any,
 ) -> Net:
     get_default_device().SetRandSeed(3)
     net = kind()
-    sgd = opt.SGD(lr=0.02, momentum=0.9, weight_decay=1e-4)
+    sgd = opt.SGD(lr=lr, momentum=0.9, weight_decay=1e-4)
     net.set_optimizer(opt.DistOpt(sgd, communicator=communicator or LocalCommunicator(World()), **options))
     net.compile([batch(0)[0]], use_graph=use_graph, precision=precision)
     return net
 
 
-def train(net: Net, steps: range, rank: int = 0) -> list[float]:
+def train(net: Net, steps: range, rank: int = 0, count: int = 8) -> list[float]:
     net.train()
-    return [net(*batch(step, rank))[1].item() for step in steps]
+    return [net(*batch(step, rank, count))[1].item() for step in steps]
 
 
 def bits(net: Net) -> dict[str, bytes]:
@@ -96,7 +97,9 @@ def bits(net: Net) -> dict[str, bytes]:
 
 def test_fifty_recorded_steps_follow_eager_ones_and_those_in_float32() -> None:
     losses = {
-        (use_graph, precision): train(compiled(use_graph, precision, kind=Plain), range(50))
+        (use_graph, precision): train(
+            compiled(use_graph, precision, kind=Plain, lr=0.01), range(50), count=32
+        )
         for use_graph, precision in ((False, "bf16"), (True, "bf16"), (True, "fp32"))
     }
     eager, recorded, wide = (np.array(values) for values in losses.values())

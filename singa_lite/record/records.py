@@ -96,7 +96,7 @@ class Record:
         )
         copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
         with recorder.recording():
-            self.result = model.run_train_one_batch(copied_arguments, copied_options)
+            self.result = model.run_train_one_batch(*copied_arguments, **copied_options)
         del copied_arguments, copied_options
         recorder.finish()
         self._variables.finish(recorder)
@@ -225,7 +225,7 @@ class Records:
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
         if this_thread.recorder is not None:  # a model within another one's step
-            return model.run_train_one_batch(arguments, options)
+            return model.run_train_one_batch(*arguments, **options)
         kind, tensors = self._kind_of(arguments, options, precision)
         if kind.break_reason is None:
             known: Known = {}
@@ -235,13 +235,13 @@ class Records:
                     kind.misses = 0
                     if record.is_postponed:
                         record.is_postponed = False
-                        return model.run_train_one_batch(arguments, options)
+                        return model.run_train_one_batch(*arguments, **options)
                     return record.replay(tensors)
             if kind.misses == MAX_MISSES:
                 kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
                 kind.records.clear()
         if kind.break_reason is not None:
-            return model.run_train_one_batch(arguments, options)
+            return model.run_train_one_batch(*arguments, **options)
         record = Record(model, arguments, options, self._arenas)
         if record.break_reason is None:
             kind.misses += 1

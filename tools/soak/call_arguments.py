@@ -25,7 +25,7 @@ from singa_lite.tensor import Tensor
 
 USUAL_SHAPES = [(2, 3), (3, 3), (2, 3, 4), (2, 4, 5, 5), (3,)]
 SHAPES = [*USUAL_SHAPES, (), (0,), (1,), (2,), (3, 2), (0, 3), (2, 0, 3), (1, 1, 1, 1)]
-TENSOR_DTYPES = ["float32", "float32", "float16", "float64", "int32", "int64"]
+TENSOR_DTYPES = ["float32", "float32", "float16", "bfloat16", "float64", "int32", "int64"]
 ODD_DTYPES = ["uint8", "bool", "complex64", "O", "U3", "S2", "M8[s]", "m8[s]", "i4,f4", ">f4"]
 ARRAY_DTYPES = [*TENSOR_DTYPES, *ODD_DTYPES]
 INTS = [0, 1, 2, 3, 4, 7, -1, -2, -7, 2**70, -(2**70)]
@@ -122,7 +122,7 @@ class Values:
         values = np.random.default_rng(self.rng.randrange(99)).standard_normal(shape) * 3
         if self.rng.random() < 0.1 and values.size:
             values.flat[0] = self.rng.choice(FLOATS)
-        whole = np.dtype(dtype).kind not in "fc"
+        whole = np.dtype(dtype).kind not in "fc" and dtype != "bfloat16"
         with np.errstate(all="ignore"):
             array = np.nan_to_num(np.abs(values), posinf=1, neginf=1).astype("uint8") if whole else values
             array = np.asarray(array, dtype)  # arithmetic of arrays without axes gives scalars

@@ -21,7 +21,10 @@ DENIED = {
         "the half of a Trainer's call, with functions of its own",
     ),
     **dict.fromkeys(
-        ["autograd.Context", *(f"autograd.engine.Context.{name}" for name in ("run", "empty", "save"))],
+        [
+            "autograd.Context",
+            *(f"autograd.engine.Context.{name}" for name in ("run", "empty", "save", "gradient_dtype")),
+        ],
         "made by the engine for operators, which have checked what they give it",
     ),
     **dict.fromkeys(
@@ -30,6 +33,7 @@ DENIED = {
         "a check that takes a shape or a number of axes of a Tensor; every function calls it",
     ),
     "tensor.core.Tensor.wrap": "makes every result, of arrays that kernels have written",
+    "model.Model.run_train_one_batch": "train_one_batch, which is called, in the model's precision",
     "layer.base.Layer.check_size": "a check at every call of a layer, of two sizes of shapes",
 }
 # exceptions of the language's own protocols: (of what, type, why)
