@@ -110,6 +110,7 @@ void run_tile(Tile code, int rows, const Matrix& a, const float* b, std::int64_t
 
 // One panel whose columns are rows of k floats in `from`, `step` apart: by squares of 4 x 4.
 void pack_transposed(const float* from, std::int64_t step, std::int64_t k, std::int64_t columns, float* panel) {
+#if defined(__clang__) || __GNUC__ >= 12
   const std::int64_t whole_k = k / 4 * 4, whole_columns = columns / 4 * 4;
   for (std::int64_t j = 0; j < whole_columns; j += 4)
     for (std::int64_t l = 0; l < whole_k; l += 4) {
@@ -123,6 +124,9 @@ void pack_transposed(const float* from, std::int64_t step, std::int64_t k, std::
           __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
       for (int r = 0; r < 4; ++r) std::memcpy(panel + (l + r) * kPanel + j, &rows[r], sizeof rows[r]);
     }
+#else  // without __builtin_shufflevector
+  constexpr std::int64_t whole_k = 0, whole_columns = 0;
+#endif
   for (std::int64_t j = 0; j < columns; ++j)
     for (std::int64_t l = j < whole_columns ? whole_k : 0; l < k; ++l) panel[l * kPanel + j] = from[j * step + l];
 }
