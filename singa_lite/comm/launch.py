@@ -398,7 +398,9 @@ class Job:
         for rank in self._running:
             signal_group(self.processes[rank].pid, number)
             if number == signal.SIGTERM:
-                signal_group(self.processes[rank].pid, signal.SIGCONT)  # a stopped process takes it then alone
+                signal_group(
+                    self.processes[rank].pid, signal.SIGCONT
+                )  # a stopped process takes it then alone
 
 
 class Reaper:
