@@ -14,17 +14,19 @@ folder, also where a job has gone back to an earlier step: the newest is that of
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
+import struct
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from .errors import CheckpointError
 from .files import atomic_file, sealed, sync_folder, unsealed
@@ -45,6 +47,7 @@ class Manifest:
     Attributes:
         format: version of this format.
         number: grows with every generation of a folder.
+        id: that no other generation has, random.
         step: optimizer steps made when it was saved.
         world_size: ranks that saved it.
         saved_at: seconds since 1970.
@@ -57,6 +60,7 @@ class Manifest:
 
     format: int
     number: int
+    id: str
     step: int
     world_size: int
     saved_at: float
@@ -86,6 +90,7 @@ class Manifest:
         if (
             not isinstance(manifest.saved_at, (int, float))
             or not 0 <= manifest.saved_at < LATEST_S
+            or not isinstance(manifest.id, str)
             or not isinstance(manifest.dist_option, (str, type(None)))
             or not all(isinstance(each, dict) for each in (manifest.versions, manifest.optimizer))
             or not all(isinstance(each, list) and len(each) == manifest.world_size for each in lists)
@@ -94,6 +99,11 @@ class Manifest:
         ):
             raise CheckpointError("its manifest has values that no job writes")
         return manifest
+
+
+def new_id() -> str:
+    """Return what tells a new generation from all others."""
+    return secrets.token_hex(8)
 
 
 def _is_entry(entry: Json) -> bool:
@@ -105,6 +115,8 @@ def digest(array: np.ndarray[Any, Any]) -> str:
 
     It tells damaged bytes and arrays that differ among ranks, ten times as fast as SHA-256; it is none against forgery.
     """
+    import xxhash
+
     whole = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
     whole.update(np.ascontiguousarray(array).reshape(-1).data)
     return whole.hexdigest()
@@ -161,11 +173,11 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
         CheckpointError: the system cannot.
     """
     try:
-        parent = Path(folder)
+        parent = Path(os.path.abspath(folder))  # a thread writes there, whatever the current folder is then
         parent.mkdir(parents=True, exist_ok=True)
         for name in os.listdir(parent):
             if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists():
-                shutil.rmtree(parent / name)
+                _remove(parent / name)
         path, number = parent / f"step-{step:08d}", 0
         while path.exists():
             number += 1
@@ -184,12 +196,25 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         file.write(sealed(manifest.to_json()))
 
 
-def remove_old(folder: str | os.PathLike[str], keep: int) -> None:
-    """Remove all but the newest ``keep`` generations; each stops counting before its files go."""
-    for generation in find_generations(folder)[0][keep:]:
-        with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
-            (generation.path / MANIFEST).unlink()
-            shutil.rmtree(generation.path)
+def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str] = ()) -> None:
+    """Remove all but the newest ``keep`` generations, and those whose ids are among ``damaged``.
+
+    Each stops counting before its files go.
+    """
+    found, _ = find_generations(folder)
+    whole = [generation for generation in found if generation.manifest.id not in damaged]
+    for generation in found:
+        if generation not in whole[:keep]:
+            with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
+                (generation.path / MANIFEST).unlink()
+                _remove(generation.path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 # ---- files -----------------------------------------------------------------------------------------------
@@ -227,13 +252,44 @@ def read_rank(generation: Generation, rank: int) -> Arrays:
 
 def _read_arrays(generation: Generation, rank: int, hashes: Mapping[str, str]) -> Arrays:
     import safetensors
+    import safetensors.numpy
 
     path = generation.path / rank_file(rank)
     try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            arrays: Arrays = {name: file.get_tensor(name) for name in hashes}
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        arrays: Arrays = safetensors.numpy.load(_part_of(path, hashes))
+    except (
+        *(
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            struct.error,
+            RecursionError,
+            MemoryError,
+        ),
+        safetensors.SafetensorError,
+    ) as error:  # AttributeError: a dtype that numpy has not
+        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     if {name: digest(array) for name, array in arrays.items()} != hashes:
         raise CheckpointError(f"cannot read {path}: it is damaged: its arrays are not what the manifest says")
     return arrays
+
+
+def _part_of(path: Path, names: Collection[str]) -> bytes:
+    """Return the content of a safetensors file with some of the arrays of the one at ``path``.
+
+    They are read, not mapped: a file that gets shorter meanwhile would end the process by SIGBUS.
+    """
+    with open(path, "rb") as file:
+        (num_bytes,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(min(num_bytes, os.fstat(file.fileno()).st_size)))
+        header, parts, end = {}, [], 0
+        for name in names:
+            first, last = entries[name]["data_offsets"]
+            file.seek(8 + num_bytes + first)
+            parts.append(file.read(last - first))
+            header[name] = {**entries[name], "data_offsets": [end, end + last - first]}
+            end += last - first
+    text = json.dumps(header).encode()
+    return b"".join([struct.pack("<Q", len(text)), text, *parts])

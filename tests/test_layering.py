@@ -52,6 +52,7 @@ OPTIONAL = {
     "safetensors",
     "threadpoolctl",
     "tqdm",
+    "xxhash",
 }  # may be imported where they are used
 IMPORTS_BY_NAME = {
     "_native",

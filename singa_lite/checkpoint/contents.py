@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import OptionError
-from ..generation import FORMAT, Arrays, Manifest, digest
+from ..generation import FORMAT, Arrays, Manifest, digest, new_id
 from ..tensor import Tensor, to_numpy
 
 Json = Any
@@ -49,8 +49,15 @@ def as_json(what: str, value: Any) -> Json:
         if not _has_text_keys(value):
             raise TypeError("keys must be text")
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"save_job: {what} = {value!r} is no JSON value: {error}") from error
+        raise OptionError(f"save_job: {what} = {_shown(value)} is no JSON value: {error}") from error
     return again
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # such as of an int of more digits than Python writes
+        return f"a value of type {type(value).__name__}"
 
 
 def _has_text_keys(value: Any) -> bool:
@@ -92,6 +99,7 @@ def manifest_of(
     return Manifest(
         format=FORMAT,
         number=number,
+        id=new_id(),
         step=everyone[0]["step"],
         world_size=len(everyone),
         saved_at=time.time(),

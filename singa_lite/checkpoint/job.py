@@ -142,12 +142,8 @@ def save_job(
         }
 
     everyone = together(communicator, "save_job", collect)
+    _check_agreed("save_job", everyone)
     for rank, theirs in enumerate(everyone):
-        for what, value in everyone[0]["agreed"].items():
-            if theirs["agreed"][what] != value:
-                raise CheckpointError(
-                    f"save_job: {what} is {value!r} on rank 0 but {theirs['agreed'][what]!r} on rank {rank}"
-                )
         if theirs["step"] != everyone[0]["step"]:
             raise CheckpointError(
                 f"save_job: rank 0 has made {everyone[0]['step']} steps, but rank {rank} {theirs['step']}; "
@@ -157,8 +153,9 @@ def save_job(
     own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
     manifest = manifest_of(optimizer, number, everyone, own, shared)
     mine = {name: arrays[name] for part in (own, shared) for name in part[communicator.rank]}
-    job.known.add((_key(folder), number))
-    saving = Saving(communicator, Path(path), manifest, mine, keep)
+    job.known.add(manifest.id)
+    job.folders.add(_key(folder))
+    saving = Saving(communicator, Path(path), manifest, mine, keep, frozenset(job.damaged))
     if block:
         saving.wait()
     else:
@@ -195,19 +192,30 @@ def load_job(
     _check_arguments("load_job", folder, trainer, sampler)
     communicator, optimizer = _parts(model, trainer, "load_job")
     _state(model).wait()
-    found = together(communicator, "load_job", lambda: _found(folder) if communicator.rank == 0 else None)[0]
-    problems = list(found["problems"])
+
+    def find() -> Json:
+        agreed = {"folder": os.path.abspath(folder), "a sampler": sampler is not None}
+        return {"agreed": agreed, "found": _found(folder) if communicator.rank == 0 else None}
+
+    everyone = together(communicator, "load_job", find)
+    _check_agreed("load_job", everyone)
+    found = everyone[0]["found"]
+    problems, damaged = list(found["problems"]), []
     for path, values in found["generations"]:
         generation = Generation(Path(path), Manifest.of_json(values))
         try:
             arrays = _read_together(generation, communicator)
         except CheckpointError as error:
             problems.append(str(error))
+            damaged.append(generation.manifest.id)
             continue
         for problem in problems:
             warnings.warn(f"load_job: {problem}; going on from {generation.path.name}", stacklevel=2)
         job = _go_on(communicator, model, trainer, sampler, generation, arrays)
-        _state(model).known |= {(_key(folder), each["number"]) for _, each in found["generations"]}
+        known = _state(model)
+        known.known |= {each["id"] for _, each in found["generations"]}
+        known.damaged |= set(damaged)
+        known.folders.add(_key(folder))
         saved_with, has = generation.manifest.dist_option, getattr(optimizer, "dist_option", None)
         if saved_with != has:
             warnings.warn(
@@ -225,18 +233,23 @@ class JobState:
     """What is known of a model's job checkpoints.
 
     Attributes:
-        known: (folder, number) of the generations that this model has saved, or left behind by loading.
+        known: ids of the generations that this model has saved, or left behind by loading.
+        damaged: ids of those left behind, which no ``keep`` counts.
+        folders: that it has saved to or loaded from.
         saving: the last one of ``block=False``, not waited for yet.
     """
 
-    known: set[tuple[str, int]] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    folders: set[str] = field(default_factory=set)
     saving: Saving | None = None
 
     def wait(self) -> None:
         """Wait for the last saving; a collective, which raises what went wrong."""
         if self.saving is not None:
             last, self.saving = self.saving, None
-            last.wait()
+            if not last.is_over:
+                last.wait()
 
 
 def _state(model: Model) -> JobState:
@@ -268,6 +281,16 @@ def _parts(model: Model, trainer: Trainer | None, where: str) -> tuple[Communica
         )
         raise OptionError(f"{where}: {what}, so each of this job's ranks would save for itself")
     return communicator, optimizer
+
+
+def _check_agreed(where: str, everyone: list[Json]) -> None:
+    """Raise CheckpointError where what all ranks must give alike is another on one."""
+    for rank, theirs in enumerate(everyone):
+        for what, value in everyone[0]["agreed"].items():
+            if theirs["agreed"][what] != value:
+                raise CheckpointError(
+                    f"{where}: {what} is {value!r} on rank 0 but {theirs['agreed'][what]!r} on rank {rank}"
+                )
 
 
 def _of_trainer(trainer: Trainer) -> Arrays:
@@ -303,11 +326,15 @@ def _key(folder: str | os.PathLike[str]) -> str:
 
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
     """Make the folder of a new generation; return it and its number."""
-    whole, _ = find_generations(folder)
+    whole, problems = find_generations(folder)
     newest = whole[0].manifest.number if whole else 0
-    if whole and (_key(folder), newest) not in job.known:
+    if whole and whole[0].manifest.id not in job.known:
         raise CheckpointError(
             f"save_job: {whole[0].path} was saved by another job; go on from it by load_job, or give another folder"
+        )
+    if problems and _key(folder) not in job.folders:
+        raise CheckpointError(
+            f"save_job: {folder} has checkpoints that cannot be read: {'; '.join(problems)}"
         )
     return [str(make_folder(folder, step)), newest + 1]
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each rank goes on from when the number of ranks is another than in the checkpoint.
 
-Note [another number of ranks]: what was equal on all ranks stays as it is. Of the rest, parameters, optimizer states
-and batch-norm statistics are averaged. Residuals and unfinished sums of gradients are what has not been applied yet, so
-their sum over the ranks is kept: it is shared out by element, and what rounding leaves of an element goes to the next
+Note [another number of ranks]: what was equal on all ranks stays as it is, but for residuals, velocities and unfinished
+sums of gradients. Of the rest, parameters, optimizer states and batch-norm statistics are averaged. Residuals and
+unfinished sums of gradients are what has not been applied yet, so their sum over the ranks is kept: it is shared out by
+element, and what rounding leaves of an element goes to the next
 ranks, so that the sum of what ranks get is the float64 sum to its last bit from three ranks on, to 48 bits on two, and
-rounded on one. States that only some ranks had (those of hosts' leaders) go to rank 0. Random streams are derived from
-the old one, the step and the rank.
+rounded on one. States that only some ranks had (those of hosts' leaders) go to rank 0. Random streams that differed are
+derived from the old one, the step and the rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ OPTIMIZER = "optimizer/"
 EXTRA = "extra/"
 SUMS = (f"{OPTIMIZER}sync/", f"{OPTIMIZER}accumulate/sum/")
 LEVELS = f"{OPTIMIZER}accumulate/level/"
+LEADERS = f"{OPTIMIZER}sync/hierarchical/"
+OF_A_RANK = (":residual", ":error", ":velocity")  # how names of what a rank has not applied end, in SUMS
+TRAINER = f"{OPTIMIZER}sync/kvstore/"  # all of it is what compression has lost
 MAX_PIECES = 3  # float16 or float32 numbers that hold a float64
 
 
@@ -42,7 +46,13 @@ def resized(
     Raises:
         CheckpointError: numbers that cannot be averaged differ among the ranks.
     """
-    arrays = dict(shared)
+    if len(by_rank) == 1 and any(name.startswith(LEADERS) for name in shared):
+        raise CheckpointError(
+            "the states of hierarchical were saved by one rank, a leader: only one rank can go on from them"
+        )
+    sums = {name: array for name, array in shared.items() if _is_sum(name)}
+    arrays = {name: array for name, array in shared.items() if name not in sums}
+    by_rank = [{**own, **sums} for own in by_rank]
     for name in dict.fromkeys(name for own in by_rank for name in own):
         values = [own[name] for own in by_rank if name in own]
         if name.startswith(STREAMS):
@@ -72,6 +82,13 @@ def resized(
     if any(name.startswith(STREAMS) for own in by_rank for name in own):
         arrays.update(derived_streams([{**shared, **own} for own in by_rank], step, rank))
     return arrays
+
+
+def _is_sum(name: str) -> bool:
+    """Return whether a state that is equal on all ranks is still each rank's own."""
+    return name.startswith((TRAINER, f"{OPTIMIZER}accumulate/sum/")) or (
+        name.startswith(SUMS) and name.endswith(OF_A_RANK)
+    )
 
 
 def share_of_sum(values: Sequence[Array], rank: int, size: int) -> Array:

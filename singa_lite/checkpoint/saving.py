@@ -15,7 +15,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class Saving:
         manifest: without versions.
         arrays: what this rank writes.
         keep: generations that stay in the folder.
+        damaged: ids of generations that do not.
     """
 
     def __init__(
@@ -55,13 +56,16 @@ class Saving:
         manifest: Manifest,
         arrays: Arrays,
         keep: int,
+        damaged: Collection[str] = (),
     ) -> None:
         self.path = path
         self._communicator, self._manifest, self._keep = communicator, manifest, keep
+        self._damaged = damaged
         self._arrays = arrays
         self._failure: CheckpointError | None = None
         self._is_awaited, self._is_written, self._is_given_up = (threading.Event() for _ in range(3))
-        self._is_over = False
+        self.is_over = False  # whether wait was called
+        self._error: BaseException | None = None  # what wait raised
         self._hooks = exit_hooks()
         self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
         self._thread.start()
@@ -77,17 +81,20 @@ class Saving:
         Raises:
             CheckpointError: a rank could not write; the generation does not count, and those before it stay.
         """
-        if self._is_over:
+        if self._error is not None:
+            raise self._error
+        if self.is_over:
             return self.path
-        self._is_over = True
+        self.is_over = True
         self._is_awaited.set()
         atexit.unregister(self._finish)
         try:
             together(self._communicator, WHERE, self._written)
-        except BaseException:
+            together(self._communicator, WHERE, self._ended)
+        except BaseException as error:
+            self._error = error
             self._join(0.0)
             raise
-        together(self._communicator, WHERE, self._ended)
         return self.path
 
     def _written(self) -> None:
@@ -139,7 +146,7 @@ class Saving:
                 raise CheckpointError(f"{self.path} lacks {missing}; is it a folder that all hosts share?")
             time.sleep(POLL_S)
         write_manifest(self.path, replace(self._manifest, versions=_versions()))
-        remove_old(self.path.parent, self._keep)
+        remove_old(self.path.parent, self._keep, self._damaged)
 
 
 @functools.cache  # reading the metadata of a package takes as long as writing the manifest

@@ -7,12 +7,14 @@ import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -421,12 +423,15 @@ def damaged_and_saved_again(communicator: Communicator, folder: str) -> list[int
             job = checkpoint.load_job(folder, net)
         found.append(job.step if job else 0)
         train(net, range(found[-1], 4))
-        checkpoint.save_job(folder, net, keep=9)
+        checkpoint.save_job(folder, net, keep=2)
+        found.append(len(list(Path(folder).iterdir())))
     return found
 
 
 def test_a_job_that_went_on_behind_a_damaged_generation_saves_again(tmp_path: Path) -> None:
-    assert run_ranks(damaged_and_saved_again, 3, str(tmp_path)) == [[1, 4]] * 3
+    # the damaged one is not among the two that are kept
+    assert run_ranks(damaged_and_saved_again, 3, str(tmp_path)) == [[1, 2, 4, 2]] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000004.1"]
 
 
 def disagree(communicator: Communicator, folder: str) -> list[str]:
@@ -484,3 +489,78 @@ def test_a_plain_optimizer_in_a_job_of_mpi_is_refused_too(
     monkeypatch.setenv("PMI_RANK", "0")
     with pytest.raises(OptionError, match="no DistOpt"):
         checkpoint.save_job(tmp_path, net)
+
+
+def other_arguments(communicator: Communicator, folder: str) -> list[str]:
+    net = saved(communicator, folder, 1)
+    before, texts = bits(net), []
+    for name, sampler in (("job", None), ("", ShardedSampler(60, 3, communicator.rank, 3))):
+        wrong = communicator.rank == 1
+        try:
+            checkpoint.load_job(
+                f"{folder}/{name}" if wrong else folder, net, sampler=sampler if wrong else None
+            )
+        except CheckpointError as error:
+            texts.append(str(error))
+        assert bits(net) == before
+    return texts
+
+
+def test_ranks_that_load_another_folder_or_a_sampler_more_are_an_error_on_all(tmp_path: Path) -> None:
+    for first, second in run_ranks(other_arguments, 3, str(tmp_path)):
+        assert "load_job: folder is" in first and "on rank 1" in first
+        assert "load_job: folder is" in second or "a sampler is False on rank 0 but True on rank 1" in second
+
+
+def alone(folder: Path) -> Net:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    net(*batch(0, 0))
+    checkpoint.save_job(folder, net)
+    return net
+
+
+def test_a_failed_save_raises_at_every_wait(tmp_path: Path) -> None:
+    net = alone(tmp_path)
+    with mock.patch.object(saving, "write_arrays", side_effect=CheckpointError("no room")):
+        failing = checkpoint.save_job(tmp_path, net, block=False)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="no room"):
+                failing.wait()
+    assert checkpoint.save_job(tmp_path, net).wait().is_dir()
+
+
+def test_a_folder_that_another_job_has_filled_since_is_refused(tmp_path: Path) -> None:
+    mine = alone(tmp_path / "job")
+    shutil.rmtree(tmp_path / "job")
+    alone(tmp_path / "job")  # with the same steps and numbers
+    with pytest.raises(CheckpointError, match="was saved by another job"):
+        checkpoint.save_job(tmp_path / "job", mine)
+
+
+def test_a_folder_with_a_manifest_that_cannot_be_read_is_refused_unless_it_was_loaded_from(
+    tmp_path: Path,
+) -> None:
+    net = alone(tmp_path)
+    net(*batch(1, 0))
+    damaged = checkpoint.save_job(tmp_path, net).path / generation.MANIFEST
+    damaged.write_bytes(b"{}")
+    other = compiled(LocalCommunicator(World()), "fp32", False)
+    other(*batch(0, 0))
+    (tmp_path / "step-00000001" / generation.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.save_job(tmp_path, other)
+    checkpoint.save_job(tmp_path, net)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4", "X", 3, None])
+def test_a_file_with_a_dtype_that_numpy_has_not_is_damaged(tmp_path: Path, dtype: Any) -> None:
+    net = alone(tmp_path)
+    path = tmp_path / "step-00000001" / generation.rank_file(0)
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    header["model/conv.W"]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
+    with pytest.raises(CheckpointError, match="no generation"):
+        checkpoint.load_job(tmp_path, net)

@@ -146,3 +146,46 @@ def test_counters_that_differ_are_refused() -> None:
     ]
     with pytest.raises(CheckpointError, match="only 2 ranks can go on"):
         resized({}, own, 1, 0, 3)
+
+
+def of_one_rank(communicator: Communicator, folder: str) -> None:
+    for option in ("sparseTopK:0.05", "dgc:0.05", "powerSGD:2", "hierarchical:int8:ef=1"):
+        net = compiled(communicator, option, False)
+        for step in range(3):
+            net(*batch(step, 0))
+        checkpoint.save_job(Path(folder) / option, net)
+        np.savez(Path(folder) / f"{option}.npz", **net.optimizer.get_states())
+
+
+def on_two_ranks(communicator: Communicator, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for option in ("sparseTopK:0.05", "dgc:0.05", "powerSGD:2", "hierarchical:int8:ef=1"):
+        net = compiled(communicator, option, False)
+        try:
+            checkpoint.load_job(Path(folder) / option, net)
+            found[option] = net.optimizer.get_states()
+            net(*batch(3, communicator.rank))
+        except CheckpointError as error:
+            found[option] = str(error)
+    return found
+
+
+def test_what_one_rank_had_not_applied_is_shared_by_two(tmp_path: Path) -> None:
+    """Residuals and velocities are equal on all ranks there, and still each rank's own."""
+    run_ranks(of_one_rank, 1, str(tmp_path), transport="local")
+    both = run_ranks(on_two_ranks, 2, str(tmp_path))
+    for option, ends in {
+        "sparseTopK:0.05": "residual",
+        "dgc:0.05": "velocity",
+        "powerSGD:2": "error",
+    }.items():
+        with np.load(tmp_path / f"{option}.npz") as saved:
+            names = [name for name in saved if name.startswith("sync/") and name.endswith(ends)]
+            assert names and any(np.any(saved[name]) for name in names)
+            for name in names:
+                total = sum(of[option][name].astype(np.float64) for of in both)
+                np.testing.assert_array_equal(total, saved[name].astype(np.float64))
+            for name in saved:
+                if name.endswith(":q"):
+                    assert all(np.array_equal(of[option][name], saved[name]) for of in both)
+    assert all("only one rank can go on" in of["hierarchical:int8:ef=1"] for of in both)

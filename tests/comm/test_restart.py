@@ -67,7 +67,8 @@ def save(folder: Path, step: int, saved_at: float, number: int = 0) -> None:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     write_manifest(
-        path, Manifest(FORMAT, number, step, 1, saved_at, {}, {}, None, [None], [None], [{}], [{}])
+        path,
+        Manifest(FORMAT, number, str(number), step, 1, saved_at, {}, {}, None, [None], [None], [{}], [{}]),
     )
 
 
