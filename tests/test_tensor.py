@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,7 @@ def test_fillers_draw_from_the_device() -> None:
     t = Tensor((10000,))
     assert tensor.gaussian(3.0, 2.0, t) is t
     assert to_numpy(t).mean() == pytest.approx(3, abs=0.1) and to_numpy(t).std() == pytest.approx(2, abs=0.1)
-    values = to_numpy(tensor.uniform(-1.0, 3.0, t))
+    values = to_numpy(tensor.uniform(-1.0, Fraction(3), t))
     assert -1 <= values.min() < -0.9 and 2.9 < values.max() < 3
     values = to_numpy(tensor.bernoulli(0.25, t))
     assert set(values) == {0, 1} and values.mean() == pytest.approx(0.25, abs=0.02)

@@ -133,7 +133,7 @@ class Arguments:
     def _check_like(self, where: str, spec: Spec, array: Any) -> None:
         """Raise unless an array has the shape and dtype of its key."""
         shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-        if shape is None or dtype is None:
+        if not isinstance(shape, (tuple, list)) or dtype is None:
             raise DTypeError(
                 f"{self._name}: {where}: key {spec.key!r} needs a Tensor or array, got {type(array).__name__}"
             )

@@ -472,7 +472,7 @@ class Tensor:
             raise DTypeError(f"{kernel}: needs a float tensor, not {self.dtype}")
         for name, value in attributes.items():
             lowest, highest = (0.0, 1.0) if name == "p" else (0.0 if name == "std" else -math.inf, math.inf)
-            check_number(kernel, name, value, lowest, highest)
+            attributes[name] = check_number(kernel, name, value, lowest, highest)
         seed, counter = self.device.next_random()
         return self._fill(kernel, seed=seed, counter=counter, **attributes)
 

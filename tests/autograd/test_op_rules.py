@@ -729,3 +729,10 @@ def test_bad_input_raises_a_typed_error_that_says_what_came(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["kernel_size", "stride", "padding"])
+def test_a_window_larger_than_a_kernel_counts_to_is_refused(name: str) -> None:
+    x = Tensor(data=np.ones((1, 1, 4, 4)))
+    with pytest.raises(OptionError, match=f"{name} = 1180591620717411303424 must be an int"):
+        autograd.avg_pool_2d(x, **{"kernel_size": 3, "padding": 1, name: 2**70})

@@ -519,6 +519,11 @@ def alone(folder: Path) -> Net:
     return net
 
 
+def test_a_number_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="extra 'large' = a value of type int is no JSON value"):
+        checkpoint.save_job(tmp_path, alone(tmp_path), extra={"large": 10**5000})
+
+
 def test_a_failed_save_raises_at_every_wait(tmp_path: Path) -> None:
     net = alone(tmp_path)
     with mock.patch.object(saving, "write_arrays", side_effect=CheckpointError("no room")):

@@ -69,6 +69,7 @@ def bad_arguments_raise_before_anything_moves(rig):
         (OptionError, "an empty list is no value", lambda: store.push("a", [])),
         (OptionError, "an empty list is no value", lambda: store.pull(["a"], [[]])),
         (DTypeError, "key 'a' needs a Tensor or array, got None", lambda: store.push("a", None)),
+        (DTypeError, "key 'a' needs a Tensor or array, got module", lambda: store.push("a", np)),
         (DTypeError, "key 'a' needs a Tensor or array, got None", lambda: store.push(["a"], [[None, good]])),
         (DTypeError, "'a'", lambda: store.pushpull("a", [None, good], out, allow_none=True)),
         (DTypeError, "'a'", lambda: store.pushpull("a", [good, None], out, allow_none=True)),

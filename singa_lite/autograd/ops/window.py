@@ -9,14 +9,17 @@ from numbers import Integral
 from ...errors import OptionError, ShapeError, is_number
 
 Pair = tuple[int, int]
+LARGEST = 2**31 - 1  # of compiled kernels
 
 
 def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
-    """Return ``value`` as (height, width), one number standing for both; OptionError below ``smallest``."""
+    """Return ``value`` as (height, width), one number standing for both; OptionError outside smallest .. LARGEST."""
     both = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_pair = len(both) == 2 and all(is_number(n, Integral) for n in both)
-    if not is_pair or min(both) < smallest:
-        raise OptionError(f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest}")
+    if not is_pair or not smallest <= min(both) <= max(both) <= LARGEST:
+        raise OptionError(
+            f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest} and <= {LARGEST}"
+        )
     return int(both[0]), int(both[1])
 
 
