@@ -20,6 +20,7 @@ PACKAGES = (
     *("numpy", "pybind11", "setuptools", "cmake", "ninja", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"),
     *("nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"),
     *("pytest", "pytest-timeout", "hypothesis", "mpi4py", "threadpoolctl"),
+    *("ml_dtypes", "safetensors", "xxhash"),
 )
 TOOLS = ("nvcc", "compute-sanitizer", "g++", "cmake", "ninja", "make")
 
