@@ -105,34 +105,10 @@ void backward(const Attention& p, const Attention& grads, const float* dy, const
   });
 }
 
-bool fits(const View& y, const View& probabilities, const Attention& p) {
-  return y.shape == Shape{p.batch, p.queries, p.heads * p.d} &&
-         probabilities.shape == Shape{p.batch, p.heads, p.queries, p.keys} &&
-         (!p.is_causal || p.queries == p.keys);
-}
+Shape kept_shape(const Attention& p) { return {p.batch, p.heads, p.queries, p.keys}; }
 
-const Registration attention("attention", [](const Call& call) -> Step {
-  Attention p;
-  if (!call.are_floats(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
-  if (!fits(call.outputs[0], call.outputs[1], p)) return {};
-  return [p, y = call.outputs[0].floats(), probabilities = call.outputs[1].floats()] {
-    forward(p, y, probabilities);
-    return true;
-  };
-});
-
-const Registration attention_backward("attention_backward", [](const Call& call) -> Step {
-  Attention p, grads;
-  if (call.inputs.size() < 3 || !call.are_floats(call.inputs.size(), call.inputs.size() - 2)) return {};
-  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
-  for (std::size_t i = 0; i < call.outputs.size(); ++i)
-    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
-  if (!fits(call.inputs[0], call.inputs[1], p)) return {};
-  return [p, grads, dy = call.inputs[0].floats(), probabilities = call.inputs[1].floats()] {
-    backward(p, grads, dy, probabilities);
-    return true;
-  };
-});
+const Registration attention("attention", attention_forward(kept_shape, forward));
+const Registration attention_backward("attention_backward", attention_gradient(kept_shape, backward));
 
 }  // namespace
 }  // namespace singa_lite

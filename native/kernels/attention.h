@@ -58,6 +58,42 @@ struct Attention {
     v = {from + width, step, sample};
     return true;
   }
+
+  bool fits(const View& y, const View& kept, const Shape& kept_shape) const {
+    return y.shape == Shape{batch, queries, heads * d} && kept.shape == kept_shape && (!is_causal || queries == keys);
+  }
 };
+
+// The kernel (projections) -> (y, what `forward` keeps for the gradient, whose shape `kept_shape` gives).
+inline Prepare attention_forward(Shape (*kept_shape)(const Attention&),
+                                 void (*forward)(const Attention& p, float* y, float* kept)) {
+  return [=](const Call& call) -> Step {
+    Attention p;
+    if (!call.are_floats(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
+    if (!p.fits(call.outputs[0], call.outputs[1], kept_shape(p))) return {};
+    return [p, forward, y = call.outputs[0].floats(), kept = call.outputs[1].floats()] {
+      forward(p, y, kept);
+      return true;
+    };
+  };
+}
+
+// The kernel (dy, kept, projections) -> (gradients of the projections).
+inline Prepare attention_gradient(Shape (*kept_shape)(const Attention&),
+                                  void (*backward)(const Attention& p, const Attention& grads, const float* dy,
+                                                   const float* kept)) {
+  return [=](const Call& call) -> Step {
+    Attention p, grads;
+    if (call.inputs.size() < 3 || !call.are_floats(call.inputs.size(), call.inputs.size() - 2)) return {};
+    if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
+    for (std::size_t i = 0; i < call.outputs.size(); ++i)
+      if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
+    if (!p.fits(call.inputs[0], call.inputs[1], kept_shape(p))) return {};
+    return [p, grads, backward, dy = call.inputs[0].floats(), kept = call.inputs[1].floats()] {
+      backward(p, grads, dy, kept);
+      return true;
+    };
+  };
+}
 
 }  // namespace singa_lite

@@ -2,7 +2,7 @@
 // Products of recorded steps whose result goes through more before it leaves the cache: some rows are multiplied, then
 // finished, then the next ones. a is (m, k), b (k, n), or (n, k) with transpose_b; bias (n,); others have y's size.
 //
-// matmul_gelu: (a, b, bias) -> (y = gelu(u), slope = the derivative of gelu at u), u = a b + bias.
+// matmul_gelu: (a, b, bias) -> (y = gelu(u), derivative = that of gelu at u), u = a b + bias.
 // matmul_mul: (a, b, factor) -> a b times factor; transpose_b.
 // matmul_add: (a, b, bias, residual) -> a b + bias + residual.
 // matmul_add_norm: (a, b, bias, residual, scale, shift) -> (the same, its layer norm, mean, inverse_std); eps.
@@ -19,12 +19,12 @@
 namespace singa_lite {
 namespace product_loops {
 
-CLONES void gelu(const float* bias, float* y, float* slope, std::size_t count) {
+CLONES void gelu(const float* bias, float* y, float* derivative, std::size_t count) {
 #pragma GCC ivdep
   for (std::size_t i = 0; i < count; ++i) {
     const float x = y[i] + bias[i], probability = vector_math::normal_cdf(x);
     y[i] = x * probability;
-    slope[i] = probability + x * vector_math::normal_pdf(x);
+    derivative[i] = probability + x * vector_math::normal_pdf(x);
   }
 }
 
@@ -91,9 +91,9 @@ const Registration matmul_gelu("matmul_gelu", [](const Call& call) -> Step {
   Product p;
   if (!call.are_floats(3, 2) || !call.has_numbers({}) || !read_product(call, false, &p)) return {};
   if (!have_size(call.inputs, {2}, p.n) || !have_size(call.outputs, {1}, p.m * p.n)) return {};
-  return [p, bias = call.inputs[2].floats(), slope = call.outputs[1].floats()] {
+  return [p, bias = call.inputs[2].floats(), derivative = call.outputs[1].floats()] {
     multiply_rows(p, [&](std::int64_t row) {
-      product_loops::gelu(bias, p.y + row * p.n, slope + row * p.n, std::size_t(p.n));
+      product_loops::gelu(bias, p.y + row * p.n, derivative + row * p.n, std::size_t(p.n));
     });
     return true;
   };

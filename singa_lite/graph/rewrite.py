@@ -60,6 +60,20 @@ class GraphRewriter:
         found = self.maker(node.inputs[argument], *makers)
         return (*found, node) if found is not None and self.can_move(found[0], last) else None
 
+    def addition(self, last: int, maker: str) -> tuple[int, Kernel, Kernel, View, View] | None:
+        """Return an "add" at the number ``last`` and the later of the ``maker`` that compute one of what it adds.
+
+        Returns:
+            (number of the maker, the maker, the node ``last``, what the maker gives, what is added to it): pair() of
+            either input. None if there is no such pair.
+        """
+        pairs = [(self.pair(last, "add", maker, argument=number), number) for number in (0, 1)]
+        found = [(*pair, number) for pair, number in pairs if pair is not None]
+        if not found:
+            return None
+        first, call, add, number = max(found, key=lambda match: match[0])
+        return first, call, add, add.inputs[number], add.inputs[1 - number]
+
     def is_private(self, view: View) -> bool:
         """Return whether one node alone reads ``view``, and nobody after the step."""
         return view.memory.owner is None and len(self._readers[view.memory]) == 1

@@ -70,16 +70,15 @@ def _add_bias(graph: GraphRewriter, last: int) -> None:
 
 def _add_residual(graph: GraphRewriter, last: int) -> None:
     """batchnorm_2d_train, add(x), relu -> batchnorm_2d_train with residual and ReLU."""
-    pairs = [(graph.pair(last, "add", "batchnorm_2d_train", argument=number), number) for number in (0, 1)]
-    found = [(*pair, number) for pair, number in pairs if pair is not None]
-    if not found:
+    found = graph.addition(last, "batchnorm_2d_train")
+    if found is None:
         return
-    first, norm, add, number = max(found, key=lambda match: match[0])
+    first, norm, add, _, residual = found
     is_alike = add.inputs[0].shape == add.inputs[1].shape and _are_alike(add.out, *add.inputs)
     if not is_alike or add.out.memory is add.inputs[0].memory:
         return
     if len(norm.inputs) == 3 and not norm.attributes.get("relu"):
-        inputs, out = (*norm.inputs, add.inputs[1 - number]), (add.out, *norm.outputs[1:])
+        inputs, out = (*norm.inputs, residual), (add.out, *norm.outputs[1:])
         graph.merge(first, last, replace(norm, inputs=inputs, out=out))
 
 

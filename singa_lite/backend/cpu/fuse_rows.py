@@ -81,7 +81,7 @@ def attention_without_probabilities(graph: GraphRewriter, number: int) -> None:
 
 
 def gelu_after_product(graph: GraphRewriter, last: int) -> None:
-    """matmul with bias, gelu, gelu_backward -> matmul_gelu, which keeps the slope, and a product with that."""
+    """matmul with bias, gelu, gelu_backward -> matmul_gelu, which keeps the derivative, and a product with that."""
     gelu = graph.kernel(last, "gelu")
     found = None if gelu is None else graph.maker(gelu.inputs[0], "matmul")
     if gelu is None or found is None or found[1].out.memory.owner is not None:
@@ -124,12 +124,10 @@ def multiply_after_product(graph: GraphRewriter, last: int) -> None:
 
 def add_after_product(graph: GraphRewriter, last: int) -> None:
     """matmul with bias, add -> matmul_add."""
-    pairs = [(graph.pair(last, "add", "matmul", argument=number), number) for number in (0, 1)]
-    found = [(*pair, number) for pair, number in pairs if pair is not None]
-    if not found:
+    found = graph.addition(last, "matmul")
+    if found is None:
         return
-    first, call, add, number = max(found, key=lambda match: match[0])
-    product, residual = add.inputs[number], add.inputs[1 - number]
+    first, call, add, product, residual = found
     if (
         _linear(call)
         and _are_plain(product, residual, add.out)
@@ -167,12 +165,10 @@ def norm_after_add(graph: GraphRewriter, last: int) -> None:
 
 def add_after_norm_gradient(graph: GraphRewriter, last: int) -> None:
     """layer_norm_backward, add -> layer_norm_backward_add: the gradient that goes around the norm is added."""
-    pairs = [(graph.pair(last, "add", "layer_norm_backward", argument=number), number) for number in (0, 1)]
-    found = [(*pair, number) for pair, number in pairs if pair is not None]
-    if not found:
+    found = graph.addition(last, "layer_norm_backward")
+    if found is None:
         return
-    first, call, add, number = max(found, key=lambda match: match[0])
-    dx, addend = add.inputs[number], add.inputs[1 - number]
+    first, call, add, dx, addend = found
     if (
         dx == call.outputs[0]
         and _are_plain(*call.inputs, *call.outputs, addend, add.out)
