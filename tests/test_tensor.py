@@ -88,6 +88,7 @@ SAMPLES = [
     Sample("average", (A,), np.mean),
     Sample("average", (A, 1), np.mean),
     Sample("softmax", (A,), lambda x: np.exp(x) / np.exp(x).sum(1, keepdims=True)),
+    Sample("softmax", (normal(3, 0),), np.copy),
     Sample("softmax", (A, normal(3, 4)), lambda x, _: np.exp(x) / np.exp(x).sum(1, keepdims=True), changes=1),
     Sample("sum_columns", (A,), lambda x: x.sum(1)),
     Sample("sum_rows", (A,), lambda x: x.sum(0)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def read_table(path: Path) -> Mapping[str, Any]:
     Raises:
         OptionError: there is no such file, or it is none of bench sync.
     """
-    file = path / TABLE if path.is_dir() else path
+    file = path / TABLE if os.path.isdir(path) else path
     try:
         found = json.loads(file.read_bytes())
         if found["format"] != FORMAT or not all(name in found for name in (*REFUSED, *STATED)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.client
+import os
 import tarfile
 import time
 import urllib.request
@@ -102,12 +103,12 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
         return read_archive(fetch_cifar10())
     folder = as_path("load_cifar10", folder).expanduser()
     for candidate in (folder, folder / SUBFOLDER):
-        if any((candidate / name).exists() for name in FILES):
+        if any(os.path.exists(candidate / name) for name in FILES):
             return read_folder(candidate)
-    if (folder / ARCHIVE_NAME).exists():
+    if os.path.exists(folder / ARCHIVE_NAME):
         return read_archive(folder / ARCHIVE_NAME)
     what = f"holds neither {TRAIN_FILES[0]} nor {SUBFOLDER} nor {ARCHIVE_NAME}"
-    raise DataError(f"CIFAR-10 folder {folder}: {what if folder.is_dir() else 'no such folder'}")
+    raise DataError(f"CIFAR-10 folder {folder}: {what if os.path.isdir(folder) else 'no such folder'}")
 
 
 def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import io
 import math
+import os
 import pickle
 import struct
 import subprocess
@@ -138,7 +139,7 @@ def read_folder(folder: Path) -> Mnist:
     Raises:
         DataError: naming the file and what is wrong with it.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False, not an OSError, of a name too long
         raise DataError(f"MNIST folder {folder}: no such folder; MNIST_DIR names one with the four IDX files")
     arrays = Mnist(*(parse_idx(*_read_file(folder, name)) for name in IDX_SHA256))
     for part, images, labels in (("train", *arrays[:2]), ("t10k", *arrays[2:])):

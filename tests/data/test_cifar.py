@@ -132,6 +132,8 @@ def test_a_missing_file_and_a_missing_folder_are_named(folder):
         load_cifar10(folder)
     with pytest.raises(DataError, match="no such folder"):
         load_cifar10(folder / "nowhere")
+    with pytest.raises(DataError, match="no such folder"):
+        load_cifar10(folder / ("too long a name" * 100))
     (folder / "empty").mkdir()
     with pytest.raises(DataError, match="holds neither"):
         load_cifar10(folder / "empty")

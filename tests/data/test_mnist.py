@@ -99,6 +99,8 @@ def test_a_damaged_gzip_a_missing_file_and_a_missing_folder_are_named(folder):
         load_mnist(folder)
     with pytest.raises(DataError, match="no such folder"):
         load_mnist(folder / "nowhere")
+    with pytest.raises(DataError, match="no such folder"):
+        load_mnist(folder / ("too long a name" * 100))
 
 
 def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):

@@ -123,7 +123,7 @@ class NormKernels:
 
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
         x = upcast(x)
-        powers = np.exp(x - x.max(axis=axis, keepdims=True))
+        powers = np.exp(x - x.max(axis=axis, keepdims=True, initial=-np.inf))
         store(out, powers / pairwise_sum(powers, (axis,), keepdims=True))
 
     def softmax_backward(self, dy: Array, y: Array, *, out: Array, axis: int) -> None:
