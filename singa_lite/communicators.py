@@ -394,7 +394,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             OptionError: an argument out of range, or parameters in ``data`` instead of their gradients.
             DTypeError: ``division`` or ``scale_grad`` for what are no floats.
         """
-        communicator = self._member("all_reduce_callback", group)
+        communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
         check_number("all_reduce_callback", "scale_grad", scale_grad)
         data = as_list(data)
@@ -407,7 +407,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         arrays = given_arrays("all_reduce_callback", data, division)
         if scale_grad != 1 and any(each.array.dtype.kind != "f" for each in arrays):
             raise DTypeError("all_reduce_callback: scale_grad needs gradients of floats")
-        return _AllReduceCallback(_Sums(communicator, pack_size, _op(division)), arrays, scale_grad)
+        return _AllReduceCallback(_Sums(communicator, pack_size, op), arrays, scale_grad)
 
     # ---- for the calls above -------------------------------------------------------------------------
 

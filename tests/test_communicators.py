@@ -260,6 +260,7 @@ def bad_calls_raise_before_anything_is_sent(comm: Any) -> None:
         (OptionError, "must be distinct ranks", lambda: comm.new_group(("g", []))),
         (OptionError, "must be an int >= 0", lambda: comm.new_group(("g", [0.5]))),
         (OptionError, "pack_size = 0", lambda: comm.all_reduce_callback([x], 0)),
+        (OptionError, "division = array", lambda: comm.all_reduce_callback([x], 4, np.arange(2))),
         (OptionError, "scale_grad = 'a'", lambda: comm.all_reduce_callback([x], 1, scale_grad="a")),
         (DTypeError, "division=True needs floats", lambda: comm.all_reduce_callback([ints], 1, True)),
         (DTypeError, "scale_grad needs", lambda: comm.all_reduce_callback([ints], 1, scale_grad=0.5)),
