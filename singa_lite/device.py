@@ -20,6 +20,7 @@ from .graph.recorder import scalar
 from .profile import TimeProfile
 
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
+MAX_THREADS = 1024  # GNU OpenMP ends the process where it cannot start as many as asked for
 
 
 class Device:
@@ -153,9 +154,10 @@ def set_num_threads(num: int) -> None:
     A child forked after kernels ran on several threads stays on one.
 
     Raises:
-        OptionError: ``num`` is not an integer >= 1.
+        OptionError: ``num`` is not an integer from 1 to 1024.
     """
-    check_int("set_num_threads", "num", num, 1)
+    if check_int("set_num_threads", "num", num, 1) > MAX_THREADS:
+        raise OptionError(f"set_num_threads: num = {num} is above {MAX_THREADS}")
     kernels, _ = load("_kernels")
     if kernels is not None:
         kernels.set_num_threads(num)

@@ -151,6 +151,6 @@ def test_num_threads_are_those_of_the_calling_thread() -> None:
     finally:
         device.set_num_threads(before)
     assert seen == [3, before] and device.get_num_threads() == before
-    for wrong in (0, -1, 1.5, True, "2"):
+    for wrong in (0, -1, 1.5, True, "2", 1025, 1 << 70):
         with pytest.raises(OptionError, match="set_num_threads: num"):
             device.set_num_threads(wrong)  # type: ignore[arg-type]
