@@ -66,8 +66,8 @@ def our_step(
 ) -> Step:
     """A call of the model, on the CPU unless a device is given, in the dtype of ``x``.
 
-    With ``is_distributed`` its SGD is wrapped by DistOpt, float32 gradients, over the process's communicator
-    unless one is given.
+    With ``is_distributed`` its SGD is wrapped by DistOpt, whose gradients travel in the mode's precision, over the
+    process's communicator unless one is given.
     """
     from model.cnn import CNN
     from model.mlp import MLP
@@ -85,10 +85,11 @@ def our_step(
     network = networks[model]()
     tensors = tensor.from_numpy(x, device), tensor.from_numpy(labels.astype(np.int32), device)
     sgd = (opt.SGD if is_distributed else Plain)(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    precision = "bf16" if mode == "bf16" else "fp32"
     network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
-    network.compile([tensors[0]], use_graph=mode != "eager", precision="bf16" if mode == "bf16" else "fp32")
+    network.compile([tensors[0]], use_graph=mode != "eager", precision=precision)
     check_count(model, sum(value.size() for value in network.get_params().values()))
-    return partial(network, *tensors)
+    return partial(network, *tensors, precision)  # of the wire, if there is one
 
 
 def check_count(model: str, count: int) -> None:

@@ -5,11 +5,12 @@
     python benchmarks/train_step_2_ranks.py --torch-python ~/torch/bin/python    PyTorch installed elsewhere
 
 Ours runs under `singa-lite run -n 2` with DistOpt, float32 gradients averaged over the ranks; PyTorch as 2
-processes with gloo, gradient_as_bucket_view and fused SGD. Beside them one rank trains 64 images alone, without
-and with DistOpt: what 2 ranks add to that is the price of exchange and of sharing the machine. As many processes
-that train at once and know nothing of each other (strangers) separate the second from the first. Every process has one
-thread. All groups are interleaved in one run, those that wait sleep, the first round is not counted, a step takes as
-long as on its slowest rank. Printed: median step times and their ratios.
+processes with gloo, gradient_as_bucket_view and fused SGD. In "bf16" and "torch autocast" products are of bfloat16, and
+gradients travel in 16 bits (dist_option bf16; fp16_compress_hook, as bf16_compress_hook needs NCCL). Beside them one
+rank trains 64 images alone, without and with DistOpt: what 2 ranks add to that is the price of exchange and of sharing
+the machine. As many processes that train at once and know nothing of each other (strangers) separate the second from
+the first. Every process has one thread. All groups are interleaved in one run, those that wait sleep, the first round
+is not counted, a step takes as long as on its slowest rank. Printed: median step times and their ratios.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from interleaved import SOCKET, Group, machine, serve, time_interleaved
 from steps import SHAPES, batch, our_step, torch_step
 
 HINT = " (is PyTorch installed? see --torch-python)"
-MODES = ["eager", "graph"]
-TORCH = ["torch eager", "torch channels_last"]
+MODES = ["eager", "graph", "bf16"]
+TORCH = ["torch eager", "torch channels_last", "torch autocast"]
 
 
 def main() -> None:
@@ -38,13 +39,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="rounds of every group")
     parser.add_argument("--steps", type=int, default=10, help="steps in a round")
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch")
+    parser.add_argument("--only", nargs="+", help="groups whose names contain one of these")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(*arguments.worker)
         return
     print(f"{machine()}; {arguments.model}, {SHAPES[arguments.model][0]} images a rank, 1 thread a rank")
-    times = time_interleaved(groups(arguments), arguments.rounds, arguments.steps, HINT)
+    starts = {
+        name: start
+        for name, start in groups(arguments).items()
+        if not arguments.only or any(word in name for word in arguments.only)
+    }
+    times = time_interleaved(starts, arguments.rounds, arguments.steps, HINT)
     report({name: statistics.median(values) for name, values in times.items()}, arguments.ranks)
     print(f"load {os.getloadavg()[0]:.1f}")
 
@@ -87,12 +94,16 @@ def work(mode: str, model: str, how: str, ranks: str) -> None:
 def serve_torch(mode: str, model: str, rank: int, ranks: int) -> None:
     import torch
     from torch import distributed
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     store = f"file://{os.environ[SOCKET]}.store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
 
     def wrap(network: Any) -> Any:
-        return torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+        network = torch.nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=True)
+        if mode == "torch autocast":
+            network.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return network
 
     serve(torch_step(mode, model, *batch(model, seed=rank), wrap=wrap))
     distributed.destroy_process_group()
