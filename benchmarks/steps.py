@@ -54,6 +54,15 @@ def make_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray) -> Step:
 # ---- here --------------------------------------------------------------------------------------------
 
 
+def find_network(model: str) -> Any:
+    """The class of examples/model/ with that name."""
+    from model.cnn import CNN
+    from model.mlp import MLP
+    from model.resnet import ResNet18, ResNet20, ResNet50
+
+    return {"cnn": CNN, "mlp": MLP, "resnet20": ResNet20, "resnet18": ResNet18, "resnet50": ResNet50}[model]
+
+
 def our_step(
     mode: str,
     model: str,
@@ -69,10 +78,6 @@ def our_step(
     With ``is_distributed`` its SGD is wrapped by DistOpt, whose gradients travel in the mode's precision, over the
     process's communicator unless one is given.
     """
-    from model.cnn import CNN
-    from model.mlp import MLP
-    from model.resnet import ResNet18, ResNet20, ResNet50
-
     from singa_lite import opt, tensor
 
     class Plain(opt.SGD):
@@ -81,8 +86,7 @@ def our_step(
         def __call__(self, loss, dist_option=None, spars=None):  # the models hand these on for DistOpt
             super().__call__(loss)
 
-    networks = {"cnn": CNN, "mlp": MLP, "resnet20": ResNet20, "resnet18": ResNet18, "resnet50": ResNet50}
-    network = networks[model]()
+    network = find_network(model)()
     tensors = tensor.from_numpy(x, device), tensor.from_numpy(labels.astype(np.int32), device)
     sgd = (opt.SGD if is_distributed else Plain)(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     precision = "bf16" if mode == "bf16" else "fp32"

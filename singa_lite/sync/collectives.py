@@ -133,10 +133,13 @@ class ArrayCollectives:
         """Replace the values by the sum of what all ranks select.
 
         Args:
-            tensor: float array.
+            tensor: float16, float32 or float64.
             accumulation: residual, added first and then overwritten by what was not sent; None drops it.
             spars: share of elements with ``topK``, else least magnitude.
             topK: select by share.
+
+        Raises:
+            DTypeError: another dtype. ShapeError: accumulation has another one, or another size. OptionError: spars.
         """
         self._sparsify(accumulation, spars, topK, _raw(tensor), _backend(tensor))
 
@@ -155,6 +158,8 @@ class ArrayCollectives:
             check_share("sparseTopK", "spars", spars)
         else:
             check_magnitude(spars)
+        if array.dtype.char not in "efd":
+            raise DTypeError(f"sparsification: expected float16, float32 or float64, got {array.dtype}")
         flat = array.reshape(-1)
         if residual is not None and (residual.shape, residual.dtype) != (flat.shape, flat.dtype):
             raise ShapeError(

@@ -666,6 +666,12 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
         "slice: start 0.5 is not an int",
     ),
     ("slice from a number", lambda: autograd.slice(ones(2), 0, 2), ShapeError, "must be lists of ints"),
+    (
+        "slice of 0-d arrays",
+        lambda: autograd.slice(ones(2), np.array(1), [2]),
+        ShapeError,
+        "must be lists of ints",
+    ),
     ("slice from None", lambda: autograd.slice(ones(2), None, None), ShapeError, "must be lists of ints"),
     ("slice by axis", lambda: autograd.slice(ones(2), [0], [1], 0), ShapeError, "must be lists of ints"),
     (

@@ -281,6 +281,6 @@ def test_random_images_repeat_with_their_seed_and_show_their_class():
     pictures = np.stack([images.train_images[images.train_labels == label].mean(0) for label in range(10)])
     distances = np.linalg.norm(images.test_images[:, None] - pictures, axis=(2, 3))
     assert (distances.argmin(axis=1) == images.test_labels).all()
-    for bad in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
+    for bad in ((0, 1, 0), (1, 0, 0), (1, 1, -1), (3, 1 << 70, 0)):
         with pytest.raises(OptionError, match="synthetic_mnist"):
             synthetic_mnist(*bad)

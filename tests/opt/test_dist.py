@@ -9,6 +9,7 @@ import pytest
 from singa_lite import autograd, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.dtypes import bfloat16
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
@@ -303,6 +304,8 @@ def test_two_models_on_one_dist_opt_keep_their_names():
         lambda d: d.all_reduce(np.ones((4, 2), np.float32).T),
         lambda d: d.sparsification(np.ones((4, 2), np.float32).T, None, 0.5, True),
         lambda d: d.sparsification(np.ones(4, np.float32), np.ones(3, np.float32), 0.5, True),
+        lambda d: d.sparsification(np.ones(4, bfloat16), None, 0.5, True),
+        lambda d: d.fused_sparsification([np.ones(4, np.int32)], None, 0.5, True),
         lambda d: d.all_reduce([1.0, 2.0]),
         lambda d: d.fused_all_reduce([np.ones(2, np.float32), np.ones(2)]),
         lambda d: opt.DistOpt(3, communicator=d.communicator),

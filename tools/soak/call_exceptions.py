@@ -39,6 +39,8 @@ DENIED = {
 # exceptions of the language's own protocols: (of what, type, why)
 ACCEPTED: list[tuple[str, type[BaseException], str]] = [
     ("tensor.core.Tensor.__array__", DeprecationWarning, "numpy's own, about its names of dtypes"),
+    ("tensor.core.Tensor.l1", RuntimeWarning, "numpy's own, of a sum beyond float64"),
+    ("tensor.core.Tensor.l2", RuntimeWarning, "numpy's own, of a square beyond float64"),
     ("tensor.core.Tensor.__array__", RuntimeWarning, "numpy's own, of a NaN as an integer"),
     ("autograd.engine.Operator.", NotImplementedError, "of forward and backward, which a subclass writes"),
     ("layer.base.Layer.", NotImplementedError, "of forward, which a subclass writes"),

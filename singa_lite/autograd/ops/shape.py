@@ -278,7 +278,7 @@ def slice(
     """
     check_tensors("slice", x)
     given = [starts, ends, *(values for values in (axes, steps) if values is not None)]
-    if not all(isinstance(values, (Sequence, np.ndarray)) for values in given):
+    if not all(isinstance(v, Sequence) or (isinstance(v, np.ndarray) and v.ndim == 1) for v in given):
         raise ShapeError(f"slice: starts, ends, axes and steps must be lists of ints, got {given}")
     if len({len(values) for values in given}) != 1 or len(starts) > x.ndim():
         raise ShapeError(
