@@ -8,7 +8,7 @@ are sent is written in sync/, what sends them in comm/.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import inf
 from threading import TIMEOUT_MAX
@@ -24,26 +24,28 @@ from ..comm.rendezvous import process_communicator
 from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
 from ..device import Device
-from ..errors import CheckpointError, GraphError, OptionError, check_choice, check_int, check_number
+from ..errors import GraphError, OptionError, check_choice, check_int, check_number
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
-from ..sync import find_schemes
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
-from ..sync.base import Scheme, StepContext, option_names, text_of
+from ..sync.base import Scheme, StepContext, text_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
 from ..sync.finite import FiniteCheck, unscale
 from ..sync.fixed_order import FIXED_ORDER, FixedOrder
-from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
+from ..sync.scheme_table import PREFIX as SYNC
+from ..sync.scheme_table import SchemeTable
+from ..sync.text import read_dist_option
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs, as_pairs, check_arrays, check_pair, unique_names
 from .fixed_order import FixedOrderSums, begin_microbatch
-from .options import Option, check_options, join_options, values_at, with_defaults
-from .schedule import DecayScheduler, described
+from .options import Option
+from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
+from .step_options import StepOptions, has_clip
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
@@ -168,10 +170,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.opt = opt if opt is not None else SGD()
         self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
-        scheme, of_text = read_dist_option(dist_option)
-        of_text = options_by_name(scheme, join_options("DistOpt", of_text, options))
-        join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
-        self._step(scheme, self._given(None, None, {}))
+        self._step_options = StepOptions(self, options, clip_norm)
+        self._step_options.check(spars)
         if nccl_id is not None and not hasattr(nccl_id, "rendezvous_id"):
             raise OptionError(f"DistOpt: nccl_id must be an NcclIdHolder, not {type(nccl_id).__name__}")
         if communicator is not None and not isinstance(communicator, Communicator):
@@ -190,15 +190,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
-        self.threshold = threshold
+        self._schemes = SchemeTable(self._make_scheme, threshold)
         self._check_every = check_every
         self._must_compare = False  # states were loaded
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._names: dict[Tensor, str] = {}
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
-        self._schemes: dict[str, Scheme] = {}
-        self._compared: set[Scheme] = set()  # whose options the ranks have compared
-        self._loaded: dict[str, dict[str, np.ndarray]] = {}  # states of schemes that have not run yet
+        self._compared: dict[Scheme, None] = {}  # whose options the ranks have compared
         self._inside, self._between = Traffic(), Traffic()  # of the last step
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
@@ -211,15 +209,15 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             )
         if self._order == "any":
             return GradientSums(each)
-        self._fixed_kind()
-        return FixedOrderSums(each, round_bf16 if self._fixed_kind().wire_dtype else None)
+        is_rounded = _fixed_kind(read_dist_option(self.dist_option).scheme).wire_dtype
+        return FixedOrderSums(each, round_bf16 if is_rounded else None)
 
-    def _fixed_kind(self, dist_option: str | None = None) -> type[FixedOrder]:
-        """Return the scheme that sums in fixed order and sends as ``dist_option`` says."""
-        name = read_dist_option(dist_option or self.dist_option).scheme.names[0]
-        if name not in FIXED_ORDER:
-            raise OptionError(f"DistOpt: order='fixed' is for fp32 and bf16, not for {name}")
-        return FIXED_ORDER[name]
+    def _make_scheme(self, kind: type[Scheme], threshold: int) -> Scheme:
+        if self._order == "any":
+            return kind(self.communicator, threshold, self.bucket_bytes, self)
+        scheme = _fixed_kind(kind)(self.communicator, threshold, self.bucket_bytes, self)
+        scheme.num_microbatches = self.world_size * self._sums.num_batches
+        return scheme
 
     # ---- one step ----------------------------------------------------------------------------------
 
@@ -252,11 +250,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_recorded(loss)
         if threshold is not None:
             check_int("DistOpt", "threshold", threshold, 0)
-        given = self._given(dist_option, spars, options)
-        scheme = self._scheme(self.dist_option if dist_option is None else dist_option, threshold)
-        self._check_velocity(scheme)
+        given = self._step_options.given(dist_option, spars, options)
+        kind = read_dist_option(self.dist_option if dist_option is None else dist_option).scheme
+        scheme = self._schemes.get(kind, threshold, self._names)
+        self._schemes.check_velocity(scheme)
         self._compare_if_loaded(scheme)
-        self._compare_options(scheme, given)
+        self._compare_options(kind.names[0], scheme, given)
         self._guard_attributes()
         self._sums.guard()
         if not self._sums.is_last:
@@ -278,7 +277,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         for param, grad in gradients:
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
-        if self._clip_norm is not None and not _clips(type(scheme)):
+        if self._clip_norm is not None and not has_clip(type(scheme)):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
         (self.opt.update_velocity if takes_momentum else self.opt.update_pairs)(pairs)
@@ -332,9 +331,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard_ahead(self, offset, partial(self._structure, scheme, given))
+        guard_ahead(self, offset, partial(self._step_options.structure, scheme, given))
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
-        read = partial(self._step, type(scheme), given)
+        read = partial(self._step_options.step, type(scheme), given)
         bookkeep(self._begin_call, scheme, read)
         with unrecorded():
             step = read()
@@ -352,87 +351,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
 
-    def _structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
-        """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
-        step = self._step(type(scheme), given, offset)
-        options = with_defaults(step.options, scheme.read_again)
-        return scheme, options, scheme.step_key(step)
-
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
         guard((self, "opt and dist_option"), lambda: (id(self.opt), self.dist_option))
-
-    def _given(
-        self, dist_option: str | None, spars: float | DecayScheduler | None, options: dict[str, Option]
-    ) -> dict[str, Option]:
-        """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
-        default, of_default = read_dist_option(self.dist_option)
-        scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
-        of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
-        given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
-        wrapped = wrapped_field(scheme)
-        if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
-            given = {}  # are another scheme's
-        if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
-            of_call = join_options("DistOpt", of_call, {"spars": spars})
-        given |= of_call
-        by_name = {name: value for name, value in given.items() if name != wrapped}
-        check_options(scheme_of_options(scheme, given), by_name)
-        if self._clip_norm is not None and _clips(scheme):
-            if "clip" in given:
-                raise OptionError(
-                    f"DistOpt: clip_norm and the option clip of {scheme.names[0]} are one thing; leave one out"
-                )
-            given["clip"] = self._clip_norm
-        return given
-
-    def _step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
-        """Return the step that is ``offset`` steps ahead; OptionError if ``opt`` does not fit."""
-        step = self.opt._step_counter + offset
-        options = make_options(scheme, values_at(self._values(scheme, given), step))
-        if scheme.takes_momentum(options):
-            self.opt.momentum_rule(step)
-        return StepContext(options, step, self)
-
-    def _check_velocity(self, scheme: Scheme | None) -> None:
-        """Raise OptionError if a scheme that is not ``scheme`` keeps velocities."""
-        known, others = find_schemes(), [other for other in self._schemes.values() if other is not scheme]
-        kept = {other.names[0] for other in others if other.keeps_velocity and not other.state.is_empty}
-        kept |= {name for name in self._loaded if known[name].keeps_velocity}
-        if kept:
-            raise OptionError(
-                f"DistOpt: {', '.join(kept)} keeps velocities that have not been sent, which a step without it would "
-                "lose; go on with it, or make another DistOpt"
-            )
-
-    def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
-        """Return ``given`` with the attribute ``spars`` where it holds."""
-        takes_it = "spars" in option_names(scheme_of_options(scheme, given))
-        return {"spars": self.spars, **given} if takes_it else given
-
-    def _scheme(self, dist_option: str, threshold: int | None) -> Scheme:
-        kind = read_dist_option(dist_option).scheme
-        name = kind.names[0]
-        if name not in self._schemes:
-            limit = self.threshold if threshold is None else threshold
-            check_int("DistOpt", "threshold", limit, 0)
-            if self._order == "fixed":
-                scheme: Scheme = self._fixed_kind(dist_option)(
-                    self.communicator, limit, self.bucket_bytes, self
-                )
-                scheme.num_microbatches = self.world_size * self._sums.num_batches  # type: ignore[attr-defined]
-            else:
-                scheme = kind(self.communicator, limit, self.bucket_bytes, self)
-            if name in self._loaded:
-                scheme.load_state_dict(self._loaded.pop(name), self._names)
-            self._schemes[name] = scheme
-        scheme = self._schemes[name]
-        if threshold is not None and threshold != scheme.threshold:
-            raise OptionError(
-                f"DistOpt: {name} runs with threshold {scheme.threshold}, not {threshold}; "
-                "changing it would lose residuals: make another DistOpt"
-            )
-        return scheme
 
     # ---- stopping ------------------------------------------------------------------------------------
 
@@ -509,7 +430,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 )
                 self.broadcast(params)
 
-    def _compare_options(self, scheme: Scheme, given: dict[str, Option]) -> None:
+    def _compare_options(self, name: str, scheme: Scheme, given: dict[str, Option]) -> None:
         """Compare, at the first step of ``scheme``, its options with the other ranks'.
 
         Later ones are compared by the names of collectives (sync/base.py, Note [options in names]).
@@ -517,18 +438,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if scheme in self._compared:
             return
         with unrecorded():
-            step = self.opt._step_counter
-            text = next(name for name, each in self._schemes.items() if each is scheme) + text_of(
-                self._step(type(scheme), given).options
-            )
-            mine = {"dist_option": text}
-            for key, value in self._values(type(scheme), given).items():
-                if isinstance(value, DecayScheduler):
-                    mine[f"the schedule of {key}"] = described(value, step)
+            options = self._step_options.step(type(scheme), given).options
+            text = name + text_of(options)
+            mine = {"dist_option": text, **self._step_options.schedules(scheme, given)}
             # once another scheme has run, the others may not compare now: they get the text from the name
             what = f"their dist_option, here {text}" if self._compared else "their dist_option"
             compare(self.communicator, what, mine, "pass the same dist_option on every rank")
-        self._compared.add(scheme)
+        self._compared[scheme] = None
 
     def _compare_states(self, scheme: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
@@ -558,9 +474,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     @property
     def keeps_equal(self) -> bool:
         """Whether all ranks hold equal parameters after each step; if not, ``synchronize`` before evaluation."""
-        known = find_schemes()
-        used = [known[name] for name in {*self._schemes, *self._loaded}]
-        return all(kind.keeps_equal for kind in [read_dist_option(self.dist_option).scheme, *used])
+        kinds = [read_dist_option(self.dist_option).scheme, *self._schemes.kinds]
+        return all(kind.keeps_equal for kind in kinds)
 
     @property
     def num_skipped(self) -> int:
@@ -632,7 +547,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
         pairs = as_pairs("DistOpt", pairs)
-        self._check_velocity(None)
+        self._schemes.check_velocity(None)
         self._guard_attributes()
         self._updated.update(dict.fromkeys(param for param, _ in pairs))
         self.opt.update_pairs(pairs)
@@ -641,7 +556,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
         [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
         check_pair("DistOpt", param, grad)
-        self._check_velocity(None)
+        self._schemes.check_velocity(None)
         self._guard_attributes()
         self._updated[param] = None
         grad /= self.world_size
@@ -649,12 +564,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def get_states(self) -> dict[str, np.ndarray]:
         """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>"."""
-        own = {name: scheme.state_dict(self._names) for name, scheme in self._schemes.items()}
         states = {**self.opt.get_states(), **self._sums.state_dict(self._names)}
         states |= {} if self._finite is None else self._finite.state_dict()
-        for name, scheme_states in {**self._loaded, **own}.items():
-            states |= {f"sync/{name}/{key}": value for key, value in scheme_states.items()}
-        return states
+        return states | self._schemes.state_dict(self._names)
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
         """Continue from ``get_states``, on the rank it was taken from; what is not in there starts again.
@@ -665,28 +577,17 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             CheckpointError: the states do not fit; nothing was changed.
         """
         check_arrays("DistOpt", states)
-        known, sums = find_schemes(), {key: states[key] for key in states if key.startswith(PREFIX)}
-        own: dict[str, dict[str, np.ndarray]] = {}
-        for key in states:
-            if key.startswith("sync/"):
-                name, _, rest = key.removeprefix("sync/").partition("/")
-                own.setdefault(name, {})[rest] = states[key]
-        if not set(own) <= set(known):
-            raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(set(own) - set(known))}")
-        for name, scheme_states in own.items():  # a trial, which raises before anything changes
-            trial = known[name](self.communicator, self.threshold, self.bucket_bytes, self)
-            trial.load_state_dict(scheme_states, self._names)
+        sums, finite = ({k: states[k] for k in states if k.startswith(prefix)} for prefix in (PREFIX, FINITE))
+        self._schemes.check_states(states, self._names)
         self._sums.check_states(sums, self._names)
-        finite = {key: states[key] for key in states if key.startswith(FINITE)}
         if self._finite is not None:
             self._finite.check_states(finite)
-        self.opt.set_states({k: v for k, v in states.items() if not k.startswith(("sync/", PREFIX, FINITE))})
+        self.opt.set_states({k: v for k, v in states.items() if not k.startswith((SYNC, PREFIX, FINITE))})
         if self._finite is not None:
             self._finite.load_state_dict(finite)
         self._sums.load_state_dict(sums, self._names)
-        for name, scheme in self._schemes.items():
-            scheme.load_state_dict(own.pop(name, {}), self._names)
-        self._last, self._loaded = Traffic(), own
+        self._schemes.load_state_dict(states, self._names)
+        self._last = Traffic()
         self.states_loaded()
 
 
@@ -695,6 +596,8 @@ def round_bf16(array: Any) -> None:
     LocalCommunicator(World()).all_reduce(array, "sum", wire_dtype="bfloat16", name="bfloat16").wait()
 
 
-def _clips(scheme: type[Scheme]) -> bool:
-    """Return whether a scheme clips local gradients itself, by its option ``clip``."""
-    return "clip" in option_names(scheme)
+def _fixed_kind(kind: type[Scheme]) -> type[FixedOrder]:
+    """Return the scheme that sums in fixed order and sends as ``kind`` does."""
+    if kind.names[0] not in FIXED_ORDER:
+        raise OptionError(f"DistOpt: order='fixed' is for fp32 and bf16, not for {kind.names[0]}")
+    return FIXED_ORDER[kind.names[0]]

@@ -11,6 +11,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.dtypes import bfloat16
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
+from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.sync.make_scheme import begin
@@ -206,7 +207,7 @@ def test_a_step_that_raised_leaves_nothing_for_the_next():
     dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()), threshold=10)
     params = make_params()
     dist.prepare(params, {})
-    scheme = dist._scheme("sparseTopK", None)
+    scheme = dist._schemes.get(find_schemes()["sparseTopK"], None, {})
     begin(scheme, spars=1.0)
     scheme.add_gradient(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
     dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 1.0)

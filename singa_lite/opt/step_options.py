@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which options a step of a scheme has: those of its call, of dist_option's text, and of the constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from ..errors import OptionError
+from ..sync.base import OptimizerView, Scheme, StepContext, option_names
+from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
+from .base import Optimizer
+from .options import Option, check_options, join_options, values_at, with_defaults
+from .schedule import DecayScheduler, described
+
+
+class CallDefaults(OptimizerView, Protocol):
+    """What DistOpt's attributes say where a call does not; they may be set between steps."""
+
+    opt: Optimizer
+    dist_option: str
+    spars: float | DecayScheduler
+
+
+class StepOptions:
+    """Reads the options of the steps of one DistOpt.
+
+    Args:
+        dist: the DistOpt.
+        options: the constructor's, by name.
+        clip_norm: the constructor's; a scheme with an option ``clip`` gets it there.
+    """
+
+    def __init__(self, dist: CallDefaults, options: dict[str, Option], clip_norm: float | None) -> None:
+        self._dist, self._options, self._clip_norm = dist, options, clip_norm
+
+    def check(self, spars: float | DecayScheduler | None) -> None:
+        """Raise OptionError unless the constructor's options fit its ``dist_option``, and ``spars`` is given once."""
+        scheme, of_text = read_dist_option(self._dist.dist_option)
+        of_text = options_by_name(scheme, join_options("DistOpt", of_text, self._options))
+        join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
+        self.step(scheme, self.given(None, None, {}))
+
+    def given(
+        self, dist_option: str | None, spars: float | DecayScheduler | None, options: dict[str, Option]
+    ) -> dict[str, Option]:
+        """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
+        default, of_default = read_dist_option(self._dist.dist_option)
+        scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
+        of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
+        given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
+        wrapped = wrapped_field(scheme)
+        if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
+            given = {}  # are another scheme's
+        if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
+            of_call = join_options("DistOpt", of_call, {"spars": spars})
+        given |= of_call
+        by_name = {name: value for name, value in given.items() if name != wrapped}
+        check_options(scheme_of_options(scheme, given), by_name)
+        if self._clip_norm is not None and has_clip(scheme):
+            if "clip" in given:
+                raise OptionError(
+                    f"DistOpt: clip_norm and the option clip of {scheme.names[0]} are one thing; leave one out"
+                )
+            given["clip"] = self._clip_norm
+        return given
+
+    def step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
+        """Return the step that is ``offset`` steps ahead; OptionError if the optimizer does not fit."""
+        step = self._dist.opt._step_counter + offset
+        options = make_options(scheme, values_at(self._values(scheme, given), step))
+        if scheme.takes_momentum(options):
+            self._dist.momentum_rule(step)
+        return StepContext(options, step, self._dist)
+
+    def structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
+        """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
+        step = self.step(type(scheme), given, offset)
+        options = with_defaults(step.options, scheme.read_again)
+        return scheme, options, scheme.step_key(step)
+
+    def schedules(self, scheme: Scheme, given: dict[str, Option]) -> dict[str, str]:
+        """Return the text of each option that is a schedule, by "the schedule of <name>"."""
+        return {
+            f"the schedule of {key}": described(value, self._dist.opt._step_counter)
+            for key, value in self._values(type(scheme), given).items()
+            if isinstance(value, DecayScheduler)
+        }
+
+    def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
+        """Return ``given`` with the attribute ``spars`` where it holds."""
+        takes_it = "spars" in option_names(scheme_of_options(scheme, given))
+        return {"spars": self._dist.spars, **given} if takes_it else given
+
+
+def has_clip(scheme: type[Scheme]) -> bool:
+    """Return whether a scheme clips local gradients itself, by its option ``clip``."""
+    return "clip" in option_names(scheme)
