@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.base import KINDS
-from ..comm.launch import LaunchOptions, die_with_launcher, launch
+from ..comm.launch import LaunchOptions, launch
 from ..comm.launch_hosts import find_mpiexec
 from ..comm.link import EMULATED, link_of_process, parse_link
+from ..comm.reaper import die_with_launcher
 from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
 from .collectives import Task

@@ -31,19 +31,11 @@ from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .hosts import Host, place
 from .inspect_job import reports_at_sigquit
-from .launch import (
-    FINAL_OUTPUT_S,
-    POLL_S,
-    REQUESTS,
-    TERM_S,
-    LaunchOptions,
-    Round,
-    die_with_launcher,
-    how_ended,
-    open_standard_descriptors,
-)
+from .launch import LaunchOptions, Round, open_standard_descriptors
 from .process_names import role_names
 from .progress import NAME, VARIABLE, ProgressFile
+from .reaper import REQUESTS, die_with_launcher
+from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
 CURE = "pip install 'singa-lite[mpi]'"
 ORPHANS_S = 1.0  # time for watchdogs of ranks (mpi_watchdog.py) to remove what these left

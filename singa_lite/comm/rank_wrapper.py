@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own errors, as in launch.py
+FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their own errors, as in supervise.py
 DRAIN_S = 0.5  # output that children of the script may still send, likewise
 WATCHDOG_S = 5.0  # a rank's watchdog takes milliseconds to notice its end
 POLL_S = 0.05

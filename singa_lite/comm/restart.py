@@ -21,8 +21,9 @@ from pathlib import Path
 from ..errors import CheckpointError, OptionError
 from ..generation import Manifest, find_generations
 from .hosts import place, without_slot
-from .launch import DRAIN_S, POLL_S, LaunchOptions, Round, launch_round, noted_signals, open_output
+from .launch import LaunchOptions, Round, launch_round, open_output
 from .launch_hosts import Placement, launch_host_round
+from .supervise import DRAIN_S, POLL_S, noted_signals
 
 LONGEST_DELAY_S = 60.0
 # Of the number of workers, and variables for all processes

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave nothing behind of a job on this host, also when its launcher is killed.
+
+Note [nothing left]: every rank leads its own session, so a signal to its process group reaches its children
+too. A reaper process, forked before the ranks, sees by the end of a pipe that the launcher is gone, even by
+SIGKILL, then kills the groups and removes the shared-memory files; PR_SET_PDEATHSIG covers the reaper's death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # see Note [requests] in supervise.py
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, *REQUESTS)
+
+
+class Reaper:
+    """A forked process that kills the ranks when the launcher is killed, see Note [nothing left]."""
+
+    def __init__(self, rendezvous_id: str) -> None:
+        reader, self._writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._writer)
+                _reap(reader, rendezvous_id)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    def watch(self, group: int) -> None:
+        """Have process group ``group`` killed should this process vanish."""
+        os.write(self._writer, f"{group}\n".encode())
+
+    def dismiss(self) -> None:
+        """End the reaper; nothing is left to reap."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        os.close(self._writer)
+
+
+def signal_group(group: int, number: int) -> None:
+    """Send signal ``number`` to process group ``group``, if any of it is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def kill_groups(groups: Sequence[int]) -> None:
+    """Kill what is left of the process groups."""
+    for group in groups:
+        signal_group(group, signal.SIGKILL)
+
+
+def remove_segments(rendezvous_id: str) -> None:
+    """Remove the shared-memory files of the world ``rendezvous_id``; ranks that died early may have left some."""
+    for path in glob.glob(f"/dev/shm/singa_lite-{rendezvous_id}*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def die_with_launcher() -> Callable[[], None]:
+    """Return what a child of this process calls first to be killed when this process ends; on Linux only."""
+    launcher = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def call() -> None:
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:  # it died before the call above
+                os._exit(1)
+
+    return call
+
+
+def _reap(reader: int, rendezvous_id: str) -> None:
+    """Read groups to watch until the pipe ends, then kill them and remove their files."""
+    os.setsid()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # a reader of the launcher's output must not wait for the reaper
+        os.dup2(null, descriptor)
+    text = b""
+    while True:
+        select.select([reader], [], [])
+        chunk = os.read(reader, 4096)
+        if not chunk:
+            break
+        text += chunk
+    kill_groups([int(line) for line in text.split()])
+    remove_segments(rendezvous_id)
