@@ -307,7 +307,7 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
         parser.error("which script? singa-lite run -n 2 train.py")
     if options.is_module:
         return ["-m", *command]
-    if not Path(command[0]).exists():
+    if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
         parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
     return command
 

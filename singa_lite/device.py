@@ -157,7 +157,7 @@ def set_num_threads(num: int) -> None:
         OptionError: ``num`` is not an integer from 1 to 1024.
     """
     if check_int("set_num_threads", "num", num, 1) > MAX_THREADS:
-        raise OptionError(f"set_num_threads: num = {num} is above {MAX_THREADS}")
+        raise OptionError(f"set_num_threads: num = {num} must be an int from 1 to {MAX_THREADS}")
     kernels, _ = load("_kernels")
     if kernels is not None:
         kernels.set_num_threads(num)

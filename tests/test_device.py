@@ -143,6 +143,7 @@ def test_importing_the_package_does_not_import_cupy() -> None:
 def test_num_threads_are_those_of_the_calling_thread() -> None:
     before = device.get_num_threads()
     try:
+        device.set_num_threads(1024)
         device.set_num_threads(3)
         seen = [device.get_num_threads()]
         other = threading.Thread(target=lambda: seen.append(device.get_num_threads()))

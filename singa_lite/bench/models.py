@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -130,7 +131,7 @@ def split_name(name: str) -> tuple[Path, str]:
         raise OptionError(
             f"bench: model = {name!r} is not known; choose one of {', '.join(MODELS)}, or file.py:function"
         )
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise OptionError(f"bench: model = {name!r}: there is no file {Path(path).resolve()}")
     return Path(path), function
 

@@ -26,9 +26,15 @@ def cache_root() -> Path:
 
 
 def as_path(where: str, folder: object) -> Path:
-    """Return ``folder`` as a Path; DataError if it is none."""
+    """Return ``folder`` as a Path; DataError if it is none, or the system does not let it be looked up."""
     if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fspath(folder):
         raise DataError(f"{where}: folder must be a path, not {folder!r}")
+    try:
+        os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # the caller says so
+    except OSError as error:
+        raise DataError(f"{where}: {error}") from error
     return Path(folder)
 
 

