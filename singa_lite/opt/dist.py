@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistOpt: any optimizer, on N ranks. The one file that uses both compute and exchange.
+"""DistOpt: any optimizer, on N ranks. With step_options.py the one place that uses both compute and exchange.
 
 ``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; SINGA's names for the same are in singa.py. How gradients
 are sent is written in sync/, what sends them in comm/.
@@ -45,7 +45,7 @@ from .options import Option
 from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
-from .step_options import StepOptions, has_clip
+from .step_options import StepOptions, has_clip, schedules
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
@@ -170,8 +170,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.opt = opt if opt is not None else SGD()
         self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
-        self._step_options = StepOptions(self, options, clip_norm)
-        self._step_options.check(spars)
+        self._step_options = StepOptions(options, clip_norm)
+        self._step_options.check(self, spars)
         if nccl_id is not None and not hasattr(nccl_id, "rendezvous_id"):
             raise OptionError(f"DistOpt: nccl_id must be an NcclIdHolder, not {type(nccl_id).__name__}")
         if communicator is not None and not isinstance(communicator, Communicator):
@@ -190,13 +190,14 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
-        self._schemes = SchemeTable(self._make_scheme, threshold)
+        self.threshold = threshold
+        self._schemes = SchemeTable()
         self._check_every = check_every
         self._must_compare = False  # states were loaded
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._names: dict[Tensor, str] = {}
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
-        self._compared: dict[Scheme, None] = {}  # whose options the ranks have compared
+        self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._inside, self._between = Traffic(), Traffic()  # of the last step
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
@@ -211,6 +212,20 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             return GradientSums(each)
         is_rounded = _fixed_kind(read_dist_option(self.dist_option).scheme).wire_dtype
         return FixedOrderSums(each, round_bf16 if is_rounded else None)
+
+    def _scheme(self, kind: type[Scheme], threshold: int | None) -> Scheme:
+        """Return the scheme with the name of ``kind``, a new one at its first step."""
+        scheme = self._schemes.get(kind)
+        if scheme is None:
+            limit = self.threshold if threshold is None else threshold
+            scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
+            self._schemes.add(kind, scheme, self._names)
+        if threshold is not None and threshold != scheme.threshold:
+            raise OptionError(
+                f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
+                "changing it would lose residuals: make another DistOpt"
+            )
+        return scheme
 
     def _make_scheme(self, kind: type[Scheme], threshold: int) -> Scheme:
         if self._order == "any":
@@ -250,9 +265,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_recorded(loss)
         if threshold is not None:
             check_int("DistOpt", "threshold", threshold, 0)
-        given = self._step_options.given(dist_option, spars, options)
+        given = self._step_options.read_call(self, dist_option, spars, options)
         kind = read_dist_option(self.dist_option if dist_option is None else dist_option).scheme
-        scheme = self._schemes.get(kind, threshold, self._names)
+        scheme = self._scheme(kind, threshold)
         self._schemes.check_velocity(scheme)
         self._compare_if_loaded(scheme)
         self._compare_options(kind.names[0], scheme, given)
@@ -331,9 +346,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard_ahead(self, offset, partial(self._step_options.structure, scheme, given))
+        guard_ahead(self, offset, partial(self._step_options.structure, self, scheme, given))
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
-        read = partial(self._step_options.step, type(scheme), given)
+        read = partial(self._step_options.step, self, type(scheme), given)
         bookkeep(self._begin_call, scheme, read)
         with unrecorded():
             step = read()
@@ -438,13 +453,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if scheme in self._compared:
             return
         with unrecorded():
-            options = self._step_options.step(type(scheme), given).options
+            options = self._step_options.step(self, type(scheme), given).options
             text = name + text_of(options)
-            mine = {"dist_option": text, **self._step_options.schedules(scheme, given)}
+            mine = {"dist_option": text, **schedules(self, type(scheme), given)}
             # once another scheme has run, the others may not compare now: they get the text from the name
             what = f"their dist_option, here {text}" if self._compared else "their dist_option"
             compare(self.communicator, what, mine, "pass the same dist_option on every rank")
-        self._compared[scheme] = None
+        self._compared.add(scheme)
 
     def _compare_states(self, scheme: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
@@ -578,7 +593,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """
         check_arrays("DistOpt", states)
         sums, finite = ({k: states[k] for k in states if k.startswith(prefix)} for prefix in (PREFIX, FINITE))
-        self._schemes.check_states(states, self._names)
+        self._schemes.check_states(
+            states, self._names, lambda kind: kind(self.communicator, self.threshold, self.bucket_bytes, self)
+        )
         self._sums.check_states(sums, self._names)
         if self._finite is not None:
             self._finite.check_states(finite)

@@ -258,6 +258,11 @@ class Scheme:
         counters = {f"counter/{name}": np.array(value) for name, value in self.counters().items()}
         return {**self.state.state_dict(names), **counters}
 
+    def check_states(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
+        """Raise CheckpointError unless ``load_state_dict`` takes these, by trying them on another scheme."""
+        trial = type(self)(self.communicator, self.threshold, self.bucket_bytes, self.optimizer)
+        trial.load_state_dict(states, names)
+
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
         """Continue from ``state_dict``.
 
@@ -266,6 +271,9 @@ class Scheme:
         """
         counters = {key.removeprefix("counter/"): states[key] for key in states if key.startswith("counter/")}
         arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
+        wrong = sorted(name for name, value in counters.items() if value.size != 1)
+        if wrong:
+            raise CheckpointError(f"{self.names[0]}: the counters {', '.join(wrong)} are no single numbers")
         self.set_counters({name: value.item() for name, value in counters.items()})
         self.state.load_state_dict(arrays, names)
 

@@ -139,7 +139,8 @@ class ArrayCollectives:
             topK: select by share.
 
         Raises:
-            DTypeError: another dtype. ShapeError: accumulation has another one, or another size. OptionError: spars.
+            DTypeError: another dtype. ShapeError: accumulation differs in dtype or size. OptionError: spars is out of
+                range.
         """
         self._sparsify(accumulation, spars, topK, _raw(tensor), _backend(tensor))
 

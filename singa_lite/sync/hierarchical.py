@@ -191,6 +191,12 @@ class Hierarchical(BucketedSync):
             name, states = self._outer.names[0], self._outer.state_dict(names)
         return {f"{name}/{key}": value for key, value in states.items()}
 
+    def check_states(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
+        super().check_states(states, names)
+        name = next(iter(states), "").partition("/")[0]
+        if self._inner is not None and (problem := _mismatch(self._outer, name, states)):
+            raise CheckpointError(f"hierarchical: {problem}")
+
     def load_state_dict(self, states: dict[str, np.ndarray], names: dict[Tensor, str]) -> None:
         kinds = {key.partition("/")[0] for key in states}
         own = {key.partition("/")[2]: value for key, value in states.items()}
@@ -212,12 +218,18 @@ class Hierarchical(BucketedSync):
         outer: Scheme | None, name: str, states: dict[str, np.ndarray], names: dict[Tensor, str]
     ) -> str:
         """Have ``outer`` go on from its states; return why that cannot be, or ""."""
-        if outer is None:
-            return f"they are those of a host's leader ({name}), which it is not" if states else ""
-        if states and name != outer.names[0]:
-            return f"they are of {name}, but the outer scheme is {outer.names[0]}"
-        outer.load_state_dict(states, names)
-        return ""
+        problem = _mismatch(outer, name, states)
+        if outer is not None and not problem:
+            outer.load_state_dict(states, names)
+        return problem
+
+
+def _mismatch(outer: Scheme | None, name: str, states: dict[str, np.ndarray]) -> str:
+    """Return why ``outer`` cannot go on from states of the scheme ``name``, or ""."""
+    if outer is None:
+        return f"they are those of a host's leader ({name}), which it is not" if states else ""
+    is_other = bool(states) and name != outer.names[0]
+    return f"they are of {name}, but the outer scheme is {outer.names[0]}" if is_other else ""
 
 
 def check_outer(outer: DistOption, text: str) -> None:

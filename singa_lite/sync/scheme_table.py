@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schemes that one DistOpt has run, and their states: saved, loaded, and refused where a step would lose them."""
+"""The schemes that one DistOpt has run, and their states: saved, loaded, and kept for schemes that run later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, OptionError, check_int
+from ..errors import CheckpointError, OptionError
 from ..tensor import Tensor
 from . import find_schemes
 from .base import Scheme
@@ -20,38 +20,22 @@ Names = dict[Tensor, str]
 
 
 class SchemeTable:
-    """One scheme of each name.
+    """A DistOpt's schemes, one for each name, and the states that were loaded for schemes that have not run yet."""
 
-    Args:
-        make: (class, threshold) -> a new scheme.
-        threshold: elements, where a call does not say.
-    """
-
-    def __init__(self, make: Callable[[type[Scheme], int], Scheme], threshold: int) -> None:
-        self._make, self._threshold = make, threshold
+    def __init__(self) -> None:
         self._schemes: dict[str, Scheme] = {}
-        self._loaded: dict[str, States] = {}  # states of schemes that have not run yet
+        self._loaded: dict[str, States] = {}
 
-    def get(self, kind: type[Scheme], threshold: int | None, names: Names) -> Scheme:
-        """Return the scheme of the name of ``kind``, a new one with the states that were loaded at the first call.
+    def get(self, kind: type[Scheme]) -> Scheme | None:
+        """Return the scheme with the name of ``kind``, None if there is none yet."""
+        return self._schemes.get(kind.names[0])
 
-        Raises:
-            OptionError: ``threshold`` is another one than that scheme's.
-        """
+    def add(self, kind: type[Scheme], scheme: Scheme, names: Names) -> None:
+        """Add ``scheme`` by the name of ``kind``, and load the states that are kept for it."""
         name = kind.names[0]
-        if name not in self._schemes:
-            limit = self._threshold if threshold is None else threshold
-            scheme = self._make(kind, check_int("DistOpt", "threshold", limit, 0))
-            if name in self._loaded:
-                scheme.load_state_dict(self._loaded.pop(name), names)
-            self._schemes[name] = scheme
-        scheme = self._schemes[name]
-        if threshold is not None and threshold != scheme.threshold:
-            raise OptionError(
-                f"DistOpt: {name} runs with threshold {scheme.threshold}, not {threshold}; "
-                "changing it would lose residuals: make another DistOpt"
-            )
-        return scheme
+        if name in self._loaded:
+            scheme.load_state_dict(self._loaded.pop(name), names)
+        self._schemes[name] = scheme
 
     def check_velocity(self, scheme: Scheme | None) -> None:
         """Raise OptionError if a scheme that is not ``scheme`` keeps velocities."""
@@ -81,13 +65,13 @@ class SchemeTable:
             for key, value in states.items()
         }
 
-    def check_states(self, states: States, names: Names) -> None:
-        """Raise CheckpointError unless ``load_state_dict`` can take these; nothing is changed."""
+    def check_states(self, states: States, names: Names, make: Callable[[type[Scheme]], Scheme]) -> None:
+        """Raise CheckpointError unless ``load_state_dict`` takes these; ``make`` gives a scheme to try them on."""
         known, given = find_schemes(), _by_scheme(states)
         if not set(given) <= set(known):
             raise CheckpointError(f"DistOpt: states of unknown schemes {sorted(set(given) - set(known))}")
         for name, own in given.items():
-            self._make(known[name], self._threshold).load_state_dict(own, names)
+            (self._schemes.get(name) or make(known[name])).check_states(own, names)
 
     def load_state_dict(self, states: States, names: Names) -> None:
         """Continue from ``state_dict``; a scheme of which nothing is there starts again."""

@@ -283,7 +283,7 @@ def test_a_replay_waits_for_what_a_failed_step_packs(device: Any, steps_before: 
         state = device.get_random_state()
         if fails:
             released = hold_up(device.backend, PACK)
-            scheme = net.optimizer._schemes.get(find_schemes()["fp16"], None, {})
+            scheme = net.optimizer._schemes.get(find_schemes()["fp16"])
             scheme.finish = lambda: 1 / 0
             with pytest.raises(ZeroDivisionError):
                 net(*batch(device, 99, size=5), "fp16")
@@ -291,6 +291,6 @@ def test_a_replay_waits_for_what_a_failed_step_packs(device: Any, steps_before: 
             threading.Timer(0.2, released.set).start()
         device.set_random_state(state)
         found.append(seen + trained(net, device, [steps_before], "fp16"))
-        buckets = net.optimizer._schemes.get(find_schemes()["fp16"], None, {})._buckets.values()
+        buckets = net.optimizer._schemes.get(find_schemes()["fp16"])._buckets.values()
         found[-1] += [to_numpy(grad).tobytes() for bucket in buckets for _, grad in bucket.grads]
     assert found[0] == found[1]

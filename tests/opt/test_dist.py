@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistOpt: N ranks take one common step; agreement before the first; SINGA's methods."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -207,7 +209,7 @@ def test_a_step_that_raised_leaves_nothing_for_the_next():
     dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()), threshold=10)
     params = make_params()
     dist.prepare(params, {})
-    scheme = dist._schemes.get(find_schemes()["sparseTopK"], None, {})
+    scheme = dist._scheme(find_schemes()["sparseTopK"], None)
     begin(scheme, spars=1.0)
     scheme.add_gradient(params["b1"], Tensor(data=np.full(HIDDEN, 9.0)))  # and then backward fails
     dist(loss_of(params, *batch_of(0, 0, 1)), "sparseTopK", 1.0)
@@ -511,6 +513,8 @@ def test_states_of_unknown_schemes_raise():
     _, dist = local(steps=1)
     with pytest.raises(CheckpointError, match="unknown schemes"):
         dist.set_states({"sync/gone/x": np.zeros(1)})
+    with pytest.raises(CheckpointError, match="the counters steps are no single numbers"):
+        dist.set_states({"sync/localSGD/counter/steps": np.zeros(2)})
 
 
 class TwoStates:
@@ -542,3 +546,55 @@ def test_a_dist_opt_prints_its_optimizer_and_how_gradients_travel():
         "DistOpt(AdaGrad(lr=0.5, epsilon=1e-08, weight_decay=0.0), dist_option='fp16', clip_value=1.0, world_size=1)"
     )
     assert optimizer.lr_value == 0.5
+
+
+def test_states_of_another_outer_scheme_change_nothing():
+    def stepped(dist_option, steps):
+        dist = opt.DistOpt(
+            opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()), dist_option=dist_option
+        )
+        params = make_params()
+        dist.prepare(params, {})
+        for step in range(steps):
+            dist(loss_of(params, *batch_of(step, 0, 1)))
+        return dist
+
+    autograd.training = True
+    dist = stepped("hierarchical:sparseTopK:0.5", 1)
+    before = dist.get_states()
+    with pytest.raises(CheckpointError, match="they are of powerSGD, but the outer scheme is sparseTopK"):
+        dist.set_states(stepped("hierarchical:powerSGD", 2).get_states())
+    after = dist.get_states()
+    assert dist.step_counter == 1 and list(after) == list(before)
+    assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
+
+
+def test_a_call_may_choose_another_outer_scheme_without_the_first_ones_options():
+    autograd.training = True
+    dist = opt.DistOpt(
+        opt.SGD(lr=0.1), communicator=LocalCommunicator(World()), dist_option="hierarchical:sparseTopK:0.5"
+    )
+    params = make_params()
+    dist(loss_of(params, *batch_of(0, 0, 1)), "hierarchical:bf16")
+    plain, expected = opt.SGD(lr=0.1), make_params()
+    plain(loss_of(expected, *batch_of(0, 0, 1)))
+    for name, param in params.items():
+        np.testing.assert_allclose(to_numpy(param), to_numpy(expected[name]), rtol=1e-2)
+
+
+def test_a_dist_opt_that_is_dropped_is_freed_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        dist = opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=LocalCommunicator(World()))
+        is_there = weakref.ref(dist.opt)
+        del dist
+        assert is_there() is None
+    finally:
+        gc.enable()
+
+
+def test_the_threshold_may_be_set_before_a_scheme_has_run():
+    dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
+    dist.threshold = 7
+    assert dist._scheme(find_schemes()["sparseTopK"], None).threshold == 7
