@@ -112,11 +112,12 @@ def serve_torch(mode: str, model: str, rank: int, ranks: int) -> None:
 def report(medians: dict[str, float], ranks: int) -> None:
     for name, median in medians.items():
         print(f"{name:28} {median:9.2f} ms")
-    theirs = [medians[name] for name in (f"{ranks} ranks {mode}" for mode in TORCH) if name in medians]
     for mode in MODES:
         ours = medians.get(f"{ranks} ranks {mode}")
         if ours is None:
             continue
+        peers = TORCH if mode == "bf16" else [peer for peer in TORCH if peer != "torch autocast"]
+        theirs = [medians[name] for name in (f"{ranks} ranks {peer}" for peer in peers) if name in medians]
         if theirs:
             print(f"{mode}: {ours / min(theirs):.2f} of the best of DistributedDataParallel")
         for name in (f"1 rank {mode}", f"1 rank DistOpt {mode}", f"{ranks} strangers {mode}"):

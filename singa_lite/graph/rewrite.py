@@ -61,11 +61,12 @@ class GraphRewriter:
         return (*found, node) if found is not None and self.can_move(found[0], last) else None
 
     def addition(self, last: int, maker: str) -> tuple[int, Kernel, Kernel, View, View] | None:
-        """Return an "add" at the number ``last`` and the later of the ``maker`` that compute one of what it adds.
+        """Return an "add" at the number ``last`` and the kernel ``maker`` that computes one of its inputs.
 
         Returns:
-            (number of the maker, the maker, the node ``last``, what the maker gives, what is added to it): pair() of
-            either input. None if there is no such pair.
+            (number of the maker, the maker, the add, the input that the maker computes, the other input), if the two
+            may become one. Where both inputs come from such kernels the later is taken, whose result is nearer in the
+            cache. None if there are no such two.
         """
         pairs = [(self.pair(last, "add", maker, argument=number), number) for number in (0, 1)]
         found = [(*pair, number) for pair, number in pairs if pair is not None]

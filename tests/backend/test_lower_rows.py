@@ -233,15 +233,15 @@ shapes = st.tuples(st.integers(1, 300), st.integers(1, 70), st.integers(1, 40))
 
 @quick
 @given(seeds, shapes)
-def test_product_with_gelu_and_its_slope(seed, shape):
+def test_product_with_gelu_and_its_derivative(seed, shape):
     m, n, k = shape
     a, b, bias = floats(seed, m, k), floats(seed + 1, k, n), floats(seed + 2, n)
-    y, slope = like(m, n), like(m, n)
-    assert MODULE.matmul_gelu(a, b, bias, out=(y, slope))
+    y, derivative = like(m, n), like(m, n)
+    assert MODULE.matmul_gelu(a, b, bias, out=(y, derivative))
     (product,) = reference("matmul", a, b, out=((m, n),))
     u = product + bias
     assert_close(y, reference("gelu", u, out=((m, n),))[0], "gelu")
-    assert_close(slope, reference("gelu_backward", np.ones_like(u), u, out=((m, n),))[0], "slope")
+    assert_close(derivative, reference("gelu_backward", np.ones_like(u), u, out=((m, n),))[0], "derivative")
 
 
 @quick
