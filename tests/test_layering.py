@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,20 +108,30 @@ class File:
         self.name = ".".join([*self.parents, path.stem]).removesuffix(f".{FACE}")
         self.module = self.name.split(".")[0]
 
-    def functions(self) -> Iterator[ast.AST]:
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def in_functions(self) -> list[ast.AST]:
         """Every node inside a function."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-                yield from ast.walk(node)
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+        functions = [node for node in self.nodes if isinstance(node, kinds)]
+        return list({id(node): node for function in functions for node in ast.walk(function)}.values())
+
+    @cached_property
+    def targets(self) -> list[tuple[str, bool]]:
+        """All that is imported, and whether inside a function."""
+        inside = {id(node) for node in self.in_functions}
+        nodes = [node for node in self.nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+        return [(dotted, id(node) in inside) for node in nodes for dotted in self._targets(node)]
 
     def imports(self, modules: set[str]) -> Iterator[Import]:
         """All imports; names of ours are cut down to the module that holds them, FACE for the package."""
-        inside = {id(node) for node in self.functions()}
-        for node in ast.walk(self.tree):
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                for dotted in self._targets(node):
-                    is_ours = dotted.split(".")[0] == PACKAGE
-                    yield Import(_holder(dotted, modules) if is_ours else dotted, is_ours, id(node) in inside)
+        for dotted, is_inside in self.targets:
+            is_ours = dotted.split(".")[0] == PACKAGE
+            yield Import(_holder(dotted, modules) if is_ours else dotted, is_ours, is_inside)
 
     def _targets(self, node: ast.Import | ast.ImportFrom) -> list[str]:
         if isinstance(node, ast.Import):
@@ -185,7 +196,7 @@ def hidden_imports(files: list[File]) -> Iterator[str]:
                 continue
             if found.is_inside and (found.is_ours or found.target.split(".")[0] not in OPTIONAL):
                 yield f"{file.name} imports {found.target} inside a function"
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             name = getattr(node, "attr", getattr(node, "id", ""))
             if name in ("import_module", "__import__") and file.module not in IMPORTS_BY_NAME:
                 yield f"{file.name} uses {name}"
@@ -216,7 +227,7 @@ def module_state(files: list[File]) -> Iterator[str]:
             continue
         for node in _module_level(file.tree):
             yield from (f"{file.name} keeps state in {name}" for name in _mutable_names(node))
-        for node in file.functions():
+        for node in file.in_functions:
             if isinstance(node, ast.Global):
                 yield f"{file.name} says global {', '.join(node.names)}"
             if name := _changed_constant(node):

@@ -268,10 +268,17 @@ def test_without_s_the_number_of_servers_is_the_environments(tmp_path, options, 
         (["-n", "2", "--exit-timeout", "-1", "script.py"], "must be > 0"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(tmp_path, arguments, message):
-    result = run_command([sys.executable, "-m", "singa_lite", "run", *arguments])
+def test_a_wrong_command_line_says_what_is_wrong(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_process_with_a_wrong_command_line_ends_with_2():
+    result = run_command([sys.executable, "-m", "singa_lite", "run", "-n", "0", "script.py"])
     assert result.returncode == 2
-    assert message in result.stderr
+    assert "at least one rank" in result.stderr
 
 
 # ---- endings -----------------------------------------------------------------------------------------
@@ -492,25 +499,39 @@ def test_the_package_and_the_command_line_can_be_run_as_modules(tmp_path, module
     assert result.returncode == 0 and "started" in result.stdout, result.stderr
 
 
-def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(tmp_path):
-    package = tmp_path / "singa_lite"
-    package.mkdir()
-    write_script(package, "raise ImportError('of the current folder')", "__init__.py")
+@pytest.fixture(scope="module")
+def info_beside_broken_packages(tmp_path_factory):
+    """What `info` says where mpi4py is broken, and a singa_lite in the current folder too."""
+    folder, path = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("path")
+    for package in (folder / "singa_lite", path / "mpi4py"):
+        package.mkdir()
+    write_script(folder / "singa_lite", "raise ImportError('of the current folder')", "__init__.py")
+    write_script(path / "mpi4py", "raise ImportError('gone')", "__init__.py")
     root = str(Path(__file__).parents[2])
-    path = f"import os, sys; sys.path.insert(0, {root!r}); os.chdir({str(tmp_path)!r})"
-    result = run_command([sys.executable, "-c", f"{path}; from singa_lite.cli import main; main(['info'])"])
-    assert result.returncode == 0 and "transport nccl" in result.stdout, result.stderr
-    assert "of the current folder" not in result.stdout
+    start = f"import os, sys; sys.path.insert(0, {root!r}); os.chdir({str(folder)!r})"
+    code = f"{start}; from singa_lite.cli import main; main(['info'])"
+    result = run_command([sys.executable, "-c", code], PYTHONPATH=str(path))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-@pytest.mark.parametrize(
-    "broken", ["raise ImportError('gone')", "raise RuntimeError('cannot load MPI library')"]
-)
-def test_info_survives_a_broken_mpi4py(tmp_path, broken):
+def test_info_asks_the_package_that_runs_and_not_one_of_the_current_folder(info_beside_broken_packages):
+    assert "transport nccl" in info_beside_broken_packages
+    assert "of the current folder" not in info_beside_broken_packages
+
+
+def assert_mpi4py_cannot_load(row: str) -> None:
+    assert "no: mpi4py cannot load" in row and "pip install 'singa-lite[mpi]'" in row
+
+
+def test_info_survives_a_broken_mpi4py(info_beside_broken_packages):
+    [row] = [line for line in info_beside_broken_packages.splitlines() if line.startswith("transport mpi")]
+    assert_mpi4py_cannot_load(row)
+
+
+def test_the_row_of_mpi_survives_a_broken_library_too(tmp_path, monkeypatch):
     package = tmp_path / "mpi4py"
     package.mkdir()
-    write_script(package, broken, "__init__.py")
-    result = run_command([sys.executable, "-m", "singa_lite", "info"], PYTHONPATH=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    [row] = [line for line in result.stdout.splitlines() if line.startswith("transport mpi")]
-    assert "no: mpi4py cannot load" in row and "pip install 'singa-lite[mpi]'" in row
+    write_script(package, "raise RuntimeError('cannot load MPI library')", "__init__.py")
+    monkeypatch.syspath_prepend(tmp_path)  # which the process that is asked gets
+    assert_mpi4py_cannot_load(cli._ask(cli.ASK_TRANSPORT.format("mpi")))

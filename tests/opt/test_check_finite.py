@@ -120,7 +120,8 @@ def with_sums(communicator: Any) -> list[Any]:
     good = everything(net)
     net(*(spoilt(rank, 2, np.nan) if rank == 0 else batch(rank, 2)))
     net(*batch(rank, 3))
-    kept = [key for key, value in good.items() if everything(net)[key] != value]
+    now = everything(net)
+    kept = [key for key, value in good.items() if now[key] != value]
     net(*batch(rank, 4))
     net(*batch(rank, 5))
     plain(*(spoilt(rank, 0, np.nan) if rank == 0 else batch(rank, 0)))

@@ -26,15 +26,28 @@ def driver() -> Path:
 def library(
     name: str, sources: Sequence[Path], headers: Sequence[Path] = (), options: Sequence[str] = ()
 ) -> Path:
-    """The library of these sources and other libraries, compiled with ``options``."""
-    text = b"".join(source.read_bytes() for source in (*headers, *sources)) + "".join(options).encode()
+    """The library of these sources and other libraries; ``options`` are -Dname=value, for the sources with the name."""
+    parts = [
+        object_file(source, headers, options) if source.suffix == ".cc" else source for source in sources
+    ]
+    linked = hashlib.sha256("".join(part.name for part in parts).encode())
+    return made_once(
+        f"{name}-{linked.hexdigest()[:16]}.so",
+        lambda path: run("-shared", "-o", path, *parts, "-lpthread", "-ldl", "-lrt"),
+    )
 
-    def build(path: Path) -> None:
-        command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", "-shared", "-o", path, *options]
-        command += [f"-I{ROOT / 'native'}", *sources, "-lpthread", "-ldl", "-lrt"]
-        subprocess.run(command, check=True, timeout=LIMIT_S)
 
-    return made_once(f"{name}-{hashlib.sha256(text).hexdigest()[:16]}.so", build)
+def object_file(source: Path, headers: Sequence[Path], options: Sequence[str]) -> Path:
+    """The object file of a source, compiled with the options whose name is in it or in a header."""
+    text = b"".join(file.read_bytes() for file in (*headers, source))
+    given = [option for option in options if option.removeprefix("-D").partition("=")[0].encode() in text]
+    key = hashlib.sha256(text + "".join(given).encode()).hexdigest()[:16]
+    command = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-fPIC", f"-I{ROOT / 'native'}", *given]
+    return made_once(f"{source.stem}-{key}.o", lambda path: run(*command, "-c", "-o", path, source))
+
+
+def run(*arguments: str | Path) -> None:
+    subprocess.run(["g++", *arguments], check=True, timeout=LIMIT_S)
 
 
 def made_once(name: str, build: Callable[[Path], object]) -> Path:

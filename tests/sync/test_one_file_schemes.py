@@ -7,6 +7,7 @@ float64, and resumes bit for bit.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
 from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
 from tests.standin import compiling
 
@@ -99,18 +101,25 @@ def values(net: Net) -> dict[str, np.ndarray]:
     return {name: to_numpy(value) for name, value in net.get_params().items()} | net.optimizer.get_states()
 
 
-def train(world: World, name: str) -> dict[str, Any]:
-    """Where a rank is after each step: eager and recorded on the CPU, eager and captured on a GPU; and resumed."""
+def train_by_all(world: World) -> dict[str, dict[str, Any]]:
+    """What ``train`` returns for each scheme, one after the other in one world."""
     put_beside_the_packages_own()
     communicator = DispatchCommunicator(host_of(world))
-    found: dict[str, Any] = {"gradients": []}
+    found = {name: train(communicator, name) for name in SCHEMES}
+    communicator.close()
+    return found
+
+
+def train(communicator: DispatchCommunicator, name: str) -> dict[str, Any]:
+    """Where a rank is after each step: eager and recorded on the CPU, eager and captured on a GPU; and resumed."""
+    found: dict[str, Any] = {}
     devices = {"cpu": create_cpu_device(), "gpu": cuda_device_of_rank()}
     for where, device in devices.items():
         for use_graph in (False, True):
             net = compiled(device, communicator, name, use_graph)
             log = found[f"{where} {'graph' if use_graph else 'eager'}"] = [values(net)]
             for step in range(STEPS + 4):
-                net(*batch(device, world.rank, step))
+                net(*batch(device, communicator.rank, step))
                 log.append(values(net))
             if use_graph:
                 found[f"{where} breaks"] = [info.break_reason for info in net.graph_info()]
@@ -122,13 +131,17 @@ def train(world: World, name: str) -> dict[str, Any]:
             second.optimizer.set_states(whole.optimizer.get_states())
             whole.graph(True)  # as saving does
         for net in (whole, second)[: 1 + (step >= STEPS)]:
-            net(*batch(devices["cpu"], world.rank, step))
+            net(*batch(devices["cpu"], communicator.rank, step))
     found["resumed"] = [
         {key: value.tobytes() for key, value in values(net).items()} for net in (whole, second)
     ]
-    communicator.close()
     autograd.training = False
     return found
+
+
+@functools.cache
+def trained(size: int) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(train_by_all, size, transport="none", timeout_s=LIMIT_S)
 
 
 # ---- the same in float64 ------------------------------------------------------------------------------------------
@@ -247,7 +260,7 @@ class Reference:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_scheme_in_one_file_trains_in_every_mode_on_every_world(name: str, size: int) -> None:
-    found = run_ranks(train, size, name, transport="none", timeout_s=240)
+    found = [of_rank[name] for of_rank in trained(size)]
     params = [key for key in found[0]["cpu eager"][0] if "." in key and ":" not in key and "/" not in key]
     reference = Reference(name, size, {key: found[0]["cpu eager"][0][key] for key in params})
     for step in range(STEPS):
