@@ -8,8 +8,9 @@
 Every mode is a process of its own that is asked in rounds for a few steps, so that all see the machine in the same
 state; the first round, in which graphs are recorded and compiled, is not counted. A step is forward, loss, backward and
 Adam, on 32 pieces of 128 characters out of 103 different ones, 4 layers, width 128 and 4 heads unless told otherwise;
-PyTorch's attention is its scaled_dot_product_attention. Printed: median step time, and each of our modes as a share of
-PyTorch's eager and best mode. torch.compile needs a C++ compiler.
+PyTorch's attention is its scaled_dot_product_attention. "bf16" is a recorded step in mixed precision, and so are both
+of PyTorch's modes with "autocast". Printed: median step time, and each of our modes as a share of PyTorch's eager and
+best mode. torch.compile needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import numpy as np
 from interleaved import Group, machine, serve, time_interleaved
 from steps import Step
 
-OURS, TORCH = ["eager", "graph"], ["torch eager", "torch compile"]
+OURS = ["eager", "graph", "bf16"]  # bf16: recorded, mixed precision
+TORCH = ["torch eager", "torch compile", "torch autocast", "torch autocast compile"]
 CHARACTERS, LR = 103, 1e-3
 HINT = " (is PyTorch installed? see --torch-python)"
 
@@ -50,7 +52,7 @@ def main() -> None:
         return
     print(machine())
     print(
-        f"{'threads':>7} {'mode':14} {'median ms':>9} {'/ eager':>8} {'/ best':>8}  (of PyTorch)", flush=True
+        f"{'threads':>7} {'mode':22} {'median ms':>9} {'/ eager':>8} {'/ best':>8}  (of PyTorch)", flush=True
     )
     for threads in arguments.threads:
         report(threads, measure(threads, arguments))
@@ -80,7 +82,7 @@ def report(threads: int, times: dict[str, list[float]]) -> None:
         if mode in OURS and theirs:
             eager = f"{median / theirs['torch eager']:8.2f}" if "torch eager" in theirs else " " * 8
             shares = f"{eager} {median / min(theirs.values()):8.2f}"
-        print(f"{threads:7} {mode:14} {median:9.1f} {shares}")
+        print(f"{threads:7} {mode:22} {median:9.1f} {shares}")
     print(f"{'':7} load {os.getloadavg()[0]:.1f}", flush=True)
 
 
@@ -120,9 +122,9 @@ def our_step(mode: str, arguments: argparse.Namespace) -> Step:
     network = Alone(CHARACTERS, arguments.length, arguments.layers, arguments.width, arguments.heads)
     x, y = (tensor.from_numpy(ids.astype(np.int32)) for ids in batch(arguments))
     network.set_optimizer(opt.Adam(lr=LR))
-    network.compile([x], use_graph=mode == "graph")
+    network.compile([x], use_graph=mode != "eager", precision="bf16" if mode == "bf16" else "fp32")
     check_count(sum(value.size() for value in network.get_params().values()), arguments)
-    if mode == "graph":
+    if mode != "eager":
         network(x, y)
         if reason := network.graph_info()[0].break_reason:
             raise RuntimeError(f"the step was not recorded: {reason}")
@@ -169,11 +171,13 @@ def torch_step(mode: str, arguments: argparse.Namespace) -> Step:
     check_count(sum(value.numel() for value in network.parameters()), arguments)
     x, y = map(torch.from_numpy, batch(arguments))
     optimizer = torch.optim.Adam(network.parameters(), lr=LR, fused=True)
-    call = torch.compile(network) if mode == "torch compile" else network
+    call = torch.compile(network) if mode.endswith("compile") else network
+    is_mixed = "autocast" in mode
 
     def step() -> Any:
         optimizer.zero_grad()
-        loss = functional.cross_entropy(call(x).flatten(0, 1), y.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            loss = functional.cross_entropy(call(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()
         return loss

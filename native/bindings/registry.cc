@@ -44,6 +44,7 @@ bool call_kernel(const Prepare& prepare, const py::args& inputs, const py::kwarg
   for (const py::handle& input : inputs) call.inputs.push_back(view_of(input));
   for (const auto& [key, value] : keywords) {
     const std::string name = key.cast<std::string>();
+    if (name == "where") continue;  // the operator in numpy's errors; a kernel leaves what is wrong to numpy
     if (name != "out") {
       if (!read_numbers(value, &call.attributes[name])) return false;
     } else if (PyTuple_Check(value.ptr())) {

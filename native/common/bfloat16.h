@@ -2,7 +2,8 @@
 // A bfloat16 number, the upper half of a float: widened exactly, rounded to nearest, ties to even; a NaN becomes quiet and
 // keeps its sign. Both are plain integer arithmetic, which compilers turn into code for whole vectors.
 //
-// Note [bfloat16]: AVX512_BF16 is not used for rounding, because its instruction takes subnormal numbers for zero.
+// Note [bfloat16]: AVX512_BF16 rounds in the same way but for subnormal numbers, which it takes for zero. So its instruction
+// is used (kernels/widen.cc) for vectors that have none.
 #pragma once
 
 #include <cstddef>

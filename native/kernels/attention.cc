@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and its gradient for float32: products by oneDNN, straight from and into the packed projections.
+// attention and its gradient: products by oneDNN, straight from and into the packed projections where they are float32. Where
+// they are bfloat16, and the probabilities with them, blocks of a head are widened and rounded.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <memory>
 
 #include "kernels/attention.h"
 #include "kernels/clones.h"
@@ -52,63 +51,80 @@ void multiply(char transpose_a, char transpose_b, std::int64_t m, std::int64_t n
   dnnl_sgemm(transpose_a, transpose_b, m, n, k, factor, a, a_step, b, b_step, kept, c, c_step);
 }
 
-// For each sample and head.
-template <class Body>
-void for_heads(const Attention& p, const Body& body) {
-  note_parallel_region(num_threads());
-  parallel_for(std::size_t(p.batch * p.heads), std::size_t(p.queries * p.keys * p.d),
-               [&](std::size_t begin, std::size_t end) {
-                 for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i) body(i / p.heads, i % p.heads);
-               });
-}
+template <class T>
+struct KeptAttention {
+  static Shape kept_shape(const Attention<T>& p) { return {p.batch, p.heads, p.queries, p.keys}; }
 
-void forward(const Attention& p, float* y, float* probabilities) {
-  const std::int64_t width = p.heads * p.d;
-  for_heads(p, [&](std::int64_t batch, std::int64_t head) {
-    const Part q = p.q.of(batch, head, p.d), k = p.k.of(batch, head, p.d), v = p.v.of(batch, head, p.d);
-    float* weights = probabilities + (batch * p.heads + head) * p.queries * p.keys;
-    float* to = y + batch * p.queries * width + head * p.d;
-    for (std::int64_t start = 0; start < p.queries; start += kQueries) {
-      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-      float* scores = weights + start * p.keys;
-      multiply('N', 'T', rows, seen, p.d, p.scale, q.row(start), q.step, k.data, k.step, 0, scores, p.keys);
-      for (std::int64_t row = 0; row < rows; ++row)
-        attention_loops::softmax(scores + row * p.keys, std::size_t(p.seen(start + row + 1)), std::size_t(p.keys));
-      multiply('N', 'N', rows, p.d, seen, 1, scores, p.keys, v.data, v.step, 0, to + start * width, width);
-    }
-  });
-}
+  static void forward(const Attention<T>& p, T* y, T* probabilities) {
+    const std::int64_t width = p.heads * p.d;
+    const std::size_t of_keys = room_for<T>(p.keys, p.d), of_block = room_for<T>(kQueries, p.d);
+    note_parallel_region(num_threads());
+    for_heads(p, {of_keys, of_keys, of_block, of_block, room_for<T>(kQueries, p.keys)},
+              [&](std::int64_t batch, std::int64_t head, float* const* room) {
+      const Part<T> q = p.q.of(batch, head, p.d), to{y + batch * p.queries * width + head * p.d, width, 0},
+                    weights{probabilities + (batch * p.heads + head) * p.queries * p.keys, p.keys, 0};
+      const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, room[0]),
+                        v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, room[1]);
+      for (std::int64_t start = 0; start < p.queries; start += kQueries) {
+        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+        const Part<float> from = floats_of(q, start, rows, p.d, room[2]), block = target_of(to, start, p.d, room[3]),
+                          scores = target_of(weights, start, p.keys, room[4]);
+        multiply('N', 'T', rows, seen, p.d, p.scale, from.data, from.step, k.data, k.step, 0, scores.data, p.keys);
+        for (std::int64_t row = 0; row < rows; ++row)
+          attention_loops::softmax(scores.row(row), std::size_t(p.seen(start + row + 1)), std::size_t(p.keys));
+        multiply('N', 'N', rows, p.d, seen, 1, scores.data, p.keys, v.data, v.step, 0, block.data, block.step);
+        round(scores, weights, start, rows, p.keys);
+        round(block, to, start, rows, p.d);
+      }
+    });
+  }
 
-// The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
-void backward(const Attention& p, const Attention& grads, const float* dy, const float* probabilities) {
-  const std::int64_t width = p.heads * p.d;
-  for_heads(p, [&](std::int64_t batch, std::int64_t head) {
-    const Part q = p.q.of(batch, head, p.d), k = p.k.of(batch, head, p.d), v = p.v.of(batch, head, p.d);
-    const Part dq = grads.q.of(batch, head, p.d), dk = grads.k.of(batch, head, p.d),
-               dv = grads.v.of(batch, head, p.d);
-    const float* weights = probabilities + (batch * p.heads + head) * p.queries * p.keys;
-    const float* from = dy + batch * p.queries * width + head * p.d;
-    const std::unique_ptr<float[]> scratch(new float[std::size_t(kQueries * p.keys)]);
-    float* dscores = scratch.get();
-    float kept = 0;
-    for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
-      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-      const float *y = weights + start * p.keys, *dys = from + start * width;
-      multiply('N', 'T', rows, seen, p.d, 1, dys, width, v.data, v.step, 0, dscores, seen);
-      for (std::int64_t row = 0; row < rows; ++row)
-        attention_loops::softmax_backward(dscores + row * seen, y + row * p.keys, std::size_t(seen));
-      multiply('N', 'N', rows, p.d, seen, p.scale, dscores, seen, k.data, k.step, 0, dq.row(start), dq.step);
-      multiply('T', 'N', seen, p.d, rows, p.scale, dscores, seen, q.row(start), q.step, kept, dk.data, dk.step);
-      multiply('T', 'N', seen, p.d, rows, 1, y, p.keys, dys, width, kept, dv.data, dv.step);
-      kept = 1;
-    }
-  });
-}
+  // The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
+  static void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const T* probabilities) {
+    const std::int64_t width = p.heads * p.d;
+    const std::size_t of_keys = room_for<T>(p.keys, p.d), of_block = room_for<T>(kQueries, p.d);
+    note_parallel_region(num_threads());
+    for_heads(p, {of_keys, of_keys, of_keys, of_keys, of_block, of_block, of_block, room_for<T>(kQueries, p.keys),
+                  std::size_t(kQueries * p.keys)},
+              [&](std::int64_t batch, std::int64_t head, float* const* room) {
+      const Part<T> q = p.q.of(batch, head, p.d), to_q = grads.q.of(batch, head, p.d),
+                    to_k = grads.k.of(batch, head, p.d), to_v = grads.v.of(batch, head, p.d),
+                    grad{const_cast<T*>(dy) + batch * p.queries * width + head * p.d, width, 0},
+                    weights{const_cast<T*>(probabilities) + (batch * p.heads + head) * p.queries * p.keys, p.keys, 0};
+      const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, room[0]),
+                        v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, room[1]),
+                        dk = target_of(to_k, 0, p.d, room[2]), dv = target_of(to_v, 0, p.d, room[3]);
+      float* const dscores = room[8];
+      float kept = 0;
+      for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
+        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+        const Part<float> from = floats_of(q, start, rows, p.d, room[4]), dys = floats_of(grad, start, rows, p.d, room[5]),
+                          dq = target_of(to_q, start, p.d, room[6]),
+                          y = floats_of(weights, start, rows, p.keys, room[7]);
+        multiply('N', 'T', rows, seen, p.d, 1, dys.data, dys.step, v.data, v.step, 0, dscores, seen);
+        for (std::int64_t row = 0; row < rows; ++row)
+          attention_loops::softmax_backward(dscores + row * seen, y.row(row), std::size_t(seen));
+        multiply('N', 'N', rows, p.d, seen, p.scale, dscores, seen, k.data, k.step, 0, dq.data, dq.step);
+        multiply('T', 'N', seen, p.d, rows, p.scale, dscores, seen, from.data, from.step, kept, dk.data, dk.step);
+        multiply('T', 'N', seen, p.d, rows, 1, y.data, p.keys, dys.data, dys.step, kept, dv.data, dv.step);
+        round(dq, to_q, start, rows, p.d);
+        kept = 1;
+      }
+      round(dk, to_k, 0, p.keys, p.d);
+      round(dv, to_v, 0, p.keys, p.d);
+    });
+  }
+};
 
-Shape kept_shape(const Attention& p) { return {p.batch, p.heads, p.queries, p.keys}; }
+const Registration attention("attention", [](const Call& call) -> Step {
+  if (const Step step = attention_forward<float, float, KeptAttention<float>>(call)) return step;
+  return attention_forward<Bfloat16, Bfloat16, KeptAttention<Bfloat16>>(call);
+});
 
-const Registration attention("attention", attention_forward(kept_shape, forward));
-const Registration attention_backward("attention_backward", attention_gradient(kept_shape, backward));
+const Registration attention_backward("attention_backward", [](const Call& call) -> Step {
+  if (const Step step = attention_gradient<float, float, KeptAttention<float>>(call)) return step;
+  return attention_gradient<Bfloat16, Bfloat16, KeptAttention<Bfloat16>>(call);
+});
 
 }  // namespace
 }  // namespace singa_lite

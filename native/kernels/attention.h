@@ -1,33 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// What calls of attention and its gradient mean: where queries, keys and values are in the arrays of projections.
+// What calls of attention and its gradient mean: where queries, keys and values are in the arrays of projections, and the
+// loop over heads, which are computed in float.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/registry.h"
+#include "kernels/threads.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 
-// A matrix of one sample and head: rows of d elements, `step` apart, inside a projection.
+// A matrix of one sample and head: rows of d elements, `step` apart, inside a projection of float or Bfloat16.
+template <class T>
 struct Part {
-  float* data = nullptr;
+  T* data = nullptr;
   std::int64_t step = 0;
   std::int64_t sample = 0;  // elements from one sample to the next
 
   Part of(std::int64_t batch, std::int64_t head, std::int64_t d) const {
     return {data + batch * sample + head * d, step, sample};
   }
-  float* row(std::int64_t number) const { return data + number * step; }
+  T* row(std::int64_t number) const { return data + number * step; }
 };
 
+template <class T>
 struct Attention {
   std::int64_t batch = 0, heads = 0, queries = 0, keys = 0, d = 0;
   bool is_causal = false;
-  Part q, k, v;     // inputs, or their gradients
+  Part<T> q, k, v;  // inputs, or their gradients
   float scale = 1;  // of scores
 
   // Keys that the queries before `end` see.
@@ -52,8 +59,8 @@ struct Attention {
     d = width / heads;
     scale = float(1 / std::sqrt(double(d)));
     const std::int64_t step = memory.shape[2], sample = step * keys;
-    float* from = memory.floats() + (count == 1 ? width : 0);
-    q = {x.floats(), columns, columns * queries};
+    T* from = static_cast<T*>(memory.data) + (count == 1 ? width : 0);
+    q = {static_cast<T*>(x.data), columns, columns * queries};
     k = {from, step, sample};
     v = {from + width, step, sample};
     return true;
@@ -64,35 +71,109 @@ struct Attention {
   }
 };
 
-// The kernel (projections) -> (y, what `forward` keeps for the gradient, whose shape `kept_shape` gives).
-inline Prepare attention_forward(Shape (*kept_shape)(const Attention&),
-                                 void (*forward)(const Attention& p, float* y, float* kept)) {
-  return [=](const Call& call) -> Step {
-    Attention p;
-    if (!call.are_floats(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
-    if (!p.fits(call.outputs[0], call.outputs[1], kept_shape(p))) return {};
-    return [p, forward, y = call.outputs[0].floats(), kept = call.outputs[1].floats()] {
-      forward(p, y, kept);
-      return true;
-    };
+// Memory of a thread, in parts that begin with a cache line.
+class Workspace {
+ public:
+  explicit Workspace(std::initializer_list<std::size_t> sizes) {
+    std::size_t all = kLine;
+    for (const std::size_t size : sizes) all += rounded(size);
+    memory_.resize(all);
+    next_ = memory_.data() + (kLine - reinterpret_cast<std::uintptr_t>(memory_.data()) / sizeof(float) % kLine) % kLine;
+  }
+  float* take(std::size_t size) {
+    float* const part = next_;
+    next_ += rounded(size);
+    return part;
+  }
+
+ private:
+  static constexpr std::size_t kLine = 16;  // floats
+  static std::size_t rounded(std::size_t size) { return (size + kLine - 1) / kLine * kLine; }
+
+  std::vector<float> memory_;
+  float* next_;
+};
+
+// For each sample and head, with scratch of these sizes for each thread: body(sample, head, scratch parts...).
+template <class T, class Body>
+void for_heads(const Attention<T>& p, std::initializer_list<std::size_t> sizes, const Body& body) {
+  parallel_for(std::size_t(p.batch * p.heads), std::size_t(p.queries * p.keys * p.d),
+               [&](std::size_t begin, std::size_t end) {
+                 Workspace scratch(sizes);
+                 std::vector<float*> parts;
+                 for (const std::size_t size : sizes) parts.push_back(scratch.take(size));
+                 for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i)
+                   body(i / p.heads, i % p.heads, parts.data());
+               });
+}
+
+// Floats of a block of T that is widened or rounded: none where T is float.
+template <class T>
+constexpr std::size_t room_for(std::int64_t rows, std::int64_t d) {
+  return std::is_same_v<T, float> ? 0 : std::size_t(rows * d);
+}
+
+// Rows from number `start` on as floats: where they are, or widened.
+inline Part<float> floats_of(const Part<float>& part, std::int64_t start, std::int64_t, std::int64_t, float*) {
+  return {part.row(start), part.step, 0};
+}
+inline Part<float> floats_of(const Part<Bfloat16>& part, std::int64_t start, std::int64_t rows, std::int64_t d, float* room) {
+  widen_rows(part.row(start), part.step, room, d, rows, d);
+  return {room, d, 0};
+}
+
+// Where to compute rows from number `start` on, which round() then puts there.
+inline Part<float> target_of(const Part<float>& part, std::int64_t start, std::int64_t, float*) {
+  return {part.row(start), part.step, 0};
+}
+inline Part<float> target_of(const Part<Bfloat16>&, std::int64_t, std::int64_t d, float* room) { return {room, d, 0}; }
+inline void round(const Part<float>&, const Part<float>&, std::int64_t, std::int64_t, std::int64_t) {}
+inline void round(const Part<float>& from, const Part<Bfloat16>& to, std::int64_t start, std::int64_t rows, std::int64_t d) {
+  narrow_rows(from.data, from.step, to.row(start), to.step, rows, d);
+}
+
+// What a file computes: T is that of projections, of y and of their gradients, Kept that of what is kept for the gradient.
+//   static Shape kept_shape(const Attention<T>& p)
+//   static void forward(const Attention<T>& p, T* y, Kept* kept)
+//   static void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const Kept* kept)
+
+// Whether arrays[first] to arrays[last] are row-major ones of T.
+template <class T>
+bool are_arrays_of(const std::vector<View>& arrays, std::size_t first, std::size_t last) {
+  return std::all_of(arrays.begin() + std::ptrdiff_t(first), arrays.begin() + std::ptrdiff_t(last) + 1, [](const View& view) {
+    return std::is_same_v<T, float> ? view.is_floats() : view.is_bfloat16s();
+  });
+}
+
+// The kernel (projections) -> (y, kept).
+template <class T, class Kept, class Computed>
+Step attention_forward(const Call& call) {
+  Attention<T> p;
+  if (!call.are_operands(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
+  const View &y = call.outputs[0], &kept = call.outputs[1];
+  if (!are_arrays_of<T>(call.inputs, 0, call.inputs.size() - 1) || !are_arrays_of<T>(call.outputs, 0, 0)) return {};
+  if (!are_arrays_of<Kept>(call.outputs, 1, 1) || !p.fits(y, kept, Computed::kept_shape(p))) return {};
+  return [p, y = static_cast<T*>(y.data), kept = static_cast<Kept*>(kept.data)] {
+    Computed::forward(p, y, kept);
+    return true;
   };
 }
 
 // The kernel (dy, kept, projections) -> (gradients of the projections).
-inline Prepare attention_gradient(Shape (*kept_shape)(const Attention&),
-                                  void (*backward)(const Attention& p, const Attention& grads, const float* dy,
-                                                   const float* kept)) {
-  return [=](const Call& call) -> Step {
-    Attention p, grads;
-    if (call.inputs.size() < 3 || !call.are_floats(call.inputs.size(), call.inputs.size() - 2)) return {};
-    if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
-    for (std::size_t i = 0; i < call.outputs.size(); ++i)
-      if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
-    if (!p.fits(call.inputs[0], call.inputs[1], kept_shape(p))) return {};
-    return [p, grads, backward, dy = call.inputs[0].floats(), kept = call.inputs[1].floats()] {
-      backward(p, grads, dy, kept);
-      return true;
-    };
+template <class T, class Kept, class Computed>
+Step attention_gradient(const Call& call) {
+  Attention<T> p, grads;
+  const std::size_t count = call.inputs.size();
+  if (count < 3 || !call.are_operands(count, count - 2)) return {};
+  if (!are_arrays_of<T>(call.inputs, 0, 0) || !are_arrays_of<Kept>(call.inputs, 1, 1)) return {};
+  if (!are_arrays_of<T>(call.inputs, 2, count - 1) || !are_arrays_of<T>(call.outputs, 0, count - 3)) return {};
+  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
+  for (std::size_t i = 0; i < call.outputs.size(); ++i)
+    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
+  if (!p.fits(call.inputs[0], call.inputs[1], Computed::kept_shape(p))) return {};
+  return [p, grads, dy = static_cast<const T*>(call.inputs[0].data), kept = static_cast<const Kept*>(call.inputs[1].data)] {
+    Computed::backward(p, grads, dy, kept);
+    return true;
   };
 }
 

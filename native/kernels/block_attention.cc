@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // attention of recorded steps: for each row of scores its log of the sum of exponentials is kept, from which the gradient
-// computes a block of probabilities again. Causal blocks that are all masked are left out.
+// computes a block of probabilities again. Causal blocks that are all masked are left out. Projections, y and their
+// gradients are float32, or bfloat16, which a block or a head at a time is widened and rounded: all between them is float32.
 //
-// block_attention: (inputs of attention) -> (y, logsumexp (batch, heads, queries)).
+// block_attention: (inputs of attention) -> (y, logsumexp (batch, heads, queries), float32).
 // block_attention_backward: (dy, logsumexp, inputs of attention) -> their gradients.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <vector>
 
 #include "kernels/attention.h"
 #include "kernels/clones.h"
 #include "kernels/registry.h"
-#include "kernels/threads.h"
 #include "kernels/tiles.h"
 #include "kernels/vector_math.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 namespace block_attention_loops {
@@ -74,117 +73,107 @@ namespace {
 
 constexpr std::int64_t kQueries = 32;  // rows of a block of scores: with 32, 5/8 of a causal sequence of 128 is computed
 
-// Memory of a thread, in parts that begin with a cache line.
-class Scratch {
- public:
-  explicit Scratch(std::initializer_list<std::size_t> sizes) {
-    std::size_t all = kLine;
-    for (const std::size_t size : sizes) all += rounded(size);
-    memory_.resize(all);
-    next_ = memory_.data() + (kLine - reinterpret_cast<std::uintptr_t>(memory_.data()) / sizeof(float) % kLine) % kLine;
-  }
-  float* take(std::size_t size) {
-    float* const part = next_;
-    next_ += rounded(size);
-    return part;
-  }
-
- private:
-  static constexpr std::size_t kLine = 16;  // floats
-  static std::size_t rounded(std::size_t size) { return (size + kLine - 1) / kLine * kLine; }
-
-  std::vector<float> memory_;
-  float* next_;
-};
-
-// For each sample and head, with scratch of these sizes for each thread: body(sample, head, scratch parts...).
-template <class Body>
-void for_heads(const Attention& p, std::initializer_list<std::size_t> sizes, const Body& body) {
-  parallel_for(std::size_t(p.batch * p.heads), std::size_t(p.queries * p.keys * p.d),
-               [&](std::size_t begin, std::size_t end) {
-                 Scratch scratch(sizes);
-                 std::vector<float*> parts;
-                 for (const std::size_t size : sizes) parts.push_back(scratch.take(size));
-                 for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i)
-                   body(i / p.heads, i % p.heads, parts.data());
-               });
-}
-
 std::int64_t padded(std::int64_t count) { return (count + kPanel - 1) / kPanel * kPanel; }
 
-Matrix rows_of(const Part& part, std::int64_t start) { return {part.row(start), part.step, 1}; }
-Matrix columns_of(const Part& part) { return {part.data, 1, part.step}; }
+Matrix rows_of(const Part<float>& part) { return {part.data, part.step, 1}; }
+Matrix columns_of(const Part<float>& part) { return {part.data, 1, part.step}; }
 
-void forward(const Attention& p, float* y, float* logsumexp) {
-  const std::int64_t width = p.heads * p.d, step = padded(p.keys);
-  const std::initializer_list<std::size_t> sizes = {panel_floats(p.d, p.keys), panel_floats(p.keys, p.d),
-                                                    std::size_t(kQueries * step), std::size_t(kQueries)};
-  for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
-    float *keys = scratch[0], *values = scratch[1], *scores = scratch[2], *totals = scratch[3];
-    const Part q = p.q.of(batch, head, p.d);
-    float* to = y + batch * p.queries * width + head * p.d;
-    float* logs = logsumexp + (batch * p.heads + head) * p.queries;
-    pack_panels(columns_of(p.k.of(batch, head, p.d)), p.d, p.keys, keys);
-    pack_panels(rows_of(p.v.of(batch, head, p.d), 0), p.keys, p.d, values);
-    for (std::int64_t start = 0; start < p.queries; start += kQueries) {
-      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-      multiply_panels(rows_of(q, start), {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
-      for (std::int64_t row = 0; row < rows; ++row) {
-        float largest;
-        totals[row] = block_attention_loops::powers(scores + row * step, p.scale, std::size_t(p.seen(start + row + 1)),
-                                                    std::size_t(padded(seen)), &largest);
-        logs[start + row] = largest + std::log(totals[row]);
+// to = rows of d floats.
+void store(const float* from, const Part<float>& to, std::int64_t rows, std::int64_t d) {
+  block_attention_loops::multiply(from, d, 1, to.data, to.step, rows, d);
+}
+void store(const float* from, const Part<Bfloat16>& to, std::int64_t rows, std::int64_t d) {
+  narrow_rows(from, d, to.data, to.step, rows, d);
+}
+
+template <class T>
+struct BlockAttention {
+  static Shape kept_shape(const Attention<T>& p) { return {p.batch, p.heads, p.queries}; }
+
+  static void forward(const Attention<T>& p, T* y, float* logsumexp) {
+    const std::int64_t width = p.heads * p.d, step = padded(p.keys);
+    const std::size_t of_block = room_for<T>(kQueries, p.d);
+    const std::initializer_list<std::size_t> sizes = {
+        panel_floats(p.d, p.keys), panel_floats(p.keys, p.d), std::size_t(kQueries * step), std::size_t(kQueries),
+        room_for<T>(p.keys, p.d), of_block, of_block};
+    for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
+      float *keys = scratch[0], *values = scratch[1], *scores = scratch[2], *totals = scratch[3];
+      const Part<T> q = p.q.of(batch, head, p.d), to{y + batch * p.queries * width + head * p.d, width, 0};
+      float* logs = logsumexp + (batch * p.heads + head) * p.queries;
+      pack_panels(columns_of(floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.d, p.keys, keys);
+      pack_panels(rows_of(floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.keys, p.d, values);
+      for (std::int64_t start = 0; start < p.queries; start += kQueries) {
+        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+        const Matrix queries = rows_of(floats_of(q, start, rows, p.d, scratch[5]));
+        multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
+        for (std::int64_t row = 0; row < rows; ++row) {
+          float largest;
+          totals[row] = block_attention_loops::powers(scores + row * step, p.scale, std::size_t(p.seen(start + row + 1)),
+                                                      std::size_t(padded(seen)), &largest);
+          logs[start + row] = largest + std::log(totals[row]);
+        }
+        const Part<float> block = target_of(to, start, p.d, scratch[6]);
+        multiply_panels({scores, step, 1}, {values, p.keys}, rows, p.d, seen, false, block.data, block.step);
+        for (std::int64_t row = 0; row < rows; ++row)
+          block_attention_loops::multiply(block.row(row), block.step, 1 / totals[row], block.row(row), block.step, 1, p.d);
+        round(block, to, start, rows, p.d);
       }
-      multiply_panels({scores, step, 1}, {values, p.keys}, rows, p.d, seen, false, to + start * width, width);
-      for (std::int64_t row = 0; row < rows; ++row)
-        block_attention_loops::multiply(to + (start + row) * width, width, 1 / totals[row], to + (start + row) * width, width,
-                                        1, p.d);
-    }
-  });
-}
+    });
+  }
 
-// The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
-void backward(const Attention& p, const Attention& grads, const float* dy, const float* logsumexp) {
-  const std::int64_t width = p.heads * p.d, step = padded(p.keys);
-  const std::size_t across = panel_floats(p.d, p.keys), along = panel_floats(p.keys, p.d),
-                    block = std::size_t(kQueries * step), few = panel_floats(kQueries, p.d),
-                    sums = std::size_t(p.keys * p.d);
-  for_heads(p, {across, across, along, block, block, few, sums, sums}, [&](std::int64_t batch, std::int64_t head,
-                                                                          float* const* scratch) {
-    float *keys = scratch[0], *values = scratch[1], *key_rows = scratch[2], *scores = scratch[3],
-          *dscores = scratch[4], *right = scratch[5], *dk = scratch[6], *dv = scratch[7];
-    const Part q = p.q.of(batch, head, p.d), k = p.k.of(batch, head, p.d), dq = grads.q.of(batch, head, p.d);
-    const float* from = dy + batch * p.queries * width + head * p.d;
-    const float* logs = logsumexp + (batch * p.heads + head) * p.queries;
-    pack_panels(columns_of(k), p.d, p.keys, keys);
-    pack_panels(columns_of(p.v.of(batch, head, p.d)), p.d, p.keys, values);
-    pack_panels(rows_of(k, 0), p.keys, p.d, key_rows);
-    bool adds = false;
-    for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
-      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-      const Matrix dys = {from + start * width, width, 1};
-      multiply_panels(rows_of(q, start), {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
-      multiply_panels(dys, {values, p.d}, rows, padded(seen), p.d, false, dscores, step);
-      for (std::int64_t row = 0; row < rows; ++row)
-        block_attention_loops::backward(scores + row * step, dscores + row * step, p.scale, logs[start + row],
-                                        std::size_t(p.seen(start + row + 1)), std::size_t(padded(seen)));
-      multiply_panels({dscores, step, 1}, {key_rows, p.keys}, rows, p.d, seen, false, dq.row(start), dq.step);
-      pack_panels(rows_of(q, start), rows, p.d, right);
-      multiply_panels({dscores, 1, step}, {right, rows}, seen, p.d, rows, adds, dk, p.d);
-      pack_panels(dys, rows, p.d, right);
-      multiply_panels({scores, 1, step}, {right, rows}, seen, p.d, rows, adds, dv, p.d);
-      adds = true;
-    }
-    const Part to_k = grads.k.of(batch, head, p.d), to_v = grads.v.of(batch, head, p.d);
-    block_attention_loops::multiply(dk, p.d, 1, to_k.data, to_k.step, p.keys, p.d);
-    block_attention_loops::multiply(dv, p.d, 1, to_v.data, to_v.step, p.keys, p.d);
-  });
-}
+  // The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
+  static void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const float* logsumexp) {
+    const std::int64_t width = p.heads * p.d, step = padded(p.keys);
+    const std::size_t across = panel_floats(p.d, p.keys), along = panel_floats(p.keys, p.d),
+                      block = std::size_t(kQueries * step), few = panel_floats(kQueries, p.d),
+                      sums = std::size_t(p.keys * p.d), of_block = room_for<T>(kQueries, p.d);
+    const std::initializer_list<std::size_t> sizes = {across, across, along, block, block, few, sums, sums,
+                                                      room_for<T>(p.keys, p.d), of_block, of_block, of_block};
+    for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
+      float *keys = scratch[0], *values = scratch[1], *key_rows = scratch[2], *scores = scratch[3],
+            *dscores = scratch[4], *right = scratch[5], *dk = scratch[6], *dv = scratch[7];
+      const Part<T> q = p.q.of(batch, head, p.d), dq = grads.q.of(batch, head, p.d),
+                    from{const_cast<T*>(dy) + batch * p.queries * width + head * p.d, width, 0};
+      const float* logs = logsumexp + (batch * p.heads + head) * p.queries;
+      const Part<float> v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
+      pack_panels(columns_of(v), p.d, p.keys, values);
+      const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
+      pack_panels(columns_of(k), p.d, p.keys, keys);
+      pack_panels(rows_of(k), p.keys, p.d, key_rows);
+      bool adds = false;
+      for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
+        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+        const Matrix dys = rows_of(floats_of(from, start, rows, p.d, scratch[9])),
+                     queries = rows_of(floats_of(q, start, rows, p.d, scratch[10]));
+        multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
+        multiply_panels(dys, {values, p.d}, rows, padded(seen), p.d, false, dscores, step);
+        for (std::int64_t row = 0; row < rows; ++row)
+          block_attention_loops::backward(scores + row * step, dscores + row * step, p.scale, logs[start + row],
+                                          std::size_t(p.seen(start + row + 1)), std::size_t(padded(seen)));
+        const Part<float> to = target_of(dq, start, p.d, scratch[11]);
+        multiply_panels({dscores, step, 1}, {key_rows, p.keys}, rows, p.d, seen, false, to.data, to.step);
+        round(to, dq, start, rows, p.d);
+        pack_panels(queries, rows, p.d, right);
+        multiply_panels({dscores, 1, step}, {right, rows}, seen, p.d, rows, adds, dk, p.d);
+        pack_panels(dys, rows, p.d, right);
+        multiply_panels({scores, 1, step}, {right, rows}, seen, p.d, rows, adds, dv, p.d);
+        adds = true;
+      }
+      store(dk, grads.k.of(batch, head, p.d), p.keys, p.d);
+      store(dv, grads.v.of(batch, head, p.d), p.keys, p.d);
+    });
+  }
+};
 
-Shape kept_shape(const Attention& p) { return {p.batch, p.heads, p.queries}; }
+const Registration attention("block_attention", [](const Call& call) -> Step {
+  if (const Step step = attention_forward<float, float, BlockAttention<float>>(call)) return step;
+  return attention_forward<Bfloat16, float, BlockAttention<Bfloat16>>(call);
+});
 
-const Registration attention("block_attention", attention_forward(kept_shape, forward));
-const Registration attention_backward("block_attention_backward", attention_gradient(kept_shape, backward));
+const Registration attention_backward("block_attention_backward", [](const Call& call) -> Step {
+  if (const Step step = attention_gradient<float, float, BlockAttention<float>>(call)) return step;
+  return attention_gradient<Bfloat16, float, BlockAttention<Bfloat16>>(call);
+});
 
 }  // namespace
 }  // namespace singa_lite

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/bfloat16.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 
@@ -35,12 +36,7 @@ struct Broadcast {
 void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
            const float* numbers, float* out);
 
-// An array of float or of bfloat16.
-struct Operand {
-  void* data = nullptr;
-  bool is_bfloat16 = false;
-};
-// The same on such arrays: computed in float, rounded once.
+// The same on arrays of either type: computed in float, rounded once.
 void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
            const float* numbers, const Operand& out);
 

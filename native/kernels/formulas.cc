@@ -122,12 +122,6 @@ void for_runs(const Formula& formula, const Broadcast& axes, const Body& body) {
 
 constexpr std::size_t kPiece = 512;  // elements that are widened at a time: those of three inputs stay in the first cache
 
-const float* widened(const Operand& x, std::size_t place, std::size_t count, float* scratch) {
-  if (!x.is_bfloat16) return static_cast<const float*>(x.data) + place;
-  widen(static_cast<const Bfloat16*>(x.data) + place, scratch, count);
-  return scratch;
-}
-
 }  // namespace
 
 void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
@@ -149,10 +143,10 @@ void apply(const Formula& formula, const Broadcast& axes, const std::array<Opera
       const std::size_t size = std::min(kPiece, count - start);
       std::array<const float*, kMostInputs> from{};
       for (std::size_t k = 0; k < formula.num_inputs; ++k)
-        from[k] = widened(inputs[k], places[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
-      float* const to = out.is_bfloat16 ? scratch[kMostInputs] : static_cast<float*>(out.data) + i + start;
+        from[k] = inputs[k].read(places[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
+      float* const to = out.target(i + start, scratch[kMostInputs]);
       formula.loop(from.data(), steps.data(), numbers, to, size);
-      if (out.is_bfloat16) narrow(to, static_cast<Bfloat16*>(out.data) + i + start, size);
+      out.write(i + start, size, to);
     }
   });
 }
@@ -199,13 +193,11 @@ bool is_mixed(const Formula& formula, const Call& call) {
   if (call.inputs.size() != formula.num_inputs || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return false;
   bool has_bfloat16 = call.outputs[0].is_bfloat16s();
   for (const View& input : call.inputs) {
-    if (!input.is_floats() && !input.is_bfloat16s()) return false;
+    if (!input.is_operand()) return false;
     has_bfloat16 |= input.is_bfloat16s();
   }
-  return has_bfloat16 && (call.outputs[0].is_floats() || call.outputs[0].is_bfloat16s());
+  return has_bfloat16 && call.outputs[0].is_operand();
 }
-
-Operand operand_of(const View& view) { return {view.data, view.is_bfloat16s()}; }
 
 Step prepare(const Formula& formula, const Call& call) {
   const bool are_mixed = is_mixed(formula, call);
@@ -217,8 +209,8 @@ Step prepare(const Formula& formula, const Call& call) {
   if (!numbers) return {};
   if (are_mixed) {
     std::array<Operand, kMostInputs> inputs{};
-    for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = operand_of(call.inputs[k]);
-    return [&formula, axes = *axes, inputs, numbers = *numbers, out = operand_of(call.outputs[0])] {
+    for (std::size_t k = 0; k < formula.num_inputs; ++k) inputs[k] = call.inputs[k].operand();
+    return [&formula, axes = *axes, inputs, numbers = *numbers, out = call.outputs[0].operand()] {
       apply(formula, axes, inputs, numbers.data(), out);
       return true;
     };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// gather and its gradient: elements at given positions of an axis. x is (before, size, after), y (before, count, after).
+// gather and its gradient: elements of float32 or bfloat16 at given positions of an axis. x is (before, size, after), y
+// (before, count, after).
 #include <algorithm>
 #include <cstring>
 
@@ -13,8 +14,14 @@ namespace gather_loops {
 CLONES void add(const float* from, double* totals, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) totals[i] += double(from[i]);
 }
+CLONES void add(const Bfloat16* from, double* totals, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) totals[i] += double(from[i]);
+}
 CLONES void round(const double* totals, float* to, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) to[i] = float(totals[i]);
+}
+CLONES void round(const double* totals, Bfloat16* to, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) to[i].bits = Bfloat16::rounded(float(totals[i]));
 }
 
 }  // namespace gather_loops
@@ -41,7 +48,8 @@ struct Gather {
 
 // Whether whole, indices and part are arrays of one gather.
 bool read(const Call& call, const View& whole, const View& indices, const View& part, Gather* gather) {
-  if (!call.has_numbers({"axis"}) || !whole.is_floats() || !part.is_floats() || !indices.is_row_major) return false;
+  if (!call.has_numbers({"axis"}) || !whole.is_operand() || part.type != whole.type || !part.is_row_major) return false;
+  if (!indices.is_row_major) return false;
   if (indices.type != 'i' && indices.type != 'l') return false;
   const auto axis = std::size_t(call.number("axis"));
   if (call.number("axis") < 0 || axis >= whole.shape.size()) return false;
@@ -59,26 +67,28 @@ bool read(const Call& call, const View& whole, const View& indices, const View& 
   return part.shape == expected;
 }
 
-template <class Index>
-void take_elements(const Index* indices, std::size_t count, const float* x, float* y) {
+template <class Index, class T>
+void take_elements(const Index* indices, std::size_t count, const T* x, T* y) {
   parallel_for(count, 2, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) y[i] = x[indices[i]];
   });
 }
 
-void take(const Gather& g, const float* x, float* y) {
+template <class T>
+void take(const Gather& g, const T* x, T* y) {
   if (g.before == 1 && g.after == 1) {  // without divisions
     if (g.is_wide) return take_elements(static_cast<const std::int64_t*>(g.indices), g.count, x, y);
     return take_elements(static_cast<const std::int32_t*>(g.indices), g.count, x, y);
   }
   parallel_for(g.before * g.count, g.after, [&](std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i)
-      std::memcpy(y + i * g.after, x + (i / g.count * g.size + g[i % g.count]) * g.after, g.after * sizeof(float));
+      std::memcpy(y + i * g.after, x + (i / g.count * g.size + g[i % g.count]) * g.after, g.after * sizeof(T));
   });
 }
 
 // Every row of dx adds up its rows of dy in their order, whatever the number of threads.
-void put_back(const Gather& g, const float* dy, float* dx) {
+template <class T>
+void put_back(const Gather& g, const T* dy, T* dx) {
   std::vector<std::size_t> starts(g.size + 1), order(g.count);  // which indices name a position
   for (std::size_t i = 0; i < g.count; ++i) ++starts[g[i] + 1];
   for (std::size_t position = 0; position < g.size; ++position) starts[position + 1] += starts[position];
@@ -92,11 +102,11 @@ void put_back(const Gather& g, const float* dy, float* dx) {
     for (std::size_t task = begin; task < end; ++task) {
       const std::size_t block = task % blocks, position = task / blocks % g.size, outer = task / blocks / g.size;
       const std::size_t first = block * kColumns, columns = std::min(kColumns, g.after - first);
-      float* to = dx + (outer * g.size + position) * g.after + first;
-      const float* from = dy + outer * g.count * g.after + first;
+      T* to = dx + (outer * g.size + position) * g.after + first;
+      const T* from = dy + outer * g.count * g.after + first;
       const std::size_t start = starts[position], stop = starts[position + 1];
       if (stop - start == 1) {
-        std::memcpy(to, from + order[start] * g.after, columns * sizeof(float));
+        std::memcpy(to, from + order[start] * g.after, columns * sizeof(T));
         continue;
       }
       std::fill(totals, totals + columns, 0.0);
@@ -106,26 +116,36 @@ void put_back(const Gather& g, const float* dy, float* dx) {
   });
 }
 
-const Registration gather("gather", [](const Call& call) -> Step {
-  Gather g;
-  if (call.inputs.size() != 2 || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return {};
-  if (!read(call, call.inputs[0], call.inputs[1], call.outputs[0], &g)) return {};
-  return [g, x = call.inputs[0].floats(), y = call.outputs[0].floats()] {
+template <class T>
+Step take_step(const Gather& g, const Call& call) {
+  return [g, x = static_cast<const T*>(call.inputs[0].data), y = static_cast<T*>(call.outputs[0].data)] {
     if (!g.are_in_range()) return false;
     if (g.count && g.before && g.after) take(g, x, y);
     return true;
   };
+}
+
+template <class T>
+Step put_back_step(const Gather& g, const Call& call) {
+  return [g, dy = static_cast<const T*>(call.inputs[0].data), dx = static_cast<T*>(call.outputs[0].data)] {
+    if (!g.are_in_range()) return false;
+    if (g.size && g.before && g.after) put_back(g, dy, dx);
+    return true;
+  };
+}
+
+const Registration gather("gather", [](const Call& call) -> Step {
+  Gather g;
+  if (call.inputs.size() != 2 || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return {};
+  if (!read(call, call.inputs[0], call.inputs[1], call.outputs[0], &g)) return {};
+  return call.inputs[0].is_floats() ? take_step<float>(g, call) : take_step<Bfloat16>(g, call);
 });
 
 const Registration gather_backward("gather_backward", [](const Call& call) -> Step {
   Gather g;
   if (call.inputs.size() != 2 || call.outputs.size() != 1 || !call.outputs[0].is_writeable) return {};
   if (!read(call, call.outputs[0], call.inputs[1], call.inputs[0], &g)) return {};
-  return [g, dy = call.inputs[0].floats(), dx = call.outputs[0].floats()] {
-    if (!g.are_in_range()) return false;
-    if (g.size && g.before && g.after) put_back(g, dy, dx);
-    return true;
-  };
+  return call.inputs[0].is_floats() ? put_back_step<float>(g, call) : put_back_step<Bfloat16>(g, call);
 });
 
 }  // namespace

@@ -88,24 +88,25 @@ bool read_sizes(const View& x, const View& scale, const View& mean, std::size_t*
   return std::equal(scale.shape.begin(), scale.shape.end(), x.shape.begin() + axes) && mean.size() == *rows;
 }
 
-// T: float or Bfloat16, of x, y and their gradients; all else is float.
+// float or Bfloat16: X of x, Y of y, T of x and of the gradients of x and y; all else is float.
 template <class T>
 T* data_of(const View& view) {
   return static_cast<T*>(view.data);
 }
 
-template <class T>
+template <class X, class Y>
 Step forward_step(const Call& call) {
   std::size_t rows, columns;
   if (!call.has_numbers({"eps"})) return {};
   const View &x = call.inputs[0], &scale = call.inputs[1], &bias = call.inputs[2], &y = call.outputs[0];
   if (!read_sizes(x, scale, call.outputs[1], &rows, &columns)) return {};
   if (bias.shape != scale.shape || y.shape != x.shape || call.outputs[2].size() != rows) return {};
-  return [rows, columns, eps = call.number("eps"), x = data_of<const T>(x), scale = scale.floats(),
-          bias = bias.floats(), y = data_of<T>(y), mean = call.outputs[1].floats(),
+  return [rows, columns, eps = call.number("eps"), x = data_of<const X>(x), scale = scale.floats(),
+          bias = bias.floats(), y = data_of<Y>(y), mean = call.outputs[1].floats(),
           inverse_std = call.outputs[2].floats()] {
     parallel_for(rows, 3 * columns, [&](std::size_t begin, std::size_t end) {
-      const Scratch<T> of_x(columns), of_y(columns);
+      const Scratch<X> of_x(columns);
+      const Scratch<Y> of_y(columns);
       for (std::size_t row = begin; row < end; ++row) {
         const float* from = floats_of(x + row * columns, columns, of_x);
         layer_norm_loops::forward(from, scale, bias, target_of(y + row * columns, of_y), columns, eps, mean + row,
@@ -128,21 +129,22 @@ Step backward_step(const Call& call) {
   if (call.outputs[1].shape != scale.shape || call.outputs[2].shape != scale.shape) return {};
   const bool has_addend = call.inputs.size() == 6;
   if (has_addend && call.inputs[5].size() != x.size()) return {};
-  const float* const addend = has_addend ? call.inputs[5].floats() : nullptr;
+  const T* const addend = has_addend ? data_of<const T>(call.inputs[5]) : nullptr;
   return [rows, columns, addend, dy = data_of<const T>(dy), x = data_of<const T>(x), scale = scale.floats(),
           mean = call.inputs[3].floats(), inverse_std = call.inputs[4].floats(), dx = data_of<T>(call.outputs[0]),
           dscale = call.outputs[1].floats(), dbias = call.outputs[2].floats()] {
     const std::size_t pieces = (rows + kPiece - 1) / kPiece;
     std::vector<float> parts(2 * pieces * columns);  // dscale and dbias of each piece
     parallel_for(pieces, 4 * kPiece * columns, [&](std::size_t begin, std::size_t end) {
-      const Scratch<T> of_dy(columns), of_x(columns), of_dx(columns);
+      const Scratch<T> of_dy(columns), of_x(columns), of_addend(columns), of_dx(columns);
       for (std::size_t piece = begin; piece < end; ++piece)
         for (std::size_t row = piece * kPiece; row < std::min(rows, (piece + 1) * kPiece); ++row) {
           float* part = parts.data() + 2 * piece * columns;
           const std::size_t at = row * columns;
           layer_norm_loops::backward(floats_of(dy + at, columns, of_dy), floats_of(x + at, columns, of_x), scale,
-                                     addend ? addend + at : nullptr, target_of(dx + at, of_dx), columns, mean[row],
-                                     inverse_std[row], part, part + columns);
+                                     addend ? floats_of(addend + at, columns, of_addend) : nullptr,
+                                     target_of(dx + at, of_dx), columns, mean[row], inverse_std[row], part,
+                                     part + columns);
           store(dx + at, columns, of_dx);
         }
     });
@@ -158,8 +160,9 @@ Step backward_step(const Call& call) {
 }
 
 const Registration layer_norm("layer_norm", [](const Call& call) -> Step {
-  if (call.are_floats(3, 3)) return forward_step<float>(call);
-  return call.has_arrays("Eff", "Eff") ? forward_step<Bfloat16>(call) : Step();
+  if (call.are_floats(3, 3)) return forward_step<float, float>(call);
+  if (call.has_arrays("fff", "Eff")) return forward_step<float, Bfloat16>(call);
+  return call.has_arrays("Eff", "Eff") ? forward_step<Bfloat16, Bfloat16>(call) : Step();
 });
 
 const Registration layer_norm_backward("layer_norm_backward", [](const Call& call) -> Step {
@@ -168,8 +171,9 @@ const Registration layer_norm_backward("layer_norm_backward", [](const Call& cal
 });
 
 // of recorded steps: (dy, x, scale, mean, inverse_std, addend) -> (dx + addend, dscale, dbias)
-const Registration layer_norm_backward_add("layer_norm_backward_add", [](const Call& call) {
-  return call.are_floats(6, 3) ? backward_step<float>(call) : Step();
+const Registration layer_norm_backward_add("layer_norm_backward_add", [](const Call& call) -> Step {
+  if (call.are_floats(6, 3)) return backward_step<float>(call);
+  return call.has_arrays("EEfffE", "Eff") ? backward_step<Bfloat16>(call) : Step();
 });
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "kernels/elementwise.h"
 #include "kernels/onednn.h"
+#include "kernels/row_product.h"
 #include "kernels/threads.h"
 #include "kernels/widen.h"
 
@@ -66,30 +67,52 @@ bool matmul(const Matmul& p, const float* a, const float* b, float* y) {
 
 namespace {
 
-constexpr std::int64_t kRowsAtOnce = 512;
+constexpr std::int64_t kDepth = 512;  // rows of both operands that are widened at a time, so that they stay in a cache
+
+// y = a^T b of bfloat16 numbers, which are widened.
+bool transposed_product(const Matmul& p, const Bfloat16* a, const Bfloat16* b, float* y) {
+  const std::int64_t most = std::min(kDepth, p.k);
+  const Scratch<Bfloat16> wide_a(std::size_t(most * p.m)), wide_b(std::size_t(most * p.n));
+  note_parallel_region(num_threads());
+  for (std::int64_t start = 0; start < p.k; start += most) {
+    const std::int64_t depth = std::min(most, p.k - start);
+    from_bfloat16(a + start * p.m, wide_a.data(), std::size_t(depth * p.m));
+    from_bfloat16(b + start * p.n, wide_b.data(), std::size_t(depth * p.n));
+    if (dnnl_sgemm('T', 'N', p.m, p.n, depth, 1.0f, wide_a.data(), p.m, wide_b.data(), p.n, start ? 1.0f : 0.0f, y,
+                   p.n) != dnnl_success)
+      return false;
+  }
+  return true;
+}
+
+bool widened_product(const Matmul& p, const Bfloat16* a, const Bfloat16* b, float* y) {
+  if (p.batch == 1 && p.transpose_a && !p.transpose_b) return transposed_product(p, a, b, y);
+  const auto in_a = std::size_t(p.batch * p.m * p.k), in_b = std::size_t(p.batch * p.k * p.n);
+  const Scratch<Bfloat16> wide_a(in_a), wide_b(in_b);
+  from_bfloat16(a, wide_a.data(), in_a);
+  from_bfloat16(b, wide_b.data(), in_b);
+  return matmul(p, wide_a.data(), wide_b.data(), y);
+}
 
 // The product of bfloat16 numbers, or of the same ones widened, see Note [bfloat16 products] in onednn.h.
 template <class Y>
 bool product_of(const Matmul& p, const Bfloat16* a, const Bfloat16* b, const float* bias, bool relu, Y* y) {
   constexpr bool kRounds = std::is_same_v<Y, Bfloat16>;
   if (multiplies_bfloat16()) return run(p, {true, kRounds, bias != nullptr, relu}, a, b, bias, y);
-  Matmul part = p;  // some rows of y at a time, so that what is widened stays in a cache
-  const bool is_cut = p.batch == 1 && !p.transpose_a;
-  const std::int64_t most = is_cut ? std::min(p.m, kRowsAtOnce) : p.m;
-  const auto in_b = std::size_t(p.batch * p.k * p.n), columns = std::size_t(p.n);
-  const Scratch<Bfloat16> wide_a(std::size_t(p.batch * most * p.k)), wide_b(in_b);
-  const Scratch<Y> wide_y(std::size_t(p.batch * most) * columns);
-  from_bfloat16(b, wide_b.data(), in_b);
-  for (std::int64_t start = 0; start < p.m; start += most) {
-    part.m = std::min(most, p.m - start);
-    const auto rows = std::size_t(p.batch * part.m);
-    Y* const part_y = y + start * p.n;
-    float* const to = target_of(part_y, wide_y);
-    from_bfloat16(a + start * p.k, wide_a.data(), rows * std::size_t(p.k));
-    if (!matmul(part, wide_a.data(), wide_b.data(), to)) return false;
-    if (bias || relu) add_row(bias, relu, to, rows, columns);
-    if constexpr (kRounds) to_bfloat16(to, part_y, rows * columns);
+  const auto finish = [&](std::int64_t first, std::int64_t count, float* sums) {
+    if (bias || relu) add_row(bias, relu, sums, std::size_t(count), std::size_t(p.n));
+    if constexpr (kRounds) to_bfloat16(sums, y + first * p.n, std::size_t(count * p.n));
+  };
+  const auto rows = p.batch * p.m;
+  if (p.batch == 1 && !p.transpose_a) {
+    const RowProduct product{p.m, p.n, p.k, p.transpose_b, {const_cast<Bfloat16*>(a), true}, {const_cast<Bfloat16*>(b), true}};
+    if constexpr (kRounds) multiply_rows(product, nullptr, finish);
+    else multiply_rows(product, y, finish);
+    return true;
   }
+  const Scratch<Y> wide_y(std::size_t(rows * p.n));
+  if (!widened_product(p, a, b, target_of(y, wide_y))) return false;
+  finish(0, rows, target_of(y, wide_y));
   return true;
 }
 

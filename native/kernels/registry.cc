@@ -20,11 +20,17 @@ std::size_t View::size() const {
 }
 
 bool Call::are_floats(std::size_t num_inputs, std::size_t num_outputs) const {
+  const auto is_floats = [](const View& view) { return view.is_floats(); };
+  return are_operands(num_inputs, num_outputs) && std::all_of(inputs.begin(), inputs.end(), is_floats) &&
+         std::all_of(outputs.begin(), outputs.end(), is_floats);
+}
+
+bool Call::are_operands(std::size_t num_inputs, std::size_t num_outputs) const {
   if (inputs.size() != num_inputs || outputs.size() != num_outputs) return false;
   for (const View& view : inputs)
-    if (!view.is_floats()) return false;
+    if (!view.is_operand()) return false;
   for (const View& view : outputs)
-    if (!view.is_floats() || !view.is_writeable) return false;
+    if (!view.is_operand() || !view.is_writeable) return false;
   return true;
 }
 

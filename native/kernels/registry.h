@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/bfloat16.h"
+#include "kernels/widen.h"
 
 namespace singa_lite {
 
@@ -40,6 +41,9 @@ struct View {
   // Whether it is a row-major bfloat16 array.
   bool is_bfloat16s() const { return type == 'E' && is_row_major; }
   Bfloat16* bfloat16s() const { return static_cast<Bfloat16*>(data); }
+  // Whether it is either of these.
+  bool is_operand() const { return is_floats() || is_bfloat16s(); }
+  Operand operand() const { return {data, is_bfloat16s()}; }
 };
 
 struct Call {
@@ -48,6 +52,8 @@ struct Call {
 
   // Whether there are so many arrays, all row-major float32.
   bool are_floats(std::size_t num_inputs, std::size_t num_outputs) const;
+  // Whether there are so many arrays, all row-major float32 or bfloat16.
+  bool are_operands(std::size_t num_inputs, std::size_t num_outputs) const;
   // Whether there is a row-major array of each of these types (see View), in this order.
   bool has_arrays(const std::string& input_types, const std::string& output_types) const;
   // Whether these are its attributes, and each is one number.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 #include "common/bfloat16.h"
@@ -14,6 +15,33 @@ namespace singa_lite {
 // to[i] = from[i], by the calling thread alone.
 void widen(const Bfloat16* from, float* to, std::size_t count);
 void narrow(const float* from, Bfloat16* to, std::size_t count);
+
+// The same for rows of `count`, which are so many elements apart.
+void widen_rows(const Bfloat16* from, std::int64_t from_step, float* to, std::int64_t to_step, std::int64_t rows,
+                std::int64_t count);
+void narrow_rows(const float* from, std::int64_t from_step, Bfloat16* to, std::int64_t to_step, std::int64_t rows,
+                 std::int64_t count);
+
+// A row-major array of float or of bfloat16, known when the program runs. Its elements are read and written as floats: where
+// they are, or by way of a buffer.
+struct Operand {
+  void* data = nullptr;
+  bool is_bfloat16 = false;
+
+  // `count` elements from number `place` on.
+  const float* read(std::size_t place, std::size_t count, float* buffer) const {
+    if (!is_bfloat16) return static_cast<const float*>(data) + place;
+    widen(static_cast<const Bfloat16*>(data) + place, buffer, count);
+    return buffer;
+  }
+  // Where to compute the elements from number `place` on, which write() then rounds.
+  float* target(std::size_t place, float* buffer) const {
+    return is_bfloat16 ? buffer : static_cast<float*>(data) + place;
+  }
+  void write(std::size_t place, std::size_t count, const float* buffer) const {
+    if (is_bfloat16) narrow(buffer, static_cast<Bfloat16*>(data) + place, count);
+  }
+};
 
 // Room for the floats of a piece of T, from the pool; none where T is float.
 template <class T>

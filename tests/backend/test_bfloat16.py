@@ -110,6 +110,18 @@ def test_copies_transposes_and_fills():
     assert KERNELS.fill(out=x, value=1.003) and (x == bfloat16.type(1.003)).all()
 
 
+@quick
+@given(seeds, st.tuples(*[st.integers(1, 40)] * 3), st.integers(1, 30))
+def test_taking_by_index_and_putting_back(seed, shape, count):
+    x, ids = numbers(seed, *shape), np.random.default_rng(seed).integers(0, shape[1], count)
+    y = like(shape[0], count, shape[2])
+    assert KERNELS.gather(x, ids, out=y, axis=1, where="embedding")
+    np.testing.assert_array_equal(y, x[:, ids])
+    check("gather_backward", numbers(seed + 1, *y.shape), ids, out=(like(*shape),), axis=1)
+    assert not KERNELS.gather(x, ids, out=y.astype("f"), axis=1)
+    assert not KERNELS.gather_backward(y.astype("f"), ids, out=like(*shape), axis=1)
+
+
 def test_other_dtypes_of_two_bytes_are_not_taken():
     x, y = numbers(1, 8), like(8)
     for other in (x.view(np.float16), x.view(np.uint16), x.view(np.int16)):

@@ -75,17 +75,20 @@ class Transformer(model.Model):
         return out, loss
 
 
-def train(use_graph, steps, communicator=None, **options):
+def train(use_graph, steps, communicator=None, precision="fp32", num_batches=99, **options):
+    """Outputs, losses and states of so many steps; of ``num_batches`` batches, each rank's its own."""
     get_default_device().SetRandSeed(3)
     net = Transformer(**options)
     net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.05), communicator=communicator or LocalCommunicator(World())))
     rank = 0 if communicator is None else communicator.rank
 
     def batch(step):
-        ids = np.random.default_rng(10 * step + rank).integers(0, 11, (3, 41)).astype(np.int32)
+        ids = (
+            np.random.default_rng(10 * (step % num_batches) + rank).integers(0, 11, (3, 41)).astype(np.int32)
+        )
         return from_numpy(ids[:, :-1].copy()), from_numpy(ids[:, 1:].copy())
 
-    net.compile([batch(0)[0]], use_graph=use_graph)
+    net.compile([batch(0)[0]], use_graph=use_graph, precision=precision)
     results = [net(*batch(step)) for step in range(steps)]
     if use_graph:
         assert net.graph_info()[0].break_reason is None

@@ -4,13 +4,21 @@
 The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; block_attention.cc, product.cc and
 layer_norm.cc in native/kernels say what they compute. That they take a call is checked here, as there is no other code
 for it.
+
+Note [casts]: in mixed precision a product of bfloat16 numbers, added up in float32, is rounded and widened again before
+it is added to float32 activations, and the norm of these is rounded for the next product. Those casts become part of
+the product and of the norm, so a product is then not rounded in between.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from ...dtypes import bfloat16
 from ...graph.memory import Memory, View, row_major
 from ...graph.nodes import Kernel
 from ...graph.rewrite import GraphRewriter
@@ -28,10 +36,14 @@ LOWERED = frozenset(
 )
 
 
-def _are_plain(*views: View) -> bool:
-    """Return whether all are row-major float32 arrays with elements, in this machine's byte order."""
+def _are_plain(*views: View, dtype: Any = None) -> bool:
+    """Return whether all are row-major arrays with elements, in this machine's byte order.
+
+    Args:
+        dtype: which they must have; None: float32 or bfloat16, each its own.
+    """
     return all(
-        view.dtype == "float32"
+        (view.dtype in (np.float32, bfloat16) if dtype is None else view.dtype == dtype)
         and view.dtype.isnative
         and 0 not in view.shape
         and view.strides == row_major(view.shape, view.dtype)
@@ -39,27 +51,36 @@ def _are_plain(*views: View) -> bool:
     )
 
 
-def _product(call: Kernel, num_inputs: int) -> bool:
-    """Return whether ``call`` is a product of two plain matrices, the first as it is, without a ReLU."""
+def _product(call: Kernel, num_inputs: int, *others: View) -> bool:
+    """Return whether ``call`` is a product of two plain matrices, the first as it is, without a ReLU.
+
+    Args:
+        num_inputs: how many it has, of which a third is a float32 row.
+        others: what a fused product would read or write beside it: float32 where the matrices are.
+    """
+    a, b, *bias = call.inputs
+    dtype = np.float32 if a.dtype == np.float32 else None
     attributes = call.attributes
     return (
         len(call.inputs) == num_inputs
-        and len(call.inputs[0].shape) == len(call.inputs[1].shape) == 2
-        and _are_plain(*call.inputs, call.out)
+        and len(a.shape) == len(b.shape) == 2
+        and _are_plain(a, b, dtype=a.dtype)
+        and _are_plain(*bias, dtype=np.float32)
+        and _are_plain(call.out, *others, dtype=dtype)
         and not attributes.get("transpose_a")
         and not attributes.get("relu")
     )
 
 
-def _linear(call: Kernel) -> bool:
-    """Return whether ``call`` is a product with a bias, neither matrix transposed."""
-    return _product(call, 3) and not call.attributes.get("transpose_b")
+def _linear(call: Kernel, *others: View) -> bool:
+    """Return whether ``call`` is a product with a bias, neither matrix transposed; ``others`` as for ``_product``."""
+    return _product(call, 3, *others) and not call.attributes.get("transpose_b")
 
 
 def attention_without_probabilities(graph: GraphRewriter, number: int) -> None:
     """attention, attention_backward -> block_attention and its gradient, which computes probabilities again."""
     call = graph.kernel(number, "attention")
-    if call is None or not _are_plain(*call.inputs, *call.outputs):
+    if call is None or not _are_plain(*call.inputs, *call.outputs, dtype=call.inputs[0].dtype):
         return
     y, probabilities = call.outputs
     readers = graph.readers(probabilities)
@@ -69,10 +90,10 @@ def attention_without_probabilities(graph: GraphRewriter, number: int) -> None:
     if readers and (
         gradient is None
         or gradient.inputs[1] != probabilities
-        or not _are_plain(*gradient.inputs, *gradient.outputs)
+        or not _are_plain(*gradient.inputs, *gradient.outputs, dtype=y.dtype)
     ):
         return
-    shape, dtype = probabilities.shape[:3], probabilities.dtype
+    shape, dtype = probabilities.shape[:3], np.dtype(np.float32)
     logsumexp = View(Memory(math.prod(shape) * dtype.itemsize), 0, shape, dtype, row_major(shape, dtype))
     graph.put(number, replace(call, name="block_attention", out=(y, logsumexp)))
     if gradient is not None:
@@ -92,7 +113,7 @@ def gelu_after_product(graph: GraphRewriter, last: int) -> None:
     if gradient is None or gradient.inputs[1].memory is not call.out.memory:
         return
     views = (gelu.inputs[0], gelu.out, *gradient.inputs, gradient.out)
-    if not _linear(call) or not _are_plain(*views) or not graph.can_move(first, last):
+    if not _linear(call, *views) or not graph.can_move(first, last):
         return
     size = math.prod(call.out.shape)
     if call.out.is_whole and all(math.prod(view.shape) == size for view in views):
@@ -109,8 +130,7 @@ def multiply_after_product(graph: GraphRewriter, last: int) -> None:
     first, call, mul = pair
     product, factor = mul.inputs
     if (
-        _product(call, 2)
-        and _are_plain(product, factor, mul.out)
+        _product(call, 2, product, factor, mul.out)
         and product.shape == factor.shape
         and math.prod(product.shape) == math.prod(call.out.shape)
         and mul.out.memory is not factor.memory
@@ -129,8 +149,7 @@ def add_after_product(graph: GraphRewriter, last: int) -> None:
         return
     first, call, add, product, residual = found
     if (
-        _linear(call)
-        and _are_plain(product, residual, add.out)
+        _linear(call, product, residual, add.out)
         and product.shape == residual.shape
         and math.prod(product.shape) == math.prod(call.out.shape)
         and add.out.memory is not residual.memory
@@ -148,7 +167,9 @@ def norm_after_add(graph: GraphRewriter, last: int) -> None:
     first, call = found
     x, scale, shift = norm.inputs
     if (
-        _are_plain(*norm.inputs, *norm.outputs)
+        _are_plain(x, norm.out[0], dtype=x.dtype)
+        and _are_plain(scale, shift, *norm.out[1:], dtype=np.float32)
+        and x.dtype == call.out.dtype
         and math.prod(x.shape) == math.prod(call.out.shape)
         and scale.shape == shift.shape == call.inputs[2].shape
         and graph.can_move(first, last)
@@ -171,7 +192,8 @@ def add_after_norm_gradient(graph: GraphRewriter, last: int) -> None:
     first, call, add, dx, addend = found
     if (
         dx == call.outputs[0]
-        and _are_plain(*call.inputs, *call.outputs, addend, add.out)
+        and _are_plain(*call.inputs[:2], dx, addend, add.out, dtype=dx.dtype)
+        and _are_plain(*call.inputs[2:], *call.outputs[1:], dtype=np.float32)
         and addend.shape == dx.shape == add.out.shape
     ):
         fused = replace(
@@ -183,11 +205,52 @@ def add_after_norm_gradient(graph: GraphRewriter, last: int) -> None:
         graph.merge(first, last, fused)
 
 
+def cast_after_product(graph: GraphRewriter, last: int) -> None:
+    """matmul of bfloat16, cast -> matmul with a float32 result; see Note [casts]."""
+    pair = graph.pair(last, "cast", "matmul")
+    if pair is None:
+        return
+    first, call, cast = pair
+    product, a = cast.inputs[0], call.inputs[0]
+    if (
+        a.dtype == product.dtype == bfloat16
+        and len(call.out.shape) == 2
+        and _are_plain(*call.inputs[:2], call.out, product, cast.out)
+        and math.prod(product.shape) == math.prod(call.out.shape)
+    ):
+        out = replace(cast.out, shape=call.out.shape, strides=row_major(call.out.shape, cast.out.dtype))
+        graph.merge(first, last, replace(call, out=out))
+
+
+def cast_after_norm(graph: GraphRewriter, last: int) -> None:
+    """layer_norm or matmul_add_norm, cast -> the same with a bfloat16 norm; see Note [casts]."""
+    pair = graph.pair(last, "cast", "layer_norm", "matmul_add_norm")
+    if pair is None:
+        return
+    first, call, cast = pair
+    number = 0 if call.name == "layer_norm" else 1  # of the norm among its results
+    normal = call.outputs[number]
+    is_taken = call.inputs[0].dtype == (np.float32 if call.name == "layer_norm" else bfloat16)
+    if (
+        is_taken
+        and cast.out.dtype == bfloat16
+        and cast.inputs[0].memory is normal.memory
+        and _are_plain(normal, cast.inputs[0], dtype=np.float32)
+        and _are_plain(cast.out, *call.inputs, *call.outputs)
+        and math.prod(cast.out.shape) == math.prod(normal.shape)
+    ):
+        out = replace(cast.out, shape=normal.shape, strides=row_major(normal.shape, cast.out.dtype))
+        outputs = (*call.outputs[:number], out, *call.outputs[number + 1 :])
+        graph.merge(first, last, replace(call, out=outputs))
+
+
 RULES = (
+    cast_after_product,
     attention_without_probabilities,
     gelu_after_product,
     multiply_after_product,
     add_after_product,
     norm_after_add,
+    cast_after_norm,
     add_after_norm_gradient,
 )
