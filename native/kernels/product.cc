@@ -94,9 +94,9 @@ const Registration matmul_gelu("matmul_gelu", [](const Call& call) -> Step {
   if (!have_size(call.outputs, {1}, p.m * p.n)) return {};
   return [p, bias = call.inputs[2].floats(), derivative = call.outputs[1].operand()] {
     multiply_into(p, [&](std::size_t place, float* sums, float* room) {
-      float* const slopes = derivative.target(place, room);
-      product_loops::gelu(bias, sums, slopes, std::size_t(p.n));
-      derivative.write(place, std::size_t(p.n), slopes);
+      float* const derivatives = derivative.target(place, room);
+      product_loops::gelu(bias, sums, derivatives, std::size_t(p.n));
+      derivative.write(place, std::size_t(p.n), derivatives);
     });
     return true;
   };

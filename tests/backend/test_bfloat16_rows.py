@@ -129,16 +129,16 @@ def test_product_over_many_rows(k, transpose_b):
 
 @quick
 @given(seeds, shapes, dtypes, dtypes)
-def test_product_with_gelu_and_its_slope(seed, shape, of_y, of_slope):
+def test_product_with_gelu_and_its_derivative(seed, shape, of_y, of_derivative):
     (a, b), product, sizes = operands(seed, shape)
-    bias, outs = floats(seed + 2, shape[1]), (like(*shape[:2], dtype=of_y), like(*shape[:2], dtype=of_slope))
+    bias, outs = floats(seed + 2, shape[1]), (like(*shape[:2], dtype=of_y), like(*shape[:2], dtype=of_derivative))
     assert KERNELS.matmul_gelu(a, b, bias, out=outs)
-    u, wanted, slope = product + bias, np.empty(shape[:2]), np.empty(shape[:2])
+    u, wanted, derivative = product + bias, np.empty(shape[:2]), np.empty(shape[:2])
     NUMPY.run("gelu", u, out=wanted)
-    NUMPY.run("gelu_backward", np.ones_like(u), u, out=slope)
+    NUMPY.run("gelu_backward", np.ones_like(u), u, out=derivative)
     rest = 1e-3 * (sizes + np.abs(bias) + 1)  # of sums in float32
     assert_within(outs[0], wanted, np.abs(wanted) + rest, "gelu")
-    assert_within(outs[1], slope, np.abs(slope) + rest, "slope")
+    assert_within(outs[1], derivative, np.abs(derivative) + rest, "derivative")
 
 
 @quick
