@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/clones.h"
 #include "kernels/elementwise.h"
 #include "kernels/matmul.h"
 #include "kernels/onednn.h"
@@ -10,6 +11,19 @@
 
 #ifdef SINGA_LITE_ONEDNN
 namespace singa_lite {
+namespace row_product_loops {
+
+constexpr std::int64_t kColumns = 16;  // a cache line of the result
+
+// Rows begin .. end of b (n, k) become columns of to (k, n).
+CLONES void turn(const Bfloat16* b, std::int64_t begin, std::int64_t end, std::int64_t n, std::int64_t k, float* to) {
+  for (std::int64_t row = begin; row < end; row += kColumns)
+    for (std::int64_t l = 0; l < k; ++l)
+      for (std::int64_t i = row; i < std::min(row + kColumns, end); ++i) to[l * n + i] = b[i * k + l];
+}
+
+}  // namespace row_product_loops
+
 namespace {
 
 constexpr std::int64_t kRows = 128;  // multiplied at a time: their result stays in the second cache, and fewer are slower
@@ -32,6 +46,15 @@ bool multiply_together(const RowProduct& p, float* y, const FinishRows& finish) 
   return true;
 }
 
+// b as floats in `to`, as it is or, with turns, (k, n) made of (n, k).
+void widen_b(const RowProduct& p, bool turns, float* to) {
+  const auto* const b = static_cast<const Bfloat16*>(p.b.data);
+  if (!turns) return from_bfloat16(b, to, std::size_t(p.k * p.n));
+  parallel_for(std::size_t(p.n), std::size_t(p.k), [&](std::size_t begin, std::size_t end) {
+    row_product_loops::turn(b, std::int64_t(begin), std::int64_t(end), p.n, p.k, to);
+  });
+}
+
 }  // namespace
 
 void multiply_rows(const RowProduct& p, float* y, const FinishRows& finish) {
@@ -39,9 +62,11 @@ void multiply_rows(const RowProduct& p, float* y, const FinishRows& finish) {
   if (widens && multiplies_bfloat16() && multiply_together(p, y, finish)) return;
   const std::int64_t most = std::max<std::int64_t>(8, (p.m + num_threads() - 1) / num_threads());
   const std::int64_t step = std::min(kRows, most), blocks = (p.m + step - 1) / step;
+  const bool turns = widens && p.transpose_b && p.m > kRows;  // once; else every block does, as those of float
   const Scratch<Bfloat16> wide_b(widens ? std::size_t(p.k * p.n) : 0);
-  if (widens) from_bfloat16(static_cast<const Bfloat16*>(p.b.data), wide_b.data(), std::size_t(p.k * p.n));
+  if (widens) widen_b(p, turns, wide_b.data());
   const float* const b = widens ? wide_b.data() : static_cast<const float*>(p.b.data);
+  const bool transpose_b = p.transpose_b && !turns;
   note_parallel_region(num_threads());
   parallel_for(std::size_t(blocks), std::size_t(step * p.n * p.k), [&](std::size_t begin, std::size_t end) {
     const Scratch<Bfloat16> wide_a(widens ? std::size_t(step * p.k) : 0), scratch(y ? 0 : std::size_t(step * p.n));
@@ -49,8 +74,7 @@ void multiply_rows(const RowProduct& p, float* y, const FinishRows& finish) {
       const std::int64_t start = block * step, rows = std::min(step, p.m - start);
       const float* const a = p.a.read(std::size_t(start * p.k), std::size_t(rows * p.k), wide_a.data());
       float* const sums = y ? y + start * p.n : scratch.data();
-      dnnl_sgemm('N', p.transpose_b ? 'T' : 'N', rows, p.n, p.k, 1.0f, a, p.k, b, p.transpose_b ? p.k : p.n, 0.0f, sums,
-                 p.n);
+      dnnl_sgemm('N', transpose_b ? 'T' : 'N', rows, p.n, p.k, 1.0f, a, p.k, b, transpose_b ? p.k : p.n, 0.0f, sums, p.n);
       finish(start, rows, sums);
     }
   });
