@@ -217,8 +217,9 @@ def recorded_and_resumed(communicator: Any) -> dict[str, dict[str, bytes]]:
                     resumed.optimizer.set_states(recorded.optimizer.get_states())
                 for net in (eager, recorded, free, resumed)[: 3 + (number >= 7)]:
                     trained(net, rank, number, number + 1)
+                got = values(recorded)
                 for key, value in values(eager).items():
-                    np.testing.assert_allclose(values(recorded)[key], value, rtol=1e-5, err_msg=text)
+                    np.testing.assert_allclose(got[key], value, rtol=1e-5, err_msg=text)
             assert everything(recorded) == everything(resumed), text
             assert no_breaks(recorded) <= 5
             assert values(free)["first.W"].tobytes() != values(eager)["first.W"].tobytes()
