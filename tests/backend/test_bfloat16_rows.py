@@ -131,7 +131,10 @@ def test_product_over_many_rows(k, transpose_b):
 @given(seeds, shapes, dtypes, dtypes)
 def test_product_with_gelu_and_its_derivative(seed, shape, of_y, of_derivative):
     (a, b), product, sizes = operands(seed, shape)
-    bias, outs = floats(seed + 2, shape[1]), (like(*shape[:2], dtype=of_y), like(*shape[:2], dtype=of_derivative))
+    bias, outs = (
+        floats(seed + 2, shape[1]),
+        (like(*shape[:2], dtype=of_y), like(*shape[:2], dtype=of_derivative)),
+    )
     assert KERNELS.matmul_gelu(a, b, bias, out=outs)
     u, wanted, derivative = product + bias, np.empty(shape[:2]), np.empty(shape[:2])
     NUMPY.run("gelu", u, out=wanted)

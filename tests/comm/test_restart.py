@@ -322,7 +322,13 @@ sys.exit(3 if number == 0 and rank == 1 else 0)
 
 def start_job(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
     command = launch_command(write_script(folder, HEAD + text), 3, options=options)
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=fresh_environment())
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=fresh_environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup would have it ignored
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
