@@ -93,7 +93,8 @@ def our_step(
     network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
     network.compile([tensors[0]], use_graph=mode != "eager", precision=precision)
     check_count(model, sum(value.size() for value in network.get_params().values()))
-    return partial(network, *tensors, precision)  # DistOpt has a dist_option of that name
+    options = ["bf16"] if mode == "bf16" else []  # of the wire too; a caller may add its own to the others
+    return partial(network, *tensors, *options)
 
 
 def check_count(model: str, count: int) -> None:
