@@ -283,10 +283,15 @@ def _part_of(path: Path, names: Collection[str]) -> bytes:
     """
     with open(path, "rb") as file:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
-        entries = json.loads(file.read(min(num_bytes, os.fstat(file.fileno()).st_size)))
+        data_bytes = os.fstat(file.fileno()).st_size - 8 - num_bytes
+        if data_bytes < 0:
+            raise ValueError(f"a header of {num_bytes} bytes does not fit into the file")
+        entries = json.loads(file.read(num_bytes))
         header, parts, end = {}, [], 0
         for name in names:
             first, last = entries[name]["data_offsets"]
+            if not 0 <= first <= last <= data_bytes:
+                raise ValueError(f"{name} at bytes {first} to {last} is not in the {data_bytes} bytes of data")
             file.seek(8 + num_bytes + first)
             parts.append(file.read(last - first))
             header[name] = {**entries[name], "data_offsets": [end, end + last - first]}

@@ -558,14 +558,23 @@ def test_a_folder_with_a_manifest_that_cannot_be_read_is_refused_unless_it_was_l
     checkpoint.save_job(tmp_path, net)
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4", "X", 3, None])
-def test_a_file_with_a_dtype_that_numpy_has_not_is_damaged(tmp_path: Path, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("dtype", dtype) for dtype in ("F8_E4M3", "F4", "X", 3, None)),
+        *(
+            ("data_offsets", offsets)
+            for offsets in ([0, 2**70], [2**70, 2**70 + 4], [8, 4], [-4, 0], [0, 1e30])
+        ),
+    ],
+)
+def test_a_file_with_a_header_that_cannot_be_right_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
     net = alone(tmp_path)
     path = tmp_path / "step-00000001" / generation.rank_file(0)
     content = path.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + size])
-    header["model/conv.W"]["dtype"] = dtype
+    header["model/conv.W"][key] = value
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
     with pytest.raises(CheckpointError, match="no generation"):

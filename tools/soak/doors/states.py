@@ -145,12 +145,16 @@ def seal_manifest(name: str, content: bytes) -> bytes:
 
 
 def start_launcher() -> Read:
-    """Read what the launcher reads of a job: the newest manifest, for its line about what was lost."""
+    """Read what the launcher reads of a job: the newest manifest, for its line about what was lost.
+
+    Its id is a random one of each save.
+    """
     ended = launch.Round(1, 0, "exit code 1", [7, None], 0.0, 1.0)
 
     def read(folder: Path) -> object:
         found, _ = find_generations(folder)
-        return restart._loss(ended, folder), [generation.manifest.to_json() for generation in found[:1]]
+        manifests = [{**generation.manifest.to_json(), "id": ""} for generation in found[:1]]
+        return restart._loss(ended, folder), manifests
 
     return read
 
