@@ -291,7 +291,9 @@ def _part_of(path: Path, names: Collection[str]) -> bytes:
         for name in names:
             first, last = entries[name]["data_offsets"]
             if not 0 <= first <= last <= data_bytes:
-                raise ValueError(f"{name} at bytes {first} to {last} is not in the {data_bytes} bytes of data")
+                raise ValueError(
+                    f"{name} at bytes {first} to {last} is not in the {data_bytes} bytes of data"
+                )
             file.seek(8 + num_bytes + first)
             parts.append(file.read(last - first))
             header[name] = {**entries[name], "data_offsets": [end, end + last - first]}
