@@ -38,7 +38,7 @@ class ElementwiseKernels(Launcher):
         )
 
     def fill(self, *, out: Array, value: float) -> None:
-        self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, float(value))
+        self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, self.scalar(value))
 
     def formula(self, name: str, inputs: tuple[Array, ...], out: Array, numbers: Any = NO_NUMBERS) -> None:
         """Start the kernel of a line of formulas.h."""
