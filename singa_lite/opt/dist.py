@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import autograd
-from ..autograd.engine import check_recorded
+from ..autograd.engine import check_recorded, needs_scale
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator
@@ -97,8 +97,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         order: "any", or "fixed": with ``microbatches`` parameters have the same bits on 1, 2, 4, ... ranks, see
             docs/jobs.md; fp32 and bf16 alone.
         check_finite: what to do where a gradient of any rank has infinities or NaN: "raise" a NonFiniteError on all
-            ranks before anything is sent, "skip" the update on all ranks, with a dynamic scale of a float16 loss, or
-            None. Costs a collective of 16 bytes a rank, and nothing is sent during backward.
+            ranks before anything is sent, "skip" the update on all ranks, with a dynamic scale of a loss in float16 or
+            computed under ``autocast("fp16")``, or None. Costs a collective of 16 bytes a rank, and nothing is sent
+            during backward.
         clip_norm: scale what is applied down to this norm, of all gradients of the update together, > 0; None does not.
             dgc clips by it each rank's gradient before momentum, as its option ``clip``.
         options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
@@ -335,7 +336,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _backward(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the gradients of ``loss``, computed at its scale."""
         finite = self._finite
-        if finite is not None and finite.mode == "skip" and loss.dtype == np.float16:
+        if finite is not None and finite.mode == "skip" and (loss.dtype == np.float16 or needs_scale(loss)):
             return finite.unscaled(autograd.backward(loss, finite.seed(loss)))
         return autograd.backward(loss)
 
@@ -496,7 +497,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     @property
     def loss_scale(self) -> float:
-        """What a float16 loss is multiplied by, with ``check_finite="skip"``."""
+        """What a loss in float16, or under ``autocast("fp16")``, is multiplied by, with ``check_finite="skip"``."""
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:

@@ -278,7 +278,7 @@ class Records:
         key = key, precision
         if key not in self._kinds:
             reason = reason or _unfit(tensors)
-            label = _label(arguments, options) + (", bf16" if precision == "bf16" else "")
+            label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             self._kinds[key] = Kind(label, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors

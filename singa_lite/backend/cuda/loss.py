@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ...errors import ShapeError
 from ..base import Array
 from .launch import Launcher
@@ -133,4 +134,5 @@ class LossKernels(Launcher):
 
 def _smallest(probabilities: Array) -> float:
     """Return the least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
-    return float(np.finfo(probabilities.dtype).tiny)
+    dtype = probabilities.dtype
+    return float(np.finfo(np.float32 if dtype == bfloat16 else dtype).tiny)  # they have the same
