@@ -132,6 +132,21 @@ def test_layer_norm_of_16_bits_has_float32_parameters(precision: str, device: De
         np.testing.assert_allclose(backend.to_numpy(array).astype(float), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_takes_products_that_float16_does_not_hold(precision: str, device: Device) -> None:
+    backend, low = device.backend, LOW_DTYPES[precision]
+    x = RNG.standard_normal((2, 6, 3 * 32)).astype("f")
+    x[..., :64] = 64 + x[..., :64] / 64  # 16 products of 64 * 64 are 65536
+    x = x.astype(low)
+    out = [backend.empty(shape, low) for shape in ((2, 6, 32), (2, 2, 6, 6))]
+    backend.run("attention", backend.asarray(x), out=tuple(out), num_heads=2, causal=True)
+    exact = np.zeros((2, 6, 32)), np.zeros((2, 2, 6, 6))
+    CPU.run("attention", x.astype(float), out=exact, num_heads=2, causal=True)
+    for array, wanted in zip(out, exact, strict=True):
+        tolerance = 8 * TOLERANCE[str(low)]
+        np.testing.assert_allclose(backend.to_numpy(array).astype(float), wanted, rtol=0, atol=tolerance)
+
+
 def test_bfloat16_is_rounded_to_nearest_even_from_float32_and_float64(device: Device) -> None:
     backend, bits = device.backend, RNG.integers(0, 2**32, 20_000, np.uint64).astype(np.uint32)
     bits[:4096] &= np.uint32(0xFFFF0000)  # ties, and numbers that stay
@@ -268,6 +283,19 @@ def curve(net: Net, device: Device, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_that_is_restored_goes_on_with_the_same_bits(precision: str, device: Device) -> None:
+    net, other = (compiled(device, True, precision) for _ in range(2))
+    for step in range(12):
+        if step == 5:
+            other.restore(net.snapshot())
+        for each in (net, other)[: 1 + (step >= 5)]:
+            device.SetRandSeed(step)  # they share its random stream
+            each(*batch(device, step))
+    if no_gpu():
+        assert everything(net) == everything(other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_losses_follow_those_in_float32(precision: str, device: Device) -> None:
     wide, low = (curve(compiled(device, True, used, Plain), device, 15) for used in ("fp32", precision))
     np.testing.assert_allclose(low, wide, rtol=0, atol=4e-2)
@@ -312,6 +340,9 @@ def test_float16_gradients_without_a_scale_are_refused(device: Device) -> None:
         with pytest.raises(OptionError, match=r'backward: .*check_finite="skip".*precision\.md'):
             use(cost())  # type: ignore[operator]
     np.testing.assert_array_equal(to_numpy(linear.W), weight)
+    scaling = opt.DistOpt(opt.SGD(lr=1.0), communicator=LocalCommunicator(World()), check_finite="skip")
+    scaling(cost())
+    assert scaling.step_counter + scaling.num_skipped == 1
     small = autograd.gradients(cost(), 1.0)[linear.W]
     large = autograd.gradients(cost(), 1024.0)[linear.W]
     assert small.dtype == large.dtype == np.dtype("float32")

@@ -25,7 +25,7 @@ TYPES = {
         "elementwise": "e E f d i l",
         "move": "ff ee EE dd ef fe Ef fE fd df ei fi di il ii ll lf if ?f f? e? E? d? i? l? BB",
         "reduce": "e E f d i l ef Ef",
-        "loss": "ei Ei fi di el El fl dl ee EE ff dd",
+        "loss": "ei Ei fi di el El fl dl ee EE ff dd fe fE",
         "random": "e E f d",
         "quantize": "e f d",
         "update": "e f d",
