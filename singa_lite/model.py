@@ -86,12 +86,14 @@ class Model(Layer):
             use_graph: record the step of each combination of shapes, dtypes and options at its first call and
                 replay it afterwards (record/); ``graph_info`` lists what was recorded.
             sequential: accepted for SINGA scripts; operators always run in order.
-            precision: "bf16" has ``train_one_batch`` and ``forward`` run under ``autograd.autocast``: products,
-                convolutions and attention compute in bfloat16, parameters and what the optimizer keeps stay float32.
+            precision: "bf16", or "fp16" on GPUs, has ``train_one_batch`` and ``forward`` run under
+                ``autograd.autocast``: products, convolutions and attention compute in 16 bits, parameters and what the
+                optimizer keeps stay float32. "fp16" takes ``DistOpt(check_finite="skip")``, which scales the loss.
 
         Raises:
             OptionError: an argument is not what it should be, another ``precision``, or ``forward`` does not take so
                 many inputs. Nothing has changed then.
+            DeviceError: ``precision`` is not there on the device of an input; nor has anything changed then.
         """
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
@@ -103,7 +105,7 @@ class Model(Layer):
             ) from None
         check_bool("compile", "is_train", is_train)
         check_bool("compile", "use_graph", use_graph)
-        precision = check_precision("compile", precision)
+        precision = check_precision("compile", precision, (x.device for x in inputs))
         before, self._precision = self._precision, precision
         try:
             self._evaluate(*inputs)

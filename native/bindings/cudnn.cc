@@ -25,7 +25,7 @@ void* at(Address address) { return reinterpret_cast<void*>(address); }
 Layout layout_of(bool is_channels_last) { return is_channels_last ? Layout::kChannelsLast : Layout::kRowMajor; }
 
 DType dtype_of(int number) {
-  if (number < 0 || number > 2) throw py::value_error("dtype is 0, 1 or 2");
+  if ((number < 0 || number > 2) && number != int(DType::kBFloat16)) throw py::value_error("dtype is 0, 1, 2 or 9");
   return DType(number);
 }
 

@@ -74,11 +74,11 @@ const void* scalar(DType dtype, bool one) {
 
 const char* name_of(DType dtype) {
   static constexpr const char* kNames[] = {"float32", "float64", "float16"};
-  return kNames[int(dtype)];
+  return dtype == DType::kBFloat16 ? "bfloat16" : kNames[int(dtype)];
 }
 
 Math math_of(DType dtype, bool allow_tf32) {
-  if (dtype == DType::kFloat16) return Math::kTensorOp;
+  if (dtype == DType::kFloat16 || dtype == DType::kBFloat16) return Math::kTensorOp;
   return dtype == DType::kFloat32 && !allow_tf32 ? Math::kFma : Math::kDefault;
 }
 

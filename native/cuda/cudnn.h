@@ -25,7 +25,7 @@ struct CudnnError : std::runtime_error {
 
 // cuDNN's numbers.
 enum Status : int { kSuccess = 0 };
-enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2 };
+enum class DType : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2, kBFloat16 = 9 };
 enum class Layout : int { kRowMajor = 0, kChannelsLast = 1 };  // NCHW, NHWC
 enum class Math : int { kDefault = 0, kTensorOp = 1, kFma = 3 };
 

@@ -93,6 +93,7 @@ EQUAL(ours::kSuccess, CUDNN_STATUS_SUCCESS);
 EQUAL(ours::DType::kFloat32, CUDNN_DATA_FLOAT);
 EQUAL(ours::DType::kFloat64, CUDNN_DATA_DOUBLE);
 EQUAL(ours::DType::kFloat16, CUDNN_DATA_HALF);
+EQUAL(ours::DType::kBFloat16, CUDNN_DATA_BFLOAT16);
 EQUAL(ours::Layout::kRowMajor, CUDNN_TENSOR_NCHW);
 EQUAL(ours::Layout::kChannelsLast, CUDNN_TENSOR_NHWC);
 EQUAL(ours::Mode::kCrossCorrelation, CUDNN_CROSS_CORRELATION);

@@ -1,67 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision: which operators compute in bfloat16 inside ``autocast``, and the casts that this takes.
+"""Mixed precision: which operators compute in 16 bits inside ``autocast``, and the casts that this takes.
 
 What lives here: the context, the rules, and casting the inputs of a call. What does not: the rule of an operator, an
 attribute of its class (ops/), and casting gradients back (engine.py). docs/precision.md has a table of all operators.
 
 Note [rules]: ``autocast`` of an operator's class says in which dtype it computes.
-- "low": in bfloat16, sums in float32. Of its inputs the first ``autocast_inputs`` are cast, None: all.
+- "low": in bfloat16 or float16, sums in float32. Of its inputs the first ``autocast_inputs`` are cast, None: all.
 - "float32": in float32.
 - "widest": in the widest dtype of its float inputs.
 - "keep": inputs are taken as they are.
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
-Note [copies of parameters]: the bfloat16 copy of a parameter is made once inside a ``with`` block, and again when a
+Note [copies of parameters]: the rounded copy of a parameter is made once inside a ``with`` block, and again when a
 kernel has written the parameter or backward has begun, since after that an optimizer or a collective changes it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from ..backend.cpu.bfloat16 import find_instructions
 from ..config import state, this_thread
-from ..dtypes import bfloat16
+from ..device import Device
+from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
 from ..graph.memory import root_of
 from ..tensor import Tensor, float32
 
 RULES = ("low", "float32", "widest", "keep")
-PRECISIONS = ("fp32", "bf16")
+# what products are computed in
+LOW = {"bf16": bfloat16, "fp16": np.dtype("float16")}
+PRECISIONS = ("fp32", *LOW)
 
 
-def check_precision(where: str, precision: object) -> str:
-    """Return ``precision``; OptionError unless it is one of PRECISIONS."""
-    if is_one_of(precision, ("fp16", "float16")):
-        raise OptionError(
-            f"{where}: precision {precision!r} is not there: products of float16 need loss scaling, and CPUs have no "
-            "instructions for them; choose 'bf16', which has float32's range"
-        )
+def check_precision(where: str, precision: object, devices: Iterable[Device] = ()) -> str:
+    """Return ``precision``; OptionError unless it is one of PRECISIONS, DeviceError unless all devices have it."""
     if not is_one_of(precision, PRECISIONS):
         raise OptionError(
             f"{where}: precision = {precision!r} is not known; choose one of "
             f"{', '.join(map(repr, PRECISIONS))} (docs/precision.md)"
         )
+    for device in devices:
+        _check_device(where, str(precision), device)
     return str(precision)
+
+
+def _check_device(where: str, precision: str, device: Device) -> None:
+    if reason := device.backend.missing_precisions.get(precision):
+        raise DeviceError(
+            f"{where}: precision {precision!r} is not there on {device}: {reason} (docs/precision.md)"
+        )
 
 
 def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextManager[None]:
     """Have operators inside the ``with`` block compute in a lower precision, each by its own rule (docs/precision.md).
 
-    Products, convolutions and attention round their inputs to bfloat16 and add in float32; losses, sums and softmax
-    compute in float32; all others take activations as they are. Parameters and their gradients stay float32. It acts on
-    operators of ``autograd``, of this thread alone, not on optimizers. Blocks nest, the inner one decides.
+    Products, convolutions and attention round their inputs to bfloat16, or to float16, and add in float32; losses, sums
+    and softmax compute in float32; all others take activations as they are. Parameters and their gradients stay
+    float32. It acts on operators of ``autograd``, of this thread alone, not on optimizers. Blocks nest, the inner one
+    decides.
 
     Args:
-        precision: "bf16", or "fp32": as without.
+        precision: "bf16"; "fp16", on GPUs, with a scale of the loss, which ``DistOpt(check_finite="skip")`` applies; or
+            "fp32": as without.
         enabled: False is the same as "fp32".
 
     Raises:
         OptionError: another precision, or ``enabled`` is no bool.
-        DTypeError: inside, an operator without a rule, or a float64 or float16 input of one.
-        DeviceError: inside, an input on a device without bfloat16.
+        DTypeError: inside, an operator without a rule, or an input of one in another float dtype than these.
+        DeviceError: inside, an input on a device without that precision.
 
     Example:
         >>> with autograd.autocast("bf16"):
@@ -69,14 +80,14 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
         >>> sgd(loss)
     """
     check_precision("autocast", precision)
-    is_on = check_bool("autocast", "enabled", enabled) and precision != "fp32"
-    if is_on and not state.has_looked_for_bfloat16:
+    used = precision if check_bool("autocast", "enabled", enabled) else "fp32"
+    if used == "bf16" and not state.has_looked_for_bfloat16 and not state.cuda_devices:
         _report_slow_cpu()
-    return _inside(is_on)
+    return _inside(used)
 
 
 def _report_slow_cpu() -> None:
-    """Warn, once a process, if the CPU has no instructions for products of bfloat16."""
+    """Warn, once a process, if the CPU has no instructions for products of bfloat16; one with a GPU computes there."""
     state.has_looked_for_bfloat16 = True
     if not find_instructions():
         warnings.warn(
@@ -87,9 +98,12 @@ def _report_slow_cpu() -> None:
 
 
 @contextmanager
-def _inside(is_on: bool) -> Iterator[None]:
+def _inside(precision: str) -> Iterator[None]:
     outer = this_thread.autocast
-    this_thread.autocast = Autocast(outer) if is_on else None if outer is None else Disabled(outer)
+    if precision != "fp32":
+        this_thread.autocast = Autocast(outer, precision)
+    elif outer is not None:
+        this_thread.autocast = Disabled(outer)
     try:
         yield
     finally:
@@ -138,12 +152,16 @@ class Disabled:
 
 
 class Autocast(Disabled):
-    """A block in which inputs are cast by Note [rules]."""
+    """A block in which inputs are cast by Note [rules].
 
-    precision = "bf16"
+    Args:
+        outer: as of Disabled.
+        precision: of LOW.
+    """
 
-    def __init__(self, outer: Disabled | None) -> None:
+    def __init__(self, outer: Disabled | None, precision: str) -> None:
         super().__init__(outer)
+        self.precision, self._dtype = precision, LOW[precision]
         # by the id of a parameter's memory: that array, which keeps the id, the copy, and the recorder that was told
         self._copies: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -152,8 +170,9 @@ class Autocast(Disabled):
         if rule not in RULES:
             came = "has no rule" if rule is None else f"has the unknown rule {rule!r}"
             raise DTypeError(
-                f'{name}: {came} for autocast("bf16"); give its class `autocast = "low"`, "float32", "widest" or '
-                '"keep", or call it inside autocast(enabled=False); docs/precision.md has the rules of all operators'
+                f'{name}: {came} for autocast("{self.precision}"); give its class `autocast = "low"`, "float32", '
+                '"widest" or "keep", or call it inside autocast(enabled=False); docs/precision.md has the rules of all '
+                "operators"
             )
         for tensor in inputs:
             self._check(name, tensor)
@@ -164,7 +183,7 @@ class Autocast(Disabled):
             return (*(self._low(tensor) for tensor in inputs[:count]), *inputs[count:])
         if rule == "widest" and all(_dtype(tensor) != float32 for tensor in inputs):
             return inputs
-        return tuple(_cast(tensor, float32) if _dtype(tensor) == bfloat16 else tensor for tensor in inputs)
+        return tuple(_cast(tensor, float32) if _dtype(tensor) == self._dtype else tensor for tensor in inputs)
 
     def written(self, out: Any) -> None:
         if self._copies:
@@ -181,27 +200,24 @@ class Autocast(Disabled):
         dtype = _dtype(tensor)
         if dtype is None:
             return
-        if dtype.kind == "f" and dtype != float32:
+        if is_float(dtype) and dtype not in (float32, self._dtype):
             raise DTypeError(
-                f'{name}: autocast("bf16") takes float32 and bfloat16, not {dtype}; convert with as_type(float32), or '
-                "call it inside autocast(enabled=False) (docs/precision.md)"
+                f'{name}: autocast("{self.precision}") takes float32 and {self._dtype}, not {dtype}; convert with '
+                "as_type(float32), or call it inside autocast(enabled=False) (docs/precision.md)"
             )
-        if not tensor.device.backend.has_bfloat16:
-            raise DeviceError(
-                f'{name}: autocast("bf16") computes on the CPU alone so far, but an input is on {tensor.device}'
-            )
+        _check_device(name, self.precision, tensor.device)
 
     def _low(self, tensor: Any) -> Any:
-        """Return a float32 Tensor rounded to bfloat16, of a parameter the copy made before; any other as it is."""
+        """Return a float32 Tensor rounded to 16 bits, of a parameter the copy made before; any other as it is."""
         if _dtype(tensor) != float32:
             return tensor
         if not (tensor.stores_grad and tensor.creator is None):
-            return _cast(tensor, bfloat16)
+            return _cast(tensor, self._dtype)
         root, recorder = root_of(tensor.array), this_thread.recorder
         _, copy, known = self._copies.get(id(root), (None, None, None))
         if copy is not None and copy.shape == tensor.shape and known is recorder:
             return Tensor.wrap(copy, tensor.device)
-        low = _cast(tensor, bfloat16)
+        low = _cast(tensor, self._dtype)
         if root.size == tensor.array.size:  # not one of several parameters in a piece of memory
             self._copies[id(root)] = root, low.array, recorder
         return low

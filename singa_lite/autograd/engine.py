@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from ..config import state, this_thread
 from ..device import Device
-from ..errors import DeviceError, DTypeError, GraphError, ShapeError
+from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError
 from ..graph.clock import begin_step, lap
 from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
@@ -58,7 +60,7 @@ class Context:
     def gradient_dtype(self, index: int, dtype: Any) -> Any:
         """Return the dtype that the gradient of an input should have; ``dtype``: that of the input as it was given.
 
-        Behind a cast by ``autocast`` it is float32, so that a sum in float32 is not rounded to bfloat16 in between.
+        Behind a cast by ``autocast`` it is float32, so that a sum in float32 is not rounded to 16 bits in between.
         """
         return dtype if self.input_dtypes is None else self.input_dtypes[index]
 
@@ -230,13 +232,21 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
         DTypeError: y is not a Tensor, dy neither a Tensor nor a number, or their dtypes differ.
         DeviceError: dy is on another device.
         ShapeError: y has more than one element and dy is None, or dy has another shape.
+        OptionError: y was computed under ``autocast("fp16")`` and dy is None, see ``needs_scale``.
     """
     check_recorded(y)
     assert y.creator is not None
+    nodes = _reachable(y.creator)
+    if dy is None and _has_float16(nodes):
+        raise OptionError(
+            'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
+            'become 0; DistOpt(..., check_finite="skip") scales the loss, in one process too, or give dy, such as '
+            "1024.0, and divide the gradients by it (docs/precision.md)"
+        )
     lap("forward")
     if this_thread.recorder is not None:
         this_thread.recorder.phase = "Backward"
-    return _walk(y.creator, y.creator_output, _seed(y, dy))
+    return _walk(nodes, y.creator_output, _seed(y, dy))
 
 
 def check_recorded(y: object) -> None:
@@ -250,6 +260,20 @@ def check_recorded(y: object) -> None:
         )
     if y.creator.context is None:
         raise GraphError("backward: the record of this tensor was used up by an earlier backward()")
+
+
+def needs_scale(y: Tensor) -> bool:
+    """Return whether gradients of ``y`` pass through float16 that ``autocast`` has made of float32."""
+    return y.creator is not None and _has_float16(_reachable(y.creator))
+
+
+def _has_float16(nodes: list[Node]) -> bool:
+    return any(
+        node.context is not None
+        and node.context.input_dtypes is not None
+        and any(dtype == np.float16 for _, dtype in node.outputs)
+        for node in nodes
+    )
 
 
 def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
@@ -283,16 +307,15 @@ def _reachable(root: Node) -> list[Node]:
     return sorted(seen, key=lambda node: node.number, reverse=True)
 
 
-def _walk(root: Node, output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
+def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
     if this_thread.autocast is not None:
         this_thread.autocast.forget()  # see Note [copies of parameters] in autocast.py
-    nodes = _reachable(root)
     uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
     for node in nodes:
         for source in node.sources:
             if isinstance(source, Tensor):
                 uses[source] = uses.get(source, 0) + 1
-    gradients: dict[Any, _Gradient] = {(root, output): _Gradient(seed, is_shared=True)}
+    gradients: dict[Any, _Gradient] = {(nodes[0], output): _Gradient(seed, is_shared=True)}
     for node in nodes:
         _visit(node, gradients)
         for source in node.sources:

@@ -11,11 +11,11 @@ allocated by the caller with the right shape and dtype) and plain attributes as 
   input. A kernel marked "in place" also reads its ``out``.
 - All that the backward kernel needs is an input or an output: no state, no hidden saved buffers.
 - Nothing is random but through the attributes ``seed`` and ``counter``: same pair, same numbers.
-- float16, float32 and float64 all work, bfloat16 (dtypes.py) where the backend says ``has_bfloat16``; the narrow ones
+- float16, float32 and float64 all work, bfloat16 (dtypes.py) unless ``missing_precisions`` says "bf16"; the narrow ones
   accumulate in float32 and round once, to nearest even. IEEE rules, no warnings: overflow is inf, invalid is NaN.
-- Mixed precision: beside bfloat16 activations these are float32: scale, bias and statistics of the norms and their
+- Mixed precision: beside activations of 16 bits these are float32: scale, bias and statistics of the norms and their
   gradients, the bias of conv2d and the second input of add. dw and db of conv2d_backward_weight, and out of matmul
-  and sum_to, are bfloat16 or float32, whichever the caller has made.
+  and sum_to, have 16 bits or are float32, whichever the caller has made.
 So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
 
 Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.
@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -155,7 +155,8 @@ class Backend(ABC):
 
     name: str = ""
     alignment_bytes = 1  # where an array in a larger one should begin
-    has_bfloat16 = False  # whether its kernels take it
+    # "bf16" or "fp16": why its kernels do not compute products in it, and what to do
+    missing_precisions: Mapping[str, str] = {}
     runs_behind_host = False  # whether a kernel may still run when its call has returned
 
     def run(

@@ -13,7 +13,7 @@ from typing import Any
 from ..config import this_thread
 from ..errors import GraphError
 from .arena import share_memory
-from .nodes import Collective
+from .nodes import Collective, run_steps
 from .recorder import Recorder
 
 CURE = "; Model.compile(use_graph=True) runs such steps eagerly, or records them again, by itself"
@@ -87,8 +87,7 @@ class GraphBuffer:
             raise GraphError(f"RunGraph: it cannot be replayed: {self._tape.break_reason}{CURE}")
         if any(function() != value for function, value in self._tape.guards.values()):
             raise GraphError(f"RunGraph: the script would compute something else now; record it again{CURE}")
-        for step in self._steps:
-            step()
+        run_steps(self._steps)
 
 
 def _tensors_in(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ the arrays it reads, ``outputs`` those it writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -176,6 +176,22 @@ class Host(PythonCall):
         return f"Host.{getattr(self.function, '__name__', 'call').strip('_')}"
 
 
+@dataclass(frozen=True)
+class Fork(Host):
+    """Python that decides at every replay whether the nodes up to its join are run.
+
+    Attributes:
+        function: gives whether they are.
+        join: the node behind them.
+    """
+
+    join: Host
+
+    def decide(self) -> bool:
+        """Call ``function``; return what it gives."""
+        return bool(self.function(*self.arguments))
+
+
 class StreamSwitch(PythonCall):
     """A change of the stream that a device's kernels go to, or an event between streams; no backend of the CPU has any.
 
@@ -192,6 +208,20 @@ class ClockCall(PythonCall):
 
     def __call__(self) -> None:
         self.function(this_thread.clock, *self.arguments)
+
+
+def run_steps(steps: Iterable[Callable[[], None]], after_each: Callable[[], None] | None = None) -> None:
+    """Call ``steps``, nodes or what a backend makes of them, but for those a Fork decides against."""
+    end: Host | None = None
+    for step in steps:
+        if end is None or step is end:
+            end = None
+            if not isinstance(step, Fork):
+                step()
+            elif not step.decide():
+                end = step.join
+        if after_each is not None:
+            after_each()
 
 
 Node = Kernel | Collective | Wait | Host | StreamSwitch | ClockCall

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from ..config import this_thread
 from .memory import Array, Memory, View, address_of, root_of
-from .nodes import Collective, Flight, Host, Kernel, Node, Scalar, StreamSwitch, Wait
+from .nodes import Collective, Flight, Fork, Host, Kernel, Node, Scalar, StreamSwitch, Wait
 
 Result = TypeVar("Result")
 Guard = Callable[[], Hashable]
@@ -42,6 +42,7 @@ class Recorder:
         first: see ``steps_since_start``.
         break_reason: why the step must not be replayed; None if it may be.
         is_lasting: whether the next step of this kind breaks as well.
+        is_partial: whether a fork has left a part of the step out.
         phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
@@ -51,12 +52,14 @@ class Recorder:
         self.first: dict[Hashable, int] = {}
         self.break_reason: str | None = None
         self.is_lasting = True
+        self.is_partial = False
         self.phase = "Forward"
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
         self._tensors_in = tensors_in
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
+        self.joins: list[Host] = []  # of forks that have not ended
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what this thread does inside the ``with`` block."""
@@ -224,6 +227,35 @@ def host(function: Callable[..., Result], *arguments: Any) -> Result:
         return function(*arguments)
     result: Result = recorder.host(Host(function, arguments, sees_arrays=True))
     return result
+
+
+def fork(function: Callable[..., bool], *arguments: Any) -> bool:
+    """Return ``function(*arguments)``, and have replays run what comes up to ``join`` only where it gives True.
+
+    Every replay calls it, as for ``host``. A step where it gives False is not kept, as it lacks what is left out. Each
+    fork needs its ``join``.
+    """
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is None:
+        return function(*arguments)
+    end = Host(_joined, (), sees_arrays=True)
+    is_taken: bool = recorder.host(Fork(function, arguments, sees_arrays=True, join=end))
+    if not is_taken:
+        recorder.is_partial = True
+        recorder.break_graph("a part of it was left out", is_lasting=False)
+    recorder.joins.append(end)
+    return is_taken
+
+
+def join() -> None:
+    """End what the last ``fork`` may leave out of a replay."""
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is not None:
+        recorder.host(recorder.joins.pop())
+
+
+def _joined() -> None:
+    """Do nothing: a node that ends what a fork leaves out."""
 
 
 def bookkeep(function: Callable[..., None], *arguments: Any) -> None:

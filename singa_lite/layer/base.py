@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state
-from ..dtypes import bfloat16, is_float
+from ..config import state, this_thread
+from ..dtypes import bfloat16, is_float, is_narrow
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..tensor import Tensor, float32, to_numpy
 from ..tensor.checks import as_numbers
@@ -166,12 +166,15 @@ class Layer:
     # ---- for subclasses ----------------------------------------------------------------------------
 
     def new_parameter(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return a zero-filled parameter on the device and with the dtype of ``like``, float32 where that is bfloat16.
+        """Return a zero-filled parameter on the device and with the dtype of ``like``.
 
-        An optimizer's steps are too small for bfloat16, so ``autograd.autocast`` rounds copies of parameters instead.
+        It is float32 where that is bfloat16, or inside ``autograd.autocast`` float16: an optimizer's steps are too
+        small for 16 bits, so copies of parameters are rounded instead.
         """
         check_tensor("new_parameter", like)
-        dtype = float32 if like.dtype == bfloat16 else like.dtype
+        autocast = this_thread.autocast
+        is_mixed = autocast is not None and autocast.precision != "fp32" and is_narrow(like.dtype)
+        dtype = float32 if is_mixed or like.dtype == bfloat16 else like.dtype
         return Tensor(shape, like.device, dtype, requires_grad=True, stores_grad=True, name=name)
 
     def check_float(self, x: object) -> None:

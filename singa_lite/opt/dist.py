@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import autograd
-from ..autograd.engine import check_recorded
+from ..autograd.engine import check_recorded, needs_scale
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator
@@ -32,7 +32,7 @@ from ..sync.base import Scheme, StepContext, text_of
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
-from ..sync.finite import FiniteCheck, unscale
+from ..sync.finite import FiniteCheck
 from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.scheme_table import PREFIX as SYNC
 from ..sync.scheme_table import SchemeTable
@@ -97,9 +97,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         order: "any", or "fixed": with ``microbatches`` parameters have the same bits on 1, 2, 4, ... ranks, see
             docs/jobs.md; fp32 and bf16 alone.
         check_finite: what to do where a gradient of any rank has infinities or NaN: "raise" a NonFiniteError on all
-            ranks before anything is sent, "skip" the update on all ranks, with a dynamic scale of a float16 loss, or
-            None. Costs a collective of 16 bytes a rank, and nothing is sent during backward; with "skip" steps run
-            eagerly.
+            ranks before anything is sent, "skip" the update on all ranks, with a dynamic scale of a loss in float16 or
+            computed under ``autocast("fp16")``, or None. Costs a collective of 16 bytes a rank, and nothing is sent
+            during backward.
         clip_norm: scale what is applied down to this norm, of all gradients of the update together, > 0; None does not.
             dgc clips by it each rank's gradient before momentum, as its option ``clip``.
         options: of ``dist_option``, e.g. ``clip_value=1.0`` of fp16: numbers, or DecaySchedulers of the step; none
@@ -184,7 +184,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._stop = StopAgreement(world)
         self._sums = self._make_sums(accumulate, microbatches)
         self._finite = (
-            None if check_finite is None else FiniteCheck(check_finite, self.communicator, self._drop_sums)
+            None if check_finite is None else FiniteCheck(check_finite, self.communicator, self._drop_update)
         )
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
         self.world_size = self.communicator.size
@@ -284,9 +284,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             gradients = list(gradients)
             names = [self._names[param] for param, _ in gradients]
             if not self._finite.may_update(gradients, names, lambda: self.opt._step_counter):
-                self._sums.end()
-                self._begin_microbatch()
-                abandon_step()
+                self._finite.end_update()
                 return
         self._begin(scheme, given)
         for param, grad in gradients:
@@ -304,12 +302,15 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._called = scheme
         self.step()
         self._begin_microbatch()
+        if self._finite is not None:
+            self._finite.end_update()
 
-    def _drop_sums(self) -> None:
+    def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
         with unrecorded():
             self._sums.end()
             self._begin_microbatch()
+        abandon_step()
 
     def _begin_microbatch(self) -> None:
         """Have random numbers of the next call be those of its microbatch, where the order is fixed."""
@@ -334,13 +335,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _backward(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the gradients of ``loss``, computed at its scale."""
-        scale = 1.0 if self._finite is None else self._finite.scale_of(loss)
-        if scale == 1.0:
-            yield from autograd.backward(loss)
-            return
-        for param, grad in autograd.backward(loss, scale):
-            unscale(grad, scale)
-            yield param, grad
+        finite = self._finite
+        if finite is not None and finite.mode == "skip" and (loss.dtype == np.float16 or needs_scale(loss)):
+            return finite.unscaled(autograd.backward(loss, finite.seed(loss)))
+        return autograd.backward(loss)
 
     def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
@@ -499,7 +497,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     @property
     def loss_scale(self) -> float:
-        """What a float16 loss is multiplied by, with ``check_finite="skip"``."""
+        """What a loss in float16, or under ``autocast("fp16")``, is multiplied by, with ``check_finite="skip"``."""
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:

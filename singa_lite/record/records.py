@@ -21,7 +21,7 @@ from ..config import state, this_thread
 from ..device import get_default_device
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
-from ..graph.nodes import ClockCall, Collective, Host, Kernel, Node
+from ..graph.nodes import ClockCall, Collective, Host, Kernel, Node, run_steps
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
 from ..layer.base import layers_of
@@ -78,7 +78,7 @@ class Record:
     Attributes:
         result: what the step returned, for the caller of this call.
         is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
-        break_reason, is_lasting: the Recorder's.
+        break_reason, is_lasting, is_partial: the Recorder's.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Record:
             if recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
                 recorder.break_graph(KEPT)
         self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
+        self.is_partial = recorder.is_partial
         self._guards = recorder.guards
         if self.break_reason is None:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas)
@@ -164,8 +165,7 @@ class Record:
         if profile.verbosity:
             self._replay_timed(profile)
         else:
-            for node in self._replay_nodes:
-                node()
+            run_steps(self._replay_nodes)
         self._attributes.repeat()
         return self._new_result()
 
@@ -175,10 +175,12 @@ class Record:
     def _replay_timed(self, profile: TimeProfile) -> None:
         """Run the nodes one by one and give the device's profile how long each took."""
         times = [time.perf_counter()]
-        for node in self._nodes:
-            node()
+
+        def note_time() -> None:
             self._device.Sync()
             times.append(time.perf_counter())
+
+        run_steps(self._nodes, note_time)
         names = [(node.phase, node.name) for node in self._nodes]
         profile.add(self._number, names, [end - start for start, end in pairwise(times)])
 
@@ -249,7 +251,7 @@ class Records:
             self._drop_oldest()
         elif record.is_lasting or kind.retries == MAX_RETRIES:
             kind.break_reason = record.break_reason
-        else:
+        elif not record.is_partial:  # else the loss scale was too large; it halves 15 times at most
             kind.retries += 1
         result, record.result = record.result, None
         return result
@@ -276,7 +278,7 @@ class Records:
         key = key, precision
         if key not in self._kinds:
             reason = reason or _unfit(tensors)
-            label = _label(arguments, options) + (", bf16" if precision == "bf16" else "")
+            label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             self._kinds[key] = Kind(label, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors

@@ -6,19 +6,19 @@ scheme, so what a scheme keeps never sees such a number. This costs one collecti
 is sent while others are computed.
 Note [loss scale]: a float16 loss is multiplied by a power of two before backward, so that small gradients do not vanish
 between the operators, and gradients by its inverse after it, both exact. Where one overflows the update is left out and
-the scale halved; after GROW_AFTER updates in a row it is doubled.
+the scale halved; after GROW_AFTER updates in a row it is doubled. A replay reads the scale again, see ``scalar``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..comm.base import Communicator
 from ..errors import CheckpointError, NonFiniteError
-from ..graph.recorder import break_graph, host
+from ..graph.recorder import fork, host, join, scalar
 from ..tensor import Tensor, to_numpy
 
 LARGEST_SCALE = 2.0**15  # float16's largest power of two; the first scale
@@ -31,27 +31,38 @@ class FiniteCheck:
 
     Args:
         mode: "raise" a NonFiniteError on all ranks, or "skip" the update on all.
-        drop_sums: called before it is raised, so that gradients added up with these are not used any more.
+        drop_update: called before it is raised, or the update left out, so that gradients added up with these are not
+            used any more.
 
     Attributes:
         num_skipped: updates that were left out.
         loss_scale: what a float16 loss is multiplied by.
     """
 
-    def __init__(self, mode: str, communicator: Communicator, drop_sums: Callable[[], None]) -> None:
-        self.mode, self._communicator, self._drop_sums = mode, communicator, drop_sums
+    def __init__(self, mode: str, communicator: Communicator, drop_update: Callable[[], None]) -> None:
+        self.mode, self._communicator, self._drop_update = mode, communicator, drop_update
         self.num_skipped = 0
         self.loss_scale = LARGEST_SCALE
         self._num_good = 0  # updates since the scale was changed
 
-    def scale_of(self, loss: Tensor) -> float:
-        """Return what to multiply the gradient of ``loss`` by."""
-        return self.loss_scale if self.mode == "skip" and loss.dtype == np.float16 else 1.0
+    def seed(self, loss: Tensor) -> Tensor:
+        """Return the gradient of ``loss`` to begin with, the scale."""
+        return _filled(loss, loss.shape, lambda: self.loss_scale)
+
+    def unscaled(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs of parameters and gradients, each gradient divided in place by the scale."""
+        factors: dict[Any, Tensor] = {}  # by device and dtype
+        for param, grad in pairs:
+            key = grad.device, grad.dtype
+            if key not in factors:
+                factors[key] = _filled(grad, (1,), lambda: 1 / self.loss_scale)
+            grad.device.backend.run("mul", grad.array, factors[key].array, out=grad.array)
+            yield param, grad
 
     def may_update(
         self, pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], step: Callable[[], int]
     ) -> bool:
-        """Return whether the update is to be made, the same on all ranks; all of them call it.
+        """Return whether the update is to be made, the same on all ranks, which all call it, and ``end_update`` later.
 
         Args:
             pairs: parameters and gradients of this rank.
@@ -61,23 +72,26 @@ class FiniteCheck:
         Raises:
             NonFiniteError: with "raise", if a gradient of any rank is not finite.
         """
+        grads = [grad for _, grad in pairs]
+        call = fork if self.mode == "skip" else host
+        return call(self._decide, _sums(grads) if grads else None, grads, list(names), step)
+
+    def end_update(self) -> None:
+        """End what replays leave out where there is no update."""
         if self.mode == "skip":
-            break_graph("check_finite='skip' decides at each step whether there is an update")
-        sums = [_sum(grad) for _, grad in pairs]
-        found: str = host(self._decide, sums, [grad for _, grad in pairs], list(names), step)
-        return not found
+            join()
 
     def _decide(
-        self, sums: list[Tensor], grads: list[Tensor], names: list[str], step: Callable[[], int]
-    ) -> str:
-        """Return what is not finite, or ""; raise it with "raise"."""
+        self, sums: Tensor | None, grads: list[Tensor], names: list[str], step: Callable[[], int]
+    ) -> bool:
+        """Return whether all is finite, count that, and with "raise" raise what is not."""
         mine = np.array([-1, 0], np.int64)  # number of the parameter, how many elements
-        for number, total in enumerate(sums):
-            if not np.isfinite(to_numpy(total)).all():  # it is not, or the sum is beyond its dtype
-                count = int(np.count_nonzero(~np.isfinite(to_numpy(grads[number]))))
-                if count:
-                    mine[:] = number, count
-                    break
+        values = () if sums is None else to_numpy(sums)
+        for number in np.flatnonzero(~np.isfinite(values)):  # or the sum is beyond its dtype
+            count = int(np.count_nonzero(~np.isfinite(to_numpy(grads[number]))))
+            if count:
+                mine[:] = number, count
+                break
         everyone = self._communicator.all_gather(mine, name="whether gradients are finite").wait()
         assert everyone is not None
         texts = [
@@ -85,14 +99,15 @@ class FiniteCheck:
             for rank, (number, count) in enumerate(everyone.tolist())
             if number >= 0
         ]
+        if texts:
+            self._drop_update()
         if texts and self.mode == "raise":
-            self._drop_sums()
             raise NonFiniteError(
                 f"DistOpt: the gradient of {', '.join(texts)} is not finite at step {step()}; nothing was updated. "
                 "check_finite='skip' leaves such updates out"
             )
         self._count(bool(texts))
-        return ", ".join(texts)
+        return not texts
 
     def _count(self, is_skipped: bool) -> None:
         if is_skipped:
@@ -120,22 +135,22 @@ class FiniteCheck:
         self.num_skipped, self.loss_scale, self._num_good = int(values[0]), float(values[1]), int(values[2])
 
 
-def unscale(grad: Tensor, scale: float) -> None:
-    """Divide ``grad`` by a power of two, in place."""
-    backend = grad.device.backend
-    factor = backend.empty((1,), grad.dtype)
-    backend.run("fill", out=factor, value=1.0 / scale)
-    backend.run("mul", grad.array, factor, out=grad.array)
+def _filled(like: Tensor, shape: tuple[int, ...], read: Callable[[], float]) -> Tensor:
+    """Return a Tensor of the dtype and device of ``like`` that is full of a number, which every replay reads again."""
+    array = like.device.backend.empty(shape, like.dtype)
+    like.device.backend.run("fill", out=array, value=scalar(read))
+    return Tensor.wrap(array, like.device)
 
 
-def _sum(grad: Tensor) -> Tensor:
-    """Return the sum of all elements, shape (1,), float32 or wider: not finite if one is not."""
-    backend, dtype = grad.device.backend, np.result_type(grad.dtype, np.float32)
-    source = grad.array.reshape(-1)
-    if dtype != grad.dtype:
-        wide = backend.empty(source.shape, dtype)
-        backend.run("cast", source, out=wide)
-        source = wide
-    total = backend.empty((1,), dtype)
-    backend.run("sum", source, out=total, axes=(0,), keepdims=True)
-    return Tensor.wrap(total, grad.device)
+def _sums(grads: Sequence[Tensor]) -> Tensor:
+    """Return the sum of each gradient, shape (count,), float32 or wider: not finite if an element is not."""
+    device, dtype = grads[0].device, np.result_type(np.float32, *(grad.dtype for grad in grads))
+    sums = device.backend.empty((len(grads),), dtype)
+    for number, grad in enumerate(grads):
+        source = grad.array.reshape(-1)
+        if grad.dtype != dtype:
+            wide = device.backend.empty(source.shape, dtype)
+            device.backend.run("cast", source, out=wide)
+            source = wide
+        device.backend.run("sum", source, out=sums[number : number + 1], axes=(0,), keepdims=True)
+    return Tensor.wrap(sums, device)

@@ -55,7 +55,7 @@ class Tensor:
     Args:
         shape: sizes of the axes; () is a scalar. Taken from ``data`` when that is given.
         device: where it lives; None is the CPU.
-        dtype: float16, bfloat16 (CPU), float32, float64, int32 or int64. None is float32, or with ``data`` the dtype of
+        dtype: float16, bfloat16, float32, float64, int32 or int64. None is float32, or with ``data`` the dtype of
             ``data``, float64 becoming float32 and int64 int32 as in SINGA's ``from_numpy``.
         data: values, copied; None fills with zeros.
         requires_grad: False keeps gradients from flowing into this tensor.
@@ -656,8 +656,8 @@ def _as_device(where: str, device: object) -> Device:
 def _held_dtype(dtype: Any, device: Device) -> np.dtype[Any]:
     """Return ``dtype`` as one a Tensor of ``device`` can have, else DTypeError."""
     wanted = as_dtype(dtype)
-    if wanted == bfloat16 and not device.backend.has_bfloat16:
-        raise DTypeError(f"{device} has no kernels for bfloat16; use float16 or float32 there, or the CPU")
+    if wanted == bfloat16 and (reason := device.backend.missing_precisions.get("bf16")):
+        raise DTypeError(f"{device} has no kernels for bfloat16: {reason}")
     return wanted
 
 

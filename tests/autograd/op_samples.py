@@ -59,7 +59,7 @@ class Sample:
         get_default_device().SetRandSeed(SEED)
         function = getattr(autograd, self.op)
         extra = [
-            Tensor(data=array, dtype=self.dtype_of(index, str(tensors[0].dtype)))
+            Tensor(data=array, dtype=self.dtype_of(index, str(tensors[0].dtype)), device=tensors[0].device)
             for index, array in enumerate(self.fixed, len(self.inputs))
         ]
         if self.takes_list:

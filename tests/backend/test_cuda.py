@@ -23,7 +23,7 @@ from singa_lite.sync.indices import IndexCode
 from tests.devices import cuda_device, no_gpu, standin_cupy
 from tests.limits import LIMIT_S
 from tests.standin import nvrtc
-from tools.gpu_check.compile import TYPES, own_kernels
+from tools.gpu_check.compile import TYPES, own_kernels, types_for
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
@@ -506,7 +506,9 @@ def test_sources_compile_without_a_warning(file: str, architecture: str, backend
     if compiler is None:
         pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc)")
     source_of = backend._compile.__globals__["source_of"]
-    kernels = [name.partition(".")[2] for name in own_kernels() if name.startswith(f"{file}.")]
-    for source in {source_of(file, types, kernel): None for types in TYPES[file] for kernel in kernels}:
+    kernels = [name for name in own_kernels() if name.startswith(f"{file}.")]
+    for source in {
+        source_of(file, types, name.partition(".")[2]): None for name in kernels for types in types_for(name)
+    }:
         complaints, ptx = nvrtc.compile_source(compiler, source, architecture)
         assert complaints == "" and b".entry" in ptx, f"{complaints[:1000]}\n{source[-3000:]}"

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, checkpoint, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
 from singa_lite.errors import NonFiniteError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
@@ -18,6 +20,7 @@ from tests.opt.every_scheme import (
     Net,
     batch,
     check_that_none_is_missing,
+    no_breaks,
     two_ranks_a_host,
 )
 from tests.ranks import run_ranks
@@ -87,7 +90,7 @@ def skipped(communicator: Any, use_graph: bool, value: float) -> dict[str, tuple
     rank, found = communicator.rank, {}
     with two_ranks_a_host(communicator):
         for name, text in ACTIVE.items():
-            net, twin = made(communicator, text, use_graph, "skip"), made(communicator, text, False, "skip")
+            net, twin = (made(communicator, text, use_graph, "skip") for _ in range(2))
             for step in range(6):
                 if step == BAD_STEP:
                     net(*(spoilt(rank, step, value) if rank == 2 else batch(rank, step)))
@@ -97,6 +100,8 @@ def skipped(communicator: Any, use_graph: bool, value: float) -> dict[str, tuple
             differs = [key for key, value in theirs.items() if mine[key] != value]
             states = {name: to_numpy(value) for name, value in net.get_params().items()}
             finite = all(np.isfinite(value).all() for value in states.values())
+            if use_graph:
+                no_breaks(net)
             found[name] = net.optimizer.num_skipped, net.optimizer.step_counter, not differs, finite
     autograd.training = False
     return found
@@ -160,7 +165,7 @@ def test_raise_begins_a_sum_again_that_has_seen_a_bad_call(use_graph: bool) -> N
     assert run_ranks(raised_with_sums, 2, use_graph, {"microbatches": 6}) == [([11], True)] * 2
 
 
-def halves(communicator: Any) -> list[float]:
+def halves(communicator: Any, use_graph: bool) -> list[float]:
     """The loss scale after steps of a float16 loss, and how many updates were left out."""
     rank = communicator.rank
     net = Half()
@@ -170,9 +175,9 @@ def halves(communicator: Any) -> list[float]:
         Tensor(data=x.astype(np.float16)),
         Tensor(data=y.astype(np.float16) if y.dtype.kind == "f" else y),
     ]
-    net.compile([half[0]])
+    net.compile([half[0]], use_graph=use_graph)
     before = {name: to_numpy(value) for name, value in net.get_params().items()}
-    large = [Tensor(data=(x * 200).astype(np.float16)), half[1]]
+    large = [Tensor(data=(x * 200).astype(np.float16)), Tensor(data=(y * 100).astype(np.float16))]
     for _ in range(10):
         net(*large)
     skipped, scale = net.optimizer.num_skipped, net.optimizer.loss_scale
@@ -180,14 +185,73 @@ def halves(communicator: Any) -> list[float]:
     autograd.training = False
     assert all(value.dtype == np.float16 for value in before.values())
     finite = all(np.isfinite(to_numpy(value)).all() for value in net.get_params().values())
+    if use_graph:  # though updates were left out while the first steps were recorded
+        no_breaks(net)
     return [skipped, scale, float(bool(changed)), float(finite)]
 
 
-def test_the_scale_of_a_float16_loss_falls_until_gradients_are_finite() -> None:
-    results = run_ranks(halves, 2)
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_the_scale_of_a_float16_loss_falls_until_gradients_are_finite(use_graph: bool) -> None:
+    results = run_ranks(halves, 2, use_graph)
     assert results[0] == results[1]
     skipped, scale, changed, finite = results[0]
-    assert skipped >= 1 and scale == 2.0 ** (15 - skipped) and changed and finite
+    assert skipped >= 4 and scale == 2.0 ** (15 - skipped) and changed and finite
+
+
+def scaled_replays(communicator: Any) -> list[Any]:
+    """Scales of a float16 model's loss, some of whose gradients overflow, and its parameters, eagerly and recorded."""
+    rank, found = communicator.rank, []
+    for use_graph in (False, True):
+        get_default_device().SetRandSeed(1)
+        net = Half()
+        sgd = opt.SGD(lr=0.01, momentum=0.9)
+        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, check_finite="skip", accumulate=2))
+        net.compile([Tensor(data=to_numpy(batch(rank, 0)[0]).astype(np.float16))], use_graph=use_graph)
+        scales = []
+        for call in range(30):
+            x, y = (to_numpy(part).astype(np.float16) for part in batch(rank, call))
+            if call in (6, 9) and rank == 1:  # in the first and in the second call of an update
+                y *= np.float16(1000)
+            if call >= 12:  # which overflow until the scale is small enough
+                y *= np.float16(100)
+            net(Tensor(data=x), Tensor(data=y))
+            scales.append(net.optimizer.loss_scale)
+        if use_graph:
+            no_breaks(net)
+        params = [to_numpy(value).astype(float) for value in net.get_params().values()]
+        found.append((scales, net.optimizer.step_counter, params))
+    autograd.training = False
+    return found
+
+
+def test_replays_read_the_scale_again_and_leave_updates_out() -> None:
+    for eager, recorded in run_ranks(scaled_replays, 3):
+        assert eager[:2] == recorded[:2] and eager[1] > 5
+        scales = eager[0]
+        assert scales[5:12] == [scales[5]] * 2 + [scales[5] / 2] * 2 + [scales[5] / 4] * 3
+        assert scales[-6] == scales[-1] <= scales[11] / 4
+        for a, b in zip(eager[2], recorded[2], strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-3)
+
+
+class After(Net):
+    """Computes behind the update."""
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        super().train_one_batch(x, y)
+        return autograd.reduce_sum(y)
+
+
+def test_what_comes_behind_an_update_that_is_left_out_is_replayed() -> None:
+    net = After()
+    sgd = opt.SGD(lr=0.1)
+    net.set_optimizer(opt.DistOpt(sgd, communicator=LocalCommunicator(World()), check_finite="skip"))
+    net.compile([batch(0, 0)[0]], use_graph=True)
+    for step in range(6):
+        x, y = spoilt(0, step, np.nan) if step in (2, 3) else batch(0, step)
+        np.testing.assert_allclose(net(x, y).item(), to_numpy(y).sum(), rtol=1e-5)
+    autograd.training = False
+    assert (net.optimizer.num_skipped, sgd.step_counter, no_breaks(net)) == (2, 4, 1)
 
 
 def small_gradients(communicator: Any) -> list[int]:

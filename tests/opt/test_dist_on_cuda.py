@@ -172,6 +172,49 @@ def test_ranks_with_gpus_train_as_ranks_without(
     check(run_ranks(train_everywhere, size, option, transport="none"), option)
 
 
+LARGE_STEP = 6
+
+
+def train_in_16_bits(world: World, precision: str) -> list[dict[str, Any]]:
+    """Where a rank is after steps under autocast, on a GPU without and with graphs; one overflows float16 on rank 1."""
+    communicator, found = DispatchCommunicator(host_of(world)), []
+    device, rank = cuda_device_of_rank(), world.rank
+    for use_graph in (False, True):
+        device.SetRandSeed(5)
+        net, sgd = Net(), opt.SGD(lr=0.05, momentum=0.9)
+        net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, check_finite="skip"))
+        net.compile([batch(device, rank, 0)[0]], use_graph=use_graph, precision=precision)
+        skips = []
+        for step in range(10):
+            x, labels = batch(device, rank, step)
+            net(x * (1e5 if step == LARGE_STEP and rank == 1 else 1.0), labels)
+            skips.append(net.optimizer.num_skipped)
+        params = b"".join(to_numpy(value).tobytes() for value in net.get_params().values())
+        scale = net.optimizer.loss_scale
+        launches = sum(graph.num_launches for graph in graphs(net)) if use_graph else None
+        found.append({"params": params, "skips": skips, "scale": scale, "launches": launches})
+    communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_gpus_skip_updates_together_in_float16(size: int) -> None:
+    results = run_ranks(train_in_16_bits, size, "fp16", transport="none")
+    first = results[0][0]
+    assert first["skips"][LARGE_STEP] == first["skips"][LARGE_STEP - 1] + 1
+    assert first["skips"][-1] < 5 and first["scale"] == 2.0 ** (15 - first["skips"][-1])
+    for of_rank in results:
+        assert all(found | {"launches": None} == first for found in of_rank)
+        assert of_rank[1]["launches"] >= 4
+
+
+def test_ranks_with_gpus_hold_the_same_bits_in_bfloat16() -> None:
+    results = run_ranks(train_in_16_bits, 3, "bf16", transport="none")
+    assert results[0][0]["skips"] == [0] * 10
+    for eager, graph in results:
+        assert eager["params"] == graph["params"] == results[0][0]["params"] and graph["launches"] >= 4
+
+
 def train_in_fixed_order(world: World) -> list[bytes]:
     """Parameters and momentum after 4 updates of 8 microbatches, on a GPU without and with graphs."""
     communicator, found = DispatchCommunicator(host_of(world)), []

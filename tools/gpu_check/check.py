@@ -61,6 +61,7 @@ PARTS: dict[str, tuple[Sequence[str], float]] = {
     "build": (["tools.gpu_check.build"], 150),
     "compile": (["tools.gpu_check.compile"], 60),
     "smoke": (["tools.gpu_check.smoke"], 60),
+    "precision": (["tools.gpu_check.precision"], 40),
     "tests": (["tools.gpu_check.run_tests"], 120),
     "step cnn": (["benchmarks.gpu.step", "cnn"], 40),
     "step resnet18": (["benchmarks.gpu.step", "resnet18"], 45),

@@ -22,24 +22,26 @@ from tools.gpu_check.rows import QUICK, explain, report
 TYPES = {
     file: types.split()
     for file, types in {
-        "elementwise": "e f d i l",
-        "move": "ff ee dd ef fe fd df ei fi di il ii ll lf if ?f f? e? d? i? l? BB",
-        "reduce": "e f d i l",
-        "loss": "ei fi di el fl dl ee ff dd",
-        "random": "e f d",
+        "elementwise": "e E f d i l",
+        "move": "ff ee EE dd ef fe Ef fE fd df ei fi di il ii ll lf if ?f f? e? E? d? i? l? BB",
+        "reduce": "e E f d i l ef Ef",
+        "loss": "ei Ei fi di el El fl dl ee EE ff dd fe fE",
+        "random": "e E f d",
         "quantize": "e f d",
         "update": "e f d",
-        "pool": "eB fB dB ei fi di",
+        "pool": "eB EB fB dB ei Ei fi di",
         "select": "ei fi di el fl dl",
         "store": "l",
         "indices": "il ll",
         "places": "i l",
         "signs": "el fl dl",
-        "gather": "ei fi di ii li el fl dl il ll",
-        "layer_norm": "e f d",
+        "gather": "ei Ei fi di ii li el El fl dl il ll",
+        "layer_norm": "e E f d ef Ef",
         "low_rank": "f d",
     }.items()
 }
+# those of single kernels besides
+MORE_TYPES = {f"elementwise.{name}_formula": ["ef", "Ef"] for name in ("add", "add_relu")}
 
 
 def main() -> int:
@@ -70,6 +72,11 @@ def own_kernels() -> set[str]:
     return found
 
 
+def types_for(name: str) -> list[str]:
+    """Return the element types that a kernel, "file.kernel", is started with."""
+    return TYPES[name.partition(".")[0]] + MORE_TYPES.get(name, [])
+
+
 def sources() -> dict[str, str]:
     """Return each different source by the first kernel and element types that need it."""
     from singa_lite.backend.cuda.launch import source_of
@@ -77,7 +84,7 @@ def sources() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in sorted(own_kernels()):
         file, _, kernel = name.partition(".")
-        for types in TYPES[file]:
+        for types in types_for(name):
             found.setdefault(source_of(file, types, kernel), f"{name} of {types}")
     return {name: source for source, name in found.items()}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.gpu_check.compile import TYPES, own_kernels
+from tools.gpu_check.compile import own_kernels, types_for
 from tools.gpu_check.machine import find_tool
 from tools.gpu_check.rows import QUICK, SKIPPED, report
 
@@ -95,7 +95,7 @@ def run_all() -> int:
 
 def is_known(name: str, types: str) -> bool:
     """Whether compile.py compiles a kernel for these element types; one letter is as good as twice the same."""
-    return (types[0], types[-1]) in {(known[0], known[-1]) for known in TYPES[name.partition(".")[0]]}
+    return (types[0], types[-1]) in {(known[0], known[-1]) for known in types_for(name)}
 
 
 def recorded_steps(gpu: Any) -> None:

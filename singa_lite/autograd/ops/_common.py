@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import is_float, is_narrow
 from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor, float32, number_array
 from ..engine import Array, Context, Operator
@@ -37,13 +37,13 @@ def check_floats(where: str, *tensors: object) -> None:
     """Raise DTypeError unless all are Tensors of one float dtype."""
     check_tensors(where, *tensors)
     first = tensors[0]
-    if isinstance(first, Tensor) and first.dtype.kind != "f" and first.dtype != bfloat16:
+    if isinstance(first, Tensor) and not is_float(first.dtype):
         raise DTypeError(f"{where}: needs float tensors, got {first.dtype}; convert with as_type(float32)")
 
 
 def check_floats_beside(where: str, count: int, *tensors: Tensor) -> None:
-    """Do ``check_floats``, where beside bfloat16 all tensors but the first ``count`` may be float32."""
-    if getattr(tensors[0], "dtype", None) == bfloat16:
+    """Do ``check_floats``, where beside 16 bits all tensors but the first ``count`` may be float32."""
+    if isinstance(tensors[0], Tensor) and is_narrow(tensors[0].dtype):
         others = [tensor for tensor in tensors[count:] if getattr(tensor, "dtype", None) != float32]
         tensors = (*tensors[:count], *others)
     check_floats(where, *tensors)

@@ -104,7 +104,7 @@ def conv2d(
     Args:
         x: float tensor (N, C, H, W).
         W: shape (outputs, C / group, kh, kw).
-        b: shape (outputs,), float32 where x is bfloat16; None: there is none.
+        b: shape (outputs,), float32 where x has 16 bits; None: there is none.
         stride: step of the window, one int or (height, width), >= 1.
         padding: zeros on both sides of each axis, >= 0.
         dilation: distance between the window's elements, >= 1.

@@ -128,7 +128,7 @@ def add_bias(x: Tensor, b: Tensor, axis: int = 0) -> Tensor:
 
     Args:
         x: float tensor (..., n) for axis 0, (m, n) for axis 1.
-        b: shape (n,) for axis 0, (m,) for axis 1; dtype of ``x``, or float32 where that is bfloat16.
+        b: shape (n,) for axis 0, (m,) for axis 1; dtype of ``x``, or float32 where that has 16 bits.
         axis: 0 or 1.
 
     Returns:
@@ -209,7 +209,7 @@ def gemm(
     Args:
         A: float tensor (m, k), or (k, m) with ``transA``.
         B: float tensor (k, n), or (n, k) with ``transB``.
-        C: broadcasts to (m, n), of their dtype, or float32 beside bfloat16; None adds nothing.
+        C: broadcasts to (m, n), of their dtype, or float32 beside 16 bits; None adds nothing.
         alpha: factor of the product.
         beta: factor of C.
         transA: whether A is transposed first.

@@ -173,7 +173,7 @@ def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-5) -> Ten
 
     Args:
         x: float tensor (..., features), or with several axes of features.
-        scale: (features,), or all last axes that are normalised; dtype of ``x``, or float32 where that is bfloat16.
+        scale: (features,), or all last axes that are normalised; dtype of ``x``, or float32 where that has 16 bits.
         bias: the same.
         eps: added to the variance, > 0; the default suits float32, use 1e-3 for float16.
 

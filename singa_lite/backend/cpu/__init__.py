@@ -7,7 +7,7 @@ One file per family of numpy kernels, each a class whose methods are kernels (se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,9 @@ class NumpyBackend(
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""
 
     name = "cpu"
-    has_bfloat16 = True
+    missing_precisions: Mapping[str, str] = {
+        "fp16": "CPUs have no instructions for products of float16; choose 'bf16'"
+    }
 
     def execute(
         self,

@@ -30,12 +30,33 @@ __device__ inline unsigned short double_to_half(double value) {
 }
 #endif  // otherwise its compiler defines them, as the stand-in of the tests does
 
+// The upper half of a float. By integers, as instructions for it came with compute capability 8.0 and 9.0.
+struct Bfloat16 {
+  unsigned short bits;
+};
+
+// to nearest even; NaN stays one
+__device__ inline Bfloat16 float_to_bfloat16(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return Bfloat16{static_cast<unsigned short>(bits >> 16 | 0x40u)};
+  return Bfloat16{static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16)};
+}
+// A float that is not exact gets an odd last bit, towards 0: so the second rounding is right, as if it were the only one.
+__device__ inline Bfloat16 double_to_bfloat16(double value) {
+  const float near = static_cast<float>(value);
+  unsigned bits = __float_as_uint(near);
+  if (near - near == 0 && near != value) bits = (fabs(static_cast<double>(near)) > fabs(value) ? bits - 1 : bits) | 1;
+  return float_to_bfloat16(__uint_as_float(bits));
+}
+
 // ---- types ----------------------------------------------------------------------------------------------------
 
 template <class V> struct WideOf { typedef V type; };
 template <> struct WideOf<Half> { typedef float type; };
+template <> struct WideOf<Bfloat16> { typedef float type; };
 template <class V> struct RealOf { typedef double type; };  // for functions of integers
 template <> struct RealOf<Half> { typedef float type; };
+template <> struct RealOf<Bfloat16> { typedef float type; };
 template <> struct RealOf<float> { typedef float type; };
 template <class V> struct TotalOf { typedef V type; };
 template <> struct TotalOf<float> { typedef double type; };
@@ -45,6 +66,7 @@ template <> struct MagnitudeOf<float> { typedef unsigned type; };
 
 template <class V> __device__ inline V widen(V value) { return value; }
 __device__ inline float widen(Half value) { return half_to_float(value.bits); }
+__device__ inline float widen(Bfloat16 value) { return __uint_as_float(static_cast<unsigned>(value.bits) << 16); }
 
 template <class V, class W> struct Narrow {
   static __device__ V of(W value) { return static_cast<V>(value); }
@@ -54,6 +76,12 @@ template <class W> struct Narrow<Half, W> {
 };
 template <> struct Narrow<Half, float> {
   static __device__ Half of(float value) { return Half{float_to_half(value)}; }
+};
+template <class W> struct Narrow<Bfloat16, W> {
+  static __device__ Bfloat16 of(W value) { return double_to_bfloat16(static_cast<double>(value)); }
+};
+template <> struct Narrow<Bfloat16, float> {
+  static __device__ Bfloat16 of(float value) { return float_to_bfloat16(value); }
 };
 template <class V, class W> __device__ inline V narrow(W value) { return Narrow<V, W>::of(value); }
 

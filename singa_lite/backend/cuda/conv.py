@@ -18,6 +18,7 @@ from typing import Any
 import cupy
 
 from ...config import state
+from ...dtypes import is_narrow
 from ...errors import DeviceError
 from ...graph.memory import View
 from ..base import Array
@@ -35,13 +36,21 @@ WORKSPACE_BYTES = (1 << 30, 256 << 20, 32 << 20)
 
 
 class ConvKernels(CudnnCaller):
-    """conv2d and its two gradients. Sums in float32 or wider; TF32 with ``device.allow_tf32``."""
+    """conv2d and its two gradients. Sums in float32 or wider; TF32 with ``device.allow_tf32``.
+
+    cuDNN has no arrays of two dtypes: beside images of 16 bits a float32 bias is added by a kernel of our own, its
+    gradient summed by one, and a float32 gradient of w is cast from that of 16 bits.
+    """
 
     measure_convolutions = True  # see Note [plans]
 
     def conv2d(self, x: Array, w: Array, b: Array | None = None, *, out: Array, **options: Any) -> None:
-        if out.size:
-            self._convolve(FORWARD, x, w, out, b, **options)
+        if not out.size:
+            return
+        own = b if b is None or b.dtype == out.dtype else None
+        self._convolve(FORWARD, x, w, out, own, **options)
+        if b is not None and own is None:
+            self.find("add")(out, b.reshape(-1, 1, 1), out=out)
 
     def conv2d_backward_data(self, dy: Array, w: Array, *, out: Array, **options: Any) -> None:
         if out.size:
@@ -51,12 +60,18 @@ class ConvKernels(CudnnCaller):
         self, dy: Array, x: Array, *, out: Array | tuple[Array, Array], **options: Any
     ) -> None:
         dw, db = out if isinstance(out, tuple) else (out, None)
-        if dy.size:
-            self._convolve(BACKWARD_WEIGHT, x, dw, dy, db, **options)
-        else:  # of an empty batch
+        if not dy.size:  # of an empty batch
             for gradient in (dw, db):
                 if gradient is not None:
                     self.find("fill")(out=gradient, value=0.0)
+            return
+        own_dw = dw if dw.dtype == dy.dtype else self.empty(dw.shape, dy.dtype)
+        own_db = db if db is None or db.dtype == dy.dtype else None
+        self._convolve(BACKWARD_WEIGHT, x, own_dw, dy, own_db, **options)
+        if own_dw is not dw:
+            self.find("cast")(own_dw, out=dw)
+        if db is not None and own_db is None:  # then dy is row-major, see preferred_formats
+            self.find("sum")(dy, out=db, axes=(0, 2, 3), keepdims=False)
 
     @cached_property
     def _workspaces(self) -> list[list[Array]]:
@@ -161,7 +176,7 @@ def preferred_formats(
 
 def uses_tensor_cores(x: View) -> bool:
     """Return whether products of such numbers are made by tensor cores."""
-    return bool(x.dtype == "float16" or (x.dtype == "float32" and state.allow_tf32))
+    return bool(is_narrow(x.dtype) or (x.dtype == "float32" and state.allow_tf32))
 
 
 def is_same(x: Array, pair: Pair) -> bool:

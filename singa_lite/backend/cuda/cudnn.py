@@ -16,8 +16,8 @@ from ...errors import DeviceError
 from ..base import Array
 from .launch import Launcher
 
-DTYPES = {"f": 0, "d": 1, "e": 2}  # cuDNN's numbers
-ALIGNMENT = 16  # bytes; the kernels for float16 load that much at once
+DTYPES = {"f": 0, "d": 1, "e": 2, "E": 9}  # cuDNN's numbers
+ALIGNMENT = 16  # bytes; the kernels for 16 bits load that much at once
 MOST_PLANS = 4096  # a few KB each; the oldest goes first
 
 

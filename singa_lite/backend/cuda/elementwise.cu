@@ -4,8 +4,9 @@
 
 BINARY(add_relu, A, a, b, where(widen(narrow<T>(A(a + b))) < 0, A(0), a + b))  // add, then relu, each with its rounding
 
-KERNEL fill(T* to, Int n, double value) {
-  EACH(i, n) to[i] = narrow<T>(value);
+KERNEL fill(T* to, Int n, Number<double> number) {
+  const T value = narrow<T>(number.get());
+  EACH(i, n) to[i] = value;
 }
 
 KERNEL clip(const T* from, T* to, Int n, double min, double max, Int has_min, Int has_max) {

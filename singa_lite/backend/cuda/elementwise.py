@@ -12,7 +12,7 @@ import numpy as np
 from ..base import Array
 from ..formulas import FORMULAS, Formula
 from .axes import broadcast
-from .launch import Launcher
+from .launch import Launcher, types_of
 
 # see compare in move.cu
 RELATIONS = {"less": 1, "equal": 2, "less_equal": 3, "greater": 4, "greater_equal": 6}
@@ -38,13 +38,13 @@ class ElementwiseKernels(Launcher):
         )
 
     def fill(self, *, out: Array, value: float) -> None:
-        self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, float(value))
+        self.each("elementwise.fill", out.dtype.char, out.size, out, out.size, self.scalar(value))
 
     def formula(self, name: str, inputs: tuple[Array, ...], out: Array, numbers: Any = NO_NUMBERS) -> None:
-        """Start the kernel of a line of formulas.h."""
+        """Start the kernel of a line of formulas.h; the second of two inputs may have a type of its own."""
         axes = (broadcast(out.shape, *(x.shape for x in inputs[-2:])),) if len(inputs) > 1 else ()
         given = (*inputs, out, out.size, *axes, numbers)
-        self.each(f"elementwise.{name}_formula", inputs[0].dtype.char, out.size, *given)
+        self.each(f"elementwise.{name}_formula", types_of(inputs[0], inputs[-1]), out.size, *given)
 
 
 def _kernel_of(formula: Formula) -> Callable[..., None]:

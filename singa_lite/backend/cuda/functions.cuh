@@ -48,7 +48,7 @@ template <class V, class F> __device__ void map_one(const F& formula, const T* f
 }
 
 template <class V, class F>
-__device__ void map_two(const F& formula, const T* from_a, const T* from_b, T* to, Int n, const Broadcast& axes) {
+__device__ void map_two(const F& formula, const T* from_a, const U* from_b, T* to, Int n, const Broadcast& axes) {
   BATCHES(n) {
     V as[4], bs[4];
     IN_BATCH(i, n) {
@@ -85,7 +85,7 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
 
 #define BINARY(name, type, a, b, value, ...)                                               \
   FORMULA(name, type, (type a, type b), value, ##__VA_ARGS__)                              \
-  KERNEL name##_formula(const T* first, const T* second, T* to, Int n, Broadcast axes, Numbers numbers) { \
+  KERNEL name##_formula(const T* first, const U* second, T* to, Int n, Broadcast axes, Numbers numbers) { \
     map_two<type>(with_numbers<name##_value, type>(numbers), first, second, to, n, axes);  \
   }
 

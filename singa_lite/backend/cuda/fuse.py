@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...dtypes import is_float
 from ...graph.memory import View
 from ...graph.nodes import Node
 from ...graph.rewrite import GraphRewriter
@@ -16,15 +17,11 @@ from ..fuse import relu_before_pooling
 
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels, the same bits."""
-    graph = GraphRewriter(nodes, is_float)
+    graph = GraphRewriter(nodes, lambda view: is_float(view.dtype))
     for rule in (relu_before_pooling, _bias_and_relu, _add_and_relu):
         for number in range(len(nodes)):
             rule(graph, number)
     return graph.rest()
-
-
-def is_float(view: View) -> bool:
-    return bool(view.dtype.kind == "f")
 
 
 def _bias_and_relu(graph: GraphRewriter, last: int) -> None:

@@ -27,6 +27,7 @@ import cupy
 import numpy as np
 
 from ...config import this_thread
+from ...dtypes import bfloat16
 from ...errors import GraphError
 from ...graph.nodes import Scalar
 from ...graph.recorder import switch_stream
@@ -37,11 +38,13 @@ from .streams import PACK, UNPACK, StreamSet
 FOLDER = Path(__file__).parent
 # of a block: eight warps hide the latency of memory, and several blocks fit on a multiprocessor
 THREADS = 256
+OLDEST_BFLOAT16 = 80  # compute capability, times 10, of the first GPUs that multiply it
 COMPILER_OPTIONS = ("--std=c++17",)
 C_TYPES = {
     "?": "bool",
     "B": "Byte",
     "e": "Half",
+    "E": "Bfloat16",
     "f": "float",
     "d": "double",
     "i": "int",
@@ -56,6 +59,24 @@ def by_value(numbers: Sequence[int], num_bytes: int) -> np.ndarray[Any, Any]:
     """Return a structure of int64 members as kernels take it: ``numbers``, then zeros up to ``num_bytes``."""
     packed = struct.pack(f"<{len(numbers)}q", *numbers)
     return np.frombuffer(packed.ljust(num_bytes, b"\0"), f"V{num_bytes}")
+
+
+def types_of(x: Array, other: Array) -> str:
+    """Return the element types T and U of a kernel that takes both arrays: one letter where they are the same."""
+    first, second = x.dtype.char, other.dtype.char
+    return str(first if first == second else first + second)
+
+
+def _missing_precisions(device: Any) -> dict[str, str]:
+    """Return why a GPU, or cupy, does not compute in bfloat16, if it doesn't."""
+    if int(device.compute_capability) < OLDEST_BFLOAT16:
+        return {"bf16": "its products take a GPU of compute capability 8.0 or later; choose 'fp16'"}
+    try:
+        cupy.empty(1, bfloat16)
+    except (TypeError, ValueError):
+        cure = "install cupy 14 and NumPy 2.1.2, or later, or choose 'fp16'"
+        return {"bf16": f"cupy {cupy.__version__} has no bfloat16; {cure}"}
+    return {}
 
 
 class DeviceLock:
@@ -114,6 +135,8 @@ class Launcher(Backend):
         self.faults = np.frombuffer(self._pinned, np.int64, 3)
         self.faults[...] = 0
         self.faults_address = int(self._pinned.ptr)
+        self.activate()
+        self.missing_precisions = _missing_precisions(device)
 
     @property
     def capture(self) -> Any:  # Any: capture.Numbers

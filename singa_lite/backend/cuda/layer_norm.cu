@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// layer_norm and its gradient, for norm.py: a block for each row of n elements; mean and inverse_std are of type A.
+// layer_norm and its gradient, for norm.py: a block for each row of n elements; scale and bias are of type U, mean and
+// inverse_std of type A.
 
-KERNEL layer_norm(const T* x, const T* scale, const T* bias, T* y, A* mean, A* inverse_std, Int n, double eps) {
+KERNEL layer_norm(const T* x, const U* scale, const U* bias, T* y, A* mean, A* inverse_std, Int n, double eps) {
   x += blockIdx.x * n;
   y += blockIdx.x * n;
   A sum = 0, squares = 0;
@@ -21,7 +22,7 @@ KERNEL layer_norm(const T* x, const T* scale, const T* bias, T* y, A* mean, A* i
 }
 
 // products: dy normal, whose sums over the rows are the gradient of scale
-KERNEL layer_norm_backward(const T* dy, const T* x, const T* scale, const A* mean, const A* inverse_std, T* dx,
+KERNEL layer_norm_backward(const T* dy, const T* x, const U* scale, const A* mean, const A* inverse_std, T* dx,
                            A* products, Int n) {
   const Int row = blockIdx.x * n;
   const A centre = mean[blockIdx.x], factor = inverse_std[blockIdx.x];

@@ -6,7 +6,7 @@
 __device__ inline Int first_of_row(Int n, Int step) { return blockIdx.x / step * n * step + blockIdx.x % step; }
 
 // queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
-KERNEL softmax(const T* x, T* y, Int n, Int step, double scale, Int queries) {
+KERNEL softmax(const T* x, U* y, Int n, Int step, double scale, Int queries) {
   x += first_of_row(n, step);
   y += first_of_row(n, step);
   const Int seen = queries && blockIdx.x % queries + 1 < n ? blockIdx.x % queries + 1 : n;
@@ -16,7 +16,7 @@ KERNEL softmax(const T* x, T* y, Int n, Int step, double scale, Int queries) {
   EACH_OF_ROW(i, seen) total += exp((widen(x[i * step]) - largest) * A(scale));
   total = over_block<Add>(total);
   EACH_OF_ROW(i, n)
-    y[i * step] = narrow<T>(A(i < seen ? exp((widen(x[i * step]) - largest) * A(scale)) / total : A(0)));
+    y[i * step] = narrow<U>(A(i < seen ? exp((widen(x[i * step]) - largest) * A(scale)) / total : A(0)));
 }
 
 KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step, double scale) {

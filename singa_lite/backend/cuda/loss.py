@@ -11,9 +11,10 @@ from math import prod
 
 import numpy as np
 
+from ...dtypes import bfloat16
 from ...errors import ShapeError
 from ..base import Array
-from .launch import Launcher
+from .launch import Launcher, types_of
 
 
 class LossKernels(Launcher):
@@ -30,13 +31,17 @@ class LossKernels(Launcher):
         if x.size:
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
             given = (*arrays, length, step, *numbers)
-            self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *given)
+            self.each_row(f"loss.{name}", types_of(x, arrays[1]), x.size // length, length, *given)
 
     def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
-        """Made of transposes, cuBLAS's products and a softmax that scales and masks."""
+        """Made of transposes, cuBLAS's products and a softmax that scales and masks.
+
+        Products of queries and keys are float32 at least: before they are scaled float16 may not hold them.
+        """
         y, probabilities = out
         queries, keys, values = self._heads(inputs, num_heads)
-        scores = self._product(queries, keys, transpose_b=True)
+        scores = self.empty(probabilities.shape, np.result_type(y.dtype, np.float32))
+        self._product(queries, keys, scores, transpose_b=True)
         scale, rows = queries.shape[3] ** -0.5, scores.shape[2]
         self._softmax("softmax", 3, (scores, probabilities), scale, rows if causal else 0)
         self._join_heads(y, self._product(probabilities, values)[None])
@@ -133,4 +138,5 @@ class LossKernels(Launcher):
 
 def _smallest(probabilities: Array) -> float:
     """Return the least normal number of the type: a probability of 0 costs log(tiny), not infinity."""
-    return float(np.finfo(probabilities.dtype).tiny)
+    dtype = probabilities.dtype
+    return float(np.finfo(np.float32 if dtype == bfloat16 else dtype).tiny)  # they have the same

@@ -12,14 +12,15 @@ from ...config import state
 from ...errors import DTypeError, ShapeError
 from ..base import Array
 from .axes import reduction, strided
-from .launch import THREADS, Launcher, by_value
+from .launch import THREADS, Launcher, by_value, types_of
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
 TILE = 32  # of flip in move.cu
 ONE_ZERO_FLOAT, ONE_ZERO_DOUBLE = np.array([1, 0], np.float32), np.array([1, 0], np.float64)  # alpha, beta
-# CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float16's being float32, from the headers
+# CUDA_R_* of the elements, CUBLAS_COMPUTE_* of the sums, float32 for 16 bits, from the headers
 GEMM_TYPES = {
     "e": (2, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
+    "E": (14, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
     "f": (0, 68, ONE_ZERO_FLOAT.ctypes.data, 4),
     "d": (1, 70, ONE_ZERO_DOUBLE.ctypes.data, 8),
 }
@@ -141,7 +142,7 @@ class MoveKernels(Launcher):
             return
         groups, how = (-(-outs // 32), "_columns") if is_columns else (outs, "_rows")
         pieces = max(1, min(-(-4 * self.num_processors // groups), length // (128 if is_columns else 2048)))
-        divisor, types = float(length) if is_mean else 1.0, x.dtype.char
+        divisor, types = float(length) if is_mean else 1.0, types_of(x, out)
         if pieces == 1:
             self.launch(name + how, types, groups, THREADS, x, out, outs, length, 1, divisor, kept, reduced)
             return
@@ -157,7 +158,7 @@ class MoveKernels(Launcher):
     def matmul(
         self, a: Array, b: Array, *, out: Array, transpose_a: bool = False, transpose_b: bool = False
     ) -> None:
-        """Multiply by cuBLAS, without copies; TF32 only with ``device.allow_tf32``."""
+        """Multiply by cuBLAS, without copies, 16 bits to float32 too; TF32 only with ``device.allow_tf32``."""
         if out.dtype.char not in GEMM_TYPES:
             raise DTypeError(f"matmul: a CUDA device multiplies float matrices, not {out.dtype}")
         if not out.size:
@@ -166,8 +167,8 @@ class MoveKernels(Launcher):
         a, b = (self._repeated(x, out.shape[:-2]) for x in (a, b))
         if batch > 1 and not transpose_a and b.size == k * n:  # one b for all: the rows of a are one matrix
             m, batch = m * batch, 1
-        element, compute, one, size = GEMM_TYPES[out.dtype.char]
-        if out.dtype.char == "f" and state.allow_tf32:
+        element, compute, one, size = GEMM_TYPES[a.dtype.char]
+        if a.dtype.char == "f" and state.allow_tf32:
             compute = COMPUTE_32F_FAST_TF32
         if max(m, n, k, batch) >= 2**31:
             raise ShapeError(f"matmul: {out.shape} and {k} products each are more than cuBLAS counts")
@@ -175,7 +176,7 @@ class MoveKernels(Launcher):
         shape = (int(transpose_b), int(transpose_a), n, m, k, one)
         first = (b.data.ptr, element, max(1, b.shape[-1]))
         second = (a.data.ptr, element, max(1, a.shape[-1]))
-        result = (one + size, out.data.ptr, element, n)
+        result = (one + size, out.data.ptr, GEMM_TYPES[out.dtype.char][0], n)
         if batch == 1:
             self.streams.current.cublas.product(*shape, *first, *second, *result, compute, -1)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import DeviceError
 from ..base import Array
 from .cudnn import DTYPES, CudnnCaller, addresses
+from .launch import types_of
 
 MOST_TRAINED = 880801  # samples; more are unsupported by cuDNN
 MOST_INFERRED = 65528  # of 65535 that cuDNN takes; parts of a multiple of 8 samples begin aligned
@@ -86,7 +87,7 @@ class NormKernels(CudnnCaller):
         """Run layer_norm.cu, as its gradient does: cuDNN has it in its graphs alone."""
         y, mean, inverse_std = out
         given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
-        self.each_row("layer_norm.layer_norm", x.dtype.char, mean.size, scale.size, *given)
+        self.each_row("layer_norm.layer_norm", types_of(x, scale), mean.size, scale.size, *given)
 
     def layer_norm_backward(
         self,
@@ -101,7 +102,7 @@ class NormKernels(CudnnCaller):
         dx, dscale, dbias = out
         products = self.empty((mean.size, scale.size), mean.dtype)
         given = (dy, x, scale, mean, inverse_std, dx, products, scale.size)
-        self.each_row("layer_norm.layer_norm_backward", x.dtype.char, mean.size, scale.size, *given)
+        self.each_row("layer_norm.layer_norm_backward", types_of(x, scale), mean.size, scale.size, *given)
         sums = self.empty((scale.size,), mean.dtype)
         self.find("sum_to")(products, out=sums)
         self.find("cast")(sums, out=dscale.reshape(-1))

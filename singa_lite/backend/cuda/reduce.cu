@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums and maxima over axes, for move.py: every element of out reduces `length` elements of x. Long ones are split
+// Sums and maxima over axes, for move.py: every element of out, of type U, reduces `length` elements of x. Long ones are split
 // into `splits` pieces, whose results a second kernel joins in their order, so the same call gives the same bits.
 
 struct Axes {
@@ -73,13 +73,13 @@ __device__ void reduce_columns(const From* x, To* y, Int outs, Int length, Int s
     how<Op>(x, y, outs, length, splits, divisor, kept, reduced);                                                      \
   }
 // in one go; in pieces; the pieces joined
-REDUCTION(sum_rows, reduce_rows, Add, T, T)
+REDUCTION(sum_rows, reduce_rows, Add, T, U)
 REDUCTION(sum_rows_pieces, reduce_rows, Add, T, Total)
-REDUCTION(sum_columns, reduce_columns, Add, T, T)
+REDUCTION(sum_columns, reduce_columns, Add, T, U)
 REDUCTION(sum_columns_pieces, reduce_columns, Add, T, Total)
-REDUCTION(sum_joined, reduce_columns, Add, Total, T)
-REDUCTION(max_rows, reduce_rows, Larger, T, T)
+REDUCTION(sum_joined, reduce_columns, Add, Total, U)
+REDUCTION(max_rows, reduce_rows, Larger, T, U)
 REDUCTION(max_rows_pieces, reduce_rows, Larger, T, Total)
-REDUCTION(max_columns, reduce_columns, Larger, T, T)
+REDUCTION(max_columns, reduce_columns, Larger, T, U)
 REDUCTION(max_columns_pieces, reduce_columns, Larger, T, Total)
-REDUCTION(max_joined, reduce_columns, Larger, Total, T)
+REDUCTION(max_joined, reduce_columns, Larger, Total, U)

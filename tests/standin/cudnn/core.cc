@@ -61,6 +61,7 @@ std::vector<double> read(const Object& o, const void* data) {
   if (o.dtype == 1) std::memcpy(values.data(), data, n * 8);
   if (o.dtype == 0) std::memcpy(floats.data(), data, n * 4);
   if (o.dtype == 2) singa_lite::half_to_float(static_cast<const std::uint16_t*>(data), floats.data(), n);
+  if (o.dtype == 9) singa_lite::bfloat16_to_float(static_cast<const std::uint16_t*>(data), floats.data(), n);
   if (o.dtype != 1) values.assign(floats.begin(), floats.end());
   return ordered(o, values, false);
 }
@@ -71,6 +72,7 @@ void write(const Object& o, const std::vector<double>& plain, void* data) {
   if (o.dtype == 1) std::memcpy(data, values.data(), values.size() * 8);
   if (o.dtype == 0) std::memcpy(data, floats.data(), floats.size() * 4);
   if (o.dtype == 2) singa_lite::float_to_half(floats.data(), static_cast<std::uint16_t*>(data), floats.size());
+  if (o.dtype == 9) singa_lite::float_to_bfloat16(floats.data(), static_cast<std::uint16_t*>(data), floats.size());
 }
 
 double scalar(int dtype, const void* value) {
@@ -123,7 +125,7 @@ int cudnnSetStream(Object* handle, void* stream) {
 }
 
 int cudnnSetTensor4dDescriptor(Object* o, int layout, int dtype, int n, int c, int h, int w) {
-  if (o->kind != kTensor || layout < 0 || layout > 1 || dtype < 0 || dtype > 2 || n < 1 || c < 1 || h < 1 || w < 1)
+  if (o->kind != kTensor || layout < 0 || layout > 1 || dtype < 0 || (dtype > 2 && dtype != 9) || n < 1 || c < 1 || h < 1 || w < 1)
     return fail(kBadParam, "tensor");
   o->dtype = dtype;
   o->layout = layout;

@@ -16,6 +16,8 @@ from . import cuda
 from ._array import ndarray
 from ._kernels import ElementwiseKernel, RawModule
 
+__version__ = "14.0.1"
+
 
 def get_default_memory_pool() -> cuda.MemoryPool:
     return cuda.DEFAULT_POOL

@@ -24,6 +24,7 @@ _LOCAL = threading.local()
 class Device:
     def __init__(self, device: int = 0) -> None:
         self.id = device
+        self.compute_capability = "90"
         self.attributes = {"MultiProcessorCount": 2}
         self.mem_info = (3 << 30, 4 << 30)
 

@@ -9,11 +9,15 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from . import do, get_current_stream
 
-DTYPES = {2: np.float16, 0: np.float32, 1: np.float64}  # CUDA_R_16F, CUDA_R_32F, CUDA_R_64F
+# CUDA_R_16F, CUDA_R_16BF, CUDA_R_32F, CUDA_R_64F
+DTYPES = {2: np.float16, 14: ml_dtypes.bfloat16, 0: np.float32, 1: np.float64}
+# of what is multiplied and of the result, with sums in float32, in its table of them
+FLOAT_PAIRS = {(2, 2), (2, 0), (14, 14), (14, 0), (0, 0)}
 SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
 computes: list[int] = []  # how each product was asked to be computed
 settings: dict[str, int] = {}  # of the last handle
@@ -43,6 +47,9 @@ def cublasGemmStridedBatchedEx(
     size = np.dtype(wide).itemsize
     factor, kept = (np.frombuffer((ctypes.c_char * size).from_address(x), wide)[0] for x in (alpha, beta))
     assert (factor, kept) == (1, 0)
+    assert Atype == Btype and (
+        (Atype, Ctype) in FLOAT_PAIRS if computeType != 70 else (Atype, Ctype) == (1, 1)
+    )
     do(lambda: _product(
         transa, transb, m, n, k, wide, (A, Atype, lda, strideA), (B, Btype, ldb, strideB),
         (C, Ctype, ldc, strideC), batchCount,

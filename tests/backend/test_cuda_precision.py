@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision on CUDA devices: kernels of two dtypes, operators and models under autocast, the loss's scale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, opt
+from singa_lite.autograd.autocast import LOW as LOW_DTYPES
+from singa_lite.backend.cpu import NumpyBackend
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import Device
+from singa_lite.dtypes import bfloat16
+from singa_lite.errors import DeviceError, DTypeError, OptionError
+from singa_lite.tensor import Tensor, to_numpy
+from tests.autograd.op_samples import SAMPLES, Sample
+from tests.backend.test_capture import graphs
+from tests.devices import cuda_device, no_gpu
+from tests.test_precision import Net, Plain
+
+RNG = np.random.default_rng(60)
+CPU = NumpyBackend()
+PRECISIONS = ["fp16", "bf16"]
+# of the sum of magnitudes, for a rounding to 16 bits after sums in float32, and for these sums
+TOLERANCE = {"float16": 1.01 * 2.0**-11, "bfloat16": 1.01 * 2.0**-8, "float32": 2.0**-19}
+LOW = {"attention", "conv2d", "gemm", "matmul"}
+KEEP = {"avg_pool_2d", "cat", "gelu", "max_pool_2d", "slice", "split", "tanh", "transpose"}
+pytestmark = [] if no_gpu() else [pytest.mark.gpu]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    yield cuda_device(monkeypatch)
+    autograd.training = False
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------
+
+GEOMETRY = {"stride": (1, 2), "padding": (1, 0), "dilation": (1, 1), "groups": 2}
+IMAGE, FILTER, DY = (3, 8, 6, 7), (16, 4, 3, 3), (3, 16, 6, 3)
+# kernel, shapes of inputs, how many of them have 16 bits, shapes of outputs, how many of these, attributes
+CASES: list[tuple[str, list[Any], int, list[Any], int, dict[str, Any]]] = [
+    *(
+        ("matmul", [a, b], 2, [out], narrow, {"transpose_a": ta, "transpose_b": tb})
+        for narrow in (0, 1)
+        for a, b, out, ta, tb in [
+            ((9, 40), (40, 7), (9, 7), False, False),
+            ((40, 9), (40, 7), (9, 7), True, False),
+            ((2, 3, 9, 40), (3, 7, 40), (2, 3, 9, 7), False, True),
+            ((40, 9), (7, 40), (9, 7), True, True),
+            ((9, 0), (0, 7), (9, 7), False, False),
+        ]
+    ),
+    ("conv2d", [IMAGE, FILTER, (16,)], 2, [DY], 1, GEOMETRY),
+    ("conv2d_backward_data", [DY, FILTER], 2, [IMAGE], 1, GEOMETRY),
+    ("conv2d_backward_weight", [DY, IMAGE], 2, [FILTER, (16,)], 0, GEOMETRY),
+    ("conv2d_backward_weight", [(0, *DY[1:]), (0, *IMAGE[1:])], 2, [FILTER, (16,)], 0, GEOMETRY),
+    ("add", [(5, 3, 70), (70,)], 1, [(5, 3, 70)], 1, {}),
+    ("add", [(5, 3, 70), (3, 1)], 1, [(5, 3, 70)], 1, {}),
+    ("sum_to", [(50, 37)], 1, [(37,)], 0, {}),
+    ("sum_to", [(5, 3000)], 1, [(5, 1)], 0, {}),
+    ("sum_to", [(9000, 3)], 1, [(1, 3)], 0, {}),
+    ("sum", [(2, 30_000)], 1, [(2,)], 0, {"axes": (1,), "keepdims": False}),
+]
+
+
+def in_dtypes(shapes: list[Any], count: int, low: Any) -> list[np.ndarray]:
+    """Random arrays, the first ``count`` of 16 bits."""
+    arrays = [RNG.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [array.astype(low) if number < count else array for number, array in enumerate(arrays)]
+
+
+def errors_of(backend: Any, case: Any, low: Any) -> list[tuple[np.ndarray, Any]]:
+    """The errors of each result over the sum of magnitudes, a rounding, and the dtype that it was rounded to."""
+    kernel, shapes, count, results, narrow, attributes = case
+    given = in_dtypes(shapes, count, low)
+    out = [backend.asarray(array) for array in in_dtypes(results, narrow, low)]
+
+    def run(on: Any, arrays: list[Any], made: list[Any]) -> None:
+        on.run(kernel, *arrays, out=tuple(made) if len(made) > 1 else made[0], **attributes)
+
+    run(backend, [backend.asarray(array) for array in given], out)
+    exact, size = ([np.zeros(shape) for shape in results] for _ in range(2))
+    run(CPU, [array.astype(float) for array in given], exact)
+    run(CPU, [abs(array.astype(float)) for array in given], size)
+    found = []
+    for array, wanted, magnitudes in zip(out, exact, size, strict=True):
+        error = abs(backend.to_numpy(array).astype(float) - wanted)
+        error /= 2 if kernel == "conv2d" else 1  # rounds before the bias is added, and after
+        is_rounded = kernel == "conv2d_backward_weight" and array.ndim == 4  # by cuDNN, before it is float32
+        found.append(
+            (error / np.where(error == 0, 1, magnitudes), np.dtype(low) if is_rounded else array.dtype)
+        )
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case[0]}-{case[4]}-" + "".join(map(str, case[3])).replace(" ", "")
+)
+def test_kernels_of_two_dtypes_add_in_float32_and_round_once(
+    case: Any, precision: str, device: Device
+) -> None:
+    for errors, dtype in errors_of(device.backend, case, LOW_DTYPES[precision]):
+        assert errors.max(initial=0) <= TOLERANCE[str(dtype)]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layer_norm_of_16_bits_has_float32_parameters(precision: str, device: Device) -> None:
+    backend, low = device.backend, LOW_DTYPES[precision]
+    x, dy, scale, bias = in_dtypes([(7, 3, 150), (7, 3, 150), (150,), (150,)], 2, low)
+    shapes = [(7, 3, 150), (7, 3), (7, 3)], [(7, 3, 150), (150,), (150,)]
+
+    def run(on: Any, arrays: list[Any], made: list[list[Any]]) -> None:
+        x, dy, scale, bias = arrays
+        on.run("layer_norm", x, scale, bias, out=tuple(made[0]), eps=1e-5)
+        on.run("layer_norm_backward", dy, x, scale, *made[0][1:], out=tuple(made[1]))
+
+    out = [[backend.asarray(array) for array in in_dtypes(each, 1, low)] for each in shapes]
+    run(backend, [backend.asarray(array) for array in (x, dy, scale, bias)], out)
+    exact = [[np.zeros(shape) for shape in each] for each in shapes]
+    run(CPU, [array.astype(float) for array in (x, dy, scale, bias)], exact)
+    for array, wanted in zip((*out[0], *out[1]), (*exact[0], *exact[1]), strict=True):
+        tolerance = 2 * TOLERANCE[str(array.dtype)] * max(1, abs(wanted).max())
+        np.testing.assert_allclose(backend.to_numpy(array).astype(float), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_takes_products_that_float16_does_not_hold(precision: str, device: Device) -> None:
+    backend, low = device.backend, LOW_DTYPES[precision]
+    x = RNG.standard_normal((2, 6, 3 * 32)).astype("f")
+    x[..., :64] = 64 + x[..., :64] / 64  # 16 products of 64 * 64 are 65536
+    x = x.astype(low)
+    out = [backend.empty(shape, low) for shape in ((2, 6, 32), (2, 2, 6, 6))]
+    backend.run("attention", backend.asarray(x), out=tuple(out), num_heads=2, causal=True)
+    exact = np.zeros((2, 6, 32)), np.zeros((2, 2, 6, 6))
+    CPU.run("attention", x.astype(float), out=exact, num_heads=2, causal=True)
+    for array, wanted in zip(out, exact, strict=True):
+        tolerance = 8 * TOLERANCE[str(low)]
+        np.testing.assert_allclose(backend.to_numpy(array).astype(float), wanted, rtol=0, atol=tolerance)
+
+
+def test_bfloat16_is_rounded_to_nearest_even_from_float32_and_float64(device: Device) -> None:
+    backend, bits = device.backend, RNG.integers(0, 2**32, 20_000, np.uint64).astype(np.uint32)
+    bits[:4096] &= np.uint32(0xFFFF0000)  # ties, and numbers that stay
+    bits[:2048] |= np.uint32(0x8000)
+    values = bits.view(np.float32)
+    low = backend.empty(values.shape, bfloat16)
+    backend.run("cast", backend.asarray(values), out=low)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(backend.to_numpy(low).astype("f"), values.astype(bfloat16).astype("f"))
+    wide = backend.empty(values.shape, np.float32)
+    backend.run("cast", low, out=wide)
+    np.testing.assert_array_equal(backend.to_numpy(wide), backend.to_numpy(low).astype("f"))
+    one = backend.empty((1,), bfloat16)
+    for value, expected in (
+        (1 + 2.0**-8, 1.0),  # a tie
+        (1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-7),  # which float32 would make a tie
+        (1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-7),
+        (-1 - 2.0**-8 - 2.0**-40, -1 - 2.0**-7),
+        (1e300, np.inf),
+        (np.nan, np.nan),
+    ):
+        backend.run("fill", out=one, value=value)
+        np.testing.assert_array_equal(backend.to_numpy(one).astype(float), [expected])
+
+
+# ---- operators ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sample", SAMPLES, ids=[f"{n}-{sample.op}" for n, sample in enumerate(SAMPLES)])
+def test_operators_compute_by_their_rules_and_give_float32_gradients(
+    sample: Sample, precision: str, device: Device
+) -> None:
+    autograd.training = True
+    is_float = [array.dtype.kind == "f" for array in sample.inputs]
+    tensors = [
+        Tensor(data=array, dtype="float32" if known else array.dtype, device=device, stores_grad=known)
+        for array, known in zip(sample.inputs, is_float, strict=True)
+    ]
+    with autograd.autocast(precision):
+        y = sample.call(*tensors)
+    assert y.dtype == (LOW_DTYPES[precision] if sample.op in LOW else "float32")
+    if sample.op != "dropout":  # whose numbers are the CPU's
+        expected = np.asarray(sample.reference(*sample.inputs))
+        assert abs(to_numpy(y).astype(float) - expected).max() <= 3e-2 * max(1.0, abs(expected).max())
+    if sample.has_gradient:
+        found = autograd.gradients(y, Tensor(data=np.ones(y.shape), dtype=y.dtype, device=device))
+        assert {grad.dtype for grad in found.values()} == {np.dtype("float32")}
+        assert all(np.isfinite(to_numpy(grad)).all() for grad in found.values())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.op in KEEP], ids=lambda sample: sample.op)
+def test_activations_of_16_bits_stay_so(sample: Sample, precision: str, device: Device) -> None:
+    autograd.training, low = True, LOW_DTYPES[precision]
+    tensors = [
+        Tensor(
+            data=array if array.dtype.kind != "f" else array.astype(low),
+            device=device,
+            stores_grad=array.dtype.kind == "f",
+        )
+        for array in sample.inputs
+    ]
+    with autograd.autocast(precision):
+        y = sample.call(*tensors)
+    expected = np.asarray(
+        sample.reference(
+            *(
+                to_numpy(tensor).astype(array.dtype)
+                for tensor, array in zip(tensors, sample.inputs, strict=True)
+            )
+        )
+    )
+    assert y.dtype == low
+    tolerance = 2 * TOLERANCE[str(low)] * max(1.0, abs(expected).max())
+    np.testing.assert_allclose(to_numpy(y).astype(float), expected, rtol=0, atol=tolerance)
+    found = autograd.gradients(y, Tensor(data=np.ones(y.shape, low), device=device))
+    assert {grad.dtype for grad in found.values()} == {low}
+
+
+# ---- models ---------------------------------------------------------------------------------------------------
+
+
+def batch(device: Device, step: int) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(step)
+    labels = rng.integers(0, 4, 8)
+    x = rng.standard_normal((8, 1, 8, 8)) + labels.reshape(-1, 1, 1, 1)
+    return Tensor(data=x.astype("f"), device=device), Tensor(data=labels.astype("i"), device=device)
+
+
+def compiled(device: Device, use_graph: bool, precision: str, kind: type[Net] = Net, **options: Any) -> Net:
+    device.SetRandSeed(3)
+    net = kind()
+    sgd = opt.SGD(lr=0.02, momentum=0.9)
+    communicator = LocalCommunicator(World())
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, check_finite="skip", **options))
+    net.compile([batch(device, 0)[0]], use_graph=use_graph, precision=precision)
+    device.SetRandSeed(8)
+    return net
+
+
+def everything(net: Net) -> dict[str, bytes]:
+    states = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
+    return states | {name: value.tobytes() for name, value in net.optimizer.get_states().items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_captured_steps_equal_eager_ones(precision: str, device: Device) -> None:
+    losses, nets = [], []
+    for use_graph in (False, True):
+        net = compiled(device, use_graph, precision)
+        results = [net(*batch(device, step)) for step in range(9)]
+        assert {out.dtype for out, _ in results} == {LOW_DTYPES[precision]}
+        losses.append([to_numpy(loss).item() for _, loss in results])
+        nets.append(net)
+    assert {str(value.dtype) for value in nets[0].get_states().values()} == {"float32"}
+    assert sum(graph.num_launches for graph in graphs(nets[1])) >= 2
+    assert nets[1].graph_info()[0].inputs.endswith(f", {precision}")
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0, atol=2e-2)
+    assert nets[0].optimizer.num_skipped == nets[1].optimizer.num_skipped <= 4
+    if no_gpu():  # a GPU may choose other algorithms
+        assert everything(nets[0]) == everything(nets[1])
+
+
+def curve(net: Net, device: Device, steps: int) -> list[float]:
+    """The loss of each update; a batch whose update is left out comes again, at a smaller scale."""
+    found: list[float] = []
+    while len(found) < steps:
+        skipped = net.optimizer.num_skipped
+        loss = to_numpy(net(*batch(device, len(found)))[1]).item()
+        if net.optimizer.num_skipped == skipped:
+            found.append(loss)
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_model_that_is_restored_goes_on_with_the_same_bits(precision: str, device: Device) -> None:
+    net, other = (compiled(device, True, precision) for _ in range(2))
+    for step in range(12):
+        if step == 5:
+            other.restore(net.snapshot())
+        for each in (net, other)[: 1 + (step >= 5)]:
+            device.SetRandSeed(step)  # they share its random stream
+            each(*batch(device, step))
+    if no_gpu():
+        assert everything(net) == everything(other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_losses_follow_those_in_float32(precision: str, device: Device) -> None:
+    wide, low = (curve(compiled(device, True, used, Plain), device, 15) for used in ("fp32", precision))
+    np.testing.assert_allclose(low, wide, rtol=0, atol=4e-2)
+    assert low != wide and low[-1] < 0.8 * low[0]
+
+
+def test_a_gradient_that_float16_cannot_hold_leaves_the_update_out_and_halves_the_scale(
+    device: Device,
+) -> None:
+    for use_graph in (False, True):
+        net = compiled(device, use_graph, "fp16")
+        for step in range(8):
+            net(*batch(device, step))
+        skipped, scale, before = net.optimizer.num_skipped, net.optimizer.loss_scale, everything(net)
+        x, labels = batch(device, 8)
+        net(x * 1e5, labels)
+        assert (net.optimizer.num_skipped, net.optimizer.loss_scale) == (skipped + 1, scale / 2)
+        after = everything(net)
+        changed = {name for name in before if after[name] != before[name]}
+        assert {name.rsplit(".")[-1] for name in changed} <= {"running_mean", "running_var", "finite/scale"}
+        steps = net.optimizer.step_counter
+        net(*batch(device, 9))
+        assert net.optimizer.step_counter == steps + 1 and net.optimizer.num_skipped == skipped + 1
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------
+
+
+def test_float16_gradients_without_a_scale_are_refused(device: Device) -> None:
+    autograd.training = True
+    linear, (x, labels) = layer.Linear(4), batch(device, 0)
+
+    def cost() -> Tensor:
+        with autograd.autocast("fp16"):
+            y = linear(autograd.flatten(x))
+        return autograd.softmax_cross_entropy(y, labels)  # in float16, outside of the block
+
+    linear(autograd.flatten(x))
+    weight = to_numpy(linear.W)
+    plain = opt.DistOpt(opt.SGD(lr=1.0), communicator=LocalCommunicator(World()), check_finite="raise")
+    for use in (opt.SGD(lr=1.0), plain, lambda loss: loss.backward(), autograd.gradients):
+        with pytest.raises(OptionError, match=r'backward: .*check_finite="skip".*precision\.md'):
+            use(cost())  # type: ignore[operator]
+    np.testing.assert_array_equal(to_numpy(linear.W), weight)
+    scaling = opt.DistOpt(opt.SGD(lr=1.0), communicator=LocalCommunicator(World()), check_finite="skip")
+    scaling(cost())
+    assert scaling.step_counter + scaling.num_skipped == 1
+    small = autograd.gradients(cost(), 1.0)[linear.W]
+    large = autograd.gradients(cost(), 1024.0)[linear.W]
+    assert small.dtype == large.dtype == np.dtype("float32")
+    np.testing.assert_allclose(to_numpy(large), 1024 * to_numpy(small), rtol=2e-3, atol=2e-3)
+
+
+def test_an_old_gpu_or_cupy_has_no_bfloat16(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = sys.modules["singa_lite.backend.cuda.launch"]
+    gpu = SimpleNamespace(compute_capability="75")
+    assert "compute capability 8.0" in launch._missing_precisions(gpu)["bf16"]  # type: ignore[attr-defined]
+    gpu.compute_capability = "90"
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("Unsupported dtype")
+
+    monkeypatch.setattr(launch, "cupy", SimpleNamespace(__version__="13.6.0", empty=refuse))
+    missing = launch._missing_precisions(gpu)  # type: ignore[attr-defined]
+    monkeypatch.setattr(device.backend, "missing_precisions", missing)
+    with pytest.raises(DeviceError, match=r"compile: precision 'bf16' .*cupy 13\.6\.0 .*install cupy 14"):
+        compiled(device, False, "bf16")
+    with pytest.raises(DTypeError, match=r"no kernels for bfloat16: cupy 13\.6\.0"):
+        Tensor((2,), device=device, dtype="bfloat16")
