@@ -47,7 +47,7 @@ def trained(package: Path, folder: Path, *arguments: str) -> dict[str, dict[str,
         folder / "out",
     ]
     given += arguments
-    done = bench("sync", *given, folder=package, PYTHONDONTWRITEBYTECODE="1")
+    done = bench("sync", *given, folder=package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| sharedSign |" in done.stdout
     found = [json.loads(path.read_text()) for path in (folder / "out").glob("run-*.json")]
