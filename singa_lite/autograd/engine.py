@@ -237,7 +237,7 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     check_recorded(y)
     assert y.creator is not None
     nodes = _reachable(y.creator)
-    if dy is None and _has_float16(nodes):
+    if dy is None and y.size() == 1 and _has_float16(nodes):
         raise OptionError(
             'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
             'become 0; DistOpt(..., check_finite="skip") scales the loss, in one process too, or give dy, such as '

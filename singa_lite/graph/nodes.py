@@ -177,6 +177,11 @@ class Host(PythonCall):
 
 
 @dataclass(frozen=True)
+class Join(Host):
+    """The end of what a Fork leaves out; does nothing."""
+
+
+@dataclass(frozen=True)
 class Fork(Host):
     """Python that decides at every replay whether the nodes up to its join are run.
 
@@ -185,7 +190,7 @@ class Fork(Host):
         join: the node behind them.
     """
 
-    join: Host
+    join: Join
 
     def decide(self) -> bool:
         """Call ``function``; return what it gives."""
@@ -212,7 +217,7 @@ class ClockCall(PythonCall):
 
 def run_steps(steps: Iterable[Callable[[], None]], after_each: Callable[[], None] | None = None) -> None:
     """Call ``steps``, nodes or what a backend makes of them, but for those a Fork decides against."""
-    end: Host | None = None
+    end: Join | None = None
     for step in steps:
         if end is None or step is end:
             end = None

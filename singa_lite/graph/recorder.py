@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from ..config import this_thread
 from .memory import Array, Memory, View, address_of, root_of
-from .nodes import Collective, Flight, Fork, Host, Kernel, Node, Scalar, StreamSwitch, Wait
+from .nodes import Collective, Flight, Fork, Host, Join, Kernel, Node, Scalar, StreamSwitch, Wait
 
 Result = TypeVar("Result")
 Guard = Callable[[], Hashable]
@@ -59,7 +59,7 @@ class Recorder:
         self._tensors_in = tensors_in
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
-        self.joins: list[Host] = []  # of forks that have not ended
+        self.joins: list[Join] = []  # of forks that have not ended
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what this thread does inside the ``with`` block."""
@@ -165,6 +165,8 @@ class Recorder:
         if self._in_flight:
             kinds = ", ".join(node.operation.kind for node in self._in_flight.values())
             self.break_graph(f"it leaves a collective in flight ({kinds})")
+        if self.joins:
+            self.break_graph("a part of it that may be left out did not end")
         for node in self.nodes:
             if isinstance(node, Collective):
                 node.flight.work = None
@@ -229,21 +231,26 @@ def host(function: Callable[..., Result], *arguments: Any) -> Result:
     return result
 
 
-def fork(function: Callable[..., bool], *arguments: Any) -> bool:
+def fork(function: Callable[..., bool], *arguments: Any, reason: str = "a part of it") -> bool:
     """Return ``function(*arguments)``, and have replays run what comes up to ``join`` only where it gives True.
 
-    Every replay calls it, as for ``host``. A step where it gives False is not kept, as it lacks what is left out. Each
-    fork needs its ``join``.
+    Every replay calls it, as for ``host``. A step where it gives False is not kept, as it lacks what is left out, which
+    ``reason`` names. Each fork needs its ``join``; a step with two runs eagerly.
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is None:
-        return function(*arguments)
-    end = Host(_joined, (), sees_arrays=True)
-    is_taken: bool = recorder.host(Fork(function, arguments, sees_arrays=True, join=end))
+        is_taken = function(*arguments)
+    else:
+        if any(isinstance(node, Fork) for node in recorder.nodes):
+            recorder.break_graph("two parts of it may be left out, the second of which depends on the first")
+        end = Join(_joined, (), sees_arrays=True)
+        is_taken = recorder.host(Fork(function, arguments, sees_arrays=True, join=end))
+        recorder.joins.append(end)
+        if not is_taken:
+            recorder.is_partial = True
+            recorder.break_graph(f"{reason} was left out", is_lasting=False)
     if not is_taken:
-        recorder.is_partial = True
-        recorder.break_graph("a part of it was left out", is_lasting=False)
-    recorder.joins.append(end)
+        this_thread.has_left_out = True
     return is_taken
 
 

@@ -336,7 +336,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _backward(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the gradients of ``loss``, computed at its scale."""
         finite = self._finite
-        if finite is not None and finite.mode == "skip" and (loss.dtype == np.float16 or needs_scale(loss)):
+        is_scaled = finite is not None and finite.mode == "skip" and loss.size() == 1
+        if finite is not None and is_scaled and (loss.dtype == np.float16 or needs_scale(loss)):
             return finite.unscaled(autograd.backward(loss, finite.seed(loss)))
         return autograd.backward(loss)
 
@@ -493,11 +494,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     @property
     def num_skipped(self) -> int:
         """Updates that ``check_finite="skip"`` has left out."""
+        break_graph("it reads num_skipped, which a replay would not do")
         return 0 if self._finite is None else self._finite.num_skipped
 
     @property
     def loss_scale(self) -> float:
         """What a loss in float16, or under ``autocast("fp16")``, is multiplied by, with ``check_finite="skip"``."""
+        break_graph("it reads loss_scale, which a replay would not do")
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:

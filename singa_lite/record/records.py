@@ -21,7 +21,7 @@ from ..config import state, this_thread
 from ..device import get_default_device
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
-from ..graph.nodes import ClockCall, Collective, Host, Kernel, Node, run_steps
+from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
 from ..layer.base import layers_of
@@ -191,7 +191,7 @@ class Record:
             label,
             counts[Kernel],
             counts[Collective],
-            counts[Host],
+            counts[Host] + counts[Fork],
             self._num_bytes,
             None,
             tuple(map(_described, self._nodes)),
@@ -236,8 +236,10 @@ class Records:
                     kind.records.insert(0, kind.records.pop(number))
                     kind.misses = 0
                     if record.is_postponed:
-                        record.is_postponed = False
-                        return model.run_train_one_batch(*arguments, **options)
+                        this_thread.has_left_out = False
+                        result = model.run_train_one_batch(*arguments, **options)
+                        record.is_postponed = this_thread.has_left_out  # there it would not be kept
+                        return result
                     return record.replay(tensors)
             if kind.misses == MAX_MISSES:
                 kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
@@ -251,7 +253,7 @@ class Records:
             self._drop_oldest()
         elif record.is_lasting or kind.retries == MAX_RETRIES:
             kind.break_reason = record.break_reason
-        elif not record.is_partial:  # else the loss scale was too large; it halves 15 times at most
+        elif not record.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
         result, record.result = record.result, None
         return result

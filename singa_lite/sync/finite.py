@@ -4,9 +4,10 @@
 Note [before the scheme]: the ranks decide when all their gradients are there and before any of them is given to the
 scheme, so what a scheme keeps never sees such a number. This costs one collective of 16 bytes a rank, and no gradient
 is sent while others are computed.
-Note [loss scale]: a float16 loss is multiplied by a power of two before backward, so that small gradients do not vanish
-between the operators, and gradients by its inverse after it, both exact. Where one overflows the update is left out and
-the scale halved; after GROW_AFTER updates in a row it is doubled. A replay reads the scale again, see ``scalar``.
+Note [loss scale]: a loss in float16, or under ``autocast("fp16")``, is multiplied by a power of two before backward, so
+that small gradients do not vanish between the operators, and gradients by its inverse after it, both exact. Where one
+overflows the update is left out and the scale halved; after GROW_AFTER updates in a row it is doubled. A replay reads
+the scale again, see ``scalar``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FiniteCheck:
 
     Attributes:
         num_skipped: updates that were left out.
-        loss_scale: what a float16 loss is multiplied by.
+        loss_scale: what a loss in float16, or under ``autocast("fp16")``, is multiplied by.
     """
 
     def __init__(self, mode: str, communicator: Communicator, drop_update: Callable[[], None]) -> None:
@@ -73,8 +74,10 @@ class FiniteCheck:
             NonFiniteError: with "raise", if a gradient of any rank is not finite.
         """
         grads = [grad for _, grad in pairs]
-        call = fork if self.mode == "skip" else host
-        return call(self._decide, _sums(grads) if grads else None, grads, list(names), step)
+        arguments = _sums(grads) if grads else None, grads, list(names), step
+        if self.mode == "skip":
+            return fork(self._decide, *arguments, reason="an update whose gradients are not finite")
+        return host(self._decide, *arguments)
 
     def end_update(self) -> None:
         """End what replays leave out where there is no update."""

@@ -18,7 +18,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
 from singa_lite.dtypes import bfloat16
-from singa_lite.errors import DeviceError, DTypeError, OptionError
+from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
 from tests.backend.test_capture import graphs
@@ -347,6 +347,18 @@ def test_float16_gradients_without_a_scale_are_refused(device: Device) -> None:
     large = autograd.gradients(cost(), 1024.0)[linear.W]
     assert small.dtype == large.dtype == np.dtype("float32")
     np.testing.assert_allclose(to_numpy(large), 1024 * to_numpy(small), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_loss_of_several_elements_is_refused(low: str, device: Device) -> None:
+    autograd.training = True
+    dist = opt.DistOpt(opt.SGD(lr=1.0), communicator=LocalCommunicator(World()), check_finite="skip")
+    linear = layer.Linear(4)
+    with autograd.autocast(low):
+        y = autograd.relu(linear(Tensor((8, 3), device)))
+    with pytest.raises(ShapeError, match=r"y has shape \(8, 4\)"):
+        dist(y)
+    autograd.training = False
 
 
 def test_an_old_gpu_or_cupy_has_no_bfloat16(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

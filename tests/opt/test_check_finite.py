@@ -12,7 +12,7 @@ from singa_lite import autograd, checkpoint, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.errors import NonFiniteError, OptionError
+from singa_lite.errors import GraphError, NonFiniteError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.opt import every_scheme
 from tests.opt.every_scheme import (
@@ -252,6 +252,113 @@ def test_what_comes_behind_an_update_that_is_left_out_is_replayed() -> None:
         np.testing.assert_allclose(net(x, y).item(), to_numpy(y).sum(), rtol=1e-5)
     autograd.training = False
     assert (net.optimizer.num_skipped, sgd.step_counter, no_breaks(net)) == (2, 4, 1)
+
+
+class Twice(Net):
+    """Makes two updates a step."""
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        super().train_one_batch(x, y)
+        return super().train_one_batch(x[1:], y[1:])  # of spoilt() finite
+
+
+class Reads(Net):
+    """A step whose result depends on what was left out before."""
+
+    name = "num_skipped"
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        number = getattr(self.optimizer, self.name)
+        return super().train_one_batch(x, y) * float(number)
+
+
+class Scaled(Reads):
+    name = "loss_scale"
+
+
+def trained(
+    kind: type[Net], use_graph: bool, bad: tuple[int, ...], text: str = "fp32"
+) -> tuple[Net, list[float]]:
+    get_default_device().SetRandSeed(1)
+    net = kind()
+    sgd = opt.SGD(lr=0.1, momentum=0.9)
+    net.set_optimizer(
+        opt.DistOpt(sgd, communicator=LocalCommunicator(World()), dist_option=text, check_finite="skip")
+    )
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    results = []
+    for step in range(8):
+        loss = net(*(spoilt(0, step, np.nan) if step in bad else batch(0, step)))
+        results.append(float(to_numpy(loss).sum()))
+    autograd.training = False
+    return net, results
+
+
+@pytest.mark.parametrize("text", ["fp32", "partialUpdate", "localSGD:2:start=1"])
+def test_a_step_with_two_updates_that_may_be_left_out_runs_eagerly(text: str) -> None:
+    nets = [trained(Twice, use_graph, (4, 5), text)[0] for use_graph in (False, True)]
+    assert everything(nets[0]) == everything(nets[1]) and nets[1].optimizer.num_skipped == 2
+    [info] = nets[1].graph_info()
+    assert "two parts of it may be left out" in info.break_reason
+
+
+@pytest.mark.parametrize("kind", [Reads, Scaled])
+def test_a_step_that_reads_what_an_update_left_out_changes_runs_eagerly(kind: type[Reads]) -> None:
+    (_, eager), (net, recorded) = (trained(kind, use_graph, (2, 4)) for use_graph in (False, True))
+    np.testing.assert_array_equal(eager, recorded)
+    [info] = net.graph_info()
+    assert f"it reads {kind.name}" in info.break_reason
+
+
+@pytest.mark.parametrize("bad", [(6,), (6, 7), (7,)])
+def test_a_run_that_leaves_out_the_update_behind_its_checkpoint_goes_on_with_the_same_bits(
+    bad: tuple[int, ...], tmp_path: Any
+) -> None:
+    def go(net: Net, steps: range) -> dict[str, bytes]:
+        for step in steps:
+            net(*(spoilt(0, step, np.nan) if step in bad else batch(0, step)))
+        return every_scheme.everything(net)
+
+    nets = []
+    for _ in range(2):
+        get_default_device().SetRandSeed(1)
+        nets.append(Net())
+        communicator = LocalCommunicator(World())
+        nets[-1].set_optimizer(
+            opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, check_finite="skip")
+        )
+        nets[-1].compile([batch(0, 0)[0]], use_graph=True, precision="bf16")
+    net, other = nets
+    go(net, range(6))
+    net.save_states(str(tmp_path / "net.zip"))
+    other.load_states(str(tmp_path / "net.zip"))
+    assert go(net, range(6, 12)) == go(other, range(6, 12))
+    autograd.training = False
+
+
+def test_a_part_that_did_not_end_breaks_the_graph(monkeypatch: Any) -> None:
+    device = get_default_device()
+    weight = Tensor(data=np.ones((5, 3), np.float32), requires_grad=True, stores_grad=True)
+    weight.name = "w"
+    sgd = opt.DistOpt(
+        opt.SGD(lr=0.1), communicator=LocalCommunicator(World()), check_finite="skip", clip_norm=1.0
+    )
+    x = Tensor(data=np.ones((4, 5), np.float32))
+    autograd.training = True
+    sgd(autograd.reduce_mean(autograd.matmul(x, weight)))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("told to fail")
+
+    monkeypatch.setattr("singa_lite.opt.dist.clip_gradients", fail)
+    device.EnableGraph(True)
+    with pytest.raises(RuntimeError, match="told to fail"):
+        sgd(autograd.reduce_mean(autograd.matmul(x, weight)))
+    device.EnableGraph(False)
+    with pytest.raises(GraphError, match="did not end"):
+        device.RunGraph()
+    device.ResetGraph()
+    autograd.training = False
 
 
 def small_gradients(communicator: Any) -> list[int]:
