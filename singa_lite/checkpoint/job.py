@@ -121,7 +121,7 @@ def save_job(
         CheckpointError: on all ranks if one cannot write, or if ``folder`` has a job that this model neither saved nor
             loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
     """
-    check_int("save_job", "keep", keep, 1)
+    keep = check_int("save_job", "keep", keep, 1)
     check_bool("save_job", "block", block)
     _check_arguments("save_job", folder, trainer, sampler)
     communicator, optimizer = _parts(model, trainer, "save_job")

@@ -33,7 +33,7 @@ def as_path(where: str, folder: object) -> Path:
         os.stat(folder)
     except (FileNotFoundError, NotADirectoryError):
         pass  # the caller says so
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:  # the latter: half of a surrogate pair
         raise DataError(f"{where}: {error}") from error
     return Path(folder)
 

@@ -114,7 +114,7 @@ def kept(communicator: Communicator, folder: str) -> list[list[str]]:
     found = []
     for step in range(4):
         net(*batch(step, communicator.rank))
-        checkpoint.save_job(folder, net, keep=2)
+        checkpoint.save_job(folder, net, keep=np.int64(2))
         found.append(sorted(os.listdir(folder)))
     checkpoint.save_job(folder, net, keep=3)  # of the same step again
     checkpoint.load_job(folder, net)

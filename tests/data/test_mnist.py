@@ -102,6 +102,8 @@ def test_a_damaged_gzip_a_missing_file_and_a_missing_folder_are_named(folder):
         load_mnist(folder / "nowhere")
     with pytest.raises(DataError, match="name too long"):
         load_mnist(folder / ("too long a name" * 100))
+    with pytest.raises(DataError, match="surrogates not allowed"):
+        load_mnist("\ud800")
 
 
 def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):
