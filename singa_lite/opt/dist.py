@@ -280,12 +280,23 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             pause_step()
             return
         gradients: Iterable[tuple[Tensor, Tensor]] = self._sums.means(self._gradients(loss))
-        if self._finite is not None:
-            gradients = list(gradients)
-            names = [self._names[param] for param, _ in gradients]
-            if not self._finite.may_update(gradients, names, lambda: self.opt._step_counter):
-                self._finite.end_update()
-                return
+        if self._finite is None:
+            self._update(scheme, given, gradients, loss.device)
+            return
+        pairs = list(gradients)
+        names = [self._names[param] for param, _ in pairs]
+        if self._finite.may_update(pairs, names, lambda: self.opt._step_counter):
+            self._update(scheme, given, pairs, loss.device)
+        self._finite.end_update()
+
+    def _update(
+        self,
+        scheme: Scheme,
+        given: dict[str, Option],
+        gradients: Iterable[tuple[Tensor, Tensor]],
+        device: Device,
+    ) -> None:
+        """Make the ranks agree on ``gradients`` of ``device``, update, and count the step."""
         self._begin(scheme, given)
         for param, grad in gradients:
             scheme.add_gradient(param, grad)
@@ -298,12 +309,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme.end([param for param, _ in pairs])
         self._sums.end()
         lap("update")
-        bookkeep(self._end_call, scheme, not loss.device.backend.runs_behind_host)
+        bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
         self._called = scheme
         self.step()
         self._begin_microbatch()
-        if self._finite is not None:
-            self._finite.end_update()
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
@@ -336,10 +345,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _backward(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the gradients of ``loss``, computed at its scale."""
         finite = self._finite
-        is_scaled = finite is not None and finite.mode == "skip" and loss.size() == 1
-        if finite is not None and is_scaled and (loss.dtype == np.float16 or needs_scale(loss)):
-            return finite.unscaled(autograd.backward(loss, finite.seed(loss)))
-        return autograd.backward(loss)
+        if finite is None or finite.mode != "skip" or loss.size() != 1:
+            return autograd.backward(loss)
+        if loss.dtype != np.float16 and not needs_scale(loss):
+            return autograd.backward(loss)
+        return finite.unscaled(autograd.backward(loss, finite.seed(loss)))
 
     def _begin(self, scheme: Scheme, given: dict[str, Option]) -> None:
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
