@@ -46,6 +46,12 @@ def bench(
     )
 
 
+def without_pictures(folder: Path) -> str:
+    """A PYTHONPATH on which matplotlib is missing: importing it takes half of the time of so short a run."""
+    (folder / "matplotlib.py").write_text("raise ImportError('not here')")
+    return str(folder)
+
+
 def small_model(folder: Path) -> str:
     """The name of a model of 7,850 parameters, whose file is written to ``folder``."""
     (folder / "small.py").write_text(SMALL)

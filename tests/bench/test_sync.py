@@ -32,6 +32,7 @@ from singa_lite.data.mnist import IDX_SHA256, to_idx
 from singa_lite.errors import OptionError
 from singa_lite.files import sealed, unsealed
 from singa_lite.opt.dist import THRESHOLD
+from tests.bench.commands import without_pictures
 from tests.comm.processes import assert_nothing_left, at_once, fresh_environment, wait_until
 from tests.limits import LIMIT_S
 from tests.test_example_models import load
@@ -85,7 +86,7 @@ def digits(tmp_path_factory) -> Path:
     parts = zip(IDX_SHA256, load_mnist(FIXTURE), (NUM_TRAIN, NUM_TRAIN, NUM_TEST, NUM_TEST), strict=True)
     for name, array, count in parts:
         (folder / name).write_bytes(to_idx(array[:count]))
-    (folder / "matplotlib.py").write_text("raise ImportError('pictures are drawn in test_sync_settings.py')")
+    without_pictures(folder)  # they are drawn in test_sync_settings.py
     return folder
 
 

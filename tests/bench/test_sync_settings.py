@@ -25,7 +25,8 @@ from singa_lite.bench.picture import picture
 from singa_lite.bench.runs import Place, Settings, inputs_of
 from singa_lite.data import synthetic_cifar10, synthetic_mnist
 from singa_lite.errors import OptionError
-from tests.bench.commands import TRAINED, bench, small_model
+from tests.bench.commands import TRAINED, bench, small_model, without_pictures
+from tests.comm.processes import fresh_environment
 from tests.limits import LIMIT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="several ranks need Linux")
@@ -109,7 +110,16 @@ def test_made_images_are_named_in_heading_table_and_json(linked):
 
 def test_resnet20_trains_on_made_images_in_the_shape_of_cifar10(tmp_path):
     arguments = ["--model", "resnet20-cifar10", "--synthetic", "16", "--batch-size", "4", "--epochs", "1"]
-    done = bench("sync", *arguments, "--graph", "--options", "fp32,fp16", "--out", tmp_path / "out")
+    done = bench(
+        "sync",
+        *arguments,
+        "--graph",
+        "--options",
+        "fp32,fp16",
+        "--out",
+        tmp_path / "out",
+        PYTHONPATH=without_pictures(tmp_path),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "in the shape of CIFAR-10, not CIFAR-10" in done.stdout
     sent = {run["settings"]["option"]: run["result"] for run in runs_of(tmp_path / "out")}
@@ -238,12 +248,11 @@ def test_a_picture_shows_another_curve_for_another_result():
 
 
 def test_without_matplotlib_the_rest_is_written_and_the_cure_is_named(tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     (tmp_path / "tqdm.py").write_text("raise ImportError('not here')")
     arguments = ["--model", small_model(tmp_path), *TRAINED, "--options", "fp32", "--out", tmp_path / "out"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "table.png").write_text("an older picture")
-    done = bench("sync", *arguments, PYTHONPATH=str(tmp_path))
+    done = bench("sync", *arguments, PYTHONPATH=without_pictures(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "no table.png, as matplotlib is not installed: pip install 'singa-lite[bench]'" in done.stderr
     written = {path.name for path in (tmp_path / "out").glob("table.*")}
@@ -313,6 +322,7 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "singa_lite", "bench", "sync", *arguments],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=slave,
+        env=fresh_environment(PYTHONPATH=without_pictures(tmp_path)),
     ) as started:  # fmt: skip
         os.close(slave)
         seen = b""
@@ -346,7 +356,15 @@ def test_models_name_their_data():
 
 def test_each_run_has_a_trace_of_its_own(tmp_path):
     arguments = ["--model", small_model(tmp_path), *TRAINED, "--out", tmp_path / "out"]
-    done = bench("sync", *arguments, "--options", "fp32,sparseTopK:0.5", "--trace", tmp_path / "trace.json")
+    done = bench(
+        "sync",
+        *arguments,
+        "--options",
+        "fp32,sparseTopK:0.5",
+        "--trace",
+        tmp_path / "trace.json",
+        PYTHONPATH=without_pictures(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
     for name in ("trace-fp32-0.json", "trace-sparseTopK-0.5-0.json"):
         events = json.loads((tmp_path / name).read_bytes())["traceEvents"]

@@ -30,7 +30,7 @@ from tests.opt.every_scheme import (
 )
 from tests.ranks import run_ranks
 
-UPDATES = 6
+UPDATES = 5
 
 
 def alone() -> LocalCommunicator:
@@ -119,7 +119,7 @@ def resume_mid_sum(communicator: Any) -> None:
                 second.optimizer.set_states(states)
                 assert everything(second) == everything(whole), text
                 for net in (whole, second):
-                    trained(net, rank, 8, 17)
+                    trained(net, rank, 8, 13)
                 assert everything(second) == everything(whole), text
 
 

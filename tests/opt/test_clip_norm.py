@@ -211,11 +211,11 @@ def recorded_and_resumed(communicator: Any) -> dict[str, dict[str, bytes]]:
             given = {"dist_option": text, "clip_norm": 0.05, "accumulate": 2}
             eager, recorded, resumed = (made(communicator, use, **given) for use in (False, True, True))
             free = made(communicator, False, dist_option=text, accumulate=2)
-            for number in range(16):
-                if number == 7:
+            for number in range(10):
+                if number == 5:
                     resumed.set_params(values(recorded))
                     resumed.optimizer.set_states(recorded.optimizer.get_states())
-                for net in (eager, recorded, free, resumed)[: 3 + (number >= 7)]:
+                for net in (eager, recorded, free, resumed)[: 3 + (number >= 5)]:
                     trained(net, rank, number, number + 1)
                 got = values(recorded)
                 for key, value in values(eager).items():

@@ -201,6 +201,9 @@ def test_nan_reaches_all_ranks_in_its_step_and_no_later_one(hosts: str, outer: s
 # ---- training: recorded as eager, and continued ------------------------------------------------------------------
 
 
+TRAINED, SAVED = 5, 2  # steps in all, and before the checkpoint
+
+
 class Net(model.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +250,8 @@ def trains(communicator: Any, hosts: str, outer: str) -> dict[str, Any]:
     for use_graph in (False, True):
         net = compiled(communicator, use_graph, outer)
         log = found["recorded" if use_graph else "eager"] = []
-        for step in range(STEPS):
-            if use_graph and step == 4:
+        for step in range(TRAINED):
+            if use_graph and step == SAVED:
                 second = compiled(communicator, True, outer)
                 second.set_states({key: to_numpy(value) for key, value in net.get_states().items()})
                 second.optimizer.set_states(net.optimizer.get_states())
@@ -256,7 +259,7 @@ def trains(communicator: Any, hosts: str, outer: str) -> dict[str, Any]:
             log.append(bits(net))
     found["breaks"] = [info.break_reason for info in net.graph_info()]
     found["bytes"] = net.optimizer.bytes_sent
-    for step in range(4, STEPS):
+    for step in range(SAVED, TRAINED):
         train_step(second, communicator.rank, step)
     found["continued"] = bits(second)
     autograd.training = False
@@ -273,7 +276,7 @@ def test_recorded_and_continued_runs_have_the_bits_of_eager_ones(hosts: str, out
         assert found["breaks"] and set(found["breaks"]) == {None}
         assert found["eager"] == found["recorded"] == ranks[0]["recorded"]
         assert found["continued"] == found["recorded"][-1]
-        assert len({str(step) for step in found["eager"]}) == STEPS
+        assert len({str(step) for step in found["eager"]}) == TRAINED
         if (hosts, outer) == ("aab", "fp32"):  # 723 elements; the second host is one rank
             assert found["bytes"] == (4 * 723 + (4 * 723 if rank == 0 else 0) if rank < 2 else 4 * 723)
 
