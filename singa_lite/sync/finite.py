@@ -12,6 +12,7 @@ the scale again, see ``scalar``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..tensor import Tensor, to_numpy
 
 LARGEST_SCALE = 2.0**15  # float16's largest power of two; the first scale
 GROW_AFTER = 2000
+WARN_AFTER = 17  # updates left out in a row: the scale was halved 15 times and is 1 by then
 PREFIX = "finite/"  # of states
 
 
@@ -45,6 +47,7 @@ class FiniteCheck:
         self.num_skipped = 0
         self.loss_scale = LARGEST_SCALE
         self._num_good = 0  # updates since the scale was changed
+        self._num_in_a_row = 0  # updates left out since the last one that was made, or set_states
 
     def seed(self, loss: Tensor) -> Tensor:
         """Return the gradient of ``loss`` to begin with, the scale."""
@@ -110,13 +113,23 @@ class FiniteCheck:
                 "check_finite='skip' leaves such updates out"
             )
         self._count(bool(texts))
+        if self._num_in_a_row == WARN_AFTER and self._communicator.rank == 0:
+            warnings.warn(
+                f"DistOpt: {WARN_AFTER} updates in a row were left out, the last because the gradient of "
+                f"{', '.join(texts)} is not finite. If parameters, inputs or statistics hold a NaN, no later update "
+                "is made either: go on from a checkpoint",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return not texts
 
     def _count(self, is_skipped: bool) -> None:
         if is_skipped:
             self.num_skipped += 1
+            self._num_in_a_row += 1
             self.loss_scale, self._num_good = max(self.loss_scale / 2, 1.0), 0
             return
+        self._num_in_a_row = 0
         self._num_good += 1
         if self._num_good == GROW_AFTER:
             self.loss_scale, self._num_good = min(self.loss_scale * 2, LARGEST_SCALE), 0
@@ -136,6 +149,7 @@ class FiniteCheck:
         """Go on from ``state_dict``; without states, as at first."""
         values = states.get(PREFIX + "scale", np.array([0.0, LARGEST_SCALE, 0.0]))
         self.num_skipped, self.loss_scale, self._num_good = int(values[0]), float(values[1]), int(values[2])
+        self._num_in_a_row = 0
 
 
 def _filled(like: Tensor, shape: tuple[int, ...], read: Callable[[], float]) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
 from singa_lite.errors import GraphError, NonFiniteError, OptionError
+from singa_lite.sync.finite import WARN_AFTER
 from singa_lite.tensor import Tensor, to_numpy
 from tests.opt import every_scheme
 from tests.opt.every_scheme import (
@@ -232,6 +234,35 @@ def test_replays_read_the_scale_again_and_leave_updates_out() -> None:
         assert scales[-6] == scales[-1] <= scales[11] / 4
         for a, b in zip(eager[2], recorded[2], strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-3)
+
+
+def never_finite(communicator: Any, use_graph: bool) -> tuple[list[str], int]:
+    """What is warned of while NaN comes for 40 steps, but for one batch, after which parameters hold a NaN."""
+    net = made(communicator, "fp32", use_graph, "skip")
+    net(*batch(communicator.rank, 0))
+    states = net.optimizer.get_states()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(WARN_AFTER - 1):
+            net(*spoilt(communicator.rank, step, np.nan))
+        net(*batch(communicator.rank, 1))  # counts anew
+        for step in range(WARN_AFTER - 1):
+            net(*spoilt(communicator.rank, step, np.nan))
+        net.optimizer.set_states(states)  # and again
+        before = len(caught)
+        net.second.W.copy_from_numpy(np.full(net.second.W.shape, np.nan, np.float32))
+        for step in range(2 * WARN_AFTER):
+            net(*batch(communicator.rank, step))
+    autograd.training = False
+    return [str(each.message) for each in caught if "in a row" in str(each.message)], before
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_updates_that_are_left_out_for_ever_are_warned_of_once_by_rank_0(use_graph: bool) -> None:
+    (first, early), *others = run_ranks(never_finite, 3, use_graph)
+    assert early == 0 and len(first) == 1 and "17 updates in a row" in first[0], (early, first)
+    assert "'second.b' on rank 0 (" in first[0] and "on rank 2 (" in first[0]
+    assert [texts for texts, _ in others] == [[], []]
 
 
 class After(Net):
