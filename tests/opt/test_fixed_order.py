@@ -102,6 +102,30 @@ def test_the_same_over_mpi(alone: list[int]) -> None:
     assert run_ranks(checksums, 4, 14, transport="mpi") == [alone] * 4
 
 
+def without_the_third(communicator: Any) -> list[tuple[int, int]]:
+    """Checksums of runs whose third update has a NaN in a microbatch of rank 0, and how many updates were left out."""
+    found = []
+    for use_graph in (False, True):
+        net, sampler = made(communicator, "fp32", use_graph, check_finite="skip")
+        calls = 8 // communicator.size
+        with threadpool_limits(limits=1):
+            for call, indices in zip(range(5 * calls), sampler, strict=False):
+                images = IMAGES[indices] * np.float32(
+                    np.nan if call == 2 * calls and communicator.rank == 0 else 1
+                )
+                net(from_numpy(images), from_numpy(LABELS[indices]))
+        autograd.training = False
+        found.append((checksum(net), net.optimizer.num_skipped))
+    return found
+
+
+def test_an_update_that_is_left_out_keeps_the_bits_of_every_number_of_ranks_equal() -> None:
+    [alone] = run_ranks(without_the_third, 1, transport="local")
+    assert [skipped for _, skipped in alone] == [1, 1] and alone[0] == alone[1]
+    for size in (2, 4):
+        assert run_ranks(without_the_third, size) == [alone] * size
+
+
 def in_any_order(communicator: Any) -> int:
     net, sampler = made(communicator, "fp32", False, order="any")
     train(net, sampler, 14)
