@@ -77,6 +77,13 @@ class SGD(Optimizer):
             self.run_update("momentum_update", pairs, lr=lr, momentum=momentum, gain=gain, weight_decay=decay)
 
     def momentum_rule(self, step: int) -> MomentumRule:
+        written = ("update_all", "apply", "update_velocity")
+        last = next(kind for kind in type(self).__mro__ if any(name in vars(kind) for name in written))
+        if "update_velocity" not in vars(last):
+            raise OptionError(
+                f"{type(self).__name__}: {last.__name__} has an update of its own, which a dist_option that takes the "
+                "momentum over does not call; write update_velocity there too"
+            )
         dampening = self.value_of("dampening", step)
         if dampening != 0:
             raise OptionError(

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """sign: a gradient travels as a sign for each element and a magnitude for each tensor; what that misses is sent later.
 
-Note [units]: a residual is kept in the unit of gradients, but the parameters miss it times the learning rate of its
-step. So where the learning rate has changed it is multiplied by the old one over the new one.
+Note [units]: a residual is kept in the unit of gradients, but its parameter misses it times the learning rate of the
+step that left it. So where the learning rate has changed it is multiplied by the old one over the new one; each
+parameter by its own, as not every step has gradients of all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +21,8 @@ from ..tensor import Tensor
 from .base import Array, StepContext
 from .buckets import Bucket, BucketedSync, Exchange, refuse_half
 from .state import Slot
+
+PREFIX = "lr of "  # of counters
 
 
 class Sign(BucketedSync):
@@ -46,7 +50,7 @@ class Sign(BucketedSync):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._lr: float | None = None  # of the step that left the residuals
+        self._lrs: dict[str, float] = {}  # by parameter: of the step that left its residual
         self._ends: dict[Bucket, Array] = {}
 
     @classmethod
@@ -57,7 +61,9 @@ class Sign(BucketedSync):
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat
         [residual] = self.state.of(bucket)
         if self.options.corr:  # flat + ratio * residual
-            run("sgd_update", residual, out=(flat,), lr=self.scalar(lambda step: -self._ratio(step)))
+            for (param, grad), (_, kept) in zip(bucket.views(flat), bucket.views(residual), strict=True):
+                ratio = partial(self._ratio, self.optimizer.name_of(param))
+                run("sgd_update", kept, out=(grad,), lr=self.scalar(lambda step, ratio=ratio: -ratio(step)))
         ends = self._ends_of(bucket)
         packet, scales, bits = self._packet(bucket)
         rest = residual if self.options.corr else empty(flat.shape, bucket.dtype)
@@ -92,23 +98,24 @@ class Sign(BucketedSync):
                 self._ends[bucket] = bucket.backend.asarray(np.cumsum(sizes, dtype=np.int64))
         return self._ends[bucket]
 
-    def _ratio(self, step: StepContext) -> float:
-        """Return what residuals are multiplied by, see Note [units]."""
+    def _ratio(self, name: str, step: StepContext) -> float:
+        """Return what a parameter's residual is multiplied by, see Note [units]."""
         lr = step.lr
-        return self._lr / lr if step.options.rescale and self._lr is not None and lr > 0 else 1.0
+        return self._lrs.get(name, lr) / lr if step.options.rescale and lr > 0 else 1.0
 
     def after_update(self, params: list[Tensor]) -> None:
-        bookkeep(self._note_lr)
+        bookkeep(self._note_lr, [self.optimizer.name_of(param) for param in params])
 
-    def _note_lr(self) -> None:
+    def _note_lr(self, names: list[str]) -> None:
         lr = self.now().lr
         if lr > 0:  # a step at 0 changes no parameter, and leaves the unit as it is
-            self._lr = lr
+            self._lrs.update(dict.fromkeys(names, lr))
 
     def counters(self) -> dict[str, float]:
-        return {} if self._lr is None else {"lr": self._lr}
+        return {PREFIX + name: lr for name, lr in self._lrs.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
-        if not set(counters) <= {"lr"}:
-            raise CheckpointError(f"sign: {sorted(counters)[:3]} are not its counters")
-        self._lr = float(counters["lr"]) if counters else None
+        wrong = [name for name in counters if not name.startswith(PREFIX)]
+        if wrong:
+            raise CheckpointError(f"sign: {wrong[:3]} are not its counters")
+        self._lrs = {name.removeprefix(PREFIX): float(lr) for name, lr in counters.items()}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,32 @@ def test_momentum_that_cannot_be_taken_over_is_refused(optimizer: opt.Optimizer,
     if not isinstance(optimizer, opt.SGD):
         with pytest.raises(OptionError, match=reason):
             optimizer.update_velocity([(Tensor((2,)), Tensor((2,)))])
+
+
+class Signed(opt.SGD):
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        super().apply(param_name, param_value, param_grad)
+
+
+class Twice(opt.SGD):
+    def update_all(self, pairs: Any) -> None:
+        super().update_all(pairs)
+
+
+class Both(Twice):
+    def update_velocity(self, pairs: Any) -> None:
+        super().update_velocity(pairs)
+
+
+class Renamed(Twice):
+    """Inherits an update of its own."""
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Signed, "Signed"), (Twice, "Twice"), (Renamed, "Twice")])
+def test_an_sgd_with_an_update_of_its_own_keeps_its_momentum(kind: type[opt.SGD], named: str) -> None:
+    with pytest.raises(OptionError, match=f"{kind.__name__}: {named} has an update of its own"):
+        opt.DistOpt(kind(0.1, momentum=0.9), dist_option="dgc:0.1")
+    assert Both(0.1, momentum=0.9).momentum_rule(0) == (0.9, False)
 
 
 def test_dampening_is_read_at_the_step() -> None:

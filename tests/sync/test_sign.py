@@ -6,7 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from singa_lite.comm.base import World
+from singa_lite import autograd, opt
+from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, DTypeError
 from singa_lite.sync.base import Scheme
@@ -117,6 +118,53 @@ def test_what_is_not_finite_reaches_all_ranks_and_is_forgotten(bad: float) -> No
     for first, residual, second in run_ranks(nan_on_one_rank, 3, bad):
         assert not np.isfinite(first).any()
         assert np.isfinite(residual).all() and np.isfinite(second).all()
+
+
+TURNS = [
+    (0,),
+    (1,),
+    (0, 1),
+    (1,),
+    (1,),
+    (0,),
+    (2, 1),
+    (0,),
+    (1, 2),
+]  # parameters that each step has gradients of
+
+
+def take_turns(communicator: Communicator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each parameter, in float64: what all steps were to subtract, and what they did with what is kept."""
+    sgd = opt.SGD(opt.ExponentialDecay(0.5, 1, 0.6))
+    dist = opt.DistOpt(sgd, communicator=communicator, dist_option="sign", threshold=20)
+    params = [Tensor(data=np.zeros(size), stores_grad=True, name=f"p{size}") for size in (30, 7, 5)]
+    dist.prepare({param.name: param for param in params}, {})
+    due, rates = [np.zeros(param.shape) for param in params], [0.0] * len(params)
+    autograd.training = True
+    for step, used in enumerate(TURNS):
+        loss = None
+        for number in used:
+            grad = np.random.default_rng([communicator.rank, step, number]).standard_normal(
+                params[number].shape
+            )
+            part = autograd.reduce_sum(params[number] * Tensor(data=grad), keepdims=0)
+            loss = part if loss is None else loss + part
+            rates[number] = 0.5 * 0.6**step
+            due[number] += rates[number] * grad
+        dist(loss)
+    autograd.training = False
+    kept = [dist.get_states()[f"sync/sign/{param.name}:residual"] for param in params]
+    owed = [rate * residual.astype(np.float64) for rate, residual in zip(rates, kept, strict=True)]
+    return [(d - o, -to_numpy(param)) for d, o, param in zip(due, owed, params, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_where_parameters_take_turns_each_residual_follows_its_own_rate(size: int) -> None:
+    ranks = run_ranks(take_turns, size, transport="local" if size == 1 else "shm")
+    for of_param in zip(*ranks, strict=True):
+        expected = np.mean([given for given, _ in of_param], axis=0)
+        for _, moved in of_param:
+            np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_float16_and_other_counters_are_refused() -> None:
