@@ -62,8 +62,8 @@ class Sign(BucketedSync):
         [residual] = self.state.of(bucket)
         if self.options.corr:  # flat + ratio * residual
             for (param, grad), (_, kept) in zip(bucket.views(flat), bucket.views(residual), strict=True):
-                ratio = partial(self._ratio, self.optimizer.name_of(param))
-                run("sgd_update", kept, out=(grad,), lr=self.scalar(lambda step, ratio=ratio: -ratio(step)))
+                minus_ratio = partial(self._minus_ratio, self.optimizer.name_of(param))
+                run("sgd_update", kept, out=(grad,), lr=self.scalar(minus_ratio))
         ends = self._ends_of(bucket)
         packet, scales, bits = self._packet(bucket)
         rest = residual if self.options.corr else empty(flat.shape, bucket.dtype)
@@ -98,10 +98,10 @@ class Sign(BucketedSync):
                 self._ends[bucket] = bucket.backend.asarray(np.cumsum(sizes, dtype=np.int64))
         return self._ends[bucket]
 
-    def _ratio(self, name: str, step: StepContext) -> float:
-        """Return what a parameter's residual is multiplied by, see Note [units]."""
+    def _minus_ratio(self, name: str, step: StepContext) -> float:
+        """Return minus what a parameter's residual is multiplied by, see Note [units]."""
         lr = step.lr
-        return self._lrs.get(name, lr) / lr if step.options.rescale and lr > 0 else 1.0
+        return -self._lrs.get(name, lr) / lr if step.options.rescale and lr > 0 else -1.0
 
     def after_update(self, params: list[Tensor]) -> None:
         bookkeep(self._note_lr, [self.optimizer.name_of(param) for param in params])
