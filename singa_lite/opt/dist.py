@@ -542,6 +542,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             host(self._compare_if_due, scheme)
 
     def update_velocity(self, pairs: Pairs) -> None:
+        self._check_by_hand()
         self._guard_attributes()
         self.opt.update_velocity(pairs)
 
@@ -573,6 +574,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def update_all(self, pairs: Pairs) -> None:
         """Update by gradients that are means already."""
         pairs = as_pairs("DistOpt", pairs)
+        self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
         self._updated.update(dict.fromkeys(param for param, _ in pairs))
@@ -582,11 +584,20 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Update by a gradient that is a sum over the ranks: it is divided by world_size, in place."""
         [(param, grad)] = as_pairs("DistOpt", [(param, grad)])
         check_pair("DistOpt", param, grad)
+        self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
         self._updated[param] = None
         grad /= self.world_size
         self.opt.update(param, grad)
+
+    def _check_by_hand(self) -> None:
+        """Raise OptionError where an option promises what updates by hand do not do."""
+        given = "order='fixed'" if self._order == "fixed" else None
+        if self._finite is not None:
+            given = f"check_finite={self._finite.mode!r}"
+        if given is not None:
+            raise OptionError(f"DistOpt: {given} holds for calls, optimizer(loss), and not for updates by hand")
 
     def get_states(self) -> dict[str, np.ndarray]:
         """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>"."""
