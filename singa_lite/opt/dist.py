@@ -284,8 +284,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             self._update(scheme, given, gradients, loss.device)
             return
         pairs = list(gradients)
-        names = [self._names[param] for param, _ in pairs]
-        if self._finite.may_update(pairs, names, lambda: self.opt._step_counter):
+        if self._finite.may_update(pairs, self._names, lambda: self.opt._step_counter):
             self._update(scheme, given, pairs, loss.device)
         self._finite.end_update()
 
@@ -597,7 +596,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if self._finite is not None:
             given = f"check_finite={self._finite.mode!r}"
         if given is not None:
-            raise OptionError(f"DistOpt: {given} holds for calls, optimizer(loss), and not for updates by hand")
+            raise OptionError(
+                f"DistOpt: {given} holds for calls, optimizer(loss), and not for updates by hand"
+            )
 
     def get_states(self) -> dict[str, np.ndarray]:
         """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>"."""

@@ -64,20 +64,22 @@ class FiniteCheck:
             yield param, grad
 
     def may_update(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], names: Sequence[str], step: Callable[[], int]
+        self, pairs: Sequence[tuple[Tensor, Tensor]], names: Mapping[Tensor, str], step: Callable[[], int]
     ) -> bool:
         """Return whether the update is to be made, the same on all ranks, which all call it, and ``end_update`` later.
 
         Args:
-            pairs: parameters and gradients of this rank.
-            names: of the parameters.
+            pairs: parameters and gradients of this rank; those of another may be other ones.
+            names: of all parameters, equal on all ranks.
             step: gives the number of updates made before.
 
         Raises:
             NonFiniteError: with "raise", if a gradient of any rank is not finite.
         """
-        grads = [grad for _, grad in pairs]
-        arguments = _sums(grads) if grads else None, grads, list(names), step
+        grads, places = [grad for _, grad in pairs], {param: place for place, param in enumerate(names)}
+        mine = [places[param] for param, _ in pairs]
+        all_params = [(name, param.size()) for param, name in names.items()]
+        arguments = _sums(grads) if grads else None, grads, mine, all_params, step
         if self.mode == "skip":
             return fork(self._decide, *arguments, reason="an update whose gradients are not finite")
         return host(self._decide, *arguments)
@@ -88,22 +90,27 @@ class FiniteCheck:
             join()
 
     def _decide(
-        self, sums: Tensor | None, grads: list[Tensor], names: list[str], step: Callable[[], int]
+        self,
+        sums: Tensor | None,
+        grads: list[Tensor],
+        places: list[int],
+        params: list[tuple[str, int]],
+        step: Callable[[], int],
     ) -> bool:
         """Return whether all is finite, count that, and with "raise" raise what is not."""
-        mine = np.array([-1, 0], np.int64)  # number of the parameter, how many elements
+        mine = np.array([-1, 0], np.int64)  # place of the parameter among all, how many elements
         values = () if sums is None else to_numpy(sums)
         for number in np.flatnonzero(~np.isfinite(values)):  # or the sum is beyond its dtype
             count = int(np.count_nonzero(~np.isfinite(to_numpy(grads[number]))))
             if count:
-                mine[:] = number, count
+                mine[:] = places[number], count
                 break
         everyone = self._communicator.all_gather(mine, name="whether gradients are finite").wait()
         assert everyone is not None
         texts = [
-            f"{names[number]!r} on rank {rank} ({count} of {grads[number].size()} elements)"
-            for rank, (number, count) in enumerate(everyone.tolist())
-            if number >= 0
+            f"{params[place][0]!r} on rank {rank} ({count} of {params[place][1]} elements)"
+            for rank, (place, count) in enumerate(everyone.tolist())
+            if place >= 0
         ]
         if texts:
             self._drop_update()

@@ -265,6 +265,34 @@ def test_updates_that_are_left_out_for_ever_are_warned_of_once_by_rank_0(use_gra
     assert [texts for texts, _ in others] == [[], []]
 
 
+class OneOfTwo(Net):
+    """Uses one of two layers, or both."""
+
+    used = "both"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = autograd.tanh(self.first(x))
+        return self.second(hidden) if self.used == "both" else autograd.matmul(hidden, self.second.W)
+
+
+def other_parameters(communicator: Any) -> str:
+    net = OneOfTwo()
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, check_finite="raise"))
+    net.compile([batch(0, 0)[0]], use_graph=False)
+    net(*batch(communicator.rank, 0))
+    net.used = "one" if communicator.rank == 1 else "both"  # without second.b, which comes first
+    x, y = batch(communicator.rank, 1)
+    with pytest.raises(NonFiniteError) as caught:
+        net(*((x, Tensor(data=np.full(y.shape, np.inf))) if communicator.rank == 1 else (x, y)))
+    autograd.training = False
+    return str(caught.value)
+
+
+def test_the_name_is_right_where_ranks_have_gradients_of_other_parameters() -> None:
+    texts = run_ranks(other_parameters, 3)
+    assert len(set(texts)) == 1 and "'second.W' on rank 1 (18 of 18 elements)" in texts[0], texts
+
+
 class After(Net):
     """Computes behind the update."""
 
