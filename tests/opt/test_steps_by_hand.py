@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.comm.base import Communicator
-from singa_lite.errors import CommError
+from singa_lite.comm.base import Communicator, World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CommError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 
@@ -211,3 +212,19 @@ def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
     _, payloads, count, _ = eager[0]
     assert count == (6 if name == "opt" else 9)
     assert name == "opt" or payloads[4] < payloads[2] == payloads[8]
+
+
+@pytest.mark.parametrize(
+    "options", [{"check_finite": "raise"}, {"check_finite": "skip"}, {"order": "fixed", "microbatches": 2}]
+)
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_options_that_steps_by_hand_do_not_keep_are_refused(options: dict[str, Any], use_graph: bool) -> None:
+    net = compiled(LocalCommunicator(World()), use_graph, **options)
+    before = to_numpy(net.linear.W)
+    with pytest.raises(OptionError, match=r"holds for calls, optimizer\(loss\), and not for updates by hand"):
+        net(*batch(0, 0))
+    for update in (net.optimizer.update_all, net.optimizer.update_velocity):
+        with pytest.raises(OptionError, match="not for updates by hand"):
+            update([(net.linear.W, Tensor(net.linear.W.shape))])
+    autograd.training = False
+    np.testing.assert_array_equal(to_numpy(net.linear.W), before)
