@@ -104,7 +104,7 @@ def compare(
                 with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
                     code = _run(each, runs, data, variables)
                 if code != 0:
-                    say(f"{start}: failed with exit code {code}; call again for what is missing")
+                    say(f"{start}: failed with exit code {code}, see above; mended, call again for the rest")
                     return code
                 result = runs.find(each)
                 assert result is not None  # just written
@@ -115,6 +115,10 @@ def compare(
             say(f"{start}: accuracy {100 * result['accuracy']:.2f} %, {how}")
             for reason in result["break_reasons"]:
                 say(f"  steps ran eagerly: {reason}")
+            if not result["parts_ms"]:
+                say(
+                    "  the parts of a step are left out: it has several updates, and they are known of the last alone"
+                )
             results[each.option].append(result)
         _report(settings, results, target, runs)
     return 0

@@ -25,6 +25,7 @@ from ..model import Model
 from ..opt import SGD, DistOpt
 from ..opt.dist import THRESHOLD
 from ..sync.text import read_dist_option
+from ..tensor import Tensor
 from .datasets import DataSet, data_set_of
 from .models import make_model, takes_dist_option
 from .runs import Settings
@@ -144,7 +145,7 @@ class Trainer:
             loss: mean over the last epoch's batches and ranks.
             steps, train_s: of the run; seconds of rank 0, without evaluations.
             step_ms: mean over rank 0's steps, as options may do more in some than in others; not those of ``_warm``.
-            parts_ms: the same of each part of a step (sync/step_seconds.py).
+            parts_ms: the same of each part of a step (sync/step_seconds.py); none if a step had several updates.
             bytes_sent, bytes_payload: of all steps, of each rank.
             epochs: of each the mean loss, steps, and bytes of all ranks.
             evaluations: of each the steps and train_s before it, the bytes of all ranks until then, and the accuracy.
@@ -208,15 +209,34 @@ class Trainer:
     def _step(self, x: np.ndarray, y: np.ndarray) -> float:
         """Make one step; return the batch's loss. Timed from the call to the loss on the host."""
         inputs, labels = tensor.from_numpy(x, self._device), tensor.from_numpy(y, self._device)
+        before, updates = self._sent(), self.dist.step_counter
         start = time.perf_counter()
-        _, loss = self._model(inputs, labels, **self._options)
+        loss = _loss_of(self._model(inputs, labels, **self._options))
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
-        for name, seconds in self._step_parts().items():
-            self._parts_s.setdefault(name, []).append(seconds)
-        self._bytes.sent += self.dist.bytes_sent
-        self._bytes.payload += self.dist.bytes_payload
+        if self.dist.step_counter - updates == 1:  # of several they are known of the last one alone
+            for name, seconds in self._step_parts().items():
+                self._parts_s.setdefault(name, []).append(seconds)
+        if len(self._step_s) == 1:
+            self._check_option_has_run()
+        now = self._sent().since(before)
+        self._bytes.sent += now.sent
+        self._bytes.payload += now.payload
         return value
+
+    def _check_option_has_run(self) -> None:
+        """Raise OptionError where the model has made its first step without the option: its row would be another's."""
+        kind, run = read_dist_option(self._option).scheme, self.dist._schemes.kinds
+        if kind not in run:
+            names = " and ".join(sorted(other.names[0] for other in run)) or "no dist_option"
+            raise OptionError(
+                f"bench: {self._settings.model}: train_one_batch ran {names}, expected {kind.names[0]} of "
+                f"{self._settings.option!r}; it must call self.optimizer(loss), or have an argument dist_option and "
+                "pass it on"
+            )
+
+    def _sent(self) -> Sent:
+        return Sent(self.dist.total_bytes_sent, self.dist.total_bytes_payload)
 
     def _step_parts(self) -> dict[str, float | None]:
         """Return the seconds of parts of the last step, by name."""
@@ -225,7 +245,8 @@ class Trainer:
 
     def _parts_ms(self) -> dict[str, float]:
         """Return the mean of each part that is known of all steps, without the first ones if there are others."""
-        kept = {name: _warm(values) for name, values in self._parts_s.items()}
+        steps = len(self._step_s)
+        kept = {name: _warm(values) for name, values in self._parts_s.items() if len(values) == steps}
         return {
             name: 1e3 * statistics.fmean(known)
             for name, values in kept.items()
@@ -263,6 +284,18 @@ class Trainer:
     def _sum(self, values: np.ndarray) -> None:
         """Replace float64 ``values`` by their sum over the ranks."""
         self.dist.all_reduce(values)
+
+
+def _loss_of(returned: Any) -> Tensor:
+    """Return the loss of what a model's call returned; OptionError unless that is (output, loss)."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        loss = returned[1]
+        if isinstance(loss, Tensor) and loss.size() == 1:
+            return loss
+    what = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else type(returned).__name__
+    raise OptionError(
+        f"bench: train_one_batch must return (output, loss), the loss a Tensor of one element; got {what}"
+    )
 
 
 def _warm(values: Sequence[Value]) -> Sequence[Value]:

@@ -69,6 +69,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     A step may be made by hand: ``all_reduce(g)`` and ``update(p, g)`` for each gradient, then ``step()``. Its sums are
     compared by shape and dtype, as they do not say whose gradient they are; without a Model call ``broadcast`` first.
+    ``bytes_sent`` and what else is measured of a step is of calls alone.
 
     Args:
         opt: the optimizer to wrap; None is SGD().

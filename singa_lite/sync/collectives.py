@@ -53,7 +53,11 @@ class ArrayCollectives:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank put on a ring in the last step (comm/work.py, Note [bytes])."""
+        """Bytes this rank put on a ring in the last step (comm/work.py, Note [bytes]).
+
+        A step is what a call of DistOpt that updates makes; what a script sends otherwise, by ``all_reduce`` in a step
+        made by hand, say, counts in ``communicator.traffic`` alone. So it is for all that is said of a step here.
+        """
         return self._last.bytes_sent
 
     @property
@@ -65,6 +69,11 @@ class ArrayCollectives:
     def bytes_payload(self) -> int:
         """Bytes of what travelled in the last step."""
         return self._last.bytes_payload
+
+    @property
+    def total_bytes_payload(self) -> int:
+        """The sum of ``bytes_payload`` over all steps since this was made, as ``total_bytes_sent``."""
+        return self._total.bytes_payload
 
     @property
     def wait_s(self) -> float:

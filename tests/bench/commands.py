@@ -56,3 +56,12 @@ def small_model(folder: Path) -> str:
     """The name of a model of 7,850 parameters, whose file is written to ``folder``."""
     (folder / "small.py").write_text(SMALL)
     return f"{folder / 'small.py'}:Small"
+
+
+def model_with(folder: Path, body: str) -> str:
+    """The name of that model with another end of ``train_one_batch``, whose file is written to ``folder``."""
+    whole = "        self.optimizer(loss)\n        return out, loss\n"
+    assert whole in SMALL
+    lines = "".join(f"        {line}\n" for line in body.splitlines())
+    (folder / "other.py").write_text("from singa_lite import autograd\n" + SMALL.replace(whole, lines))
+    return f"{folder / 'other.py'}:Small"

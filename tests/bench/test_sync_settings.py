@@ -25,7 +25,7 @@ from singa_lite.bench.picture import picture
 from singa_lite.bench.runs import Place, Settings, inputs_of
 from singa_lite.data import synthetic_cifar10, synthetic_mnist
 from singa_lite.errors import OptionError
-from tests.bench.commands import TRAINED, bench, small_model, without_pictures
+from tests.bench.commands import TRAINED, bench, model_with, small_model, without_pictures
 from tests.comm.processes import fresh_environment
 from tests.limits import LIMIT_S
 
@@ -221,6 +221,80 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, monkeypatch, cap
         cli.main(["bench", "sync", "--options", "fp32", "--synthetic", "20", "--out", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and "File exists" in error and "name another with --out" in error
+
+
+# ---- what a step of a model does -----------------------------------------------------------------------
+
+
+TWICE = """self.optimizer(loss)
+out = self.forward(x)
+loss = self.loss(out, y)
+self.optimizer(loss)
+return out, loss"""
+BY_HAND = """for param, grad in autograd.backward(loss):
+    self.optimizer.all_reduce(grad)
+    self.optimizer.update(param, grad)
+self.optimizer.step()
+return out, loss"""
+
+
+@pytest.mark.parametrize("graph", [[], ["--graph"]], ids=["eager", "recorded"])
+def test_all_calls_of_the_optimizer_in_a_step_are_counted(graph, tmp_path):
+    arguments = [
+        "--model",
+        model_with(tmp_path, TWICE),
+        *TRAINED,
+        *graph,
+        "--options",
+        "fp32,sparseTopK:0.01",
+    ]
+    done = bench("sync", *arguments, "--out", tmp_path / "out", PYTHONPATH=without_pictures(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = {run["settings"]["option"]: run["result"] for run in runs_of(tmp_path / "out")}
+    fp32, sparse = results["fp32"], results["sparseTopK:0.01"]
+    assert fp32["bytes_sent"] == fp32["bytes_payload"] == [2 * 2 * 4 * 7850] * 2
+    # 79 values with 7 low bits each, and 79 + 61 + 1 high ones, of which each of 2 ranks gets the other's
+    of_step = 2 * 4 * (79 + -(-79 * 6 // 32) + -(-(79 + (7849 >> 6) + 1) // 32))
+    assert sparse["bytes_sent"] == [2 * of_step] * 2
+    assert fp32["parts_ms"] == {} and "the parts of a step are left out" in done.stderr
+    assert "wait ms" not in done.stdout
+
+
+def step_of(folder: Path, body: str, option: str) -> None:
+    settings = Settings(model_with(folder, body), option, ranks=1, batch_size=10, synthetic=40)
+    train.Trainer(settings).run()
+
+
+@pytest.mark.parametrize(
+    ("body", "option", "ran"),
+    [
+        (BY_HAND, "dgc:0.01", "ran no dist_option, expected dgc of 'dgc:0.01'"),
+        (BY_HAND, "fp32", "ran no dist_option, expected fp32"),
+        (
+            "self.optimizer.backward_and_update_half(loss)\nreturn out, loss",
+            "sign",
+            "ran fp16, expected sign",
+        ),
+        ("self.optimizer(loss, 'half')\nreturn out, loss", "plain", "ran fp16, expected fp32"),
+    ],
+)
+def test_a_model_whose_step_does_not_run_the_option_is_refused(body, option, ran, tmp_path):
+    with pytest.raises(
+        OptionError, match=rf"other\.py:Small: train_one_batch {ran}.*self\.optimizer\(loss\)"
+    ):
+        step_of(tmp_path, body, option)
+
+
+def test_a_model_that_runs_the_option_by_another_call_is_trained(tmp_path):
+    step_of(tmp_path, "self.optimizer.backward_and_update_half(loss)\nreturn out, loss", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"), [("loss", "Tensor"), ("out, loss, x", "3 values"), ("loss, out", "2 values")]
+)
+def test_a_model_whose_step_returns_something_else_is_refused(returned, got, tmp_path):
+    with pytest.raises(OptionError, match=rf"train_one_batch must return \(output, loss\).*got {got}"):
+        step_of(tmp_path, f"self.optimizer(loss)\nreturn {returned}", "fp32")
 
 
 # ---- pictures and bars ---------------------------------------------------------------------------------

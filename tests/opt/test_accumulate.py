@@ -143,12 +143,14 @@ def sent(communicator: Any) -> None:
     with two_ranks_a_host(communicator):
         for text in ("fp32", "sparseTopK:0.3", "localSGD:2", "hierarchical:fp32"):
             for use_graph in (False, True):
-                net, total = made(communicator, use_graph, dist_option=text, accumulate=3), 0
+                net, total, payload = made(communicator, use_graph, dist_option=text, accumulate=3), 0, 0
                 for call in range(15):
                     trained(net, communicator.rank, call, call + 1)
                     total += net.optimizer.bytes_sent if call % 3 == 2 else 0
+                    payload += net.optimizer.bytes_payload if call % 3 == 2 else 0
                     assert net.optimizer.total_bytes_sent == total, (text, call)
-                assert total > 0
+                    assert net.optimizer.total_bytes_payload == payload, (text, call)
+                assert payload > 0 < total != payload
                 net.optimizer.set_states(net.optimizer.get_states())
                 assert net.optimizer.total_bytes_sent == total
 
