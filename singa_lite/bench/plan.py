@@ -12,6 +12,7 @@ from .cost import Bucket, Cluster, Transfer, collective, local_sgd_step_s, step_
 from .wire_bytes import Message, bytes_sent, messages_of, options_of, word_of
 
 MOST_HOSTS = 1 << 14  # until here it is searched where an option stops paying
+TIE = 1e-9  # share of a step: what is nearer to another than this differs by rounding
 
 
 class Prediction(NamedTuple):
@@ -74,6 +75,20 @@ def predict_all(calibration: Calibration, cluster: Cluster, size: int) -> list[P
     return [predict(calibration, cluster, option, size) for option in calibration.options]
 
 
+def is_shorter(one: Prediction, other: Prediction) -> bool:
+    """Return whether a step is shorter than another by more than rounding."""
+    return one.seconds < other.seconds * (1 - TIE)
+
+
+def shortest(found: Sequence[Prediction]) -> Prediction:
+    """Return the prediction of the shortest step: fp32's where none is shorter, else the first of equal ones."""
+    best = next((one for one in found if one.option == "fp32"), found[0])
+    for one in found:
+        if is_shorter(one, best):
+            best = one
+    return best
+
+
 def paying_range(calibration: Calibration, cluster: Cluster, option: str) -> tuple[int, int | None] | None:
     """Return from which number of ranks an option's step is shorter than fp32's, and at which it no longer is.
 
@@ -83,13 +98,11 @@ def paying_range(calibration: Calibration, cluster: Cluster, option: str) -> tup
     first = None
     for hosts in _host_counts():
         size = hosts * cluster.per_host
-        is_shorter = (
-            predict(calibration, cluster, option, size).seconds
-            < predict(calibration, cluster, "fp32", size).seconds
-        )
-        if is_shorter and first is None:
+        own, plain = (predict(calibration, cluster, name, size) for name in (option, "fp32"))
+        pays = is_shorter(own, plain)
+        if pays and first is None:
             first = size
-        if not is_shorter and first is not None:
+        if not pays and first is not None:
             return first, size
     return None if first is None else (first, None)
 
@@ -105,7 +118,7 @@ def report(calibration: Calibration, cluster: Cluster, sizes: Sequence[int]) -> 
     for size in sizes:
         found = predict_all(calibration, cluster, size)
         plain = next(one.seconds for one in found if one.option == "fp32")
-        fastest = min(found, key=lambda one: one.seconds)
+        fastest = shortest(found)
         best.append(f"{size} ranks: {fastest.option}")
         lines += [
             "",

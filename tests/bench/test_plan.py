@@ -15,7 +15,15 @@ from singa_lite.bench.calibration import (
     write_calibration,
 )
 from singa_lite.bench.cost import Cluster, Network, all_gather, collective, hierarchical_all_reduce
-from singa_lite.bench.plan import MOST_HOSTS, paying_range, predict, report
+from singa_lite.bench.plan import (
+    MOST_HOSTS,
+    is_shorter,
+    paying_range,
+    predict,
+    predict_all,
+    report,
+    shortest,
+)
 from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, sparse
 from singa_lite.errors import OptionError
 from tests.bench.test_wire_bytes import CNN
@@ -119,6 +127,35 @@ def test_the_known_ends():
 def test_an_option_may_pay_only_from_some_ranks_on():
     # halving saves (N-1)/N 4n = 400 (N-1)/N seconds, compressing takes 300
     assert paying_range(flat(100, bf16=(300.0,)), BYTES_ONLY, "bf16") == (5, None)
+
+
+def test_an_option_that_is_faster_by_rounding_alone_does_not_pay():
+    # an all-reduce within hosts and between them costs the same as reduce, all-reduce and broadcast
+    names = ("hierarchical:fp32", "fp32", "bf16")
+    found = Calibration(
+        0.1, 0.3, (BucketShapes(0.1, ((1000,),)),), {name: OptionTimes(0.0) for name in names}
+    )
+    cluster = Cluster(Network(1e-6, 1e-9), Network(1e-3, 1e-5), 3)
+    own, plain, half = predict_all(found, cluster, 12)
+    assert plain.seconds * (1 - 1e-12) < own.seconds < plain.seconds  # by the order of additions
+    assert not is_shorter(own, plain) and is_shorter(half, plain)
+    assert shortest([own, plain]) == shortest([plain, own]) == plain
+    assert shortest([own, plain, half]) == half
+    assert paying_range(found, cluster, "hierarchical:fp32") is None
+    tied = report(replace(found, options={name: OptionTimes(0.0) for name in names[:2]}), cluster, [12])
+    marked = [line.split()[0] for line in tied.splitlines() if line.endswith("<- shortest")]
+    assert "  12 ranks: fp32" in tied and marked == ["fp32"]
+
+
+def test_without_compressible_matrices_power_sgd_has_the_hops_of_fp32():
+    found = Calibration(
+        1.0,
+        0.5,
+        (BucketShapes(1.0, ((100,), (3, 2))),),
+        {"fp32": OptionTimes(0), "powerSGD:4": OptionTimes(0)},
+    )
+    assert predict(found, PLAIN, "powerSGD:4", 3)[2:] == predict(found, PLAIN, "fp32", 3)[2:]
+    assert paying_range(found, PLAIN, "powerSGD:4") is None
 
 
 def test_the_ranks_fill_whole_hosts():
