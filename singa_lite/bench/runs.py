@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -44,13 +45,13 @@ class Settings:
     Attributes:
         model: one of MODELS, or ``file.py:function``.
         option: the dist_option; "threshold=x" among its options is DistOpt's, see ``split_threshold``.
-        seed: >= 0, of initial values and of the order of samples.
+        seed: 0 .. 2**64 - 1, of initial values and of the order of samples.
         ranks, epochs: >= 1.
         graph: record the steps.
         batch_size: samples a rank and step, >= 1.
-        lr, momentum, weight_decay: of SGD.
+        lr, momentum, weight_decay: of SGD, finite, >= 0.
         evaluate_every: steps from one evaluation to the next, >= 1.
-        synthetic: made images to train on, see ``DataSet.images``; 0: the real ones.
+        synthetic: made images to train on, see ``DataSet.images``, at least one a rank; 0: the real ones.
         link: the emulated link of each rank, as ``parse_link`` reads it; None: the real ones. Kept as ``Link`` prints
             it, so that one link has one text.
         traced: write what the ranks do, which takes time.
@@ -79,10 +80,18 @@ class Settings:
             check_int("bench", name, getattr(self, name), 1)
         for name in ("seed", "synthetic"):
             check_int("bench", name, getattr(self, name), 0)
+        if self.seed >= 2**64:  # as of a device's random stream
+            raise OptionError(f"bench: seed = {self.seed} must be in 0 .. 2**64 - 1")
+        if 0 < self.synthetic < self.ranks:
+            raise OptionError(
+                f"bench: synthetic = {self.synthetic} images cannot feed {self.ranks} ranks; make at least one a rank"
+            )
         if self.link is not None:
             object.__setattr__(self, "link", str(parse_link("bench: link", self.link)))
         for name in ("lr", "momentum", "weight_decay"):
-            check_number("bench", name, getattr(self, name), 0)
+            check_number(
+                "bench", name, getattr(self, name), 0, sys.float_info.max
+            )  # which refuses inf and nan
 
 
 @dataclass(frozen=True)
@@ -143,8 +152,15 @@ class Runs:
         return self.folder / f"run-{_hash_of(text.encode())}.json"
 
     def find(self, settings: Settings) -> dict[str, Any] | None:
-        """Return what ``add`` was given; None if there is no whole file of such a run."""
-        found = _read(self.path(settings))
+        """Return what ``add`` was given; None if there is no whole file of such a run.
+
+        Raises:
+            OptionError: there is a folder of its name.
+        """
+        path = self.path(settings)
+        if path.is_dir():
+            raise OptionError(f"bench: {path} is a folder, expected the file of a run; move it away")
+        found = _read(path)
         identity = json.loads(json.dumps(self._identity(settings)))
         if found is None or {**found, "result": None} != {**identity, "result": None}:
             return None
@@ -165,7 +181,7 @@ class Runs:
         """Yield, for each whole run in the folder of another machine or other software, its file and which."""
         here = {"machine": dict(self.place.machine), "software": dict(self.place.software)}
         for path in sorted(self.folder.glob("run-*.json")):
-            content = _read(path)
+            content = _read(path) if path.is_file() else None
             if content is None:
                 continue
             differing = [name for name, value in here.items() if content.get(name) != value]

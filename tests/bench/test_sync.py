@@ -406,6 +406,24 @@ def test_a_run_of_another_place_is_not_found_even_under_this_name(name, tmp_path
     assert len(list(here.foreign())) == (name in ("machine", "software"))
 
 
+def test_a_folder_with_the_name_of_a_run_is_named_and_one_of_another_run_is_left_out(tmp_path):
+    runs = Runs(tmp_path, PLACE)
+    runs.path(replace(PLAIN, seed=1)).mkdir()
+    runs.add(PLAIN, {"accuracy": 0.5})
+    assert runs.find(PLAIN) == {"accuracy": 0.5} and list(runs.foreign()) == []
+    with pytest.raises(
+        OptionError, match=r"run-\w+\.json is a folder, expected the file of a run; move it away"
+    ):
+        runs.find(replace(PLAIN, seed=1))
+
+
+def test_every_rank_may_have_one_made_image_and_the_largest_seed():
+    assert Settings("cnn-mnist", "fp32", ranks=3, synthetic=3, seed=2**64 - 1).synthetic == 3
+    for name in ("lr", "momentum", "weight_decay"):
+        with pytest.raises(OptionError, match=f"{name} = inf"):
+            Settings("cnn-mnist", "fp32", **{name: math.inf})
+
+
 def test_a_run_of_another_machine_is_named_and_left_out(digits, compared, tmp_path):
     folder = Path(shutil.copytree(compared[0], tmp_path / "copy"))
     path = next((folder / "out").glob("run-*.json"))
@@ -510,7 +528,15 @@ def test_a_threshold_is_taken_out_of_the_option():
         (["--options", "fp32", "--seeds", "0,0"], "one twice"),
         (["--options", "fp32", "--seeds", "0,x"], "expected ints"),
         (["--options", "fp32", "--seeds", "-1"], "seed = -1"),
+        (["--options", "fp32", "--seeds", str(2**64)], f"seed = {2**64} must be in 0 .. 2**64 - 1"),
+        (["--options", "fp32", "--seeds", "1" * 5000], "expected ints"),
+        (["--options", "fp32", "--lr", "inf"], "lr = inf must be a number in 0"),
+        (["--options", "fp32", "--lr", "nan"], "lr = nan"),
         (["--options", "fp32", "--ranks", "0"], "ranks = 0"),
+        (
+            ["--options", "fp32", "--ranks", "3", "--synthetic", "2"],
+            "synthetic = 2 images cannot feed 3 ranks",
+        ),
         (["--options", "fp32", "--evaluate-every", "0"], "evaluate_every = 0"),
         (["--options", "fp32", "--target", "98"], "target = 98.0"),
         (
