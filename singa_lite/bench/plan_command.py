@@ -26,6 +26,7 @@ from .validation_rank import Trial
 from .wire_bytes import check_has_formula
 
 STEPS = 24
+MAX_RANKS = 10**9
 DESCRIPTION = """
 Predict what a training step of each dist_option would send and take on a cluster, from the times of one rank and a
 cost model. The times are measured here first, in under a minute, or read with --calibration. With --validate, measure
@@ -90,7 +91,9 @@ def run_plan(given: argparse.Namespace) -> int:
     inner = Network(0.0, 0.0)
     if given.node_link is not None:
         inner = _network("--node-link", given.node_link, algorithm)
-    cluster = Cluster(inner, outer, check_int("plan", "--gpus-per-node", given.gpus_per_node, 1))
+    if check_int("plan", "--gpus-per-node", given.gpus_per_node, 1) > MAX_RANKS:
+        raise OptionError(f"plan: --gpus-per-node {given.gpus_per_node}: expected at most {MAX_RANKS:,}")
+    cluster = Cluster(inner, outer, given.gpus_per_node)
     for size in sizes:
         cluster.num_hosts(size)  # raises here, and not after the measuring
     calibration = _calibration(given, options)
@@ -157,9 +160,13 @@ def _options(text: str | None) -> list[str] | None:
 
 
 def _sizes(text: str) -> list[int]:
+    words = [word.lstrip("0") for word in text.split(",")]
     if not re.fullmatch(r"(?a:0*[1-9]\d*(,0*[1-9]\d*)*)", text):
         raise OptionError(f"plan: --ranks {text!r}: expected whole numbers >= 1 such as 8,64,1024")
-    return [int(word) for word in text.split(",")]
+    # by their length first, as Python reads no number of thousands of digits
+    if any(len(word) > len(str(MAX_RANKS)) or int(word) > MAX_RANKS for word in words):
+        raise OptionError(f"plan: --ranks {text!r}: expected at most {MAX_RANKS:,} ranks")
+    return [int(word) for word in words]
 
 
 def _network(option: str, text: str, algorithm: str) -> Network:

@@ -35,8 +35,12 @@ from .work import Array, Times, Work
 EMULATED = ("local", "shm")  # transports whose own links are memory
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
-TEXT = re.compile(r"(?a:(\d+(?:\.\d+)?)(kbit|mbit|gbit),(\d+(?:\.\d+)?)(us|ms|s))")
 SECOND_NS = 10**9
+MAX_DIGITS = 20  # before the point, and behind it
+MAX_BITS_PER_S = 10**15
+MAX_LATENCY_S = 3600
+NUMBER = rf"\d{{1,{MAX_DIGITS}}}(?:\.\d{{1,{MAX_DIGITS}}})?"
+TEXT = re.compile(rf"(?a:({NUMBER})(kbit|mbit|gbit),({NUMBER})(us|ms|s))")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Link:
     """The link of each rank, the same in both directions.
 
     Attributes:
-        bits_per_s: rate, >= 1.
-        latency_ns: nanoseconds from a rank to the next, >= 0.
+        bits_per_s: rate, 1 .. MAX_BITS_PER_S.
+        latency_ns: nanoseconds from a rank to the next, 0 .. those of MAX_LATENCY_S.
     """
 
     bits_per_s: int
@@ -56,7 +60,9 @@ class Link:
         rate = next(
             unit for unit in ("gbit", "mbit", "kbit") if self.bits_per_s >= BITS[unit] or unit == "kbit"
         )
-        return f"{self.bits_per_s / BITS[rate]:.12g}{rate},{self.latency_ns / 10**6:.12g}ms"
+        return (
+            f"{_decimal(self.bits_per_s, BITS[rate])}{rate},{_decimal(self.latency_ns, NANOSECONDS['ms'])}ms"
+        )
 
     def sending_ns(self, num_bytes: int) -> int:
         """Return the nanoseconds that the link is in use for ``num_bytes``, rounded up."""
@@ -71,7 +77,7 @@ def parse_link(where: str, text: str) -> Link:
         text: a rate in kbit, mbit or gbit (powers of ten, per second), a comma, a latency per hop in us, ms or s.
 
     Raises:
-        OptionError: another text, or a rate below 1 bit/s.
+        OptionError: another text, a rate below 1 bit/s or above 1 Pbit/s, or a latency above an hour.
     """
     match = TEXT.fullmatch(text)
     expected = "expected RATE,LATENCY such as 100mbit,1ms: a rate in kbit, mbit or gbit, and a latency in us, ms or s"
@@ -81,7 +87,19 @@ def parse_link(where: str, text: str) -> Link:
     link = Link(round(Fraction(rate) * BITS[rate_unit]), round(Fraction(latency) * NANOSECONDS[latency_unit]))
     if link.bits_per_s < 1:
         raise OptionError(f"{where}: {expected}; the rate of {text!r} is less than 1 bit/s")
+    if link.bits_per_s > MAX_BITS_PER_S:
+        raise OptionError(f"{where}: {expected}; the rate of {text!r} is more than 1 Pbit/s (1000000gbit)")
+    if link.latency_ns > MAX_LATENCY_S * SECOND_NS:
+        raise OptionError(
+            f"{where}: {expected}; the latency of {text!r} is more than an hour ({MAX_LATENCY_S}s)"
+        )
     return link
+
+
+def _decimal(value: int, unit: int) -> str:
+    """Return ``value`` / ``unit``, a power of ten, in digits without an exponent, exactly."""
+    whole, rest = divmod(value, unit)
+    return f"{whole}.{rest:0{len(str(unit)) - 1}}".rstrip("0").rstrip(".")
 
 
 def link_of_process() -> Link | None:

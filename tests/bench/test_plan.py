@@ -293,6 +293,14 @@ def test_the_command_prints_and_saves(tmp_path, capsys):
     assert read_calibration(tmp_path / "copy") == TWO
 
 
+def test_the_largest_numbers_are_predicted(tmp_path, capsys):
+    path = tmp_path / "cal.json"
+    write_calibration(path, TWO)
+    words = ["--ranks", f"{'0' * 5000}8,1000000000", "--link", "1000000gbit,3600s", "--gpus-per-node", "8"]
+    assert cli.main(["plan", "--calibration", str(path), *words]) == 0
+    assert "\n1000000000 ranks\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -304,6 +312,14 @@ def test_the_command_prints_and_saves(tmp_path, capsys):
             ["--ranks", "8", "--link", "1gbit,1us", "--gpus-per-node", "0"],
             "--gpus-per-node = 0 must be an int >= 1",
         ),
+        (["--ranks", "8,1000000001", "--link", "1gbit,1us"], "expected at most 1,000,000,000 ranks"),
+        (["--ranks", "9" * 400, "--link", "1gbit,1us"], "expected at most 1,000,000,000 ranks"),
+        (["--ranks", "9" * 5000, "--link", "1gbit,1us"], "expected at most 1,000,000,000 ranks"),
+        (
+            ["--ranks", "8", "--link", "1gbit,1us", "--gpus-per-node", "9" * 400],
+            "expected at most 1,000,000,000",
+        ),
+        (["--ranks", "8", "--link", "1gbit," + "9" * 400 + "s"], "--link: expected RATE,LATENCY"),
         (["--ranks", "8"], "--link is missing"),
         (["--ranks", "8", "--link", "1gbit,1us", "--save", "no/such"], "--save no/such: there is no folder"),
         (["--ranks", "8", "--link", "1gbit,1us", "--steps", "3"], "--steps is for --validate"),

@@ -57,6 +57,9 @@ class Clock:
         ("2.5gbit,0.5us", 2_500_000_000, 500),
         ("56kbit,0s", 56_000, 0),
         ("1gbit,2s", 1_000_000_000, 2_000_000_000),
+        ("1000000gbit,3600s", 10**15, 3600 * 10**9),
+        ("0.001kbit,0.001us", 1, 1),
+        ("123456.789012345gbit,100.5ms", 123_456_789_012_345, 100_500_000),
     ],
 )
 def test_a_link_is_read_from_its_text_and_back(text, bits_per_s, latency_ns):
@@ -82,7 +85,14 @@ def test_a_link_is_read_from_its_text_and_back(text, bits_per_s, latency_ns):
         "١mbit,1ms",
         "100mbit,1ns",
         "100mbit,1ms\n",
+        "1000001gbit,1ms",
+        "1gbit,3601s",
+        f"{'9' * 400}gbit,1ms",
+        f"1gbit,{'9' * 400}s",
+        f"1gbit,{'9' * 5000}s",
+        f"1gbit,0.{'1' * 5000}s",
     ],
+    ids=lambda text: text[:30],
 )
 def test_a_wrong_text_is_refused_with_what_is_expected(text):
     with pytest.raises(
