@@ -62,6 +62,32 @@ def train_step(net: Net, rank: int, step: int) -> None:
     net(x, y)
 
 
+def local_steps_with_another_period(communicator: Any, use_graph: bool) -> list[tuple[int, str]]:
+    """The step of each error, where the last rank has another period until before, or at, the second average."""
+    found = []
+    for end in (7, 8):
+        group = communicator.new_group(range(communicator.size), name=f"until {end}")
+        net, error_text, step = compiled(group, "localSGD:4", use_graph), "no error", 0
+        try:
+            for step in range(12):
+                is_other = communicator.rank == communicator.size - 1 and 5 <= step < end
+                net.optimizer.dist_option = "localSGD:8" if is_other else "localSGD:4"
+                train_step(net, communicator.rank, step)
+        except CommError as error:
+            error_text = str(error)
+        found.append((step, error_text))
+        communicator.barrier()
+        group.close()
+    return found
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_options_of_local_steps_are_compared_by_the_next_average_alone(use_graph: bool) -> None:
+    for before, at in run_ranks(local_steps_with_another_period, 3, use_graph, timeout_s=LIMIT_S):
+        assert before == (11, "no error")
+        assert at[0] == 7 and "period=4" in at[1] and "period=8" in at[1] and "rank 2" in at[1]
+
+
 def change_on_one_rank(communicator: Any, use_graph: bool) -> list[str]:
     """Return the error of each of CHANGED, which the last rank makes."""
     texts = []
