@@ -43,7 +43,7 @@ class Hierarchical(BucketedSync):
 
         Attributes:
             outer: the dist_option between hosts, with its options as text: "fp32", "sparseTopK:0.01". One that averages
-                parameters or takes the optimizer's momentum over is an OptionError.
+                parameters, keeps velocities or takes the optimizer's momentum over is an OptionError.
         """
 
         outer: str = "fp32"
@@ -241,8 +241,12 @@ def check_outer(outer: DistOption, text: str) -> None:
         problem = f"{name} sends no gradients of its own"
     elif not scheme.keeps_equal:
         problem = f"{name} averages parameters, which members of a host would not get"
-    elif scheme.keeps_velocity or scheme.takes_momentum(scheme.Options(**options)):
+    elif scheme.takes_momentum(scheme.Options(**options)):
         problem = f"{name} takes the optimizer's momentum over, which members of a host would apply again"
+    elif scheme.keeps_velocity:
+        problem = (
+            f"{name} keeps velocities, with any options, which a later step by another scheme would lose"
+        )
     if problem:
         raise OptionError(
             f"hierarchical: outer = {text!r}: {problem}; use fp32, fp16, bf16, int8 or sparseTopK"

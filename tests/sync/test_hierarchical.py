@@ -300,7 +300,7 @@ def test_a_job_of_mpi_trains_to_the_same_bits_as_over_shared_memory() -> None:
         ("hierarchical:partialUpdate", "partialUpdate sends no gradients"),
         ("hierarchical:hierarchical:fp32", "hierarchical sends no gradients"),
         ("hierarchical:dgc", "dgc takes the optimizer's momentum over"),
-        ("hierarchical:dgc:momentum=0", "dgc takes the optimizer's momentum over"),
+        ("hierarchical:dgc:momentum=0", "dgc keeps velocities, with any options"),
         ("hierarchical:nothing", "nothing"),
         ("hierarchical:sparseTopK:2", "must be in"),
     ],
