@@ -85,7 +85,7 @@ def page(
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>dist_options</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>dist_options compared</h1>\n<pre>{escape(heading)}</pre>\n"
-        f"{_table([cells_of(row, target) for row in rows])}\n"
+        f"{_table(cells_of(rows, target))}\n"
         "<p>Evaluation error over what it took, a line a seed. Both axes are logarithmic; an error below "
         f"{LEAST_ERROR} % is drawn there.</p>\n<p>{_legend(list(results))}</p>\n{chr(10).join(charts)}\n"
         "</body></html>\n"

@@ -109,7 +109,7 @@ def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
 
 def table(rows: Sequence[Row], target: float | None) -> str:
     """Return the rows as a table in Markdown, of at least one row; the target's columns only if there is one."""
-    columns = [cells_of(row, target) for row in rows]
+    columns = cells_of(rows, target)
     names = list(columns[0])
     lines = [names, ["---"] * len(names), *(list(cells.values()) for cells in columns)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -156,8 +156,16 @@ def _row(
     )
 
 
-def cells_of(row: Row, target: float | None) -> dict[str, str]:
-    """Return the cells of a row by the names of their columns, those of the target only if there is one."""
+def cells_of(rows: Sequence[Row], target: float | None) -> list[dict[str, str]]:
+    """Return the cells of each row by the names of their columns, the same in all, the target's only if there is one.
+
+    A part of a step has a column if a row knows it.
+    """
+    parts = [name for name in PARTS if any(name in row.parts_ms for row in rows)]
+    return [_cells(row, parts, target) for row in rows]
+
+
+def _cells(row: Row, parts: Sequence[str], target: float | None) -> dict[str, str]:
     cells = {
         "option": row.option,
         f"accuracy %{', made images' if row.is_synthetic else ''}": row.accuracy.text(".2f", 100),
@@ -166,7 +174,7 @@ def cells_of(row: Row, target: float | None) -> dict[str, str]:
         "MB sent by all in the run": row.run_bytes.text(",.2f", 1e-6),
         "fp32's / its": "-" if row.fp32_ratio is None else f"{row.fp32_ratio:.1f}",
         "step ms": row.step_ms.text(".1f"),
-        **{f"{name} ms": row.parts_ms[name].text(".2f") for name in PARTS if name in row.parts_ms},
+        **{f"{name} ms": row.parts_ms[name].text(".2f") if name in row.parts_ms else "-" for name in parts},
         "overlap %": "-" if row.overlap is None else row.overlap.text(".0f", 100),
     }
     if target is not None:

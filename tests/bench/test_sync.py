@@ -24,7 +24,7 @@ from singa_lite.bench import sync, train
 from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import make_model
 from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
-from singa_lite.bench.report import rows_of, when_reached
+from singa_lite.bench.report import rows_of, table, when_reached
 from singa_lite.bench.runs import Place, Runs, Settings
 from singa_lite.bench.train import split_threshold
 from singa_lite.data import load_mnist
@@ -251,6 +251,15 @@ def test_ratios_are_to_the_whole_run_of_fp32_by_any_name_and_place(name):
 def test_an_option_that_sends_nothing_has_no_ratio():
     rows = rows_of({"fp32": [result_of(0.9, sent=0)]}, None)
     assert rows[0].fp32_ratio is None
+
+
+def test_a_part_that_one_option_does_not_know_leaves_its_cell_empty():
+    rows = rows_of({"fp16": [{**result_of(0.9), "parts_ms": {}}], "fp32": [result_of(0.9)]}, None)
+    head, _, half, plain = [line.strip("| ").split(" | ") for line in table(rows, None).splitlines()]
+    assert len(head) == len(half) == len(plain) and head[-2:] == ["wait ms", "overlap %"]
+    assert (half[-2:], plain[-2:]) == (["-", "-"], ["1.00", "-"])
+    root = ElementTree.fromstring(page(rows, {}, "", None).removeprefix("<!DOCTYPE html>"))
+    assert [[cell.text for cell in line] for line in root.iter("tr")] == [head, half, plain]
 
 
 def test_the_page_is_whole_by_itself_and_has_the_table(compared):
