@@ -65,7 +65,7 @@ def parse_arguments():
         "--checkpoint", metavar="FOLDER", default=os.environ.get("SINGA_LITE_CHECKPOINT"),
         help="go on from the newest checkpoint there, and save there; `singa-lite run --checkpoint` names it too",
     )  # fmt: skip
-    parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="with --checkpoint")
+    parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="and after every epoch")
     arguments = parser.parse_args()
     arguments.dtype = "float16" if arguments.precision == "float16" else "float32"  # of the images
     if arguments.save_every < 1:
@@ -130,7 +130,7 @@ def main():
             print(f"Starting Epoch {epoch}:", flush=True)
         start = time.perf_counter()
         loss, correct, sent = train_epoch(model, sgd, dev, cifar, sampler, arguments, history)
-        if arguments.checkpoint and sgd.should_stop:  # all ranks, after the same step
+        if sampler.epoch == epoch:  # all ranks have left it after the same step
             if is_first:
                 print(f"Stopped at step {sgd.step_counter}, as asked", flush=True)
             return
@@ -144,6 +144,12 @@ def main():
             print(f"Evaluation accuracy = {history[-1][2]:.6f}")
             speed = len(cifar.train_labels) / seconds
             print(f"{speed:.0f} images/s, {sent / len(sampler):.0f} bytes sent per step and rank", flush=True)
+        if arguments.checkpoint:
+            save(model, sgd, sampler, arguments, history)
+            if sgd.should_stop:
+                if is_first:
+                    print(f"Stopped after epoch {epoch}, as asked", flush=True)
+                return
 
     if is_first:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -183,14 +189,20 @@ def train_epoch(model, sgd, dev, cifar, sampler, arguments, history):
         sent += sgd.bytes_sent
         if sgd.global_rank == 0:
             show_progress(step + 1, len(sampler), loss.item())
-        if arguments.checkpoint and (sgd.should_stop or sgd.step_counter % arguments.save_every == 0):
-            extra = {"history": history}
-            checkpoint.save_job(
-                arguments.checkpoint, model, sampler=sampler, extra=extra, block=sgd.should_stop
-            )
+        is_last = sampler.state_dict()["position"] == 0  # then main saves, with the epoch's accuracy
+        if arguments.checkpoint and not is_last:
+            if sgd.should_stop or sgd.step_counter % arguments.save_every == 0:
+                save(model, sgd, sampler, arguments, history)
             if sgd.should_stop:
                 break
     return loss_sum, correct, sent
+
+
+def save(model, sgd, sampler, arguments, history):
+    """Save the job; at once if the processes were asked to stop, or else while training goes on."""
+    checkpoint.save_job(
+        arguments.checkpoint, model, sampler=sampler, extra={"history": history}, block=sgd.should_stop
+    )
 
 
 def evaluate(model, dev, cifar, sgd, arguments):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from singa_lite.data import load_mnist
+from singa_lite.generation import find_generations
 from tests.limits import LIMIT_S
 from tests.ranks import _mpiexec, mpi_missing
 
@@ -101,6 +102,46 @@ def test_train_mnist_tells_what_it_does_and_leaves_plot_and_checkpoint(digits, t
     eager = run(digits, *LAUNCH_2, *script, "--epochs", 1, "--no-graph")
     assert "graph of" not in eager
     np.testing.assert_allclose(losses_of(eager), losses[:1], rtol=1e-3)
+
+
+KILLED_IN_AN_EVALUATION = """
+import importlib, os, signal, sys, time
+script = importlib.import_module(sys.argv.pop(1))
+evaluate = script.evaluate
+def killed(*arguments):
+    if os.environ["SINGA_LITE_RESTART"] + os.environ["SINGA_LITE_RANK"] == "00":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluate(*arguments)
+script.evaluate = killed
+script.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "name, options", [("train_mnist", []), ("train_cifar", ["--synthetic", 90, "--model", "mlp"])]
+)
+def test_a_job_killed_in_an_evaluation_keeps_every_epoch_and_may_be_started_again(
+    digits, tmp_path, monkeypatch, name, options
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))
+    (tmp_path / "killed.py").write_text(KILLED_IN_AN_EVALUATION)
+    command = [
+        *LAUNCH_2, "--max-restarts", 1, "--checkpoint", tmp_path / "job", tmp_path / "killed.py", name, *options,
+        "--epochs", 2, "--batch-size", 32, "--save-every", 1, "--out", tmp_path,
+    ]  # fmt: skip
+    output = run(digits, *command)
+    assert "restart 1 of 1 now with 2 ranks" in output
+    assert [int(epoch) for epoch in re.findall(r"Starting Epoch (\d):", output)] == [0, 0, 1]
+    assert len(accuracies(output)) == 2
+    newest = find_generations(tmp_path / "job")[0][0].manifest
+    assert [len(extra["history"]) for extra in newest.extras] == [2, 2]
+
+    [picture] = tmp_path.glob("*.png")
+    picture.unlink()
+    again = run(digits, *command)
+    assert f"Going on from step {newest.step}\n" in again and "Starting Epoch" not in again
+    assert picture.exists()
 
 
 def train_mnist_once(digits, out, precision):
