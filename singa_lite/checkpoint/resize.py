@@ -4,10 +4,10 @@
 Note [another number of ranks]: what was equal on all ranks stays as it is, but for residuals, velocities and unfinished
 sums of gradients. Of the rest, parameters, optimizer states and batch-norm statistics are averaged. Residuals and
 unfinished sums of gradients are what has not been applied yet, so their sum over the ranks is kept: it is shared out by
-element, and what rounding leaves of an element goes to the next
-ranks, so that the sum of what ranks get is the float64 sum to its last bit from three ranks on, to 48 bits on two, and
-rounded on one. States that only some ranks had (those of hosts' leaders) go to rank 0. Random streams that differed are
-derived from the old one, the step and the rank.
+element, and what rounding leaves of an element goes to the next ranks, so that the sum of what ranks get is the float64
+sum to its last bit from three ranks on, to 48 bits on two, and rounded on one. States of hosts' leaders go to rank 0, a
+leader on whatever hosts the job goes on; of what is no residual it gets the first leader's, and others begin anew.
+Random streams that differed are derived from the old one, the step and the rank.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ def resized(
     Raises:
         CheckpointError: numbers that cannot be averaged differ among the ranks.
     """
-    if len(by_rank) == 1 and any(name.startswith(LEADERS) for name in shared):
-        raise CheckpointError(
-            "the states of hierarchical were saved by one rank, a leader: only one rank can go on from them"
-        )
     sums = {name: array for name, array in shared.items() if _is_sum(name)}
     arrays = {name: array for name, array in shared.items() if name not in sums}
     by_rank = [{**own, **sums} for own in by_rank]
@@ -66,11 +62,11 @@ def resized(
             raise CheckpointError(
                 f"it was saved within a global batch of order='fixed', which only {len(by_rank)} ranks can go on from"
             )
-        if name.startswith(SUMS) and values[0].dtype.kind == "f" and values[0].ndim:
-            if len(values) == len(by_rank):
-                arrays[name] = share_of_sum(values, rank, size)
-            elif rank == 0:
-                arrays[name] = share_of_sum(values, 0, 1)
+        if name.startswith(LEADERS) and "/counter/" not in name:
+            if rank == 0:
+                arrays[name] = share_of_sum(values, 0, 1) if name.endswith(OF_A_RANK) else values[0]
+        elif name.startswith(SUMS) and values[0].dtype.kind == "f" and values[0].ndim:
+            arrays[name] = share_of_sum(values, rank, size)
         elif name.startswith(OPTIMIZER) and not name.startswith(SUMS) and len(values) == 1:
             arrays[name] = values[0]  # worker 0 has what servers keep
         elif values[0].dtype.kind == "f" and "/counter/" not in name:
@@ -86,7 +82,7 @@ def resized(
 
 def _is_sum(name: str) -> bool:
     """Return whether a state that is equal on all ranks is still each rank's own."""
-    return name.startswith((TRAINER, f"{OPTIMIZER}accumulate/sum/")) or (
+    return name.startswith((TRAINER, LEADERS, f"{OPTIMIZER}accumulate/sum/")) or (
         name.startswith(SUMS) and name.endswith(OF_A_RANK)
     )
 
