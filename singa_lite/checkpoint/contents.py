@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OptionError
+from ..errors import CheckpointError, OptionError
 from ..generation import FORMAT, Arrays, Manifest, digest, new_id
 from ..tensor import Tensor, to_numpy
 
 Json = Any
+# of ShardedSampler.state_dict: equal on all ranks that share the samples of an epoch
+EPOCH = frozenset(
+    {"epoch", "start", "position", "num_samples", "batch_size", "world_size", "shuffle", "seed"}
+)
 
 
 def split_extra(extra: Mapping[str, Any] | None) -> tuple[Arrays, dict[str, Json]]:
@@ -64,6 +68,26 @@ def _has_text_keys(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _has_text_keys(each) for key, each in value.items())
     return not isinstance(value, (list, tuple)) or all(map(_has_text_keys, value))
+
+
+def check_samplers(states: list[Json]) -> None:
+    """Raise CheckpointError where the ranks share the samples of an epoch, and one is elsewhere in it or in another.
+
+    Args:
+        states: of the ranks' samplers. Only those of a ShardedSampler of all ranks are compared: any other may give
+            each rank samples of its own.
+    """
+    if not all(isinstance(state, dict) and state.keys() >= EPOCH for state in states):
+        return
+    if not all(state["world_size"] == len(states) for state in states):
+        return
+    for rank, state in enumerate(states):
+        for name in sorted(EPOCH):
+            if state[name] != states[0][name]:
+                raise CheckpointError(
+                    f"save_job: the sampler's {name} is {states[0][name]!r} on rank 0 but {state[name]!r} on rank "
+                    f"{rank}; make it alike on all ranks, and save when all have taken as many batches"
+                )
 
 
 def digests(arrays: Arrays) -> dict[str, str]:

@@ -32,7 +32,7 @@ from ..generation import (
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
-from .contents import as_json, digests, manifest_of, placed, split_extra
+from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
 from .streams import PREFIX as STREAMS
@@ -118,8 +118,9 @@ def save_job(
         The Saving; its ``wait()``, which ``block`` has called, gives the generation's folder.
 
     Raises:
-        CheckpointError: on all ranks if one cannot write, or if ``folder`` has a job that this model neither saved nor
-            loaded; generations before are as they were. OptionError: a bad argument. CommError: a peer has gone.
+        CheckpointError: on all ranks if one cannot write, if their steps or the places of their ShardedSamplers differ,
+            or if ``folder`` has a job that this model neither saved nor loaded; generations before are as they were.
+        OptionError: a bad argument. CommError: a peer has gone.
     """
     keep = check_int("save_job", "keep", keep, 1)
     check_bool("save_job", "block", block)
@@ -149,6 +150,7 @@ def save_job(
                 f"save_job: rank 0 has made {everyone[0]['step']} steps, but rank {rank} {theirs['step']}; "
                 "call it after the same step on all ranks"
             )
+    check_samplers([theirs["sampler"] for theirs in everyone])
     path, number = everyone[0]["new"]
     own, shared = placed([theirs["digests"] for theirs in everyone], arrays)
     manifest = manifest_of(optimizer, number, everyone, own, shared)

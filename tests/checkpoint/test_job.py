@@ -23,7 +23,7 @@ import singa_lite.checkpoint.saving as saving
 from singa_lite import autograd, checkpoint, generation, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
-from singa_lite.data import ShardedSampler
+from singa_lite.data import ShardedSampler, prefetch
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
 from tests.comm.processes import fresh_environment
@@ -448,6 +448,44 @@ def disagree(communicator: Communicator, folder: str) -> list[str]:
             checkpoint.save_job(options.pop("folder", folder), net, **options)  # type: ignore[arg-type]
         errors.append(str(error.value))
     return errors
+
+
+def with_sampler(
+    communicator: Communicator, folder: str, seeds: list[int], batches: list[int], own: bool
+) -> str:
+    """The error where samplers have these seeds and so many batches of them were taken, which a thread makes ahead."""
+    net, rank = compiled(communicator, "fp32", False), communicator.rank
+    place = (0, 1) if own else (rank, communicator.size)
+    sampler = ShardedSampler(24, 2, *place, seed=seeds[rank])
+    taken = prefetch(sampler, rank + 1, sampler=sampler)
+    for _ in range(batches[rank]):
+        next(taken)
+    try:
+        checkpoint.save_job(folder, net, sampler=sampler)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        taken.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("seeds", "batches", "own", "error"),
+    [
+        ([1, 1, 1], [2, 2, 2], False, ""),
+        ([1, 1, 1], [4, 4, 4], False, ""),
+        ([1, 1, 1], [2, 2, 3], False, "position is 2 on rank 0 but 3 on rank 2"),
+        ([1, 1, 1], [4, 3, 4], False, "epoch is 1 on rank 0 but 0 on rank 1"),
+        ([1, 1, 5], [2, 2, 2], False, "seed is 1 on rank 0 but 5 on rank 2"),
+        ([1, 1, 5], [2, 2, 3], True, ""),
+    ],
+)
+def test_samplers_that_differ_in_what_they_share_are_refused_on_all_ranks(
+    tmp_path: Path, seeds: list[int], batches: list[int], own: bool, error: str
+) -> None:
+    for text in run_ranks(with_sampler, 3, str(tmp_path / "job"), seeds, batches, own):
+        assert error in text and bool(error) == bool(text)
+        assert (tmp_path / "job" / "step-00000000" / generation.MANIFEST).exists() != bool(error)
 
 
 def test_ranks_that_save_otherwise_are_an_error_that_names_the_values(tmp_path: Path) -> None:
