@@ -29,12 +29,15 @@ from typing import Any
 import numpy as np
 
 from .errors import CheckpointError
-from .files import atomic_file, sealed, sync_folder, unsealed
+from .files import PART_SUFFIX, atomic_file, sealed, sync_folder, unsealed
 
 FORMAT = 2  # 1 had a file of a rank's own arrays and one of its part of the others, and hashes by SHA-256
 LATEST_S = 1e12  # of times, seconds
 MANIFEST = "manifest.json"
 FOLDER = re.compile(r"step-\d{8,}(\.\d+)?")
+_NAMES = rf"rank-\d{{5,}}\.safetensors|{re.escape(MANIFEST)}"
+# a file, one that is being written, and what NFS leaves of one that was removed while it was open
+OWN_FILE = re.compile(rf"{_NAMES}|\.({_NAMES})\.\w+{re.escape(PART_SUFFIX)}|\.nfs\w+")
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Json = Any
@@ -170,13 +173,18 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
     """Make a folder for a new generation, and remove those that were never finished.
 
     Raises:
-        CheckpointError: the system cannot.
+        CheckpointError: one of those has files that no job writes; or the system cannot.
     """
     try:
         parent = Path(os.path.abspath(folder))  # a thread writes there, whatever the current folder is then
         parent.mkdir(parents=True, exist_ok=True)
         for name in os.listdir(parent):
             if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists():
+                if foreign := _foreign_files(parent / name):
+                    raise CheckpointError(
+                        f"{parent / name} has the name of a checkpoint that was never finished, which a save removes, "
+                        f"but has other files, {foreign[:3]}; move it, or give another folder"
+                    )
                 _remove(parent / name)
         path, number = parent / f"step-{step:08d}", 0
         while path.exists():
@@ -208,6 +216,17 @@ def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[st
             with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
                 (generation.path / MANIFEST).unlink()
                 _remove(generation.path)
+
+
+def _foreign_files(path: Path) -> list[str]:
+    """Return the names in a generation's folder that are none of its own."""
+    if not path.is_dir():  # a link to a folder that is gone
+        return []
+    return sorted(
+        entry.name
+        for entry in os.scandir(path)
+        if not (OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False))
+    )
 
 
 def _remove(path: Path) -> None:

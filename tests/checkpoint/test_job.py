@@ -25,6 +25,7 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler, prefetch
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
+from singa_lite.files import PART_SUFFIX
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
 from tests.comm.processes import fresh_environment
 from tests.limits import LIMIT_S
@@ -433,6 +434,34 @@ def test_a_job_that_went_on_behind_a_damaged_generation_saves_again(tmp_path: Pa
     # the damaged one is not among the two that are kept
     assert run_ranks(damaged_and_saved_again, 3, str(tmp_path)) == [[1, 2, 4, 2]] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000004.1"]
+
+
+def beside_others(communicator: Communicator, folder: str, name: str) -> tuple[str, bool, list[str]]:
+    """The error beside a folder never finished that has this file of others, and what is there without that file."""
+    net, other = saved(communicator, folder, 1), Path(folder) / "step-00001000"
+    if communicator.rank == 0:
+        (other / name).parent.mkdir(parents=True)
+        for each in (generation.rank_file(1), f".{generation.rank_file(2)}.0a1b{PART_SUFFIX}", name):
+            (other / each).write_text("mine")
+    communicator.barrier()
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.save_job(folder, net)
+    stays = (other / name).exists()
+    communicator.barrier()
+    if communicator.rank == 0:
+        (other / name).unlink()
+        if (other / name).parent != other:
+            (other / name).parent.rmdir()
+    communicator.barrier()
+    checkpoint.save_job(folder, net)
+    return str(error.value), stays, sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "rank-00000.safetensors/a"])
+def test_a_folder_never_finished_is_removed_unless_it_has_files_of_others(tmp_path: Path, name: str) -> None:
+    for error, stays, names in run_ranks(beside_others, 3, str(tmp_path), name):
+        assert "step-00001000 has" in error and name.partition("/")[0] in error
+        assert stays and names == ["step-00000001", "step-00000001.1"]
 
 
 def disagree(communicator: Communicator, folder: str) -> list[str]:
