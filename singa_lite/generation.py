@@ -141,8 +141,8 @@ def rank_file(rank: int) -> str:
 # ---- folders ---------------------------------------------------------------------------------------------
 
 
-def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], list[str]]:
-    """Return the generations of ``folder`` that count, the newest first, and why others cannot be read.
+def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], dict[Path, str]]:
+    """Return the generations of ``folder`` that count, the newest first, and why those of other paths cannot be read.
 
     Raises:
         CheckpointError: ``folder`` is there and is not a folder, or cannot be read.
@@ -150,17 +150,17 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
-        return [], []
+        return [], {}
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot read the folder {folder}: {error}") from error
-    found, problems = [], []
+    found, problems = [], {}
     for path in (Path(folder) / name for name in names if FOLDER.fullmatch(name)):
         try:
             found.append(Generation(path, _manifest((path / MANIFEST).read_bytes())))
         except (FileNotFoundError, NotADirectoryError):
             continue  # never finished, or being removed
         except (CheckpointError, OSError) as error:
-            problems.append(f"{path / MANIFEST}: {error}")
+            problems[path] = f"{path / MANIFEST}: {error}"
     return sorted(found, key=lambda generation: -generation.manifest.number), problems
 
 
@@ -205,17 +205,24 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str] = ()) -> None:
-    """Remove all but the newest ``keep`` generations, and those whose ids are among ``damaged``.
+    """Remove all but the newest ``keep`` generations, and damaged ones.
 
     Each stops counting before its files go.
+
+    Args:
+        damaged: ids, or the real paths of folders whose manifests cannot be read. One that has files of others stays.
     """
-    found, _ = find_generations(folder)
+    found, problems = find_generations(folder)
     whole = [generation for generation in found if generation.manifest.id not in damaged]
     for generation in found:
         if generation not in whole[:keep]:
             with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
                 (generation.path / MANIFEST).unlink()
                 _remove(generation.path)
+    for path in problems:
+        if os.path.realpath(path) in damaged and not _foreign_files(path):
+            with suppress(OSError):
+                _remove(path)
 
 
 def _foreign_files(path: Path) -> list[str]:

@@ -236,7 +236,7 @@ class JobState:
 
     Attributes:
         known: ids of the generations that this model has saved, or left behind by loading.
-        damaged: ids of those left behind, which no ``keep`` counts.
+        damaged: ids of those left behind, which no ``keep`` counts, and real paths of those with damaged manifests.
         folders: that it has saved to or loaded from.
         saving: the last one of ``block=False``, not waited for yet.
     """
@@ -336,8 +336,9 @@ def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
         )
     if problems and _key(folder) not in job.folders:
         raise CheckpointError(
-            f"save_job: {folder} has checkpoints that cannot be read: {'; '.join(problems)}"
+            f"save_job: {folder} has checkpoints that cannot be read: {'; '.join(problems.values())}"
         )
+    job.damaged |= set(map(os.path.realpath, problems))
     return [str(make_folder(folder, step)), newest + 1]
 
 
@@ -345,7 +346,7 @@ def _found(folder: str | os.PathLike[str]) -> Json:
     whole, problems = find_generations(folder)
     return {
         "generations": [[str(each.path), each.manifest.to_json()] for each in whole],
-        "problems": problems,
+        "problems": list(problems.values()),
     }
 
 

@@ -409,11 +409,11 @@ def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
     assert run_ranks(loaded_behind_a_save, 3, str(tmp_path)) == [[1, 2]] * 3
 
 
-def damaged_and_saved_again(communicator: Communicator, folder: str) -> list[int]:
-    """The steps found after the newest generation was damaged, and after that job has saved again."""
+def damaged_and_saved_again(communicator: Communicator, folder: str, name: str) -> list[int]:
+    """The steps found after a file of the newest generation was damaged, and after that job has saved again."""
     net, found = saved(communicator, folder, 2), []
     if communicator.rank == 0:
-        path = next(iter(sorted(Path(folder, "step-00000002").glob("rank-*"))))
+        path = Path(folder) / "step-00000002" / name
         content = bytearray(path.read_bytes())
         content[-3] ^= 1
         path.write_bytes(content)
@@ -430,9 +430,10 @@ def damaged_and_saved_again(communicator: Communicator, folder: str) -> list[int
     return found
 
 
-def test_a_job_that_went_on_behind_a_damaged_generation_saves_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [generation.rank_file(0), generation.MANIFEST])
+def test_a_job_that_went_on_behind_a_damaged_generation_saves_again(tmp_path: Path, name: str) -> None:
     # the damaged one is not among the two that are kept
-    assert run_ranks(damaged_and_saved_again, 3, str(tmp_path)) == [[1, 2, 4, 2]] * 3
+    assert run_ranks(damaged_and_saved_again, 3, str(tmp_path), name) == [[1, 2, 4, 2]] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000004.1"]
 
 
