@@ -35,8 +35,8 @@ from ..opt import DistOpt
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
+from .streams import DEVICES, check_streams, restore_streams, stream_ids, streams
 from .streams import PREFIX as STREAMS
-from .streams import check_streams, restore_streams, streams
 from .together import together
 
 Json = Any
@@ -197,7 +197,9 @@ def load_job(
 
     def find() -> Json:
         agreed = {"folder": os.path.abspath(folder), "a sampler": sampler is not None}
-        return {"agreed": agreed, "found": _found(folder) if communicator.rank == 0 else None}
+        seeds = [device.get_random_state()[0] for device in model.devices()]
+        now = stream_ids() | {DEVICES: seeds}
+        return {"agreed": agreed, "streams": now, "found": _found(folder) if communicator.rank == 0 else None}
 
     everyone = together(communicator, "load_job", find)
     _check_agreed("load_job", everyone)
@@ -206,7 +208,7 @@ def load_job(
     for path, values in found["generations"]:
         generation = Generation(Path(path), Manifest.of_json(values))
         try:
-            arrays = _read_together(generation, communicator)
+            arrays = _read_together(generation, communicator, [theirs["streams"] for theirs in everyone])
         except CheckpointError as error:
             problems.append(str(error))
             damaged.append(generation.manifest.id)
@@ -350,20 +352,20 @@ def _found(folder: str | os.PathLike[str]) -> Json:
     }
 
 
-def _read_together(generation: Generation, communicator: Communicator) -> Arrays:
+def _read_together(generation: Generation, communicator: Communicator, now: list[Json]) -> Arrays:
     """Return the arrays that this rank goes on from; CheckpointError on all ranks if one cannot read them."""
     arrays: Arrays = {}
-    together(communicator, "load_job", lambda: arrays.update(_read(generation, communicator)))
+    together(communicator, "load_job", lambda: arrays.update(_read(generation, communicator, now)))
     return arrays
 
 
-def _read(generation: Generation, communicator: Communicator) -> Arrays:
+def _read(generation: Generation, communicator: Communicator, now: list[Json]) -> Arrays:
     manifest, rank, size = generation.manifest, communicator.rank, communicator.size
     if size == manifest.world_size:
         arrays = {**read_shared(generation), **read_rank(generation, rank)}
     else:
         by_rank = [read_rank(generation, each) for each in range(manifest.world_size)]
-        arrays = resized(read_shared(generation), by_rank, manifest.step, rank, size)
+        arrays = resized(read_shared(generation), by_rank, now, manifest.step, rank)
     check_streams(arrays)
     return arrays
 

@@ -7,7 +7,7 @@ unfinished sums of gradients are what has not been applied yet, so their sum ove
 element, and what rounding leaves of an element goes to the next ranks, so that the sum of what ranks get is the float64
 sum to its last bit from three ranks on, to 48 bits on two, and rounded on one. States of hosts' leaders go to rank 0, a
 leader on whatever hosts the job goes on; of what is no residual it gets the first leader's, and others begin anew.
-Random streams that differed are derived from the old one, the step and the rank.
+For random streams see streams.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..generation import Arrays
 from .streams import PREFIX as STREAMS
-from .streams import derived_streams
+from .streams import resized_streams
 
 Array = np.ndarray[Any, Any]
 OPTIMIZER = "optimizer/"
@@ -34,18 +34,24 @@ MAX_PIECES = 3  # float16 or float32 numbers that hold a float64
 
 
 def resized(
-    shared: Arrays, by_rank: Sequence[Mapping[str, Array]], step: int, rank: int, size: int
+    shared: Arrays,
+    by_rank: Sequence[Mapping[str, Array]],
+    now: Sequence[Mapping[str, Any]],
+    step: int,
+    rank: int,
 ) -> Arrays:
-    """Return the arrays that ``rank`` of ``size`` goes on from, see Note [another number of ranks].
+    """Return the arrays that ``rank`` goes on from, see Note [another number of ranks].
 
     Args:
         shared: the arrays that were equal on all ranks.
         by_rank: those that were not, of each rank that saved.
+        now: of each rank that goes on, its streams as they are, see ``resized_streams``.
         step: of the checkpoint.
 
     Raises:
         CheckpointError: numbers that cannot be averaged differ among the ranks.
     """
+    everything, size = [{**shared, **own} for own in by_rank], len(now)
     sums = {name: array for name, array in shared.items() if _is_sum(name)}
     arrays = {name: array for name, array in shared.items() if name not in sums}
     by_rank = [{**own, **sums} for own in by_rank]
@@ -75,9 +81,7 @@ def resized(
             raise CheckpointError(
                 f"{name!r} differs from rank to rank, so only {len(by_rank)} ranks can go on from this step"
             )
-    if any(name.startswith(STREAMS) for own in by_rank for name in own):
-        arrays.update(derived_streams([{**shared, **own} for own in by_rank], step, rank))
-    return arrays
+    return arrays | resized_streams(everything, now, step, rank)
 
 
 def _is_sum(name: str) -> bool:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams as arrays: those of devices, of numpy's global functions and of Python's module ``random``."""
+"""Random streams as arrays: those of devices, of numpy's global functions and of Python's module ``random``.
+
+Note [streams of other ranks]: with another number of ranks each stream goes on by itself. Where the ranks that saved
+had the same one (of a device: the same seed), all go on with it, behind all that was drawn. Where they had not, each
+gets a new one, derived from rank 0's, the step and its rank, the same whenever the job goes on from there. One rank
+that saved does not tell which it is; what the ranks that go on have before they load does, as the script seeds them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..generation import Arrays
+from ..generation import Arrays, digest
 
 PREFIX = "random/"
 DEVICES, NUMPY, PYTHON, NORMALS = (
@@ -68,35 +74,58 @@ def check_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
         raise CheckpointError("the states of the random streams are not what a job saves")
 
 
-def derived_streams(saved: Sequence[Mapping[str, np.ndarray[Any, Any]]], step: int, rank: int) -> Arrays:
-    """Return states of new streams for ``rank``, the same whenever a job goes on from ``step`` with it.
+def stream_ids() -> dict[str, str]:
+    """Return what is equal on ranks whose global streams of numpy, and of Python, are at the same place."""
+    now = streams([])
+    return {name: _id_of(now, name) for name in (NUMPY, PYTHON)}
 
-    Devices whose seed was the same on all ranks keep it, and go on behind all that was drawn.
+
+def _id_of(states: Mapping[str, np.ndarray[Any, Any]], name: str) -> str:
+    """Return a hash of the whole state of numpy's or Python's stream."""
+    normal = states[NORMALS][[NUMPY, PYTHON].index(name)]
+    return f"{digest(states[name])} {normal}" if name in states else ""
+
+
+def resized_streams(
+    saved: Sequence[Mapping[str, np.ndarray[Any, Any]]],
+    now: Sequence[Mapping[str, Any]],
+    step: int,
+    rank: int,
+) -> Arrays:
+    """Return states of the streams of ``rank`` in a job of another number of ranks, see Note [streams of other ranks].
 
     Args:
         saved: the states of each rank of the job that was saved.
+        now: what ``stream_ids`` and the devices' seeds, as DEVICES, are on each rank that goes on, before it does.
         step: of the checkpoint.
         rank: of the job that goes on.
+
+    Raises:
+        CheckpointError: what was saved is none.
     """
-    first = saved[0]
+    for states in saved:
+        check_streams(states)
+    first, is_one = saved[0], len(saved) == 1
     devices = []
     for number, (seed, _) in enumerate(first[DEVICES]):
         of_ranks = [states[DEVICES][number] for states in saved]
-        if all(each == seed for each, _ in of_ranks):
+        seeds = [each[DEVICES][number : number + 1] for each in now] if is_one else [s for s, _ in of_ranks]
+        if all(each == seeds[0] for each in seeds):
             devices.append((int(seed), max(int(counter) for _, counter in of_ranks)))
         else:
             derived = np.random.SeedSequence((int(seed), step, rank)).generate_state(1, np.uint64)
             devices.append((int(derived[0]), 0))
-    words = [
-        np.random.SeedSequence([*map(int, first[name][:4]), step, rank]).generate_state(624, np.uint32)
-        for name in (PYTHON, NUMPY)
-        if name in first
-    ]
-    arrays = {
+    arrays: Arrays = {
         DEVICES: np.array(devices, np.uint64).reshape(len(devices), 2),
-        PYTHON: np.append(words[0], np.uint32(624)),
-        NORMALS: np.array([0.0, np.nan]),
+        NORMALS: first[NORMALS].copy(),
     }
-    if NUMPY in first:
-        arrays[NUMPY] = np.append(words[1], np.array([624, 0], np.uint32))
+    for number, (name, end) in enumerate({NUMPY: [624, 0], PYTHON: [624]}.items()):
+        if name not in first:
+            continue
+        arrays[name] = first[name]
+        if len({each[name] for each in now} if is_one else {_id_of(states, name) for states in saved}) > 1:
+            seed = [*map(int, first[name][:4]), step, rank]
+            words = np.random.SeedSequence(seed).generate_state(624, np.uint32)
+            arrays[name] = np.append(words, np.array(end, np.uint32))
+            arrays[NORMALS][number] = (0.0, np.nan)[number]
     return arrays

@@ -146,7 +146,7 @@ def test_counters_that_differ_are_refused() -> None:
         {**streams([(0, rank)]), "optimizer/sync/dgc/counter/first step": np.array(rank)} for rank in (0, 1)
     ]
     with pytest.raises(CheckpointError, match="only 2 ranks can go on"):
-        resized({}, own, 1, 0, 3)
+        resized({}, own, [], 1, 0)
 
 
 def of_one_rank(communicator: Communicator, folder: str) -> None:
@@ -225,3 +225,42 @@ def test_states_of_leaders_go_to_rank_0_on_whatever_hosts_the_job_goes_on(tmp_pa
                 whole = old[0]["after"][name] if name.endswith(":q") else total(old, "after", name)
                 np.testing.assert_allclose(new[0]["before"][name], whole, rtol=1e-6, atol=1e-12)
             assert len({rank["after"]["model/linear.W"].tobytes() for rank in new}) == 1
+
+
+def drawn(communicator: Communicator, folder: str, alike: str) -> dict[str, Any]:
+    """The seeds and numbers of a rank that goes on; the streams in ``alike`` were seeded the same on all ranks."""
+    net = compiled(communicator, "fp32", False)
+    if "device" in alike:
+        get_default_device().SetRandSeed(3)
+    if "numpy" in alike:
+        np.random.seed(5)
+    if "python" in alike:
+        random.seed(7)
+    job = checkpoint.load_job(folder, net)
+    found = {"job": job is not None, "device": get_default_device().get_random_state()}
+    state = np.random.get_state(), random.getstate()
+    found |= {
+        "numpy": np.random.standard_normal(3).tolist(),
+        "python": [random.gauss(0, 1) for _ in range(3)],
+    }
+    np.random.set_state(state[0])
+    random.setstate(state[1])
+    net(*batch(0, communicator.rank))
+    found["next"] = get_default_device().get_random_state(), np.random.random(), random.random()
+    checkpoint.save_job(folder, net)
+    return found
+
+
+STREAMS = ("device", "numpy", "python")
+
+
+@pytest.mark.parametrize("alike", ["", "device", "numpy", "python", "device numpy python"])
+def test_ranks_draw_the_same_after_a_resize_only_where_they_did_before(tmp_path: Path, alike: str) -> None:
+    runs = [run_ranks(drawn, size, str(tmp_path), alike, transport="shm") for size in (1, 3, 2, 1, 2)]
+    assert [rank["job"] for run in runs for rank in run] == [False] + 8 * [True]
+    for run in runs:
+        for name in STREAMS:
+            assert len({str(rank[name]) for rank in run}) == (1 if name in alike else len(run)), name
+    for name in STREAMS:  # nobody draws what was drawn before
+        seen = [{str(rank[name]) for rank in run} for run in runs]
+        assert sum(map(len, seen)) == len(set.union(*seen)), name
