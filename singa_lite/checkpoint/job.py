@@ -32,6 +32,7 @@ from ..generation import (
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
+from ..opt.fixed_order import check_threads
 from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
@@ -189,7 +190,7 @@ def load_job(
 
     Raises:
         CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
-            sampler. CommError: a peer has gone.
+            sampler, or with order="fixed" ranks had another number of threads. CommError: a peer has gone.
     """
     _check_arguments("load_job", folder, trainer, sampler)
     communicator, optimizer = _parts(model, trainer, "load_job")
@@ -388,6 +389,8 @@ def _go_on(
         together(communicator, "load_job", lambda: _check_trainer(mine, states, communicator.rank, where))
 
     def restore() -> None:
+        if trainer is None:
+            check_threads(manifest.optimizer, model.optimizer.settings(), where)
         before = None if sampler is None else sampler.state_dict()
         _restore_sampler(manifest, saver, sampler, where)
         try:

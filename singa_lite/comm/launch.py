@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..errors import CommError
@@ -77,13 +77,30 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         CommError: the system gives no more processes, pipes or files.
         BrokenPipeError: the reader of the output has gone.
     """
-    options = options or LaunchOptions()
+    options = share_cores_of_host(options or LaunchOptions(), num_workers)
     output = open_output(num_workers, options)
     with noted_signals() as signals:
         outcome = launch_round(command, num_workers, options, output, signals)
     if outcome.error is not None:
         raise outcome.error
     return outcome.code
+
+
+def share_cores_of_host(options: LaunchOptions, num_workers: int) -> LaunchOptions:
+    """Return ``options`` with the OMP_NUM_THREADS of processes that share this host's cores, where it is unset.
+
+    Once for all rounds: with other threads products are added up in another order, so a job of order="fixed" that went
+    on with fewer ranks would not have the same bits.
+    """
+    num_servers = options.num_servers or 0
+    if os.environ.get("OMP_NUM_THREADS") or num_workers + num_servers == 1:
+        return options
+    threads = str(threads_per_rank(num_workers, num_servers))
+    return replace(
+        options,
+        worker_env={"OMP_NUM_THREADS": threads, **options.worker_env},
+        server_env={"OMP_NUM_THREADS": "1", **options.server_env},
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ def launch_round(
     """Run the processes of one job from their start to their end, see ``launch``.
 
     Args:
+        options: from ``share_cores_of_host``.
         output: from ``open_output``; one for all rounds.
         signals: those that have come to this process, see ``noted_signals``.
     """
@@ -195,9 +213,6 @@ def _start_all(
             environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
         environ.pop(VARIABLE, None)  # of a job that this launcher is part of
         environ |= job.progress.environ | {"SINGA_LITE_RESTART": "0"}
-        if not environ.get("OMP_NUM_THREADS") and len(job.names) > 1:
-            threads = threads_per_rank(num_workers, num_servers) if rank < num_workers else 1
-            environ["OMP_NUM_THREADS"] = str(threads)
         environ.update(options.worker_env if rank < num_workers else options.server_env)
         try:
             process = _start(command, environ)

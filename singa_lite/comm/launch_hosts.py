@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +58,14 @@ class Placement:
         rsh: the remote shell and its options; it takes what ssh takes, and is called as "CMD -x HOST COMMAND".
         copy_to: a folder on every host, to which the current folder is copied and where the processes run; None:
             nothing is copied, and all hosts have the current folder at the same path.
+        first: the host of each process in the first round, workers before servers, which says how the processes of a
+            host share its cores in all rounds (``share_cores_of_host``); None: this is the first.
     """
 
     hosts: Sequence[Host]
     rsh: Sequence[str] = ("ssh",)
     copy_to: Path | None = None
+    first: Sequence[str] | None = None
 
 
 def launch_host_round(
@@ -123,7 +127,7 @@ def launch_host_round(
     if len(placement.rsh) > 1:
         environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
     progress = ProgressFile(checkpoint / NAME if checkpoint else None, len(hosts))
-    environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement.copy_to or folder, options)
+    environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
     start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
     environ |= progress.environ
@@ -212,7 +216,9 @@ def _report(text: str) -> None:
     os.write(2, f"singa-lite run: {text}\n".encode())
 
 
-def _describe(hosts: Sequence[str], num_workers: int, folder: Path, options: LaunchOptions) -> str:
+def _describe(
+    hosts: Sequence[str], num_workers: int, placement: Placement, folder: Path, options: LaunchOptions
+) -> str:
     """Return what rank_wrapper.py must know. It travels in the environment, which other users cannot read."""
     names = role_names(num_workers, len(hosts) - num_workers)
     processes = [
@@ -220,9 +226,18 @@ def _describe(hosts: Sequence[str], num_workers: int, folder: Path, options: Lau
         for name, host in zip(names, hosts, strict=True)
     ]
     environs = {"worker": dict(options.worker_env), "server": dict(options.server_env)}
-    log_dir = str(options.log_dir.absolute()) if options.log_dir else None
+    first = hosts if placement.first is None else placement.first
+    num_servers = len(hosts) - num_workers
+    workers = Counter(first[: len(first) - num_servers])
+    servers = Counter(first[len(first) - num_servers :])
     return json.dumps(
-        {"processes": processes, "environ": environs, "log_dir": log_dir, "folder": str(folder)}
+        {
+            "processes": processes,
+            "environ": environs,
+            "log_dir": str(options.log_dir.absolute()) if options.log_dir else None,
+            "folder": str(placement.copy_to or folder),
+            "sharing": {host: [workers[host], servers[host]] for host in first},
+        }
     )
 
 

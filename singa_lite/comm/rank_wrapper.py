@@ -202,14 +202,13 @@ def main(command: list[str]) -> int:
 
 
 def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
-    """Return the script's environment: its role's variables, and its part of this host's cores."""
+    """Return the script's environment: its role's variables, and its part of this host's cores in the first round."""
     role = process["name"].partition(" ")[0]
     environ = {**os.environ, **job["environ"][role], "SINGA_LITE_LAUNCHER_PID": str(os.getpid())}
-    here = [other["name"] for other in job["processes"] if other["host"] == process["host"]]
-    num_servers = sum(name.startswith("server") for name in here)
-    if not environ.get("OMP_NUM_THREADS") and (len(here) > 1 or role == "server"):
+    num_workers, num_servers = job["sharing"].get(process["host"], (1, 0))
+    if not environ.get("OMP_NUM_THREADS") and (num_workers + num_servers > 1 or role == "server"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        num_threads = 1 if role == "server" else max(1, (cores - num_servers) // (len(here) - num_servers))
+        num_threads = 1 if role == "server" else max(1, (cores - num_servers) // max(1, num_workers))
         environ["OMP_NUM_THREADS"] = str(num_threads)
     return environ
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from ..errors import CheckpointError, OptionError
 from ..generation import Manifest, find_generations
 from .hosts import place, without_slot
-from .launch import LaunchOptions, Round, launch_round, open_output
+from .launch import LaunchOptions, Round, launch_round, open_output, share_cores_of_host
 from .launch_hosts import Placement, launch_host_round
 from .supervise import DRAIN_S, POLL_S, noted_signals
 
@@ -129,6 +129,7 @@ def launch_rounds(
     command: Sequence[str], num_workers: int, options: LaunchOptions, restart: RestartOptions
 ) -> int:
     """Do what ``launch`` does, and again as ``restart`` says, which ``check_restart`` has returned."""
+    options = share_cores_of_host(options, num_workers)
     output = open_output(num_workers, options)
 
     def start(number: int, environ: Mapping[str, str]) -> Round:
@@ -153,12 +154,13 @@ def launch_host_rounds(
     With fewer ranks there is a slot fewer on the host of the one that failed.
     """
     hosts, last, lost_host = list(placement.hosts), num_workers, ""
+    first = place(hosts, num_workers, options.num_servers or 0)
 
     def start(number: int, environ: Mapping[str, str]) -> Round:
         nonlocal hosts, last, lost_host
         if number < last and len(hosts) > 1:
             hosts = without_slot(hosts, lost_host)
-        here = replace(placement, hosts=hosts)
+        here = replace(placement, hosts=hosts, first=first)
         ended = launch_host_round(command, number, here, _with(options, environ), restart.checkpoint, signals)
         places = place(hosts, number, options.num_servers or 0)
         last, lost_host = number, "" if ended.failed is None else places[ended.failed]

@@ -40,7 +40,7 @@ from ..sync.text import read_dist_option
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs, as_pairs, check_arrays, check_pair, unique_names
-from .fixed_order import FixedOrderSums, begin_microbatch
+from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
 from .options import Option
 from .schedule import DecayScheduler
 from .sgd import SGD
@@ -423,10 +423,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Compare the ranks' parameters, buffers and optimizers, and copy rank 0's values of the first two to all.
 
         Raises:
-            CommError: a rank has other names, shapes or dtypes, or another optimizer.
+            CommError: a rank has other names, shapes or dtypes, or another optimizer; with order="fixed" another seed
+                or number of threads.
         """
         self.opt.prepare(params, buffers)
         states = {**params, **buffers}
+        if self._order == "fixed":
+            threads = {"OMP_NUM_THREADS": threads_of(params.values())}
+            compare(
+                self.communicator, "their threads", threads, "export the same OMP_NUM_THREADS on every rank"
+            )
         compare_models(self.communicator, states, self.settings())
         self.broadcast(states.values())
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
@@ -556,6 +562,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
         own["check_finite"] = None if self._finite is None else self._finite.mode
+        own |= {THREADS: threads_of(self._names)} if self._order == "fixed" else {}
         return {**self.opt.settings(), **own}
 
     def __repr__(self) -> str:

@@ -10,12 +10,13 @@ sample, whichever rank has it. A microbatch that draws 2**20 times or more runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..device import Device
+from ..device import Device, get_num_threads
 from ..errors import CheckpointError, OptionError
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
 from ..tensor import Tensor
@@ -23,6 +24,7 @@ from .accumulate import BATCHES, CALLS, PREFIX, Array, Gradients, GradientSums
 
 LEVEL = f"{PREFIX}level/"
 NEEDS = "DistOpt: order='fixed' needs a gradient of every parameter in each microbatch"
+THREADS = "num_threads"  # among the settings of a DistOpt
 DRAWS = 20  # bits of the counter for draws within a microbatch
 
 
@@ -143,6 +145,37 @@ class FixedOrderSums(GradientSums):
                 backend = params[name].device.backend
                 backend.run("copy", backend.asarray(values), out=self._level(params[name], int(level)))
                 self._pending[params[name]] = None
+
+
+def threads_of(params: Iterable[Tensor]) -> int | None:
+    """Return on how many threads this rank computes with ``params``; None where all of them are on GPUs.
+
+    Compiled kernels add up a product in an order that depends on it.
+    """
+    return get_num_threads() if any(param.device.kind == "cpu" for param in params) else None
+
+
+def check_threads(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError if a job of order="fixed" goes on with another number of threads, so with other bits.
+
+    Args:
+        saved, mine: ``DistOpt.settings()`` when the job was saved, and now.
+        where: the start of the error.
+    """
+    if saved.get("order") != "fixed" or mine.get("order") != "fixed":
+        return
+    before, now = saved.get(THREADS), mine.get(THREADS)
+    if THREADS not in saved:
+        warnings.warn(
+            f"{where}: it does not say on how many threads a rank computed, and order='fixed' has the same bits only "
+            f"with as many as then; here there are {now}",
+            stacklevel=2,
+        )
+    elif before is not None and now is not None and before != now:
+        raise CheckpointError(
+            f"{where}: with order='fixed', {before} threads computed on each rank when it was saved, and here there "
+            f"are {now}, which would give other bits; export OMP_NUM_THREADS={before}"
+        )
 
 
 def begin_microbatch(devices: Iterator[Device], seeds: dict[Device, int], number: int) -> None:

@@ -315,6 +315,7 @@ def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
         "environ": {"worker": {}},
         "log_dir": str(tmp_path / "logs"),
         "folder": str(tmp_path),
+        "sharing": {"d1": [1, 0]},
     }
     text = "import os, resource, signal\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
     script = write_script(tmp_path, text + "print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
