@@ -114,6 +114,7 @@ class Round:
         steps: the newest step of each rank; None for one that has counted none.
         started_at, ended_at: when the round began and when it failed or ended, in seconds of ``time.time``.
         error: a process could not be started.
+        has_progress: the ranks could report their steps; if not, ``steps`` says nothing.
     """
 
     code: int
@@ -123,6 +124,7 @@ class Round:
     started_at: float
     ended_at: float
     error: CommError | None = None
+    has_progress: bool = True
 
 
 def launch_round(
@@ -169,7 +171,8 @@ def launch_round(
         return Round(1, len(job.processes), str(failure), steps, started_at, time.time(), failure)
     code = job.report()
     output.rest(DRAIN_S)
-    return Round(code, *job.first_failure(), steps, started_at, job.ended_at or time.time())
+    ended_at, has_progress = job.ended_at or time.time(), job.progress.is_there
+    return Round(code, *job.first_failure(), steps, started_at, ended_at, has_progress=has_progress)
 
 
 def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:

@@ -152,7 +152,8 @@ def launch_host_round(
         )
         os.write(2, f"singa-lite run: {text}\n".encode())
         code = 0 if is_well else 128 + signals[0]
-    return Round(code, failed, how_ended(how), steps, started_at, time.time())
+    has_progress = progress.is_there
+    return Round(code, failed, how_ended(how), steps, started_at, time.time(), has_progress=has_progress)
 
 
 def find_mpiexec() -> tuple[str, int]:

@@ -110,7 +110,7 @@ def run_rounds(
             break
         before, delay_s = num_workers, _delay(number)
         num_workers, why = _next_size(ended, lost_at_start, before, options.min_ranks)
-        lost_at_start = _failed_at_start(ended) if num_workers == before else None
+        lost_at_start = _failed_at_start(ended, before) if num_workers == before else None
         error = f"{ended.error}; " if ended.error else ""
         when = f"in {delay_s:g} s" if delay_s else "now"
         report(
@@ -196,9 +196,11 @@ def _pause(seconds: float, signals: Sequence[int]) -> bool:
     return not signals
 
 
-def _failed_at_start(ended: Round) -> int | None:
-    """Return the process that failed first if it had counted no step; None if it had, or none is known."""
-    if ended.failed is None or ended.error is not None or ended.steps[ended.failed] is not None:
+def _failed_at_start(ended: Round, num_workers: int) -> int | None:
+    """Return the worker that failed first if it had counted no step; None if it had, or none is known."""
+    if ended.failed is None or ended.error is not None or not ended.has_progress:
+        return None
+    if ended.failed >= num_workers or ended.steps[ended.failed] is not None:  # a server counts none
         return None
     return ended.failed
 
@@ -212,9 +214,9 @@ def _next_size(
         lost_at_start: ``_failed_at_start`` of the round before.
     """
     fewer, why = num_workers, ""
-    if ended.error is not None and ended.failed is not None:
-        fewer, why = min(num_workers - 1, ended.failed), f", as rank {ended.failed} cannot start"
-    elif lost_at_start is not None and lost_at_start == _failed_at_start(ended):
+    if ended.error is not None and ended.failed is not None and ended.failed < num_workers:
+        fewer, why = ended.failed, f", as rank {ended.failed} cannot start"
+    elif lost_at_start is not None and lost_at_start == _failed_at_start(ended, num_workers):
         fewer, why = num_workers - 1, f", as rank {lost_at_start} failed twice running before its first step"
     if least is None or max(least, fewer) == num_workers:
         return num_workers, ""

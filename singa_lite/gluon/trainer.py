@@ -428,13 +428,15 @@ class Trainer:
         self._before = self._moved()
 
     def _finish(self) -> None:
-        """Make the gradients stale and note what has moved."""
+        """Make the gradients stale, and note the step and what has moved."""
         for param in self._params.values():
             param.mark_grad_stale()
         sent, received, heads, wait_s = self._moved()
         before = self._before
         self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
         self._before = sent, received, heads, wait_s
+        if isinstance(self._store, KVStore):
+            self._store.note_step(self._optimizer.step_counter)
         lap("update")
         drop_step()
 

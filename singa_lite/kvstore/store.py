@@ -15,8 +15,9 @@ from typing import Any
 
 from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
+from ..comm.progress import progress_of_process
 from ..comm.work import Work
-from ..errors import CheckpointError, CommError, OptionError, check_choice, check_number
+from ..errors import CheckpointError, CommError, OptionError, check_choice, check_int, check_number
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..tensor import Tensor
@@ -65,6 +66,7 @@ class KVStore(KVStoreBase):
         self._lr: float | None = None  # set after the optimizer
         self._compression: Compression | None = None
         self._residuals = Residuals()
+        self._progress = progress_of_process()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, worker {self.rank} of {self.num_workers})"
@@ -449,6 +451,15 @@ class KVStore(KVStoreBase):
         if not isinstance(mine, Mapping):
             raise OptionError(f"{self._name}: agree: expected entries by name, got {type(mine).__name__}")
         self._together(call, mine, lambda: None)
+
+    def note_step(self, step: int) -> None:
+        """Tell the launcher, if there is one, that this worker has made ``step`` steps; Trainer does.
+
+        `singa-lite run` takes a worker that has told of none as one that fails at its start (``--min-ranks``).
+        """
+        check_int(f"{self._name}: note_step", "step", step, 0)
+        if self._progress is not None:
+            self._progress.note_step(step)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Set float Tensors to their mean over the workers; all call it alike."""

@@ -79,6 +79,7 @@ class Rounds:
     """Rounds that end as told: (exit code, rank that failed, steps of the ranks, error)."""
 
     def __init__(self, monkeypatch, *ends) -> None:
+        self.has_progress = True
         self.ends, self.starts, self.reports, self.pauses, self.signals = list(ends), [], [], [], []
         monkeypatch.setattr(restart, "_pause", self.pause)
 
@@ -91,7 +92,7 @@ class Rounds:
         code, failed, steps, error = self.ends.pop(0)
         if callable(error):
             error = error()
-        return Round(code, failed, "exit code 1", steps, 1000.0, 1010.0, error)
+        return Round(code, failed, "exit code 1", steps, 1000.0, 1010.0, error, self.has_progress)
 
     def run(self, num_workers, **options):
         return run_rounds(
@@ -168,6 +169,22 @@ def test_ranks_that_cannot_start_are_left_out_down_to_the_least_number(monkeypat
     alone = Rounds(monkeypatch, no_process, WELL)
     assert alone.run(8, max_restarts=2) == 0
     assert [size for size, _ in alone.starts] == [8, 8]
+
+
+@pytest.mark.parametrize("error", [None, CannotStart("no process")], ids=["fails", "cannot start"])
+def test_a_server_that_fails_takes_no_worker_away(monkeypatch, error):
+    server = failed(rank=4, steps=(5, 5, 5, None, None), error=error)
+    rounds = Rounds(monkeypatch, server, server, server, WELL)
+    assert rounds.run(3, max_restarts=9, min_ranks=1) == 0
+    assert [size for size, _ in rounds.starts] == [3, 3, 3, 3]
+
+
+def test_where_no_steps_can_be_reported_no_failure_is_one_at_the_start(monkeypatch):
+    unknown = failed(rank=1, steps=(None,) * 3)
+    rounds = Rounds(monkeypatch, unknown, unknown, WELL)
+    rounds.has_progress = False
+    assert rounds.run(3, max_restarts=9, min_ranks=1) == 0
+    assert [size for size, _ in rounds.starts] == [3, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -318,6 +335,40 @@ sys.exit(3 if number == 0 and rank == 1 else 0)
     assert re.search(
         r"lost: 3 steps and \d+\.\d s since the checkpoint of step 4, the ranks were at step 7", result.stderr
     )
+
+
+@pytest.mark.parametrize("num_servers", ["0", "1"])
+def test_a_worker_that_fails_late_stays_where_a_trainer_counts_the_steps(tmp_path, num_servers):
+    text = """
+import numpy as np
+from singa_lite import autograd, gluon
+from singa_lite.tensor import Tensor
+param = Tensor(data=np.ones(3, np.float32), requires_grad=True, stores_grad=True)
+trainer = gluon.Trainer({"w": param}, "sgd", kvstore="dist_sync")
+for step in range(7):
+    with autograd.record():
+        loss = autograd.reduce_sum(param, keepdims=0)
+    loss.backward()
+    trainer.step(1)
+sys.exit(3 if number < 2 and rank == 1 else 0)
+"""
+    save(tmp_path / "saved", 4, 0.0)
+    given = [
+        "--max-restarts",
+        "2",
+        "--min-ranks",
+        "1",
+        "--checkpoint",
+        str(tmp_path / "saved"),
+        "-s",
+        num_servers,
+    ]
+    result = run_restarting(tmp_path, text, *given, size=2)
+    assert result.returncode == 0, result.stderr
+    assert {number: ranks & {0, 1} for number, ranks in rounds_in(tmp_path).items()} == {
+        number: {0, 1} for number in range(3)
+    }
+    assert "lost: 3 steps and" in result.stderr and "the ranks were at step 7" in result.stderr
 
 
 def start_job(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
