@@ -126,6 +126,8 @@ class ExitHooks:
         thread = arguments.thread
         if thread is None or thread.daemon:  # its work is nobody's loss
             return
+        if arguments.exc_type is SystemExit:  # ends the thread alone, as ever in Python
+            return
         self._has_failed = True
         self._fail(f"thread {thread.name!r}: {_text(arguments.exc_value or arguments.exc_type())}")
 

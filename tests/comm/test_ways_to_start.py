@@ -297,6 +297,14 @@ def test_a_daemon_thread_that_fails_harms_nobody(tmp_path):
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] {rank} 3 {rank} shm 18.0" for rank in range(3)]
 
 
+def test_a_thread_that_ends_by_sys_exit_harms_nobody(tmp_path):
+    text = STEP + "import threading\nthread = threading.Thread(target=lambda: sys.exit(3))\n"
+    text += "thread.start()\nthread.join()\n" + AGAIN + REPORT
+    result = run_ranks_of(write_script(tmp_path, "import sys\n" + text), 3)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"[{rank}] {rank} 3 {rank} shm 18.0" for rank in range(3)]
+
+
 def test_ranks_of_multiprocessing_share_the_cores(tmp_path):
     text = MULTIPROCESSING.replace(
         "    sys.stdout.write(",
