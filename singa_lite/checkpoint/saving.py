@@ -31,6 +31,7 @@ from .together import together
 POLL_S = 0.002
 CALM_S = 0.03  # the next recorded step runs eagerly and wants the interpreter: writing begins this long after the copy
 EXIT_S = 10.0  # how long a process that ends waits for the other ranks' files
+LOST_S = 0.5  # likewise once a collective has failed: that of a lost rank never comes, but others are writing theirs
 SEEN_S = 120.0  # how long files that other hosts have written may take to be seen here
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -116,7 +117,7 @@ class Saving:
     def _finish(self) -> None:
         """Let the thread end before the process does; its failure is one of the process."""
         self._is_awaited.set()
-        self._join(EXIT_S)
+        self._join(LOST_S if self._communicator.has_failed else EXIT_S)
         if self._failure is not None:
             print(f"{WHERE}: {self._failure}", file=sys.stderr)
             self._hooks.note_failure()

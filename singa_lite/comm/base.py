@@ -155,7 +155,7 @@ class Communicator(ABC):
         self.stop_requests = StopRequests()
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
 
     @property
     def rank(self) -> int:
@@ -352,7 +352,13 @@ class Communicator(ABC):
             raise OptionError(f"abort_together: expected a list of Communicators, got {others!r}")
         self._aborts_with = [weakref.ref(other) for other in others if other is not self]
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a collective has failed here, so that some rank may be gone."""
+        return self._has_failed
+
     def _note_failure(self, error: CommError) -> None:
+        self._has_failed = True
         self._abort_others(error)
         if self.flight_recorder is not None:
             self.flight_recorder.report(error)

@@ -79,6 +79,10 @@ class DispatchCommunicator(Communicator):
         super().share_stop_requests(requests)
         self.host.share_stop_requests(requests)
 
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed or self.host.has_failed
+
     def abort(self, reason: str) -> None:
         if self._nccl is not None:
             self._nccl.abort(reason)

@@ -27,7 +27,7 @@ from singa_lite.data import ShardedSampler, prefetch
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from singa_lite.files import PART_SUFFIX
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
-from tests.comm.processes import fresh_environment
+from tests.comm.processes import fresh_environment, run_ranks_of, write_script
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
 
@@ -403,6 +403,44 @@ def test_a_process_that_ends_with_a_save_that_fails_ends_with_1(tmp_path: Path, 
         assert done.returncode == code, done.stdout + done.stderr
         assert ("No space left" in done.stderr) == bool(code)
         assert len(generation.find_generations(tmp_path / kind)[0]) == 1 - code
+
+
+LOSES_A_RANK = """
+import atexit, os, signal, sys, time
+import singa_lite.checkpoint.saving as saving
+from singa_lite import checkpoint
+from singa_lite.comm.rendezvous import process_communicator
+from singa_lite.errors import CommError
+from tests.checkpoint.job_net import compiled
+
+communicator = process_communicator()
+net = compiled(communicator, "fp32", False)
+if communicator.rank == 2:
+    saving.write_arrays = lambda path, arrays: time.sleep(600)
+atexit.register(lambda: print("seconds", time.monotonic() - failed_at))  # behind the Saving's own
+checkpoint.save_job(sys.argv[1], net, block=False)
+if communicator.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    communicator.barrier()
+except CommError:
+    failed_at = time.monotonic()
+    if sys.argv[2] == "raises":
+        raise
+    sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("kind", ["raises", "exits"])
+def test_a_process_that_ends_by_a_lost_rank_does_not_wait_for_its_file(tmp_path: Path, kind: str) -> None:
+    script = write_script(tmp_path, LOSES_A_RANK)
+    done = run_ranks_of(
+        script, 3, str(tmp_path / "job"), kind, is_patient=True, PYTHONPATH=str(Path(__file__).parents[2])
+    )
+    seconds = [float(line.split()[-1]) for line in done.stdout.splitlines() if "seconds" in line]
+    assert len(seconds) == 2 and max(seconds) < saving.EXIT_S / 2, done.stderr
+    assert "lacks ['rank-00002" in done.stderr
+    assert generation.find_generations(tmp_path / "job")[0] == []
 
 
 def test_loading_waits_for_a_save_that_does_not_block(tmp_path: Path) -> None:
