@@ -162,7 +162,7 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
         )
     add(
         "--log-dir",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
         "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
@@ -189,7 +189,7 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     )
     add(
         "--checkpoint",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="folder for the job's checkpoints (SINGA_LITE_CHECKPOINT), made if it is missing; with -H one that all "
         "hosts share",
@@ -370,6 +370,13 @@ def _rsh(parser: argparse.ArgumentParser, given: str) -> list[str]:
     if not words:
         parser.error("--rsh: expected a command, for example ssh")
     return words
+
+
+def _folder(text: str) -> Path:
+    """Return the path of a folder; an empty one, as of an unset variable, would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path of a folder is empty; write . for the current one")
+    return Path(text)
 
 
 def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:

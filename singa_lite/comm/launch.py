@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..errors import CommError
+from ..errors import CommError, OptionError
 from .inspect_job import reports_at_sigquit
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
@@ -74,6 +74,7 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         signal number when a signal stopped this process (130 for Ctrl-C), or 1 when ranks did not end in time.
 
     Raises:
+        OptionError: the folder of logs cannot be made.
         CommError: the system gives no more processes, pipes or files.
         BrokenPipeError: the reader of the output has gone.
     """
@@ -176,7 +177,18 @@ def launch_round(
 
 
 def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
-    """Return what writes the lines of the processes; CommError if the logs cannot be opened."""
+    """Return what writes the lines of the processes, with the folder of logs made.
+
+    Raises:
+        OptionError: that is no folder or cannot be made. CommError: the logs cannot be opened.
+    """
+    if options.log_dir is not None:
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"--log-dir {options.log_dir}: cannot be made as a folder: {error.strerror}"
+            ) from error
     open_standard_descriptors()
     names = _names(num_workers, options)
     try:

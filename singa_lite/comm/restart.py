@@ -99,6 +99,7 @@ def run_rounds(
         report(
             "no --checkpoint: what the ranks have done is lost at a restart unless the script itself saves it"
         )
+    counts_steps = False  # a round has counted some
     lost_at_start: int | None = None  # the worker that failed in the round before, before its first step
     for number in range(options.max_restarts + 1):
         ended = start(num_workers, {**environ, "SINGA_LITE_RESTART": str(number)})
@@ -109,13 +110,14 @@ def run_rounds(
                 report(f"no restart is left (--max-restarts {number})")
             break
         before, delay_s = num_workers, _delay(number)
+        counts_steps |= any(step is not None for step in ended.steps)
         num_workers, why = _next_size(ended, lost_at_start, before, options.min_ranks)
         lost_at_start = _failed_at_start(ended, before) if num_workers == before else None
         error = f"{ended.error}; " if ended.error else ""
         when = f"in {delay_s:g} s" if delay_s else "now"
         report(
-            f"{error}{_loss(ended, options.checkpoint)}; restart {number + 1} of {options.max_restarts} {when} with "
-            f"{num_workers} ranks{why}"
+            f"{error}{_loss(ended, options.checkpoint, counts_steps)}; restart {number + 1} of {options.max_restarts} "
+            f"{when} with {num_workers} ranks{why}"
         )
         if not _pause(delay_s, signals):
             report(f"no restart, by {signal.Signals(signals[0]).name}")
@@ -185,7 +187,7 @@ def _write_report(text: str) -> None:
 
 def _delay(number: int) -> float:
     """Return the seconds before the restart after round ``number``: 0, 1, 2, 4 and so on."""
-    return min(LONGEST_DELAY_S, 2.0 ** (number - 1)) if number else 0.0
+    return min(LONGEST_DELAY_S, 2.0 ** min(number - 1, 6)) if number else 0.0
 
 
 def _pause(seconds: float, signals: Sequence[int]) -> bool:
@@ -232,8 +234,12 @@ def _newest(folder: Path) -> Manifest | None:
     return found[0].manifest if found else None
 
 
-def _loss(ended: Round, folder: Path | None) -> str:
-    """Return in words what the end of a round has lost."""
+def _loss(ended: Round, folder: Path | None, counts_steps: bool) -> str:
+    """Return in words what the end of a round has lost.
+
+    Args:
+        counts_steps: this round or one before has counted some: then a round without any has made none.
+    """
     reached = max((step for step in ended.steps if step is not None), default=None)
     saved = None if folder is None else _newest(folder)
     seconds = ended.ended_at - ended.started_at
@@ -243,5 +249,6 @@ def _loss(ended: Round, folder: Path | None) -> str:
     if saved is None:
         return f"lost: all {seconds:.1f} s, as {folder} has no whole checkpoint{at}"
     since = max(0.0, ended.ended_at - max(saved.saved_at, ended.started_at))
-    steps = "an unknown number of" if reached is None else str(max(0, reached - saved.step))
+    is_known = counts_steps and ended.has_progress
+    steps = "an unknown number of" if not is_known else str(max(0, (reached or 0) - saved.step))
     return f"lost: {steps} steps and {since:.1f} s since the checkpoint of step {saved.step}{at}"

@@ -205,6 +205,19 @@ def test_what_a_round_has_lost_is_said_in_steps_and_seconds(monkeypatch, tmp_pat
     assert re.fullmatch(f"lost: {expected}; restart 1 of 1 now with 3 ranks", rounds.reports[0])
 
 
+def test_a_round_without_a_step_has_lost_none_where_steps_are_counted(monkeypatch, tmp_path):
+    save(tmp_path, 20, 900.0)
+    ends = [failed(steps=(None, None)), failed(steps=(27, 26)), failed(steps=(None, None))]
+    rounds = Rounds(monkeypatch, *ends, WELL)
+    rounds.run(2, max_restarts=3, checkpoint=tmp_path)
+    lost = [report.split(" and ")[0] for report in rounds.reports]
+    assert lost == ["lost: an unknown number of steps", "lost: 7 steps", "lost: 0 steps"]
+
+
+def test_the_delay_stays_a_minute_however_often_a_job_restarts():
+    assert [restart._delay(number) for number in (0, 1, 7, 8, 1025, 10**6)] == [0, 1, 60, 60, 60, 60]
+
+
 def test_without_a_folder_the_script_must_save_by_itself(monkeypatch):
     rounds = Rounds(monkeypatch, failed(), WELL)
     rounds.run(3, max_restarts=1)
@@ -235,10 +248,19 @@ def test_wrong_options_are_refused(options, message):
 def test_the_command_line_refuses_before_anything_starts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_script(tmp_path, HEAD)
-    for given in (["--max-restarts", "-1"], ["--checkpoint", "script.py"], ["--stop-timeout", "0"]):
+    for given in (
+        ["--max-restarts", "-1"],
+        ["--checkpoint", "script.py"],
+        ["--stop-timeout", "0"],
+        ["--checkpoint", ""],
+        ["--log-dir", ""],
+        ["--log-dir", "script.py"],
+        ["--log-dir", "script.py/logs"],
+    ):
         with pytest.raises(SystemExit) as error:
             cli.main(["run", "-n", "2", *given, "script.py"])
-        assert error.value.code == 2 and given[0] in capsys.readouterr().err
+        text = capsys.readouterr().err
+        assert error.value.code == 2 and given[0] in text and "ulimit" not in text
     assert rounds_in(tmp_path) == {}
 
 
