@@ -16,6 +16,7 @@ from singa_lite import cli
 from singa_lite.comm import restart
 from singa_lite.comm.hosts import Host, without_slot
 from singa_lite.comm.launch import CannotStart, Round
+from singa_lite.comm.rendezvous import threads_per_rank
 from singa_lite.comm.restart import RestartOptions, check_restart, run_rounds
 from singa_lite.errors import CommError, OptionError
 from singa_lite.generation import FORMAT, Manifest, write_manifest
@@ -524,3 +525,18 @@ def test_a_job_goes_on_without_the_host_whose_rank_fails_at_the_start(tmp_path):
     assert "with 2 ranks, as rank 0 failed twice running before its first step" in result.stderr
     assert sorted(result.stdout.splitlines()[-2:]) == ["[w0] d1", "[w1] d1"]
     assert_nothing_left(tmp_path)
+
+
+@needs_mpi
+def test_a_host_that_loses_a_slot_keeps_the_threads_of_a_rank(tmp_path):
+    text = "print(os.environ.get('OMP_NUM_THREADS'), flush=True)\n"
+    text += "if size == 3 and rank == 2:\n    sys.exit(4)\n" + STEPS
+    options = ["--max-restarts", "3", "--min-ranks", "2", "--checkpoint", str(tmp_path / "saved")]
+    result = run_on_hosts(tmp_path, text, *options)
+    assert result.returncode == 0, result.stderr
+    assert "with 2 ranks, as rank 2 failed twice running" in result.stderr
+    shared = str(threads_per_rank(2))
+    assert sorted(result.stdout.splitlines()[-2:]) == [
+        "[w0] None",
+        f"[w1] {shared}",
+    ]  # d1 had two ranks at first
