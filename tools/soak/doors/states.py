@@ -154,7 +154,7 @@ def start_launcher() -> Read:
     def read(folder: Path) -> object:
         found, _ = find_generations(folder)
         manifests = [{**generation.manifest.to_json(), "id": ""} for generation in found[:1]]
-        return restart._loss(ended, folder), manifests
+        return restart._loss(ended, folder, counts_steps=True), manifests
 
     return read
 
