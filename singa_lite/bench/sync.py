@@ -104,7 +104,9 @@ def compare(
                 with tracing(trace if len(settings) == 1 else _trace_of(trace, each)) as variables:
                     code = _run(each, runs, data, variables)
                 if code != 0:
-                    say(f"{start}: failed with exit code {code}, see above; mended, call again for the rest")
+                    say(
+                        f"{start}: failed with exit code {code}, see above; fix that and call again for the rest"
+                    )
                     return code
                 result = runs.find(each)
                 assert result is not None  # just written

@@ -5,8 +5,8 @@ Note [another number of ranks]: what was equal on all ranks stays as it is, but 
 sums of gradients. Of the rest, parameters, optimizer states and batch-norm statistics are averaged. Residuals and
 unfinished sums of gradients are what has not been applied yet, so their sum over the ranks is kept: it is shared out by
 element, and what rounding leaves of an element goes to the next ranks, so that the sum of what ranks get is the float64
-sum to its last bit from three ranks on, to 48 bits on two, and rounded on one. States of hosts' leaders go to rank 0, a
-leader on whatever hosts the job goes on; of what is no residual it gets the first leader's, and others begin anew.
+sum to its last bit from three ranks on, to 48 bits on two, and rounded on one. States of hosts' leaders go to rank 0,
+which is a leader on any hosts: of residuals the whole sum, of the rest the first leader's; other leaders start without.
 For random streams see streams.py.
 """
 
@@ -68,7 +68,7 @@ def resized(
             raise CheckpointError(
                 f"it was saved within a global batch of order='fixed', which only {len(by_rank)} ranks can go on from"
             )
-        if name.startswith(LEADERS) and "/counter/" not in name:
+        if name.startswith(LEADERS):
             if rank == 0:
                 arrays[name] = share_of_sum(values, 0, 1) if name.endswith(OF_A_RANK) else values[0]
         elif name.startswith(SUMS) and values[0].dtype.kind == "f" and values[0].ndim:
