@@ -315,7 +315,7 @@ def _load_in_advance(folder: Path) -> None:
     path, (module_name, file, _), _ = pickle.loads((folder / "call.pickle").read_bytes())
     sys.path[:] = path
     with contextlib.suppress(BaseException), warnings.catch_warnings():
-        warnings.simplefilter("error")
+        _refuse_warnings()
         _load_module(module_name, file)
         for package in filter(None, map(sys.modules.get, FOLDERS)):
             for module in pkgutil.iter_modules(package.__path__):
@@ -395,9 +395,15 @@ def _redirect(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=output, all_threads=True)
 
 
+def _refuse_warnings() -> None:
+    """Have warnings raise, but those that pytest is told to ignore (pyproject.toml)."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This CPU has no instructions for bfloat16")
+
+
 def _rank_main(folder: Path, rank: int) -> int:
     """Load the function, run it, write the result. Returns the exit code."""
-    warnings.simplefilter("error")
+    _refuse_warnings()
     signal.signal(signal.SIGTERM, _terminated)
     try:
         path, (module_name, file, qualified_name), raw = pickle.loads((folder / "call.pickle").read_bytes())

@@ -92,19 +92,26 @@ WeightDesc weight_desc(const Conv& c, bool has_bias) {
 
 OnednnCall::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
   const Shapes s(c);
-  return {argument, blocked_like(s.x, s.given, c.x_block, chosen), chosen, is_output};
+  return {argument, blocked_like(s.x, s.given, c.x_block, chosen), chosen, is_output,
+          blocked_like(s.x, DataType::f32, c.x_block, chosen)};
 }
 
 OnednnCall::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
   const Shapes s(c);
-  return {argument, blocked_like(s.y, s.given, c.y_block, chosen), chosen, is_output};
+  return {argument, blocked_like(s.y, s.given, c.y_block, chosen), chosen, is_output,
+          blocked_like(s.y, DataType::f32, c.y_block, chosen)};
+}
+
+OnednnCall::Slot w_slot(const Conv& c, const Desc& chosen) {
+  const Shapes s(c);
+  return {DNNL_ARG_WEIGHTS, s.weights(s.given), chosen, false, s.weights(DataType::f32)};
 }
 
 OnednnCall make_forward(const Conv& c, bool has_bias) {
   const Shapes s(c);
   const auto pd = forward_desc(c, has_bias);
   std::vector<OnednnCall::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
-                                {DNNL_ARG_WEIGHTS, s.weights(s.given), pd.weights_desc(), false},
+                                w_slot(c, pd.weights_desc()),
                                 y_slot(c, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
@@ -115,7 +122,7 @@ OnednnCall make_backward_data(const Conv& c) {
   const auto pd = data_desc(c);
   return OnednnCall(dnnl::convolution_backward_data(pd),
               {y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
-               {DNNL_ARG_WEIGHTS, s.weights(s.given), pd.weights_desc(), false},
+               w_slot(c, pd.weights_desc()),
                x_slot(c, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
 }
 

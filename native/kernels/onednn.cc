@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "kernels/elementwise.h"
 #include "kernels/layout.h"
 #include "kernels/threads.h"
 
@@ -18,9 +19,9 @@ constexpr std::size_t kMostCalls = 1024;  // a model has some hundred; inputs of
 std::size_t rounded(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // Scratch of the calling thread, grown as needed and kept: fresh pages cost as much as a reorder.
-class Scratch {
+class ThreadScratch {
  public:
-  ~Scratch() { release(); }
+  ~ThreadScratch() { release(); }
   char* at_least(std::size_t bytes) {
     if (bytes > size_) {
       release();
@@ -45,6 +46,9 @@ dnnl::stream& stream() {
   return own;
 }
 
+float* floats_at(const dnnl::memory& memory) { return static_cast<float*>(memory.get_data_handle()); }
+std::size_t num_floats(const dnnl::memory& memory) { return memory.get_desc().get_size() / sizeof(float); }
+
 }  // namespace
 
 const dnnl::engine& onednn_engine() {
@@ -52,10 +56,22 @@ const dnnl::engine& onednn_engine() {
   return engine;
 }
 
+namespace {
+
+bool has(dnnl::cpu_isa wanted) {
+  return (int(dnnl::get_effective_cpu_isa()) & int(wanted)) == int(wanted);
+}
+
+// See Note [slow reorders].
+bool are_reorders_slow() {
+  static const bool are = !has(dnnl::cpu_isa::avx512_core) && !has(dnnl::cpu_isa::avx2_vnni_2);
+  return are;
+}
+
+}  // namespace
+
 DataType computed_type(bool is_bfloat16) {
   static const bool is_fast = [] {
-    const int isa = int(dnnl::get_effective_cpu_isa());
-    const auto has = [isa](dnnl::cpu_isa wanted) { return (isa & int(wanted)) == int(wanted); };
     const bool is_without_tiles = has(dnnl::cpu_isa::avx512_core_fp16) && !has(dnnl::cpu_isa::avx512_core_amx);
     return has(dnnl::cpu_isa::avx512_core_bf16) && !is_without_tiles;
   }();
@@ -63,42 +79,52 @@ DataType computed_type(bool is_bfloat16) {
 }
 
 OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots)
-    : primitive_(primitive), slots_(std::move(slots)), reorders_(slots_.size()) {
+    : primitive_(primitive), slots_(std::move(slots)), conversions_(slots_.size()) {
   const dnnl::engine& engine = onednn_engine();
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    if (slot.plain == slot.chosen) continue;
-    const auto& [from, to] = slot.is_output ? std::tie(slot.chosen, slot.plain) : std::tie(slot.plain, slot.chosen);
-    reorders_[i] = dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to));
+    Conversion& conversion = conversions_[i];
+    conversion.is_widened = are_reorders_slow() && slot.plain.get_data_type() != slot.chosen.get_data_type();
+    if (conversion.is_widened) scratch_bytes_ += rounded(slot.widened.get_size());
+    const auto& plain = conversion.is_widened ? slot.widened : slot.plain;
+    if (plain == slot.chosen) continue;
+    const auto& [from, to] = slot.is_output ? std::tie(slot.chosen, plain) : std::tie(plain, slot.chosen);
+    conversion.reorder = dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to));
     scratch_bytes_ += rounded(slot.chosen.get_size());
   }
 }
 
 void OnednnCall::run(const std::vector<const void*>& arrays) const {
   const std::lock_guard<std::mutex> lock(*running_);
-  thread_local Scratch scratch;
-  const dnnl::engine& engine = onednn_engine();
+  thread_local ThreadScratch scratch;
   char* space = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;
+  const auto in_scratch = [&](const dnnl::memory::desc& desc) {
+    char* const start = space;
+    space += rounded(desc.get_size());
+    return dnnl::memory(desc, onednn_engine(), start);
+  };
   std::unordered_map<int, dnnl::memory> arguments;
-  std::vector<std::pair<std::size_t, dnnl::memory>> results;
+  std::vector<dnnl::memory> plain(slots_.size());  // the callers' arrays, or where they are widened
   note_parallel_region(num_threads());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    dnnl::memory plain(slot.plain, engine, const_cast<void*>(arrays[i]));
-    if (!reorders_[i]) {
-      arguments.emplace(slot.arg, plain);
-      continue;
-    }
-    dnnl::memory chosen(slot.chosen, engine, space);
-    space += rounded(slot.chosen.get_size());
+    const auto& [is_widened, reorder] = conversions_[i];
+    plain[i] = is_widened ? in_scratch(slot.widened)
+                          : dnnl::memory(slot.plain, onednn_engine(), const_cast<void*>(arrays[i]));
+    dnnl::memory chosen = reorder ? in_scratch(slot.chosen) : plain[i];
     arguments.emplace(slot.arg, chosen);
-    if (slot.is_output)
-      results.emplace_back(i, plain);
-    else
-      reorders_[i].execute(stream(), plain, chosen);
+    if (slot.is_output) continue;
+    if (is_widened) from_bfloat16(static_cast<const Bfloat16*>(arrays[i]), floats_at(plain[i]), num_floats(plain[i]));
+    if (reorder) reorder.execute(stream(), plain[i], chosen);
   }
   primitive_.execute(stream(), arguments);
-  for (auto& [i, plain] : results) reorders_[i].execute(stream(), arguments.at(slots_[i].arg), plain);
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].is_output) continue;
+    const auto& [is_widened, reorder] = conversions_[i];
+    if (reorder) reorder.execute(stream(), arguments.at(slots_[i].arg), plain[i]);
+    if (is_widened)
+      to_bfloat16(floats_at(plain[i]), static_cast<Bfloat16*>(const_cast<void*>(arrays[i])), num_floats(plain[i]));
+  }
 }
 
 std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<OnednnCall()>& make) {
@@ -149,11 +175,12 @@ bool reorder(const Image& image, const void* x, std::int64_t x_block, void* y, s
   constexpr std::int64_t kKind = 5;
   const Dims dims{image.batch, image.channels, image.height, image.width};
   const auto call = cached_call({kKind, dims[0], dims[1], dims[2], dims[3], x_block, y_block, image.is_bfloat16}, [&] {
-    const DataType type = array_type(image.is_bfloat16);
-    const auto from = blocked(dims, type, x_block), to = blocked(dims, type, y_block);
+    const DataType given = array_type(image.is_bfloat16), moved = are_reorders_slow() ? DataType::f32 : given;
+    const auto from = blocked(dims, moved, x_block), to = blocked(dims, moved, y_block);
     const dnnl::engine& engine = onednn_engine();
     return OnednnCall(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
-                {{DNNL_ARG_FROM, from, from, false}, {DNNL_ARG_TO, to, to, true}});
+                {{DNNL_ARG_FROM, blocked(dims, given, x_block), from, false, from},
+                 {DNNL_ARG_TO, blocked(dims, given, y_block), to, true, to}});
   });
   if (!call) return false;
   call->run({x, y});

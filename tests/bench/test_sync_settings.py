@@ -61,7 +61,7 @@ def test_steps_take_as_long_as_over_the_link(linked):
     [run] = runs_of(folder / "out")
     assert run["settings"]["link"] == f"1gbit,{LATENCY_MS}ms"
     result = run["result"]
-    assert result["step_ms"] >= 2 * LATENCY_MS and result["parts_ms"]["wait"] >= LATENCY_MS
+    assert result["step_ms"] >= 2 * LATENCY_MS and result["parts_ms"]["wire"] >= LATENCY_MS
     assert result["bytes_sent"] == [2 * 4 * 7850] * 2
     assert f"link: 1gbit,{LATENCY_MS}ms" in done.stdout
 

@@ -123,6 +123,7 @@ def outcome(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "This CPU has no instructions for bfloat16")
             _use(function(*arguments, **options))
         return "returned"
     except SingaLiteError as error:
