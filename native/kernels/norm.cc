@@ -31,11 +31,13 @@ using PerLane = T[kLanes];
 // (x - mean) * factor + shift: forward and backward must round alike, as the sign shows where a ReLU was applied.
 ALWAYS_INLINE float normal(float x, float mean, float factor, float shift) { return (x - mean) * factor + shift; }
 
-// Call body(row, lane) for a whole tile; L lanes are one vector.
+// Call body(row, lane) for a whole tile; L lanes are one vector. GCC would unroll 8 of them before it makes vectors of loops,
+// and be left with 8 scalars: without "unroll 1" a gradient through a ReLU takes 17 times as long with AVX2.
 template <std::size_t L, class Body>
 ALWAYS_INLINE void for_each(std::size_t first, std::size_t last, const Body& body) {
   for (std::size_t row = first; row < last; ++row) {
 #pragma GCC ivdep
+#pragma GCC unroll 1
     for (std::size_t lane = 0; lane < L; ++lane) body(row, lane);
   }
 }
