@@ -9,7 +9,8 @@ where nothing was compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..._native import load
@@ -31,6 +32,7 @@ class NativeKernels(Backend):
             if is_kernel(type(self), name) or name in LOWERED
         }
         self._release = getattr(module, "release_cached_memory", None)
+        self._set_caching = getattr(module, "set_caching", None)
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
@@ -52,6 +54,18 @@ class NativeKernels(Backend):
     def release_cached_memory(self) -> None:
         if self._release is not None:
             self._release()
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        if self._set_caching is None:
+            yield
+            return
+        self._set_caching(False)
+        self.release_cached_memory()
+        try:
+            yield
+        finally:
+            self._set_caching(True)
 
     def lower(self, nodes: list[Node]) -> list[Node]:
         return (
