@@ -277,7 +277,6 @@ PYBIND11_MODULE(_kernels, m) {
 
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
   m.def("release_cached_memory", [] { memory_pool().release_cached_memory(); }, "Release memory that is kept for reuse to the system.");
-  m.def("set_caching", [](bool is_caching) { memory_pool().set_caching(is_caching); }, "is_caching"_a, "Whether freed memory is kept for reuse.");
   m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");
 
   const py::kw_only kw;

@@ -53,6 +53,9 @@ CallKey key_of(ConvKind kind, const Conv& c, bool has_bias) {
 Tag image_tag(const Conv& c, ConvKind kind) {
   if (c.groups > 1) return Tag::any;
   if (kind == ConvKind::kBackwardData && c.channels <= 4) return Tag::nchw;
+  // oneDNN 3.2's jit_1x1:avx2 writes beyond its memory there with channels last, unless there are 8 channels or more
+  const bool is_strided_1x1 = c.kernel[0] * c.kernel[1] == 1 && c.stride[0] * c.stride[1] > 1;
+  if (kind == ConvKind::kBackwardWeight && is_strided_1x1 && c.channels < 8) return Tag::nchw;
   const bool has_part_blocks = (c.channels > 4 && c.channels % 8 != 0) || c.outputs % 8 != 0;
   return has_part_blocks || c.channels == 1 ? Tag::nhwc : Tag::any;
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/memory.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <new>
 
@@ -23,28 +21,6 @@ std::size_t rounded(std::size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
-// Blocks from this size on are mapped one by one, so that they go back to the system when they are freed. malloc keeps what
-// lies below any block in use: 100 MB at the end of a step of ResNet-18. Sanitizers watch malloc's blocks alone.
-#ifdef SINGA_LITE_SANITIZE
-constexpr std::size_t kMapped = kMostBytes + 1;
-#else
-constexpr std::size_t kMapped = std::size_t(1) << 20;
-#endif
-
-void* allocate(std::size_t size) {
-  if (size < kMapped) return ::operator new(size, std::align_val_t(MemoryPool::kAlignment));
-  void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return memory;
-}
-
-void deallocate(void* memory, std::size_t size) {
-  if (size < kMapped)
-    ::operator delete(memory, std::align_val_t(MemoryPool::kAlignment));
-  else
-    munmap(memory, size);
-}
-
 }  // namespace
 
 MemoryPool::~MemoryPool() {
@@ -53,7 +29,7 @@ MemoryPool::~MemoryPool() {
 
 void MemoryPool::drop_oldest() {
   const Block block = kept_.front();
-  deallocate(block.memory, block.bytes);
+  ::operator delete(block.memory, std::align_val_t(kAlignment));
   kept_bytes_ -= block.bytes;
   kept_.pop_front();
 }
@@ -72,7 +48,7 @@ void* MemoryPool::acquire(std::size_t bytes) {
     kept_.erase(std::prev(fit.base()));
   } else {
     while (!kept_.empty() && used_bytes_ + kept_bytes_ + size > limit()) drop_oldest();
-    memory = allocate(size);
+    memory = ::operator new(size, std::align_val_t(kAlignment));
   }
   used_bytes_ += size;
   most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
@@ -85,12 +61,6 @@ void MemoryPool::release(void* block, std::size_t bytes) {
   used_bytes_ -= size;
   kept_bytes_ += size;
   kept_.push_back({size, block});
-  while (!is_caching_ && !kept_.empty()) drop_oldest();
-}
-
-void MemoryPool::set_caching(bool is_caching) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  is_caching_ = is_caching;
 }
 
 void MemoryPool::release_cached_memory() {

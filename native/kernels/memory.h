@@ -21,8 +21,6 @@ class MemoryPool {
   void* acquire(std::size_t bytes);  // throws std::bad_alloc
   void release(void* block, std::size_t bytes);
   void release_cached_memory();  // all of it, to the system
-  // false: from now on blocks freed go to the system at once.
-  void set_caching(bool is_caching);
 
   std::size_t bytes_held() const;  // in use and kept
 
@@ -36,7 +34,6 @@ class MemoryPool {
 
   mutable std::mutex mutex_;
   std::deque<Block> kept_;  // in the order they were freed
-  bool is_caching_ = true;
   std::size_t kept_bytes_ = 0, used_bytes_ = 0, most_used_bytes_ = 0;
 };
 

@@ -59,19 +59,6 @@ void test_what_is_given_back_is_no_longer_held() {
   CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
 }
 
-void test_without_caching_nothing_is_kept() {
-  MemoryPool pool;
-  constexpr std::size_t kBytes = 1 << 20;
-  pool.release(pool.acquire(kBytes), kBytes);
-  pool.set_caching(false);
-  CHECK_EQUAL(pool.bytes_held(), kBytes);  // what was kept before stays until it is released
-  pool.release(pool.acquire(2 * kBytes), 2 * kBytes);
-  CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
-  pool.set_caching(true);
-  pool.release(pool.acquire(kBytes), kBytes);
-  CHECK_EQUAL(pool.bytes_held(), kBytes);
-}
-
 void test_too_much_is_bad_alloc_and_changes_nothing() {
   MemoryPool pool;
   void* block = pool.acquire(1000);
@@ -115,7 +102,6 @@ int main() {
   test_a_block_fits_sizes_near_its_own();
   test_what_is_kept_stays_below_the_limit();
   test_what_is_given_back_is_no_longer_held();
-  test_without_caching_nothing_is_kept();
   test_too_much_is_bad_alloc_and_changes_nothing();
   test_threads_share_one_pool();
   CHECK(&memory_pool() == &memory_pool());

@@ -226,10 +226,6 @@ class Backend(ABC):
         """Give memory that is kept for reuse to the system; the default keeps none."""
         return None
 
-    def without_cache(self) -> AbstractContextManager[None]:
-        """Return a block in which no freed memory is kept for reuse; the default keeps none anyway."""
-        return nullcontext()
-
     def lower(self, nodes: list[Node]) -> list[Node]:
         """Return the nodes of a recorded step in a form that this backend runs faster; the default changes nothing."""
         return nodes

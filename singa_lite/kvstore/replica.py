@@ -120,24 +120,14 @@ class ReplicaStore(KVStore):
             groups.setdefault((device, push.spec.dtype), []).append(push)
         for (device, _), group in groups.items():
             self._push(group, device, options)
-        self._pull(pulls)
-        return FinishedWork()
-
-    def _pull(self, pulls: list[Pull]) -> None:
-        """Copy values to where they are pulled, all by one kernel if the last push of the same keys has made them."""
-        params = [self._stored[pull.spec.key].param for pull in pulls]
-        memory = self._memory.get(tuple([pull.spec.key for pull in pulls]))
-        if memory is not None and memory.holds(params):
-            first = [pull.outs[0] for pull in pulls]
-            if all(out.device is param.device for out, param in zip(first, params, strict=True)):
-                memory.copy_to(first)
-                pulls = [Pull(pull.spec, pull.outs[1:]) for pull in pulls]
-        for pull, param in zip(pulls, params, strict=True):
+        for pull in pulls:
+            param = self._stored[pull.spec.key].param
             for out in pull.outs:
                 if out.device is param.device:
                     param.device.backend.run("copy", param.array, out=out.array)
                 else:
                     out.copy_data(param)
+        return FinishedWork()
 
     # ---- one sum -------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class SumMemory:
         dtype = pushes[0].spec.dtype
         self._dtype = np.dtype(np.float32) if dtype == np.float16 else dtype
         self._is_large = [push.spec.size * self._dtype.itemsize >= DIRECT_BYTES for push in pushes]
-        self._order = order = sorted(range(len(pushes)), key=self._is_large.__getitem__)
+        order = sorted(range(len(pushes)), key=self._is_large.__getitem__)
         sizes = [pushes[number].spec.size for number in order]
         self.flat = Tensor.wrap(device.backend.empty((sum(sizes),), self._dtype), device)
         stops = np.cumsum(sizes).tolist()
@@ -66,15 +66,6 @@ class SumMemory:
                 scaled = Tensor.wrap(part, self.flat.device)
                 scaled *= scale
                 yield part, part
-
-    def holds(self, params: Sequence[Tensor]) -> bool:
-        """Return whether ``parts`` are the memory of Tensors, in order."""
-        return all(param.array is part for param, part in zip(params, self.parts, strict=True))
-
-    def copy_to(self, outs: Sequence[Tensor]) -> None:
-        """Copy ``parts`` to Tensors of their shapes on their device, in order."""
-        backend = self.flat.device.backend
-        backend.run("unpack", self.flat.array, out=tuple([outs[number].array for number in self._order]))
 
     def parts_as(self, dtype: np.dtype[Any]) -> list[Any]:
         """Return ``parts``, in a copy of another dtype where that is not theirs."""

@@ -95,8 +95,7 @@ class Record:
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
         )
         copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
-        # its arrays are never used again: replays have one arena, so nothing need be kept for reuse
-        with self._device.backend.without_cache(), recorder.recording():
+        with recorder.recording():
             self.result = model.run_train_one_batch(*copied_arguments, **copied_options)
         del copied_arguments, copied_options
         recorder.finish()

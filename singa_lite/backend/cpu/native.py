@@ -9,8 +9,7 @@ where nothing was compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._native import load
@@ -32,7 +31,6 @@ class NativeKernels(Backend):
             if is_kernel(type(self), name) or name in LOWERED
         }
         self._release = getattr(module, "release_cached_memory", None)
-        self._set_caching = getattr(module, "set_caching", None)
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
@@ -54,18 +52,6 @@ class NativeKernels(Backend):
     def release_cached_memory(self) -> None:
         if self._release is not None:
             self._release()
-
-    @contextmanager
-    def without_cache(self) -> Iterator[None]:
-        if self._set_caching is None:
-            yield
-            return
-        self._set_caching(False)
-        self.release_cached_memory()
-        try:
-            yield
-        finally:
-            self._set_caching(True)
 
     def lower(self, nodes: list[Node]) -> list[Node]:
         return (
