@@ -46,6 +46,16 @@ dnnl::stream& stream() {
   return own;
 }
 
+bool has_isa(dnnl::cpu_isa wanted) {
+  return (int(dnnl::get_effective_cpu_isa()) & int(wanted)) == int(wanted);
+}
+
+// See Note [slow reorders].
+bool are_reorders_slow() {
+  static const bool are = !has_isa(dnnl::cpu_isa::avx512_core) && !has_isa(dnnl::cpu_isa::avx2_vnni_2);
+  return are;
+}
+
 float* floats_at(const dnnl::memory& memory) { return static_cast<float*>(memory.get_data_handle()); }
 std::size_t num_floats(const dnnl::memory& memory) { return memory.get_desc().get_size() / sizeof(float); }
 
@@ -56,24 +66,10 @@ const dnnl::engine& onednn_engine() {
   return engine;
 }
 
-namespace {
-
-bool has(dnnl::cpu_isa wanted) {
-  return (int(dnnl::get_effective_cpu_isa()) & int(wanted)) == int(wanted);
-}
-
-// See Note [slow reorders].
-bool are_reorders_slow() {
-  static const bool are = !has(dnnl::cpu_isa::avx512_core) && !has(dnnl::cpu_isa::avx2_vnni_2);
-  return are;
-}
-
-}  // namespace
-
 DataType computed_type(bool is_bfloat16) {
   static const bool is_fast = [] {
-    const bool is_without_tiles = has(dnnl::cpu_isa::avx512_core_fp16) && !has(dnnl::cpu_isa::avx512_core_amx);
-    return has(dnnl::cpu_isa::avx512_core_bf16) && !is_without_tiles;
+    const bool is_without_tiles = has_isa(dnnl::cpu_isa::avx512_core_fp16) && !has_isa(dnnl::cpu_isa::avx512_core_amx);
+    return has_isa(dnnl::cpu_isa::avx512_core_bf16) && !is_without_tiles;
   }();
   return is_bfloat16 && is_fast ? DataType::bf16 : DataType::f32;
 }

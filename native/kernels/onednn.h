@@ -2,7 +2,7 @@
 // oneDNN's side of the kernels: one CPU engine, primitives kept by what they were made for, and calls on plain arrays.
 //
 // An OnednnCall is a primitive with the memory formats it chose. Where they differ from the caller's plain arrays it reorders
-// through thread-local scratch, so one OnednnCall may run in several threads at once.
+// through thread-local scratch.
 //
 // Note [slow reorders]: without AVX-512 oneDNN has no fast code that reads or writes bfloat16: reordering the images behind the
 // MNIST CNN's last pooling takes 6 ms, as floats .04. There arrays are widened and rounded by loops of ours, and reordered as

@@ -68,7 +68,7 @@ class Arguments:
         num_keys = len(key) if isinstance(key, (list, tuple)) else 1
         if len(values) != num_keys:
             raise OptionError(f"{self._name}: {where}: {num_keys} keys but {len(values)} values")
-        lists = [[one] if type(one) is np.ndarray else _as_list(one) for one in values]
+        lists = [list(one) if isinstance(one, (list, tuple)) else [one] for one in values]
         if not all(lists):
             raise OptionError(f"{self._name}: {where}: an empty list is no value")
         return lists
@@ -94,26 +94,19 @@ class Arguments:
         self, where: str, specs: list[Spec], key: Keys, value: Any, options: PushOptions
     ) -> list[Push]:
         """Return what is pushed of each key; a typed error for what cannot be."""
-        needs_float = self.needs_floats or options.mean or options.scale != 1
-        if needs_float or self.needs_float32:
-            self._check_dtypes(where, specs, needs_float)
         pushes = []
         for spec, arrays in zip(specs, self.values(where, key, value), strict=True):
-            if len(arrays) == 1 and arrays[0] is None and options.allow_none:
-                pushes.append(Push(spec, None))
-            else:
-                pushes.append(self.as_push(where, spec, arrays))
-        return pushes
-
-    def _check_dtypes(self, where: str, specs: list[Spec], needs_float: bool) -> None:
-        """Raise DTypeError for keys of other dtypes than an optimizer, a scale, a mean or compression takes."""
-        for spec in specs:
-            if needs_float:
+            if self.needs_floats or options.mean or options.scale != 1:
                 self.check_float(where, spec)
             if self.needs_float32 and spec.dtype != np.float32:
                 raise DTypeError(
                     f"{self._name}: {where}: compression is for float32, and key {spec.key!r} is {spec.dtype}"
                 )
+            if len(arrays) == 1 and arrays[0] is None and options.allow_none:
+                pushes.append(Push(spec, None))
+            else:
+                pushes.append(self.as_push(where, spec, arrays))
+        return pushes
 
     def as_push(self, where: str, spec: Spec, arrays: list[Any]) -> Push:
         """Return what is pushed of a key: an array like the key's, or the sum of several."""
@@ -125,12 +118,12 @@ class Arguments:
 
     def pulls(self, where: str, specs: list[Spec], key: Keys, out: Any) -> list[Pull]:
         """Return where what is pulled of each key goes; a typed error for what cannot be changed."""
-        pulls, cpu = [], get_default_device()
+        pulls = []
         for spec, arrays in zip(specs, self.values(where, key, out), strict=True):
             outs = []
             for array in arrays:
                 if _is_plain(spec, array) and array.flags.writeable:
-                    outs.append(Tensor.wrap(array, cpu))
+                    outs.append(Tensor.wrap(array, get_default_device()))
                     continue
                 self._check_like(where, spec, array)
                 outs.append(GivenArray.of(f"{self._name}: {where}: out of key {spec.key!r}", array).tensor)
@@ -189,11 +182,6 @@ class Arguments:
         factor = check_number(f"{self._name}: {where}", "scale", scale, -_LARGEST_SCALE, _LARGEST_SCALE)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
-
-
-def _as_list(value: Any) -> list[Any]:
-    """Return the arrays of a list or tuple; anything else as a list of itself."""
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_plain(spec: Spec, array: Any) -> bool:
