@@ -81,4 +81,30 @@ MemoryPool& memory_pool() {
   return *pool;
 }
 
+namespace {
+
+struct ThreadScratch {
+  void* memory = nullptr;
+  std::size_t bytes = 0;
+
+  ~ThreadScratch() { release(); }
+  void release() {
+    ::operator delete(memory, std::align_val_t(MemoryPool::kAlignment));
+    memory = nullptr;
+    bytes = 0;
+  }
+};
+
+}  // namespace
+
+void* thread_scratch(std::size_t bytes) {
+  thread_local ThreadScratch scratch;
+  if (bytes > scratch.bytes) {
+    scratch.release();
+    scratch.memory = ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment));
+    scratch.bytes = bytes;
+  }
+  return scratch.memory;
+}
+
 }  // namespace singa_lite

@@ -39,4 +39,8 @@ class MemoryPool {
 
 MemoryPool& memory_pool();
 
+// At least so many bytes that are the calling thread's until its next call: what one kernel needs while it runs. They are
+// grown as needed and kept.
+void* thread_scratch(std::size_t bytes);
+
 }  // namespace singa_lite

@@ -6,6 +6,7 @@
 
 #include "kernels/elementwise.h"
 #include "kernels/layout.h"
+#include "kernels/memory.h"
 #include "kernels/threads.h"
 
 namespace singa_lite {
@@ -13,33 +14,11 @@ namespace singa_lite {
 #ifdef SINGA_LITE_ONEDNN
 namespace {
 
-constexpr std::size_t kAlignment = 64;  // a cache line, and the widest vector
 constexpr std::size_t kMostCalls = 1024;  // a model has some hundred; inputs of ever new sizes must not fill memory
 
-std::size_t rounded(std::size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// Scratch of the calling thread, grown as needed and kept: fresh pages cost as much as a reorder.
-class ThreadScratch {
- public:
-  ~ThreadScratch() { release(); }
-  char* at_least(std::size_t bytes) {
-    if (bytes > size_) {
-      release();
-      memory_ = static_cast<char*>(::operator new(bytes, std::align_val_t(kAlignment)));
-      size_ = bytes;
-    }
-    return memory_;
-  }
-
- private:
-  void release() {
-    ::operator delete(memory_, std::align_val_t(kAlignment));
-    memory_ = nullptr;
-    size_ = 0;
-  }
-  char* memory_ = nullptr;
-  std::size_t size_ = 0;
-};
+std::size_t rounded(std::size_t bytes) {
+  return (bytes + MemoryPool::kAlignment - 1) / MemoryPool::kAlignment * MemoryPool::kAlignment;
+}
 
 dnnl::stream& stream() {
   thread_local dnnl::stream own(onednn_engine());
@@ -52,7 +31,7 @@ bool has_isa(dnnl::cpu_isa wanted) {
 
 // See Note [slow reorders].
 bool are_reorders_slow() {
-  static const bool are = !has_isa(dnnl::cpu_isa::avx512_core) && !has_isa(dnnl::cpu_isa::avx2_vnni_2);
+  static const bool are = !has_avx512() && !has_isa(dnnl::cpu_isa::avx2_vnni_2);
   return are;
 }
 
@@ -65,6 +44,8 @@ const dnnl::engine& onednn_engine() {
   static const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
   return engine;
 }
+
+bool has_avx512() { return has_isa(dnnl::cpu_isa::avx512_core); }
 
 DataType computed_type(bool is_bfloat16) {
   static const bool is_fast = [] {
@@ -92,8 +73,7 @@ OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots
 
 void OnednnCall::run(const std::vector<const void*>& arrays) const {
   const std::lock_guard<std::mutex> lock(*running_);
-  thread_local ThreadScratch scratch;
-  char* space = scratch_bytes_ ? scratch.at_least(scratch_bytes_) : nullptr;
+  char* space = scratch_bytes_ ? static_cast<char*>(thread_scratch(scratch_bytes_)) : nullptr;
   const auto in_scratch = [&](const dnnl::memory::desc& desc) {
     char* const start = space;
     space += rounded(desc.get_size());

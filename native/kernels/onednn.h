@@ -34,6 +34,7 @@ const dnnl::engine& onednn_engine();
 // convolutions take it 1.7 times as long as in float. So there, as without the instructions, products are of float.
 // ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 has the instructions used all the same.
 DataType computed_type(bool is_bfloat16);
+bool has_avx512();  // as oneDNN sees it, which ONEDNN_MAX_CPU_ISA changes
 inline DataType array_type(bool is_bfloat16) { return is_bfloat16 ? DataType::bf16 : DataType::f32; }
 
 class OnednnCall {

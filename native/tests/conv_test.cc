@@ -4,6 +4,9 @@
 #include <vector>
 
 #include "check.h"
+#include "common/bfloat16.h"
+#include "kernels/layout.h"
+#include "kernels/winograd.h"
 
 using namespace singa_lite;
 
@@ -43,16 +46,28 @@ void compare(const char* what, const Floats& got, const std::vector<double>& exp
     if (!is_near(got[i], expected[i], 2e-4)) FAIL("%s[%zu] is %.9g, expected %.9g", what, i, got[i], expected[i]);
 }
 
-void test_conv(const Conv& c, bool has_bias) {
+bool run_all(const Conv& c, const void* x, const void* w, const float* b, const void* dy, void* y, void* dx, float* dw,
+             float* db) {
+  return conv_forward(c, x, w, b, y) && conv_backward_data(c, dy, w, dx) && conv_backward_weight(c, dy, x, dw, db);
+}
+
+bool run_all_by_winograd(const Conv& c, const void* x, const void* w, const float* b, const void* dy, void* y, void* dx,
+                         float* dw, float* db) {
+  winograd_forward(c, x, w, b, y);
+  winograd_backward_data(c, dy, w, dx);
+  winograd_backward_weight(c, dy, x, dw, db);
+  return true;
+}
+
+void test_conv(const Conv& c, bool has_bias, decltype(run_all)* run = run_all) {
   const std::size_t plane = std::size_t(c.out_height * c.out_width), offset = 1;
   const Floats x = random_floats(std::size_t(c.batch * c.channels * c.height * c.width), 81, offset),
                w = random_floats(std::size_t(c.outputs * c.channels / c.groups * c.kernel[0] * c.kernel[1]), 82, offset),
                b = random_floats(std::size_t(c.outputs), 83, offset),
                dy = random_floats(std::size_t(c.batch * c.outputs) * plane, 84, offset);
   Floats y(dy.size(), offset, kNanF), dx(x.size(), offset, kNanF), dw(w.size(), offset, kNanF), db(b.size(), offset, kNanF);
-  const bool is_done = conv_forward(c, x.data(), w.data(), has_bias ? b.data() : nullptr, y.data()) &&
-                       conv_backward_data(c, dy.data(), w.data(), dx.data()) &&
-                       conv_backward_weight(c, dy.data(), x.data(), dw.data(), has_bias ? db.data() : nullptr);
+  const bool is_done = run(c, x.data(), w.data(), has_bias ? b.data() : nullptr, dy.data(), y.data(), dx.data(), dw.data(),
+                           has_bias ? db.data() : nullptr);
 #ifdef SINGA_LITE_ONEDNN
   CHECK(is_done);
 #else
@@ -76,6 +91,75 @@ void test_conv(const Conv& c, bool has_bias) {
   if (has_bias) compare("db", db, db_sums);
 }
 
+template <class T>
+bool are_equal(const Array<T>& a, const Array<T>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+struct Results {
+  Floats y, dx, dw, db;
+  explicit Results(const Conv& c)
+      : y(std::size_t(c.batch * c.outputs * c.out_height * c.out_width), 0, kNanF),
+        dx(std::size_t(c.batch * c.channels * c.height * c.width), 0, kNanF),
+        dw(std::size_t(c.outputs * c.channels * 9), 0, kNanF),
+        db(std::size_t(c.outputs), 0, kNanF) {}
+};
+
+// Images in blocks, and of bfloat16 numbers, must give the bits that plain ones of float give.
+void test_winograd(const Conv& c) {
+  CHECK(has_winograd(c));
+  for (bool has_bias : {false, true}) test_conv(c, has_bias, run_all_by_winograd);
+  Conv plain = c;
+  plain.relu = true;
+  Results expected(c);
+  const auto rounded = [](std::size_t count, std::uint64_t seed) {
+    Floats made = random_floats(count, seed);
+    for (std::size_t i = 0; i < count; ++i) made[i] = Bfloat16(made[i]);
+    return made;
+  };
+  const Floats x = rounded(expected.dx.size(), 91), w = rounded(expected.dw.size(), 92), b = rounded(expected.db.size(), 93),
+               dy = rounded(expected.y.size(), 94);
+  run_all_by_winograd(plain, x.data(), w.data(), b.data(), dy.data(), expected.y.data(), expected.dx.data(),
+                      expected.dw.data(), expected.db.data());
+  for (std::size_t i = 0; i < expected.y.size(); ++i) CHECK(expected.y[i] >= 0);
+
+  const Image of_x{c.batch, c.channels, c.height, c.width}, of_y{c.batch, c.outputs, c.out_height, c.out_width};
+  for (const auto& [x_block, y_block] : {std::pair<std::int64_t, std::int64_t>{8, 8}, {c.channels, 1}, {1, c.outputs}}) {
+    Conv in_blocks = plain;
+    in_blocks.x_block = x_block, in_blocks.y_block = y_block;
+    Results given(c), got(c);
+    reorder(of_x, x.data(), 1, given.dx.data(), x_block);
+    reorder(of_y, dy.data(), 1, given.y.data(), y_block);
+    Results blocked(c);
+    run_all_by_winograd(in_blocks, given.dx.data(), w.data(), b.data(), given.y.data(), blocked.y.data(), blocked.dx.data(),
+                        got.dw.data(), got.db.data());
+    reorder(of_x, blocked.dx.data(), x_block, got.dx.data(), 1);
+    reorder(of_y, blocked.y.data(), y_block, got.y.data(), 1);
+    CHECK(are_equal(got.y, expected.y) && are_equal(got.dx, expected.dx));
+    CHECK(are_equal(got.dw, expected.dw) && are_equal(got.db, expected.db));
+  }
+
+  const auto narrow = [](const Floats& from) {
+    Array<Bfloat16> made(from.size());
+    for (std::size_t i = 0; i < from.size(); ++i) made[i] = Bfloat16(from[i]);
+    return made;
+  };
+  plain.is_bfloat16 = true;
+  const Array<Bfloat16> x16 = narrow(x), w16 = narrow(w), dy16 = narrow(dy);
+  Array<Bfloat16> y16(dy.size()), dx16(x.size());
+  Results got(c);
+  run_all_by_winograd(plain, x16.data(), w16.data(), b.data(), dy16.data(), y16.data(), dx16.data(), got.dw.data(),
+                      got.db.data());
+  CHECK(are_equal(y16, narrow(expected.y)) && are_equal(dx16, narrow(expected.dx)));
+  CHECK(are_equal(got.dw, expected.dw) && are_equal(got.db, expected.db));
+}
+
+Conv make_3x3(std::int64_t batch, std::int64_t channels, std::int64_t outputs, std::int64_t height, std::int64_t width,
+              std::int64_t rows_around, std::int64_t columns_around) {
+  return {batch, channels, height, width, outputs, height + 2 * rows_around - 2, width + 2 * columns_around - 2, {3, 3},
+          {1, 1}, {rows_around, columns_around}, {1, 1}, 1};
+}
+
 }  // namespace
 
 int main() {
@@ -92,5 +176,13 @@ int main() {
       test_conv(make_conv(2, 16, 24, 5, 5, 1, 1, 0, 1, 1), has_bias);    // pointwise
       test_conv(make_conv(1, 4, 4, 3, 3, 3, 3, 2, 1, 1), has_bias);      // stride and padding beyond the image
     }
+#ifdef SINGA_LITE_ONEDNN
+    test_winograd(make_3x3(2, 64, 64, 8, 8, 1, 1));
+    test_winograd(make_3x3(3, 8, 40, 7, 9, 1, 1));    // part of a panel, odd images
+    test_winograd(make_3x3(1, 48, 16, 5, 6, 0, 2));   // paddings that differ
+    test_winograd(make_3x3(5, 16, 8, 3, 3, 0, 0));    // one pixel of each image
+    test_winograd(make_3x3(1, 8, 8, 1, 1, 1, 2));     // outside but for one pixel
+    test_winograd(make_3x3(3, 16, 32, 16, 17, 1, 1)); // more tiles than are transformed at a time
+#endif
   });
 }

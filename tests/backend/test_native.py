@@ -24,6 +24,7 @@ KERNELS, REASON = _native.load("_kernels")
 if KERNELS is None:
     pytest.skip(f"nothing was compiled: {REASON}", allow_module_level=True)
 HAS_ONEDNN = bool(KERNELS.onednn)
+HAS_AVX2 = "avx2" in Path("/proc/cpuinfo").read_text()
 REFERENCE = NumpyBackend()
 BACKEND = CpuBackend()
 TOLERANCE = 3e-5  # of the largest element: float32 sums of some thousand terms
@@ -499,6 +500,7 @@ def test_convolution_and_its_gradients(seed, convolution):
         ((8, 20, 12, 12), (50, 20, 5, 5), (8, 50, 8, 8)),
         ((2, 3, 32, 32), (16, 3, 3, 3), (2, 16, 30, 30)),
         ((5, 2, 9, 40), (7, 2, 3, 3), (5, 7, 7, 38)),
+        ((4, 32, 12, 11), (48, 32, 3, 3), (4, 48, 10, 9)),
     ],
 )
 def test_convolutions_of_real_models(x, w, y):
@@ -934,6 +936,40 @@ def test_the_gradient_of_a_strided_1x1_convolution_writes_nowhere_else():
         "print((dw == 64).all())"
     )
     assert run_python(code, ONEDNN_MAX_CPU_ISA="AVX2").strip() == "True"
+
+
+WINOGRAD = """
+import numpy as np
+from singa_lite import _native; k, _ = _native.load("_kernels")
+rng = np.random.default_rng(3)
+x, w, dy = (rng.standard_normal(shape) for shape in ((2, 32, 13, 9), (40, 32, 3, 3), (2, 40, 13, 9)))
+geometry = dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+def windows(images):
+    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    return np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (2, 3))
+def error(got, *operands_of_einsum):  # of the sum of magnitudes
+    subscripts, *operands = operands_of_einsum
+    exact, magnitude = np.einsum(subscripts, *operands), np.einsum(subscripts, *map(abs, operands))
+    return (abs(got - exact) / magnitude).max()
+x, w, dy = (array.astype("f").astype(float) for array in (x, w, dy))
+y, dx, dw = (np.full(array.shape, np.nan, "f") for array in (dy, x, w))
+x32, w32, dy32 = (array.astype("f") for array in (x, w, dy))
+assert k.conv2d(x32, w32, out=y, **geometry)
+assert k.conv2d_backward_data(dy32, w32, out=dx, **geometry)
+assert k.conv2d_backward_weight(dy32, x32, out=dw, **geometry)
+print(error(y, "nchwij,ocij->nohw", windows(x), w))
+print(error(dx, "nohwij,ocij->nchw", windows(dy), w[:, :, ::-1, ::-1]))
+print(error(dw, "nchwij,nohw->ocij", windows(x), dy))
+print(k.conv_formats("conv2d", x.shape, w.shape, y.shape, False, dtype=x32.dtype, **geometry))
+"""
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: convolutions are numpy's")
+@pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2: convolutions are direct")
+def test_convolutions_without_avx512_are_winograds():
+    *errors, formats = run_python(WINOGRAD, ONEDNN_MAX_CPU_ISA="AVX2").splitlines()
+    assert formats == "(8, 8)"
+    assert all(0 < float(error) < 4e-7 for error in errors), errors  # 3 units in the last place
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (1 << 17,)])

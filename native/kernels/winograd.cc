@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/winograd.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/layout.h"
+#include "kernels/memory.h"
+#include "kernels/onednn.h"
+#include "kernels/threads.h"
+#include "kernels/winograd_tiles.h"
+
+#ifdef SINGA_LITE_ONEDNN
+namespace singa_lite {
+namespace {
+
+constexpr std::int64_t kPlaces = kWinogradPlaces;
+constexpr std::int64_t kMostTiles = 128;  // that are transformed before they are multiplied
+
+// Matrices (rows, columns), row by row, one a place.
+struct Places {
+  std::int64_t rows, columns;
+  float* data = nullptr;
+
+  std::int64_t step() const { return rows * columns + 16; }  // so that an element's places are in different parts of a cache
+  float* matrix(std::int64_t place) const { return data + place * step(); }
+};
+
+// Put them into the calling thread's scratch.
+void place(std::vector<Places>* all) {
+  std::int64_t floats = 0;
+  for (const Places& places : *all) floats += kPlaces * places.step();
+  auto* next = static_cast<float*>(thread_scratch(std::size_t(floats) * sizeof(float)));
+  for (Places& places : *all) {
+    places.data = next;
+    next += kPlaces * places.step();
+  }
+}
+
+TiledImages images_of_x(const Conv& c) { return {c.channels, c.height, c.width, c.x_block, 0, 0, 0, 0}; }
+TiledImages images_of_y(const Conv& c) { return {c.outputs, c.out_height, c.out_width, c.y_block, 0, 0, 0, 0}; }
+
+// Cut `from` and `to`, which a convolution with so much padding makes of it, into the same tiles.
+void cut(const std::int64_t (&padding)[2], TiledImages* from, TiledImages* to) {
+  from->rows = to->rows = (to->height + 1) / 2;
+  from->columns = to->columns = (to->width + 1) / 2;
+  from->first_row = -padding[0];
+  from->first_column = -padding[1];
+}
+
+std::int64_t num_tiles(const Conv& c, const TiledImages& images) { return c.batch * images.rows * images.columns; }
+
+template <class Body>
+void for_filters(const Places& weights, const Body& body) {
+  parallel_for(std::size_t(weights.rows * weights.columns / kWinogradLanes), kPlaces * kWinogradLanes,
+               [&](std::size_t begin, std::size_t end) {
+                 body(std::int64_t(begin) * kWinogradLanes, std::int64_t(end) * kWinogradLanes);
+               });
+}
+
+// y = what w makes of x, plus bias; or, where is_turned, what w turned by 180 degrees makes of x, whose channels are outputs.
+template <class T>
+void convolve(const Conv& c, const TiledImages& from, const TiledImages& to, bool is_turned, const T* w, const T* x,
+              const float* bias, bool relu, T* y) {
+  const std::int64_t tiles = num_tiles(c, to), most = std::min(kMostTiles, (tiles + num_threads() - 1) / num_threads());
+  const std::int64_t parts = (tiles + most - 1) / most, shares = std::min<std::int64_t>(num_threads(), parts);
+  std::vector<Places> all{{c.outputs, c.channels}};
+  for (std::int64_t share = 0; share < shares; ++share) all.insert(all.end(), {{most, from.channels}, {most, to.channels}});
+  place(&all);
+  const Places& weights = all[0];
+  for_filters(weights, [&](std::int64_t begin, std::int64_t end) {
+    transform_weights(w, is_turned, begin, end, weights.data, weights.step());
+  });
+  note_parallel_region(num_threads());  // sgemm's own, where there is one share
+  parallel_for(std::size_t(shares), std::size_t(tiles / shares * from.channels * to.channels), [&](std::size_t begin, std::size_t end) {
+    for (std::size_t share = begin; share < end; ++share) {
+      const Places &inputs = all[1 + 2 * share], &sums = all[2 + 2 * share];
+      const std::int64_t last_part = parts * std::int64_t(share + 1) / shares;
+      for (std::int64_t part = parts * std::int64_t(share) / shares; part < last_part; ++part) {
+        const std::int64_t first = part * most, last = std::min(tiles, first + most);
+        transform_images(from, x, first, last, inputs.data, inputs.step());
+        for (std::int64_t i = 0; i < kPlaces; ++i)
+          dnnl_sgemm('N', is_turned ? 'N' : 'T', last - first, to.channels, from.channels, 1.0f, inputs.matrix(i),
+                     from.channels, weights.matrix(i), c.channels, 0.0f, sums.matrix(i), to.channels);
+        finish_images(to, sums.data, sums.step(), bias, relu, first, last, y);
+      }
+    }
+  });
+}
+
+template <class T>
+void forward(const Conv& c, const T* x, const T* w, const float* b, T* y) {
+  TiledImages from = images_of_x(c), to = images_of_y(c);
+  cut(c.padding, &from, &to);
+  convolve(c, from, to, false, w, x, b, c.relu, y);
+}
+
+template <class T>
+void backward_data(const Conv& c, const T* dy, const T* w, T* dx) {
+  TiledImages from = images_of_y(c), to = images_of_x(c);
+  cut({2 - c.padding[0], 2 - c.padding[1]}, &from, &to);
+  convolve(c, from, to, true, w, dy, nullptr, false, dx);
+}
+
+// db += the sums over tiles: those of a tile's four gradients are at place 1, 1.
+void add_gradients(const Places& gradients, std::int64_t tiles, float* db) {
+  for (std::int64_t output = 0; output < gradients.columns; ++output) {
+    float sum = 0;
+    for (std::int64_t tile = 0; tile < tiles; ++tile) sum += gradients.matrix(5)[tile * gradients.columns + output];
+    db[output] += sum;
+  }
+}
+
+template <class T>
+void backward_weight(const Conv& c, const T* dy, const T* x, float* dw, float* db) {
+  TiledImages from = images_of_x(c), to = images_of_y(c);
+  cut(c.padding, &from, &to);
+  const std::int64_t tiles = num_tiles(c, to), most = std::min(kMostTiles, tiles);
+  std::vector<Places> all{{most, c.channels}, {most, c.outputs}, {c.outputs, c.channels}};
+  place(&all);
+  const Places &inputs = all[0], &gradients = all[1], &sums = all[2];
+  if (db) std::fill(db, db + c.outputs, 0.0f);
+  note_parallel_region(num_threads());  // sgemm's own, where products are too small to be split by places
+  for (std::int64_t first = 0; first < tiles; first += most) {
+    const std::int64_t count = std::min(most, tiles - first);
+    parallel_for(std::size_t(count), std::size_t(kPlaces * (c.channels + c.outputs)), [&](std::size_t begin, std::size_t end) {
+      const auto b = std::int64_t(begin), e = std::int64_t(end);
+      transform_images(from, x, first + b, first + e, inputs.data + b * c.channels, inputs.step());
+      transform_gradients(to, dy, first + b, first + e, gradients.data + b * c.outputs, gradients.step());
+    });
+    parallel_for(std::size_t(kPlaces), std::size_t(count * c.channels * c.outputs), [&](std::size_t begin, std::size_t end) {
+      for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i)
+        dnnl_sgemm('T', 'N', c.outputs, c.channels, count, 1.0f, gradients.matrix(i), c.outputs, inputs.matrix(i), c.channels,
+                   first > 0 ? 1.0f : 0.0f, sums.matrix(i), c.channels);
+    });
+    if (db) add_gradients(gradients, count, db);
+  }
+  for_filters(sums, [&](std::int64_t begin, std::int64_t end) { finish_weights(sums.data, sums.step(), begin, end, dw); });
+}
+
+// Bytes of the pool, for as long as this lives.
+class Block {
+ public:
+  explicit Block(std::size_t bytes) : bytes_(bytes), data_(bytes ? memory_pool().acquire(bytes) : nullptr) {}
+  ~Block() {
+    if (data_) memory_pool().release(data_, bytes_);
+  }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
+// The images of x or y in blocks that tiles can be cut from: they themselves, or a copy, which give_back() writes into them.
+class Blocked {
+ public:
+  Blocked(const Image& image, std::int64_t* block, void* data, bool is_read)
+      : image_(image), given_(*block), data_(data), is_copy_(*block % kWinogradLanes != 0),
+        copy_(is_copy_ ? std::size_t(image.batch * image.channels * image.height * image.width) * (image.is_bfloat16 ? 2 : 4) : 0) {
+    if (!is_copy_) return;
+    *block = kWinogradLanes;
+    if (is_read) reorder(image_, data_, given_, copy_.data(), kWinogradLanes);
+  }
+  template <class T>
+  T* as() const { return static_cast<T*>(is_copy_ ? copy_.data() : data_); }
+  void give_back() const {
+    if (is_copy_) reorder(image_, copy_.data(), kWinogradLanes, data_, given_);
+  }
+
+ private:
+  Image image_;
+  std::int64_t given_;
+  void* data_;
+  bool is_copy_;
+  Block copy_;
+};
+
+Blocked x_of(Conv* c, const void* x, bool is_read) {
+  return {{c->batch, c->channels, c->height, c->width, c->is_bfloat16}, &c->x_block, const_cast<void*>(x), is_read};
+}
+Blocked y_of(Conv* c, const void* y, bool is_read) {
+  return {{c->batch, c->outputs, c->out_height, c->out_width, c->is_bfloat16}, &c->y_block, const_cast<void*>(y), is_read};
+}
+
+// Call body with a null pointer to the elements' type.
+template <class Body>
+void for_type(const Conv& c, const Body& body) {
+  if (c.is_bfloat16) body(static_cast<Bfloat16*>(nullptr));
+  else body(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+bool has_winograd(const Conv& c) {
+  const auto are = [](const std::int64_t (&numbers)[2], std::int64_t wanted) {
+    return numbers[0] == wanted && numbers[1] == wanted;
+  };
+  return are(c.kernel, 3) && are(c.stride, 1) && are(c.dilation, 1) && c.groups == 1 && c.padding[0] <= 2 &&
+         c.padding[1] <= 2 && c.channels % kWinogradLanes == 0 && c.outputs % kWinogradLanes == 0;
+}
+
+void winograd_forward(Conv c, const void* x, const void* w, const float* b, void* y) {
+  const Blocked from = x_of(&c, x, true), to = y_of(&c, y, false);
+  for_type(c, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    forward(c, from.as<const T>(), static_cast<const T*>(w), b, to.as<T>());
+  });
+  to.give_back();
+}
+
+void winograd_backward_data(Conv c, const void* dy, const void* w, void* dx) {
+  const Blocked from = y_of(&c, dy, true), to = x_of(&c, dx, false);
+  for_type(c, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    backward_data(c, from.as<const T>(), static_cast<const T*>(w), to.as<T>());
+  });
+  to.give_back();
+}
+
+void winograd_backward_weight(Conv c, const void* dy, const void* x, float* dw, float* db) {
+  const Blocked gradients = y_of(&c, dy, true), images = x_of(&c, x, true);
+  for_type(c, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    backward_weight(c, gradients.as<const T>(), images.as<const T>(), dw, db);
+  });
+}
+
+}  // namespace singa_lite
+#endif
