@@ -2,7 +2,6 @@
 #include "kernels/winograd.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "kernels/layout.h"
@@ -23,12 +22,12 @@ struct Places {
   std::int64_t rows, columns;
   float* data = nullptr;
 
-  std::int64_t step() const { return rows * columns + 16; }  // so that an element's places are in different parts of a cache
+  std::int64_t step() const { return rows * columns + 16; }  // else the places of an element would share a set of a cache
   float* matrix(std::int64_t place) const { return data + place * step(); }
 };
 
 // Put them into the calling thread's scratch.
-void place(std::vector<Places>* all) {
+void allocate(std::vector<Places>* all) {
   std::int64_t floats = 0;
   for (const Places& places : *all) floats += kPlaces * places.step();
   auto* next = static_cast<float*>(thread_scratch(std::size_t(floats) * sizeof(float)));
@@ -38,8 +37,8 @@ void place(std::vector<Places>* all) {
   }
 }
 
-TiledImages images_of_x(const Conv& c) { return {c.channels, c.height, c.width, c.x_block, 0, 0, 0, 0}; }
-TiledImages images_of_y(const Conv& c) { return {c.outputs, c.out_height, c.out_width, c.y_block, 0, 0, 0, 0}; }
+TiledImages images_of_x(const Conv& c) { return {c.channels, c.height, c.width, c.x_block}; }
+TiledImages images_of_y(const Conv& c) { return {c.outputs, c.out_height, c.out_width, c.y_block}; }
 
 // Cut `from` and `to`, which a convolution with so much padding makes of it, into the same tiles.
 void cut(const std::int64_t (&padding)[2], TiledImages* from, TiledImages* to) {
@@ -67,7 +66,7 @@ void convolve(const Conv& c, const TiledImages& from, const TiledImages& to, boo
   const std::int64_t parts = (tiles + most - 1) / most, shares = std::min<std::int64_t>(num_threads(), parts);
   std::vector<Places> all{{c.outputs, c.channels}};
   for (std::int64_t share = 0; share < shares; ++share) all.insert(all.end(), {{most, from.channels}, {most, to.channels}});
-  place(&all);
+  allocate(&all);
   const Places& weights = all[0];
   for_filters(weights, [&](std::int64_t begin, std::int64_t end) {
     transform_weights(w, is_turned, begin, end, weights.data, weights.step());
@@ -90,35 +89,35 @@ void convolve(const Conv& c, const TiledImages& from, const TiledImages& to, boo
 }
 
 template <class T>
-void forward(const Conv& c, const T* x, const T* w, const float* b, T* y) {
+void forward(const Conv& c, const void* x, const void* w, const float* b, void* y) {
   TiledImages from = images_of_x(c), to = images_of_y(c);
   cut(c.padding, &from, &to);
-  convolve(c, from, to, false, w, x, b, c.relu, y);
+  convolve(c, from, to, false, static_cast<const T*>(w), static_cast<const T*>(x), b, c.relu, static_cast<T*>(y));
 }
 
 template <class T>
-void backward_data(const Conv& c, const T* dy, const T* w, T* dx) {
+void backward_data(const Conv& c, const void* dy, const void* w, void* dx) {
   TiledImages from = images_of_y(c), to = images_of_x(c);
   cut({2 - c.padding[0], 2 - c.padding[1]}, &from, &to);
-  convolve(c, from, to, true, w, dy, nullptr, false, dx);
+  convolve(c, from, to, true, static_cast<const T*>(w), static_cast<const T*>(dy), nullptr, false, static_cast<T*>(dx));
 }
 
 // db += the sums over tiles: those of a tile's four gradients are at place 1, 1.
 void add_gradients(const Places& gradients, std::int64_t tiles, float* db) {
-  for (std::int64_t output = 0; output < gradients.columns; ++output) {
-    float sum = 0;
-    for (std::int64_t tile = 0; tile < tiles; ++tile) sum += gradients.matrix(5)[tile * gradients.columns + output];
-    db[output] += sum;
-  }
+  std::vector<float> sums(std::size_t(gradients.columns), 0.0f);
+  for (std::int64_t tile = 0; tile < tiles; ++tile)
+    for (std::int64_t output = 0; output < gradients.columns; ++output)
+      sums[std::size_t(output)] += gradients.matrix(5)[tile * gradients.columns + output];
+  for (std::int64_t output = 0; output < gradients.columns; ++output) db[output] += sums[std::size_t(output)];
 }
 
 template <class T>
-void backward_weight(const Conv& c, const T* dy, const T* x, float* dw, float* db) {
+void backward_weight(const Conv& c, const void* dy, const void* x, float* dw, float* db) {
   TiledImages from = images_of_x(c), to = images_of_y(c);
   cut(c.padding, &from, &to);
   const std::int64_t tiles = num_tiles(c, to), most = std::min(kMostTiles, tiles);
   std::vector<Places> all{{most, c.channels}, {most, c.outputs}, {c.outputs, c.channels}};
-  place(&all);
+  allocate(&all);
   const Places &inputs = all[0], &gradients = all[1], &sums = all[2];
   if (db) std::fill(db, db + c.outputs, 0.0f);
   note_parallel_region(num_threads());  // sgemm's own, where products are too small to be split by places
@@ -126,8 +125,8 @@ void backward_weight(const Conv& c, const T* dy, const T* x, float* dw, float* d
     const std::int64_t count = std::min(most, tiles - first);
     parallel_for(std::size_t(count), std::size_t(kPlaces * (c.channels + c.outputs)), [&](std::size_t begin, std::size_t end) {
       const auto b = std::int64_t(begin), e = std::int64_t(end);
-      transform_images(from, x, first + b, first + e, inputs.data + b * c.channels, inputs.step());
-      transform_gradients(to, dy, first + b, first + e, gradients.data + b * c.outputs, gradients.step());
+      transform_images(from, static_cast<const T*>(x), first + b, first + e, inputs.data + b * c.channels, inputs.step());
+      transform_gradients(to, static_cast<const T*>(dy), first + b, first + e, gradients.data + b * c.outputs, gradients.step());
     });
     parallel_for(std::size_t(kPlaces), std::size_t(count * c.channels * c.outputs), [&](std::size_t begin, std::size_t end) {
       for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i)
@@ -165,8 +164,7 @@ class Blocked {
     *block = kWinogradLanes;
     if (is_read) reorder(image_, data_, given_, copy_.data(), kWinogradLanes);
   }
-  template <class T>
-  T* as() const { return static_cast<T*>(is_copy_ ? copy_.data() : data_); }
+  void* data() const { return is_copy_ ? copy_.data() : data_; }
   void give_back() const {
     if (is_copy_) reorder(image_, copy_.data(), kWinogradLanes, data_, given_);
   }
@@ -186,13 +184,6 @@ Blocked y_of(Conv* c, const void* y, bool is_read) {
   return {{c->batch, c->outputs, c->out_height, c->out_width, c->is_bfloat16}, &c->y_block, const_cast<void*>(y), is_read};
 }
 
-// Call body with a null pointer to the elements' type.
-template <class Body>
-void for_type(const Conv& c, const Body& body) {
-  if (c.is_bfloat16) body(static_cast<Bfloat16*>(nullptr));
-  else body(static_cast<float*>(nullptr));
-}
-
 }  // namespace
 
 bool has_winograd(const Conv& c) {
@@ -205,28 +196,19 @@ bool has_winograd(const Conv& c) {
 
 void winograd_forward(Conv c, const void* x, const void* w, const float* b, void* y) {
   const Blocked from = x_of(&c, x, true), to = y_of(&c, y, false);
-  for_type(c, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    forward(c, from.as<const T>(), static_cast<const T*>(w), b, to.as<T>());
-  });
+  (c.is_bfloat16 ? forward<Bfloat16> : forward<float>)(c, from.data(), w, b, to.data());
   to.give_back();
 }
 
 void winograd_backward_data(Conv c, const void* dy, const void* w, void* dx) {
   const Blocked from = y_of(&c, dy, true), to = x_of(&c, dx, false);
-  for_type(c, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    backward_data(c, from.as<const T>(), static_cast<const T*>(w), to.as<T>());
-  });
+  (c.is_bfloat16 ? backward_data<Bfloat16> : backward_data<float>)(c, from.data(), w, to.data());
   to.give_back();
 }
 
 void winograd_backward_weight(Conv c, const void* dy, const void* x, float* dw, float* db) {
   const Blocked gradients = y_of(&c, dy, true), images = x_of(&c, x, true);
-  for_type(c, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    backward_weight(c, gradients.as<const T>(), images.as<const T>(), dw, db);
-  });
+  (c.is_bfloat16 ? backward_weight<Bfloat16> : backward_weight<float>)(c, gradients.data(), images.data(), dw, db);
 }
 
 }  // namespace singa_lite

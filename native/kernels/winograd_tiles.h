@@ -24,8 +24,8 @@ constexpr std::int64_t kWinogradLanes = 8;  // channels that are transformed tog
 // channels and block are multiples of kWinogradLanes.
 struct TiledImages {
   std::int64_t channels, height, width, block;
-  std::int64_t rows, columns;
-  std::int64_t first_row, first_column;
+  std::int64_t rows = 0, columns = 0;
+  std::int64_t first_row = 0, first_column = 0;
 };
 
 // Tiles begin .. end of x, transformed by B: to (places, tiles, channels), where places are place_step apart.
