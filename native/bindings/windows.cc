@@ -284,6 +284,7 @@ void bind_windows(py::module_& m) {
   m.def("multiplies_bfloat16", &multiplies_bfloat16,
         "Whether products multiply bfloat16 numbers; if not, they are widened to float32, as is faster there.");
   m.def("reorder", &bind_reorder, "x"_a, kw, "out"_a, "memory_formats"_a);
+  m.def("use_winograd", &use_winograd, "is_wanted"_a, "Compute convolutions of 3 x 3 by Winograd's filtering, or never.");
 #else
   (void)&bind_matmul, (void)&bind_conv_formats, (void)&bind_reorder;
 #endif

@@ -64,17 +64,19 @@ Tag image_tag(const Conv& c, ConvKind kind) {
   return has_part_blocks || c.channels == 1 ? Tag::nhwc : Tag::any;
 }
 
+std::optional<bool> wanted_winograd;
+
 // Whether Winograd's products are used rather than oneDNN's direct convolutions (EPYC Zen 3, which has no AVX-512, 1 thread,
 // ms; forward, backward data, backward weight).
 // - 64 channels of 32 x 32, batch 32: 20 20 19 against 31 26 41; 512 of 4 x 4: 19 24 24 against 42 45 90.
 // - Fewer channels leave little between the transforms: 32 of 16 x 16 take 1.7 1.4 1.3 against 2.2 2.0 2.2, 16 of 32 x 32
 //   take 3.0 3.5 3.4 against 2.4.
 // - With few tiles the weights' transforms count: 512 of 4 x 4, batch 1: 4.7 4.4 3.4 against 3.2 2.6 3.4.
-// With AVX-512 direct convolutions are twice as fast, and Winograd's were not tried beside them.
+// With AVX-512 direct convolutions are twice as fast, and Winograd's were not tried beside them: use_winograd().
 bool is_winograd(const Conv& c) {
-  static const bool is_tried = !has_avx512() && processor_level() >= 3;
+  static const bool pays_off = !has_avx512() && processor_level() >= 3;
   const std::int64_t tiles = c.batch * ((c.out_height + 1) / 2) * ((c.out_width + 1) / 2);
-  return is_tried && has_winograd(c) && std::min(c.channels, c.outputs) >= 32 && tiles >= 32;
+  return wanted_winograd.value_or(pays_off) && has_winograd(c) && std::min(c.channels, c.outputs) >= 32 && tiles >= 32;
 }
 
 using ForwardDesc = dnnl::convolution_forward::primitive_desc;
@@ -158,6 +160,8 @@ OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
 
 }  // namespace
 
+void use_winograd(bool is_wanted) { wanted_winograd = is_wanted; }
+
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c, ConvKind kind, bool has_bias) try {
   if (is_winograd(c)) return std::pair{kWinogradBlock, kWinogradBlock};
   const Shapes s(c);
@@ -205,6 +209,7 @@ bool conv_backward_weight(const Conv& c, const void* dy, const void* x, float* d
 
 #else
 
+void use_winograd(bool) {}
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv&, ConvKind, bool) { return {}; }
 bool conv_forward(const Conv&, const void*, const void*, const float*, void*) { return false; }
 bool conv_backward_data(const Conv&, const void*, const void*, void*) { return false; }

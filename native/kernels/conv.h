@@ -17,6 +17,9 @@ struct Conv {
   bool is_bfloat16 = false;               // x, y, their gradients and w as it is read; all are float if not
 };
 
+// Take Winograd's products, or never, on this processor, whatever was measured; before the first convolution.
+void use_winograd(bool is_wanted);
+
 enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardWeight = 4 };
 
 // The blocks of x and y, or of their gradients, with which no array needs to be reordered; nothing if this build has no

@@ -18,13 +18,13 @@ from hypothesis.extra import numpy as hnp
 from singa_lite import _native
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.backend.formulas import FORMULAS, UPDATES
+from singa_lite.errors import OptionError
 from tests.limits import LIMIT_S
 
 KERNELS, REASON = _native.load("_kernels")
 if KERNELS is None:
     pytest.skip(f"nothing was compiled: {REASON}", allow_module_level=True)
 HAS_ONEDNN = bool(KERNELS.onednn)
-HAS_AVX2 = "avx2" in Path("/proc/cpuinfo").read_text()
 REFERENCE = NumpyBackend()
 BACKEND = CpuBackend()
 TOLERANCE = 3e-5  # of the largest element: float32 sums of some thousand terms
@@ -941,6 +941,7 @@ def test_the_gradient_of_a_strided_1x1_convolution_writes_nowhere_else():
 WINOGRAD = """
 import numpy as np
 from singa_lite import _native; k, _ = _native.load("_kernels")
+from singa_lite.backend.cpu import CpuBackend; CpuBackend()
 rng = np.random.default_rng(3)
 x, w, dy = (rng.standard_normal(shape) for shape in ((2, 32, 13, 9), (40, 32, 3, 3), (2, 40, 13, 9)))
 geometry = dict(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
@@ -960,16 +961,21 @@ assert k.conv2d_backward_weight(dy32, x32, out=dw, **geometry)
 print(error(y, "nchwij,ocij->nohw", windows(x), w))
 print(error(dx, "nohwij,ocij->nchw", windows(dy), w[:, :, ::-1, ::-1]))
 print(error(dw, "nchwij,nohw->ocij", windows(x), dy))
-print(k.conv_formats("conv2d", x.shape, w.shape, y.shape, False, dtype=x32.dtype, **geometry))
 """
 
 
 @pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: convolutions are numpy's")
-@pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2: convolutions are direct")
-def test_convolutions_without_avx512_are_winograds():
-    *errors, formats = run_python(WINOGRAD, ONEDNN_MAX_CPU_ISA="AVX2").splitlines()
-    assert formats == "(8, 8)"
-    assert all(0 < float(error) < 4e-7 for error in errors), errors  # 3 units in the last place
+def test_convolutions_by_winograd_and_direct_ones_are_exact_to_a_few_units_in_the_last_place():
+    by_switch = {switch: run_python(WINOGRAD, SINGA_LITE_WINOGRAD=switch) for switch in ("on", "off")}
+    assert by_switch["on"] != by_switch["off"]
+    for errors in by_switch.values():
+        assert all(0 < float(error) < 4e-7 for error in errors.split()), errors  # of the sum of magnitudes
+
+
+def test_the_switch_for_winograd_is_on_or_off(monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_WINOGRAD", "yes")
+    with pytest.raises(OptionError, match="SINGA_LITE_WINOGRAD=yes: expected on or off"):
+        CpuBackend()
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (1 << 17,)])

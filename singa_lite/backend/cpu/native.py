@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._native import load
+from ...config import env
+from ...errors import OptionError
 from ...graph.nodes import Kernel, Node
 from ..base import Array, Backend, is_kernel
 from ..layout import choose_formats
@@ -34,6 +36,11 @@ class NativeKernels(Backend):
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
+        winograd = env("SINGA_LITE_WINOGRAD", "")
+        if winograd not in ("", "on", "off"):
+            raise OptionError(f"SINGA_LITE_WINOGRAD={winograd}: expected on or off")
+        if winograd and self._conv_formats is not None:
+            module.use_winograd(winograd == "on")  # type: ignore[union-attr]
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
         return super().allocate(shape, dtype) if self._empty is None else self._empty(shape, dtype)  # type: ignore[safe-super]
