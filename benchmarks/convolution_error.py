@@ -20,7 +20,6 @@ SHAPES = (  # batch, channels, outputs, height and width
     (32, 128, 128, 16),
     (32, 512, 512, 4),
     (64, 32, 32, 16),
-    (64, 16, 16, 32),
 )
 GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 

@@ -66,17 +66,31 @@ Tag image_tag(const Conv& c, ConvKind kind) {
 
 std::optional<bool> wanted_winograd;
 
+// How often a filter of 3 meets a pixel of `size` where it makes out_size results.
+std::int64_t num_products(std::int64_t size, std::int64_t padding, std::int64_t out_size) {
+  std::int64_t products = 0;
+  for (std::int64_t tap = 0; tap < 3; ++tap)
+    products += std::max<std::int64_t>(0, std::min(out_size, size + padding - tap) - std::max<std::int64_t>(0, padding - tap));
+  return products;
+}
+
 // Whether Winograd's products are used rather than oneDNN's direct convolutions (EPYC Zen 3, which has no AVX-512, 1 thread,
 // ms; forward, backward data, backward weight).
-// - 64 channels of 32 x 32, batch 32: 20 20 19 against 31 26 41; 512 of 4 x 4: 19 24 24 against 42 45 90.
-// - Fewer channels leave little between the transforms: 32 of 16 x 16 take 1.7 1.4 1.3 against 2.2 2.0 2.2, 16 of 32 x 32
-//   take 3.0 3.5 3.4 against 2.4.
-// - With few tiles the weights' transforms count: 512 of 4 x 4, batch 1: 4.7 4.4 3.4 against 3.2 2.6 3.4.
+// - 64 channels of 32 x 32, batch 32: 20 20 19 against 31 26 41; 512 of 4 x 4, batch 32: 19 24 24 against 42 45 90.
+// - Fewer channels leave little between the transforms: 32 of 16 x 16, batch 32, take 1.7 1.4 1.3 against 2.2 2.0 2.2, 16 of
+//   32 x 32 take 3.0 3.5 3.4 against 2.4 2.4 2.4.
+// - With few tiles the weights' transforms count: 512 of 4 x 4, batch 1, take 4.7 4.4 3.4 against 3.2 2.6 3.4.
+// - Tiles that lie half outside cost what whole ones do, while direct convolutions skip what is outside: 64 of 1 x 100, batch
+//   32, take 3.5 times as long.
 // With AVX-512 direct convolutions are twice as fast, and Winograd's were not tried beside them: use_winograd().
-bool is_winograd(const Conv& c) {
+bool is_winograd(const Conv& c, ConvKind kind) {
   static const bool pays_off = !has_avx512() && processor_level() >= 3;
-  const std::int64_t tiles = c.batch * ((c.out_height + 1) / 2) * ((c.out_width + 1) / 2);
-  return wanted_winograd.value_or(pays_off) && has_winograd(c) && std::min(c.channels, c.outputs) >= 32 && tiles >= 32;
+  if (!wanted_winograd.value_or(pays_off) || !has_winograd(c) || std::min(c.channels, c.outputs) < 32) return false;
+  const bool is_data = kind == ConvKind::kBackwardData;
+  const std::int64_t tiles = ((is_data ? c.height : c.out_height) + 1) / 2 * (((is_data ? c.width : c.out_width) + 1) / 2);
+  const std::int64_t products =
+      num_products(c.height, c.padding[0], c.out_height) * num_products(c.width, c.padding[1], c.out_width);
+  return c.batch * tiles >= 32 && 16 * tiles <= products;
 }
 
 using ForwardDesc = dnnl::convolution_forward::primitive_desc;
@@ -163,7 +177,7 @@ OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
 void use_winograd(bool is_wanted) { wanted_winograd = is_wanted; }
 
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c, ConvKind kind, bool has_bias) try {
-  if (is_winograd(c)) return std::pair{kWinogradBlock, kWinogradBlock};
+  if (is_winograd(c, kind)) return std::pair{kWinogradBlock, kWinogradBlock};
   const Shapes s(c);
   Desc x, y;
   if (kind == ConvKind::kForward) {
@@ -184,7 +198,7 @@ std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c,
 }
 
 bool conv_forward(const Conv& c, const void* x, const void* w, const float* b, void* y) {
-  if (is_winograd(c)) return winograd_forward(c, x, w, b, y), true;
+  if (is_winograd(c, ConvKind::kForward)) return winograd_forward(c, x, w, b, y);
   const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
   call->run({x, w, y, b});
@@ -192,7 +206,7 @@ bool conv_forward(const Conv& c, const void* x, const void* w, const float* b, v
 }
 
 bool conv_backward_data(const Conv& c, const void* dy, const void* w, void* dx) {
-  if (is_winograd(c)) return winograd_backward_data(c, dy, w, dx), true;
+  if (is_winograd(c, ConvKind::kBackwardData)) return winograd_backward_data(c, dy, w, dx);
   const auto call = cached_call(key_of(ConvKind::kBackwardData, c, false), [&] { return make_backward_data(c); });
   if (!call) return false;
   call->run({dy, w, dx});
@@ -200,7 +214,7 @@ bool conv_backward_data(const Conv& c, const void* dy, const void* w, void* dx) 
 }
 
 bool conv_backward_weight(const Conv& c, const void* dy, const void* x, float* dw, float* db) {
-  if (is_winograd(c)) return winograd_backward_weight(c, dy, x, dw, db), true;
+  if (is_winograd(c, ConvKind::kBackwardWeight)) return winograd_backward_weight(c, dy, x, dw, db);
   const auto call = cached_call(key_of(ConvKind::kBackwardWeight, c, db), [&] { return make_backward_weight(c, db); });
   if (!call) return false;
   call->run({dy, x, dw, db});

@@ -12,9 +12,9 @@ constexpr std::int64_t kWinogradBlock = 8;  // of x and y, with which no array n
 // Whether winograd_... have code for this convolution.
 bool has_winograd(const Conv& conv);
 
-// As conv_forward and the others, for a convolution that has_winograd.
-void winograd_forward(Conv conv, const void* x, const void* w, const float* b, void* y);
-void winograd_backward_data(Conv conv, const void* dy, const void* w, void* dx);
-void winograd_backward_weight(Conv conv, const void* dy, const void* x, float* dw, float* db);
+// As conv_forward and the others, for a convolution that has_winograd; false if there is no memory for it.
+bool winograd_forward(Conv conv, const void* x, const void* w, const float* b, void* y);
+bool winograd_backward_data(Conv conv, const void* dy, const void* w, void* dx);
+bool winograd_backward_weight(Conv conv, const void* dy, const void* x, float* dw, float* db);
 
 }  // namespace singa_lite

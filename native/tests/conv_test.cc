@@ -51,14 +51,6 @@ bool run_all(const Conv& c, const void* x, const void* w, const float* b, const 
   return conv_forward(c, x, w, b, y) && conv_backward_data(c, dy, w, dx) && conv_backward_weight(c, dy, x, dw, db);
 }
 
-bool run_all_by_winograd(const Conv& c, const void* x, const void* w, const float* b, const void* dy, void* y, void* dx,
-                         float* dw, float* db) {
-  winograd_forward(c, x, w, b, y);
-  winograd_backward_data(c, dy, w, dx);
-  winograd_backward_weight(c, dy, x, dw, db);
-  return true;
-}
-
 void test_conv(const Conv& c, bool has_bias, decltype(run_all)* run = run_all) {
   const std::size_t plane = std::size_t(c.out_height * c.out_width), offset = 1;
   const Floats x = random_floats(std::size_t(c.batch * c.channels * c.height * c.width), 81, offset),
@@ -89,6 +81,14 @@ void test_conv(const Conv& c, bool has_bias, decltype(run_all)* run = run_all) {
   compare("dx", dx, dx_sums);
   compare("dw", dw, dw_sums);
   if (has_bias) compare("db", db, db_sums);
+}
+
+#ifdef SINGA_LITE_ONEDNN
+
+bool run_all_by_winograd(const Conv& c, const void* x, const void* w, const float* b, const void* dy, void* y, void* dx,
+                         float* dw, float* db) {
+  return winograd_forward(c, x, w, b, y) && winograd_backward_data(c, dy, w, dx) &&
+         winograd_backward_weight(c, dy, x, dw, db);
 }
 
 template <class T>
@@ -160,6 +160,8 @@ Conv make_3x3(std::int64_t batch, std::int64_t channels, std::int64_t outputs, s
           {1, 1}, {rows_around, columns_around}, {1, 1}, 1};
 }
 
+#endif
+
 }  // namespace
 
 int main() {
@@ -178,11 +180,14 @@ int main() {
     }
 #ifdef SINGA_LITE_ONEDNN
     test_winograd(make_3x3(2, 64, 64, 8, 8, 1, 1));
-    test_winograd(make_3x3(3, 8, 40, 7, 9, 1, 1));    // part of a panel, odd images
+    test_winograd(make_3x3(3, 8, 40, 7, 9, 1, 1));    // tiles partly outside
     test_winograd(make_3x3(1, 48, 16, 5, 6, 0, 2));   // paddings that differ
-    test_winograd(make_3x3(5, 16, 8, 3, 3, 0, 0));    // one pixel of each image
-    test_winograd(make_3x3(1, 8, 8, 1, 1, 1, 2));     // outside but for one pixel
-    test_winograd(make_3x3(3, 16, 32, 16, 17, 1, 1)); // more tiles than are transformed at a time
+    test_winograd(make_3x3(5, 16, 8, 3, 3, 0, 0));    // one result an image
+    test_winograd(make_3x3(1, 8, 8, 1, 1, 1, 2));     // one pixel an image
+    test_winograd(make_3x3(3, 8, 16, 32, 33, 1, 1));  // more tiles than three threads transform at a time
+    Conv too_large = make_3x3(2, 8, 8, 8, 8, 1, 1);
+    too_large.out_width = 9;
+    CHECK(!has_winograd(too_large));
 #endif
   });
 }
