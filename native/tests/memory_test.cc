@@ -59,6 +59,13 @@ void test_what_is_given_back_is_no_longer_held() {
   CHECK_EQUAL(pool.bytes_held(), std::size_t(0));
 }
 
+void test_scratch_grows() {
+  void* const small = thread_scratch(1000);
+  CHECK(thread_scratch(500) == small);
+  std::memset(thread_scratch(1 << 20), 1, 1 << 20);
+  CHECK_EQUAL(std::uintptr_t(thread_scratch(1 << 20)) % MemoryPool::kAlignment, 0);
+}
+
 void test_too_much_is_bad_alloc_and_changes_nothing() {
   MemoryPool pool;
   void* block = pool.acquire(1000);
@@ -102,6 +109,7 @@ int main() {
   test_a_block_fits_sizes_near_its_own();
   test_what_is_kept_stays_below_the_limit();
   test_what_is_given_back_is_no_longer_held();
+  test_scratch_grows();
   test_too_much_is_bad_alloc_and_changes_nothing();
   test_threads_share_one_pool();
   CHECK(&memory_pool() == &memory_pool());
