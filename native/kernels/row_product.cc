@@ -60,7 +60,8 @@ void widen_b(const RowProduct& p, bool turns, float* to) {
 void multiply_rows(const RowProduct& p, float* y, const FinishRows& finish) {
   const bool widens = p.a.is_bfloat16;
   if (widens && multiplies_bfloat16() && multiply_together(p, y, finish)) return;
-  const std::int64_t most = std::max<std::int64_t>(8, (p.m + num_threads() - 1) / num_threads());
+  // few rows are one block, which sgemm splits among threads by columns: else each thread would pack all of b
+  const std::int64_t most = p.m <= kRows ? p.m : std::max<std::int64_t>(8, (p.m + num_threads() - 1) / num_threads());
   const std::int64_t step = std::min(kRows, most), blocks = (p.m + step - 1) / step;
   const bool turns = widens && p.transpose_b && p.m > kRows;  // once; else every block does, as those of float
   const Scratch<Bfloat16> wide_b(widens ? std::size_t(p.k * p.n) : 0);
