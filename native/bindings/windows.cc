@@ -99,14 +99,33 @@ std::optional<Conv> conv_as(const A& x, const B& w, const C& y, const Geometry& 
   return conv;
 }
 
+// Weights beside images of T: of T as well, or of float.
+template <class T>
+struct Weights {
+  const Array<const T> same;
+  const In floats;
+
+  explicit Weights(const py::handle& w) : same(w), floats(w) {}
+  const void* data() const { return same ? static_cast<const void*>(same.data()) : floats.data(); }
+};
+
+template <class T, class A, class C>
+std::optional<Conv> conv_with(const A& x, const Weights<T>& w, const C& y, const Geometry& geometry) {
+  if (w.same) return conv_as<T>(x, w.same, y, geometry);
+  auto conv = conv_as<T>(x, w.floats, y, geometry);
+  if (conv) conv->has_float_weights = true;
+  return conv;
+}
+
 template <class T>
 bool conv2d_as(const py::handle& x_, const py::handle& w_, const py::handle& b_, const py::handle& out_,
                const Geometry& geometry, bool relu) {
-  const Array<const T> x(x_), w(w_);
+  const Array<const T> x(x_);
+  const Weights<T> w(w_);
   const In b(b_);
   const Array<T> out(out_);
   if (!b && !b_.is_none()) return false;
-  auto conv = conv_as<T>(x, w, out, geometry);
+  auto conv = conv_with<T>(x, w, out, geometry);
   if (!conv) return false;
   conv->relu = relu;
   return run([=] { return conv_forward(*conv, x.data(), w.data(), b.data(), out.data()); });
@@ -122,9 +141,10 @@ bool bind_conv2d(const py::handle& x, const py::handle& w, const py::handle& b, 
 template <class T>
 bool conv2d_backward_data_as(const py::handle& dy_, const py::handle& w_, const py::handle& out_,
                              const Geometry& geometry) {
-  const Array<const T> dy(dy_), w(w_);
+  const Array<const T> dy(dy_);
+  const Weights<T> w(w_);
   const Array<T> out(out_);
-  const auto conv = conv_as<T>(out, w, dy, geometry);
+  const auto conv = conv_with<T>(out, w, dy, geometry);
   if (!conv) return false;
   return run([=] { return conv_backward_data(*conv, dy.data(), w.data(), out.data()); });
 }

@@ -3,9 +3,12 @@
 
 #include <algorithm>
 
+#include "kernels/elementwise.h"
+#include "kernels/memory.h"
 #include "kernels/onednn.h"
 #include "kernels/tiles.h"
 #include "kernels/winograd.h"
+#include "kernels/winograd_tiles.h"
 
 namespace singa_lite {
 
@@ -43,7 +46,7 @@ struct Shapes {
 CallKey key_of(ConvKind kind, const Conv& c, bool has_bias) {
   return {std::int64_t(kind), c.batch,     c.channels,  c.height,     c.width,      c.outputs,     c.out_height,
           c.out_width, c.kernel[0], c.kernel[1], c.stride[0],  c.stride[1],  c.padding[0],  c.padding[1],
-          c.dilation[0], c.dilation[1], c.groups, has_bias, c.x_block, c.y_block, c.relu, c.is_bfloat16};
+          c.dilation[0], c.dilation[1], c.groups, has_bias, c.x_block, c.y_block, c.relu, c.is_bfloat16, c.has_float_weights};
 }
 
 // Which format the primitive works in; the reorders from and to plain arrays are part of every time below (1 thread, EPYC
@@ -74,23 +77,35 @@ std::int64_t num_products(std::int64_t size, std::int64_t padding, std::int64_t 
   return products;
 }
 
-// Whether Winograd's products are used rather than oneDNN's direct convolutions (EPYC Zen 3, which has no AVX-512, 1 thread,
-// ms; forward, backward data, backward weight).
-// - 64 channels of 32 x 32, batch 32: 20 20 19 against 31 26 41; 512 of 4 x 4, batch 32: 19 24 24 against 42 45 90.
+// Whether Winograd's products are used rather than oneDNN's direct convolutions (1 thread, ms; forward, backward data,
+// backward weight).
+// - EPYC Zen 3, which has no AVX-512: 64 channels of 32 x 32, batch 32: 20 20 19 against 31 26 41; 512 of 4 x 4, batch 32:
+//   19 24 24 against 42 45 90. Zen 4, which has it: 16.5 14.7 15.1 against 20.6 20.5 24.9; 14.0 12.2 12.1 against 16.6 17.2 24.1.
 // - Fewer channels leave little between the transforms: 32 of 16 x 16, batch 32, take 1.7 1.4 1.3 against 2.2 2.0 2.2, 16 of
-//   32 x 32 take 3.0 3.5 3.4 against 2.4 2.4 2.4.
+//   32 x 32 take 3.0 3.5 3.4 against 2.4 2.4 2.4; on Zen 4 32 of 16 x 16, batch 64, take 2.4 2.1 1.9 against 2.4 2.4 2.7, which
+//   processors with two units for AVX-512 have not been seen to share.
 // - With few tiles the weights' transforms count: 512 of 4 x 4, batch 1, take 4.7 4.4 3.4 against 3.2 2.6 3.4.
 // - Tiles that lie half outside cost what whole ones do, while direct convolutions skip what is outside: 64 of 1 x 100, batch
 //   32, take 3.5 times as long.
-// With AVX-512 direct convolutions are twice as fast, and Winograd's were not tried beside them: use_winograd().
+// - Products of bfloat16 numbers, where the processor has them, take direct convolutions half the time.
 bool is_winograd(const Conv& c, ConvKind kind) {
-  static const bool pays_off = !has_avx512() && processor_level() >= 3;
-  if (!wanted_winograd.value_or(pays_off) || !has_winograd(c) || std::min(c.channels, c.outputs) < 32) return false;
+  constexpr std::int64_t kLeastChannels = 32, kLeastChannelsWithAvx512 = 64;
+  const auto pays_off = [&] {
+    return processor_level() >= 3 && computed_type(c.is_bfloat16) == DataType::f32 &&
+           (!has_avx512() || std::min(c.channels, c.outputs) >= kLeastChannelsWithAvx512);
+  };
+  if (!has_winograd(c) || std::min(c.channels, c.outputs) < kLeastChannels) return false;
+  if (wanted_winograd ? !*wanted_winograd : !pays_off()) return false;
   const bool is_data = kind == ConvKind::kBackwardData;
   const std::int64_t tiles = ((is_data ? c.height : c.out_height) + 1) / 2 * (((is_data ? c.width : c.out_width) + 1) / 2);
   const std::int64_t products =
       num_products(c.height, c.padding[0], c.out_height) * num_products(c.width, c.padding[1], c.out_width);
   return c.batch * tiles >= 32 && 16 * tiles <= products;
+}
+
+// The block of x and y with which Winograd's convolutions reorder nothing, and their neighbours nothing either.
+std::int64_t winograd_block(const Conv& c) {
+  return has_avx512() && c.channels % 16 == 0 && c.outputs % 16 == 0 ? 16 : kWinogradLanes;
 }
 
 using ForwardDesc = dnnl::convolution_forward::primitive_desc;
@@ -140,7 +155,8 @@ OnednnCall::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is
 
 OnednnCall::Slot w_slot(const Conv& c, const Desc& chosen) {
   const Shapes s(c);
-  return {DNNL_ARG_WEIGHTS, s.weights(s.given), chosen, false, s.weights(DataType::f32)};
+  return {DNNL_ARG_WEIGHTS, s.weights(array_type(c.is_bfloat16 && !c.has_float_weights)), chosen, false,
+          s.weights(DataType::f32)};
 }
 
 OnednnCall make_forward(const Conv& c, bool has_bias) {
@@ -172,12 +188,31 @@ OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
   return OnednnCall(dnnl::convolution_backward_weights(pd), std::move(slots));
 }
 
+// The weights of a convolution as they are, or rounded where neither oneDNN's reorder to bfloat16 nor anything else would.
+class Weights {
+ public:
+  Weights(Conv* c, ConvKind kind, const void* w)
+      : count_(std::size_t(c->outputs * (c->channels / c->groups) * c->kernel[0] * c->kernel[1])), w_(w),
+        rounded_(c->has_float_weights && (computed_type(true) == DataType::f32 || is_winograd(*c, kind))
+                     ? count_ * sizeof(Bfloat16) : 0) {
+    if (!rounded_.data()) return;
+    to_bfloat16(static_cast<const float*>(w), static_cast<Bfloat16*>(rounded_.data()), count_);
+    c->has_float_weights = false;
+  }
+  const void* data() const { return rounded_.data() ? rounded_.data() : w_; }
+
+ private:
+  std::size_t count_;
+  const void* w_;
+  PoolBlock rounded_;
+};
+
 }  // namespace
 
 void use_winograd(bool is_wanted) { wanted_winograd = is_wanted; }
 
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c, ConvKind kind, bool has_bias) try {
-  if (is_winograd(c, kind)) return std::pair{kWinogradBlock, kWinogradBlock};
+  if (is_winograd(c, kind)) return std::pair{winograd_block(c), winograd_block(c)};
   const Shapes s(c);
   Desc x, y;
   if (kind == ConvKind::kForward) {
@@ -197,19 +232,21 @@ std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c,
   return {};
 }
 
-bool conv_forward(const Conv& c, const void* x, const void* w, const float* b, void* y) {
-  if (is_winograd(c, ConvKind::kForward)) return winograd_forward(c, x, w, b, y);
+bool conv_forward(Conv c, const void* x, const void* w, const float* b, void* y) {
+  const Weights weights(&c, ConvKind::kForward, w);
+  if (is_winograd(c, ConvKind::kForward)) return winograd_forward(c, x, weights.data(), b, y);
   const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
-  call->run({x, w, y, b});
+  call->run({x, weights.data(), y, b});
   return true;
 }
 
-bool conv_backward_data(const Conv& c, const void* dy, const void* w, void* dx) {
-  if (is_winograd(c, ConvKind::kBackwardData)) return winograd_backward_data(c, dy, w, dx);
+bool conv_backward_data(Conv c, const void* dy, const void* w, void* dx) {
+  const Weights weights(&c, ConvKind::kBackwardData, w);
+  if (is_winograd(c, ConvKind::kBackwardData)) return winograd_backward_data(c, dy, weights.data(), dx);
   const auto call = cached_call(key_of(ConvKind::kBackwardData, c, false), [&] { return make_backward_data(c); });
   if (!call) return false;
-  call->run({dy, w, dx});
+  call->run({dy, weights.data(), dx});
   return true;
 }
 
@@ -225,8 +262,8 @@ bool conv_backward_weight(const Conv& c, const void* dy, const void* x, float* d
 
 void use_winograd(bool) {}
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv&, ConvKind, bool) { return {}; }
-bool conv_forward(const Conv&, const void*, const void*, const float*, void*) { return false; }
-bool conv_backward_data(const Conv&, const void*, const void*, void*) { return false; }
+bool conv_forward(Conv, const void*, const void*, const float*, void*) { return false; }
+bool conv_backward_data(Conv, const void*, const void*, void*) { return false; }
 bool conv_backward_weight(const Conv&, const void*, const void*, float*, float*) { return false; }
 
 #endif

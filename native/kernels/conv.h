@@ -14,7 +14,8 @@ struct Conv {
   std::int64_t kernel[2], stride[2], padding[2], dilation[2], groups;
   std::int64_t x_block = 1, y_block = 1;  // of x and y and of their gradients
   bool relu = false;                      // forward: y = max(y, 0)
-  bool is_bfloat16 = false;               // x, y, their gradients and w as it is read; all are float if not
+  bool is_bfloat16 = false;               // x, y and their gradients, and w too unless it has_float_weights; else all are float
+  bool has_float_weights = false;         // w is of float and rounded to the others' numbers first
 };
 
 // Take Winograd's products, or never, on this processor, whatever was measured; before the first convolution.
@@ -28,8 +29,8 @@ std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& co
 
 // Each returns false, and does nothing, if this build has no code for such a convolution. Sums, b, dw and db are of float;
 // b and db may be null.
-bool conv_forward(const Conv& conv, const void* x, const void* w, const float* b, void* y);
-bool conv_backward_data(const Conv& conv, const void* dy, const void* w, void* dx);
+bool conv_forward(Conv conv, const void* x, const void* w, const float* b, void* y);
+bool conv_backward_data(Conv conv, const void* dy, const void* w, void* dx);
 bool conv_backward_weight(const Conv& conv, const void* dy, const void* x, float* dw, float* db);
 
 }  // namespace singa_lite

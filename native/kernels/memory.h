@@ -39,6 +39,22 @@ class MemoryPool {
 
 MemoryPool& memory_pool();
 
+// Bytes of the pool, for as long as this lives; of none data() is null.
+class PoolBlock {
+ public:
+  explicit PoolBlock(std::size_t bytes) : bytes_(bytes), data_(bytes ? memory_pool().acquire(bytes) : nullptr) {}
+  ~PoolBlock() {
+    if (data_) memory_pool().release(data_, bytes_);
+  }
+  PoolBlock(const PoolBlock&) = delete;
+  PoolBlock& operator=(const PoolBlock&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  std::size_t bytes_;
+  void* data_;
+};
+
 // At least so many bytes that are the calling thread's until its next call: what one kernel needs while it runs. They are
 // grown as needed and kept.
 void* thread_scratch(std::size_t bytes);

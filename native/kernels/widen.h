@@ -48,18 +48,11 @@ template <class T>
 class Scratch {
  public:
   explicit Scratch(std::size_t count)
-      : bytes_(std::is_same_v<std::remove_const_t<T>, float> ? 0 : count * sizeof(float)),
-        data_(bytes_ ? static_cast<float*>(memory_pool().acquire(bytes_)) : nullptr) {}
-  ~Scratch() {
-    if (data_) memory_pool().release(data_, bytes_);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  float* data() const { return data_; }
+      : block_(std::is_same_v<std::remove_const_t<T>, float> ? 0 : count * sizeof(float)) {}
+  float* data() const { return static_cast<float*>(block_.data()); }
 
  private:
-  std::size_t bytes_;
-  float* data_;
+  PoolBlock block_;
 };
 
 // The elements at x as floats: x itself, or scratch that they are widened into.

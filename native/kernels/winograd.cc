@@ -161,22 +161,6 @@ bool backward_weight(const Conv& c, const void* dy, const void* x, float* dw, fl
   return is_done;
 }
 
-// Bytes of the pool, for as long as this lives.
-class Block {
- public:
-  explicit Block(std::size_t bytes) : bytes_(bytes), data_(bytes ? memory_pool().acquire(bytes) : nullptr) {}
-  ~Block() {
-    if (data_) memory_pool().release(data_, bytes_);
-  }
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-  void* data() const { return data_; }
-
- private:
-  std::size_t bytes_;
-  void* data_;
-};
-
 // The images of x or y in blocks that tiles can be cut from: they themselves, or a copy.
 class Blocked {
  public:
@@ -197,7 +181,7 @@ class Blocked {
   std::int64_t given_;
   void* data_;
   bool is_copy_;
-  Block copy_;
+  PoolBlock copy_;
 };
 
 Blocked x_of(Conv* c, const void* x) {

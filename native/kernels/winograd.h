@@ -7,8 +7,6 @@
 
 namespace singa_lite {
 
-constexpr std::int64_t kWinogradBlock = 8;  // of x and y, with which no array needs to be reordered
-
 // Whether winograd_... have code for this convolution.
 bool has_winograd(const Conv& conv);
 

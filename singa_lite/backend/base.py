@@ -14,8 +14,9 @@ allocated by the caller with the right shape and dtype) and plain attributes as 
 - float16, float32 and float64 all work, bfloat16 (dtypes.py) unless ``missing_precisions`` says "bf16"; the narrow ones
   accumulate in float32 and round once, to nearest even. IEEE rules, no warnings: overflow is inf, invalid is NaN.
 - Mixed precision: beside activations of 16 bits these are float32: scale, bias and statistics of the norms and their
-  gradients, the bias of conv2d and the second input of add. dw and db of conv2d_backward_weight, and out of matmul
-  and sum_to, have 16 bits or are float32, whichever the caller has made.
+  gradients, the bias of conv2d and the second input of add. w of conv2d and of conv2d_backward_data, which round a
+  float32 one first, dw and db of conv2d_backward_weight, and out of matmul and sum_to have 16 bits or are float32,
+  whichever the caller has made.
 So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
 
 Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.

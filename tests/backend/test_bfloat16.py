@@ -246,8 +246,25 @@ def check_convolution(seed: int, x_shape: Any, w_shape: Any, y_shape: Any, geome
     check("conv2d", x, w, b, out=(like(*y_shape),), **geometry)
     check("conv2d", x, w, out=(like(*y_shape),), **geometry)
     check("conv2d_backward_data", dy, w, out=(like(*x_shape),), **geometry)
+    check_float_weights("conv2d", x, floats(seed + 1, *w_shape), b, y_shape, geometry)
+    check_float_weights("conv2d_backward_data", dy, floats(seed + 1, *w_shape), None, x_shape, geometry)
     check("conv2d_backward_weight", dy, x, out=(dw,), **geometry)
     check("conv2d_backward_weight", dy, x, out=(dw, like(w_shape[0], dtype=np.float32)), **geometry)
+
+
+def check_float_weights(
+    kernel: str, x: Any, w: Any, b: Any, out_shape: Any, geometry: dict[str, Any]
+) -> None:
+    """Weights of float32 give the bits of the same ones rounded before."""
+    bias = () if b is None else (b,)
+    got, expected, of_numpy = (like(*out_shape) for _ in range(3))
+    for weights, out in ((w, got), (w.astype(bfloat16), expected)):
+        assert getattr(KERNELS, kernel)(x, weights, *bias, out=out, **geometry)
+    np.testing.assert_array_equal(got, expected)
+    REFERENCE.run(kernel, x, w, *bias, out=of_numpy, **geometry)
+    limit = like(*out_shape, dtype=np.float32)
+    REFERENCE.run(kernel, *(abs(wide(array)) for array in (x, w, *bias)), out=limit, **geometry)
+    assert (abs(wide(of_numpy) - wide(expected)) <= UNIT * limit).all()
 
 
 @needs_onednn

@@ -60,6 +60,7 @@ CASES: list[tuple[str, list[Any], int, list[Any], int, dict[str, Any]]] = [
     ),
     ("conv2d", [IMAGE, FILTER, (16,)], 2, [DY], 1, GEOMETRY),
     ("conv2d_backward_data", [DY, FILTER], 2, [IMAGE], 1, GEOMETRY),
+    ("conv2d_backward_data", [DY, FILTER], 1, [IMAGE], 1, GEOMETRY),
     ("conv2d_backward_weight", [DY, IMAGE], 2, [FILTER, (16,)], 0, GEOMETRY),
     ("conv2d_backward_weight", [(0, *DY[1:]), (0, *IMAGE[1:])], 2, [FILTER, (16,)], 0, GEOMETRY),
     ("add", [(5, 3, 70), (70,)], 1, [(5, 3, 70)], 1, {}),

@@ -17,6 +17,11 @@ def upcast(x: Array) -> Array:
     return x.astype(np.float32) if is_narrow(x.dtype) else x
 
 
+def upcast_beside(x: Array, w: Array) -> Array:
+    """Return ``upcast(w)``, rounded to the dtype of ``x`` before where only that is float16 or bfloat16."""
+    return upcast(w.astype(x.dtype) if is_narrow(x.dtype) else w)
+
+
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Return the dtype in which arrays of ``dtype`` are summed."""
     return np.dtype(np.float32) if is_narrow(dtype) else dtype

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..base import Array
-from ._accumulation import accumulation_dtype, upcast
+from ._accumulation import accumulation_dtype, upcast, upcast_beside
 
 # Of the unfolded batch, so that an evaluation batch of thousands doesn't take gigabytes. A step of the MNIST CNN
 # (batch 64, 1 thread, quiet machine) takes 24 ms with 16 MiB, 27 with 1 MiB, 31 with 4 MiB, 41 with 256 KiB.
@@ -122,7 +122,7 @@ class ConvKernels:
     ) -> None:
         window = window_of(x, w, out, stride, padding, dilation, groups)
         dtype = accumulation_dtype(x.dtype)
-        weights = upcast(w).reshape(groups, -1, window.rows)
+        weights = upcast_beside(x, w).reshape(groups, -1, window.rows)
         for part in window.chunks(x.shape[0], dtype.itemsize):
             y = np.matmul(weights, window.unfold(x[part], dtype)).reshape(*out.shape[1:], -1)
             if b is not None:
@@ -134,7 +134,7 @@ class ConvKernels:
     ) -> None:
         window = window_of(out, w, dy, stride, padding, dilation, groups)
         dtype = accumulation_dtype(dy.dtype)
-        weights = upcast(w).reshape(groups, -1, window.rows).swapaxes(1, 2)
+        weights = upcast_beside(dy, w).reshape(groups, -1, window.rows).swapaxes(1, 2)
         for part in window.chunks(dy.shape[0], dtype.itemsize):
             window.fold(np.matmul(weights, window.to_columns(dy[part], dtype)), out[part])
 

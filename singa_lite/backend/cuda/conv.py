@@ -38,8 +38,8 @@ WORKSPACE_BYTES = (1 << 30, 256 << 20, 32 << 20)
 class ConvKernels(CudnnCaller):
     """conv2d and its two gradients. Sums in float32 or wider; TF32 with ``device.allow_tf32``.
 
-    cuDNN has no arrays of two dtypes: beside images of 16 bits a float32 bias is added by a kernel of our own, its
-    gradient summed by one, and a float32 gradient of w is cast from that of 16 bits.
+    cuDNN has no arrays of two dtypes: beside images of 16 bits float32 weights are cast at each call, a float32 bias is
+    added by a kernel of our own, its gradient summed by one, and a float32 gradient of w is cast from that of 16 bits.
     """
 
     measure_convolutions = True  # see Note [plans]
@@ -48,13 +48,13 @@ class ConvKernels(CudnnCaller):
         if not out.size:
             return
         own = b if b is None or b.dtype == out.dtype else None
-        self._convolve(FORWARD, x, w, out, own, **options)
+        self._convolve(FORWARD, x, self._as(x.dtype, w), out, own, **options)
         if b is not None and own is None:
             self.find("add")(out, b.reshape(-1, 1, 1), out=out)
 
     def conv2d_backward_data(self, dy: Array, w: Array, *, out: Array, **options: Any) -> None:
         if out.size:
-            self._convolve(BACKWARD_DATA, out, w, dy, None, **options)
+            self._convolve(BACKWARD_DATA, out, self._as(dy.dtype, w), dy, None, **options)
 
     def conv2d_backward_weight(
         self, dy: Array, x: Array, *, out: Array | tuple[Array, Array], **options: Any
@@ -72,6 +72,14 @@ class ConvKernels(CudnnCaller):
             self.find("cast")(own_dw, out=dw)
         if db is not None and own_db is None:  # then dy is row-major, see preferred_formats
             self.find("sum")(dy, out=db, axes=(0, 2, 3), keepdims=False)
+
+    def _as(self, dtype: Any, w: Array) -> Array:
+        """Return the weights, or a copy of them in ``dtype``."""
+        if w.dtype == dtype:
+            return w
+        cast = self.empty(w.shape, dtype)
+        self.find("cast")(w, out=cast)
+        return cast
 
     @cached_property
     def _workspaces(self) -> list[list[Array]]:
