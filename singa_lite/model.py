@@ -118,7 +118,7 @@ class Model(Layer):
         self.graph(use_graph, sequential)
 
     def _prepare(self) -> None:
-        if self.optimizer is None or self._is_prepared or not self._is_compiled:
+        if self._is_prepared or self._optimizer is None or not self._is_compiled:
             return
         params = self.get_params()
         buffers = {name: value for name, value in self.get_states().items() if name not in params}

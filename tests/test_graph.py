@@ -537,4 +537,4 @@ def ranks_count_calls(communicator):
 
 
 def test_a_replay_makes_few_calls_of_python():
-    assert all(0 < calls <= 181 for calls in run_ranks(ranks_count_calls, 2))
+    assert all(0 < calls <= 150 for calls in run_ranks(ranks_count_calls, 2))

@@ -172,7 +172,7 @@ class Communicator(ABC):
     @property
     def is_alone(self) -> bool:
         """Whether there is no peer and so nothing to move."""
-        return self.size == 1
+        return self.world.size == 1
 
     @property
     def carries_requests(self) -> bool:

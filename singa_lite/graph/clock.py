@@ -187,8 +187,9 @@ def clock_of_thread() -> StepClock:
 
 def begin_step() -> None:
     """Begin a step, unless one runs, now and at this place of every replay."""
-    if not clock_of_thread().is_running:
-        _call_and_record(StepClock.begin)
+    clock = clock_of_thread()
+    if not clock.is_running:
+        _call_and_record(clock, StepClock.begin)
 
 
 def lap(phase: str, name: str = "") -> None:
@@ -198,13 +199,14 @@ def lap(phase: str, name: str = "") -> None:
         phase: "forward", "backward", "pack", "compress", "decompress" or "update".
         name: of what it was done to, such as the parameters of a bucket.
     """
-    if clock_of_thread().is_running:
-        _call_and_record(StepClock.lap, phase, name)
+    clock = clock_of_thread()
+    if clock.is_running:
+        _call_and_record(clock, StepClock.lap, phase, name)
 
 
 def pause_step() -> None:
     """Have the step go on at the next ``begin_step``, now and at this place of every replay."""
-    _call_and_record(StepClock.pause)
+    _call_and_record(clock_of_thread(), StepClock.pause)
 
 
 def end_step() -> StepTimes:
@@ -224,7 +226,7 @@ def abandon_step() -> None:
         this_thread.clock.abandon()
 
 
-def _call_and_record(function: Callable[..., None], *arguments: str) -> None:
+def _call_and_record(clock: StepClock, function: Callable[..., None], *arguments: str) -> None:
     if this_thread.recorder is not None:
         this_thread.recorder.nodes.append(ClockCall(function, arguments))
-    function(clock_of_thread(), *arguments)
+    function(clock, *arguments)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,7 +215,7 @@ class Optimizer:
 
     def number(self, name: str) -> Any:  # Any: a float, or a Scalar while a step is recorded
         """Return the schedule called ``name`` at this step, for a kernel; every replay reads it again."""
-        return scalar(lambda: self.value_of(name))
+        return scalar(partial(self.value_of, name))
 
     def value_of(self, name: str, step: int | None = None) -> float:
         """Return the schedule called ``name`` at ``step``, None is this one; a subclass may have set it to a number."""
@@ -223,7 +223,7 @@ class Optimizer:
             value = getattr(self, name)
         except (AttributeError, TypeError):
             raise OptionError(f"{type(self).__name__}: has no schedule {name!r}") from None
-        schedule = as_schedule(name, value, -math.inf)
+        schedule = value if isinstance(value, DecayScheduler) else as_schedule(name, value, -math.inf)
         return float(schedule(self._step_counter if step is None else step))
 
     def lr_at(self, step: int) -> float:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
@@ -51,7 +51,9 @@ def values_at(given: Mapping[str, Option], step: int) -> dict[str, Any]:
     return {name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
 
 
-def with_defaults(options: Any, names: Iterable[str]) -> Any:
+def with_defaults(options: Any, names: Sequence[str]) -> Any:
     """Return ``options`` with those called ``names`` at their defaults."""
+    if not names:
+        return options
     defaults = type(options)()
     return replace(options, **{name: getattr(defaults, name) for name in names})

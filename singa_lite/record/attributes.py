@@ -204,8 +204,8 @@ class Attributes:
         for constant in self._constants:
             if not constant.is_like(constant.now()):
                 return False
-        self._held = _tensors_of([*current, *self._constants])
-        return _aliases(self._held) == self._aliases
+        self._held = _tensors_of([*current, *self._constants]) if current or self._constants else []
+        return not (self._held or self._aliases) or _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
         """Return whether the attributes that do not change are as they were; at once from now on, until one is set."""
@@ -222,13 +222,14 @@ class Attributes:
 
     def now(self) -> list[Tensor]:
         """Return the ``inputs`` of this replay; ``fit`` was called before."""
-        return [self._held[number] for number in self._read]
+        return list(map(self._held.__getitem__, self._read))
 
     def repeat(self) -> None:
         """Set the attributes as the step did."""
-        tensors = [*self._held, *(tensor.clone() for tensor in self._made)]
-        for change in self._changes.values():
-            change.repeat(tensors)
+        if self._changes:
+            tensors = [*self._held, *(tensor.clone() for tensor in self._made)]
+            for change in self._changes.values():
+                change.repeat(tensors)
         self._held = []
 
 

@@ -95,7 +95,7 @@ class Variables:
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
         self._locations += [
-            (found.label, lambda value=value: value)  # type: ignore[misc]
+            (found.label, itertools.repeat(value).__next__)  # which always gives it
             for found, value in held
             if found.name.lstrip("_") in self._names
         ]

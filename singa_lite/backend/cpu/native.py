@@ -10,12 +10,13 @@ where nothing was compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..._native import load
 from ...config import env
 from ...errors import OptionError
-from ...graph.nodes import Kernel, Node
+from ...graph.nodes import Host, Kernel, Node
 from ..base import Array, Backend, is_kernel
 from ..layout import choose_formats
 from .fuse import fuse, is_compiled_dtype
@@ -70,11 +71,13 @@ class NativeKernels(Backend):
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
         if self._make_plan is None:
             return super().compile(nodes)
-        compiled: list[Callable[[], None]] = []
+        compiled: list[Callable[[], Any]] = []
         for node in nodes:
             last = compiled[-1] if compiled else None
             segment = last if isinstance(last, Segment) else Segment(self._make_plan())
-            if not segment.try_add(node, self._supported):
+            if type(node) is Host:  # neither a fork nor its join, which run_steps looks for
+                compiled.append(partial(node.function, *node.arguments))
+            elif not segment.try_add(node, self._supported):
                 compiled.append(node)
             elif segment is not last:
                 compiled.append(segment)
