@@ -236,7 +236,7 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     """
     check_recorded(y)
     assert y.creator is not None
-    nodes = _reachable(y.creator)
+    nodes = nodes_behind(y.creator)
     if dy is None and y.size() == 1 and _has_float16(nodes):
         raise OptionError(
             'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
@@ -264,7 +264,7 @@ def check_recorded(y: object) -> None:
 
 def needs_scale(y: Tensor) -> bool:
     """Return whether gradients of ``y`` pass through float16 that ``autocast`` has made of float32."""
-    return y.creator is not None and _has_float16(_reachable(y.creator))
+    return y.creator is not None and _has_float16(nodes_behind(y.creator))
 
 
 def _has_float16(nodes: list[Node]) -> bool:
@@ -295,8 +295,8 @@ def _seed(y: Tensor, dy: Tensor | float | None) -> Array:
     return seed
 
 
-def _reachable(root: Node) -> list[Node]:
-    """All nodes behind ``root``, latest first."""
+def nodes_behind(root: Node) -> list[Node]:
+    """Return ``root`` and all nodes that it was computed from, latest first."""
     seen = {root}
     stack = [root]
     while stack:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import autograd
+from ..autograd.parts import backward_in_parts
 from ..backend.formulas import UPDATES
+from ..config import this_thread
 from ..device import Device
 from ..dtypes import bfloat16
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_int
@@ -25,6 +27,7 @@ from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 # of Optimizer: its state and its parameters, not what it was made with
+PART_BYTES = 4 << 20  # of gradients; each part is some kernels more, ResNet-18 has 9 of them
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters")
 
 
@@ -40,7 +43,9 @@ class Optimizer:
 
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
-    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``.
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. With
+    ``is_per_parameter = True`` too, which says that no parameter's update depends on another's gradient,
+    ``update_all`` gets them in several lists while backward runs, so that fewer gradients take memory at a time.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
     steps see it.
@@ -54,10 +59,13 @@ class Optimizer:
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
     is_recordable = False
+    is_per_parameter = False
     lr = ScheduleAttribute()
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
+        if {"update_all", "apply", "update_pairs"} & vars(cls).keys():
+            cls.is_per_parameter = vars(cls).get("is_per_parameter", False)  # not that of the class above
         if not vars(cls).get("is_recordable", False):
             for name in {"update_all", "apply", "update", "update_pairs", "step"} & vars(cls).keys():
                 setattr(cls, name, _on_host(vars(cls)[name]))
@@ -83,7 +91,12 @@ class Optimizer:
 
     def __call__(self, loss: Tensor) -> None:
         """Run backward, update every parameter, and count the step."""
-        self.update_pairs(list(autograd.backward(loss)))
+        if this_thread.recorder is not None and self.is_per_parameter:
+            for pairs in backward_in_parts(loss, PART_BYTES):
+                self.update_pairs(pairs)
+                del pairs  # or their memory would be in use until the next ones are there
+        else:
+            self.update_pairs(list(autograd.backward(loss)))
         self.step()
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
