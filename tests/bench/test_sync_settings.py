@@ -177,7 +177,7 @@ def test_a_missing_folder_of_data_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-# ---- models and folders at the door --------------------------------------------------------------------
+# ---- models and folders that are refused --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

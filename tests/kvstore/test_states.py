@@ -15,7 +15,7 @@ import pytest
 
 from singa_lite.errors import CheckpointError
 from singa_lite.model_file import OPTIMIZER_FILE, Checkpoint, write_checkpoint
-from tools.soak.doors.states import store_state, trained_store, trained_trainer, trainer_state
+from tools.soak.file_readers.states import store_state, trained_store, trained_trainer, trainer_state
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tools.soak import damage, readers, reading, segment
-from tools.soak.doors import DOORS
-from tools.soak.doors.door import Door, Read
+from tools.soak.file_readers import READERS
+from tools.soak.file_readers.reader import Read, Reader
 
 
 def test_no_reader_of_the_package_takes_a_damaged_file_silently(tmp_path: Path) -> None:
-    rows = readers.soak(DOORS, 5, 0, tmp_path)
-    assert [(row.door.name, *each) for row in rows for each in row.findings] == []
+    rows = readers.soak(READERS, 5, 0, tmp_path)
+    assert [(row.reader.name, *each) for row in rows for each in row.findings] == []
     assert all(row.counts.total() == 5 for row in rows)
     assert sum(row.counts[reading.TYPED] for row in rows) > 50
 
@@ -77,9 +77,9 @@ def test_a_reader_with_a_fault_is_found(fault, found, tmp_path: Path) -> None:
     def start() -> Read:
         return lambda folder: fault((folder / "file").read_bytes())
 
-    door = Door("planted", "", "CRC", "", make, start)
+    reader = Reader("planted", "", "CRC", "", make, start)
     (row,) = readers.soak(
-        [door], 3 if fault is waits else 12, 0, tmp_path, deadline_s=0.3 if fault is waits else 20.0
+        [reader], 3 if fault is waits else 12, 0, tmp_path, deadline_s=0.3 if fault is waits else 20.0
     )
     assert row.findings and any(outcome.kind.startswith(found) for _, outcome in row.findings), row
 

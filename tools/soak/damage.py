@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage the bytes of a file at random, also in ways that know zip, gzip, tar, JSON and safetensors.
 
-What lives here: bytes in, bytes out. What does not: which files are damaged and who reads them (doors.py, readers.py).
+What lives here: bytes in, bytes out. What does not: which files are damaged and what reads them (readers.py).
 Damage is *forged* where checksums were made again around it: then a reader has no means to notice another value.
 """
 

@@ -5,12 +5,12 @@
     python -m tools.soak.readers --minutes 30
     python -m tools.soak.readers --only "bench run" --index 123
 
-Files are damaged by damage.py, readers are in doors/. A read is *right* if it gives the value of the file as it was, or
-of another whole one, such as an older checkpoint; *typed* if it raises a SingaLiteError or what its documentation
-names; *other* if it gives another value where no checksum could tell. All else is a finding: another exception, the end
-of the process, no end within DEADLINE_S, more than SPARE_BYTES of memory, files written elsewhere, an error after a
-part was loaded, and another value although there is a checksum. Readers run in processes of their own, which are
-started again if they die.
+Files are damaged by damage.py, readers are in file_readers/. A read is *right* if it gives the value of the file as it
+was, or of another whole one, such as an older checkpoint; *typed* if it raises a SingaLiteError or what its
+documentation names; *other* if it gives another value where no checksum could tell. All else is a finding: another
+exception, the end of the process, no end within DEADLINE_S, more than SPARE_BYTES of memory, files written elsewhere,
+an error after a part was loaded, and another value although there is a checksum. Readers run in processes of their
+own, which are started again if they die.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.soak.doors import DOORS
-from tools.soak.doors.door import Door
+from tools.soak.file_readers import READERS
+from tools.soak.file_readers.reader import Reader
 from tools.soak.reading import OTHER, RIGHT, TYPED, Outcome, read_files
 
 DEADLINE_S = 20.0  # of a read, which takes milliseconds
@@ -35,9 +35,9 @@ DEADLINE_S = 20.0  # of a read, which takes milliseconds
 
 @dataclass
 class Row:
-    """What came of all reads of a door."""
+    """What came of all reads by a reader."""
 
-    door: Door
+    reader: Reader
     counts: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Outcome]] = field(default_factory=list)
 
@@ -48,14 +48,14 @@ class Row:
 
 
 def outcomes(
-    door: Door, root: Path, indices: range, seed: int, deadline_s: float
+    reader: Reader, root: Path, indices: range, seed: int, deadline_s: float
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield the outcome of each index, of as many processes as that needs."""
     context = multiprocessing.get_context("fork")
     left = list(indices)
     while left:
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=read_files, args=(there, door, root, left, seed), daemon=True)
+        process = context.Process(target=read_files, args=(there, reader, root, left, seed), daemon=True)
         process.start()
         there.close()
         index, why = None, "no end within the deadline"
@@ -73,25 +73,25 @@ def outcomes(
         process.join()
         here.close()
         if left and index is None:
-            raise SystemExit(f"{door.name}: valid files cannot be made or read: {why}")
+            raise SystemExit(f"{reader.name}: valid files cannot be made or read: {why}")
         if left:
             yield left.pop(0), Outcome(why, "see --only and --index")
 
 
 def soak(
-    doors: Sequence[Door],
+    file_readers: Sequence[Reader],
     num_files: int,
     seed: int,
     root: Path,
     deadline_s: float = DEADLINE_S,
     first: int = 0,
 ) -> list[Row]:
-    """Read ``num_files`` damaged files of each door."""
+    """Read ``num_files`` damaged files of each reader."""
     rows = []
-    for number, door in enumerate(doors):
-        row, place = Row(door), root / str(number)
+    for number, reader in enumerate(file_readers):
+        row, place = Row(reader), root / str(number)
         place.mkdir(exist_ok=True)
-        for index, outcome in outcomes(door, place, range(first, first + num_files), seed, deadline_s):
+        for index, outcome in outcomes(reader, place, range(first, first + num_files), seed, deadline_s):
             row.add(index, outcome)
         rows.append(row)
     return rows
@@ -103,7 +103,12 @@ def table(rows: Sequence[Row]) -> str:
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in rows:
         counts = [row.counts.total(), *(row.counts[kind] for kind in (RIGHT, TYPED, OTHER, "finding"))]
-        cells = [row.door.name, row.door.module, row.door.protects or row.door.free, *map(str, counts)]
+        cells = [
+            row.reader.name,
+            row.reader.module,
+            row.reader.protects or row.reader.free,
+            *map(str, counts),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -116,17 +121,19 @@ def main() -> int:
     parser.add_argument("--only", help="the files of one row of the table")
     parser.add_argument("--index", type=int, help="one damaged file alone")
     given = parser.parse_args()
-    doors = [door for door in DOORS if given.only in (None, door.name)]
-    rows, end = [Row(door) for door in doors], time.monotonic() + 60 * given.minutes
+    file_readers = [reader for reader in READERS if given.only in (None, reader.name)]
+    rows, end = [Row(reader) for reader in file_readers], time.monotonic() + 60 * given.minutes
     num_files, first = (given.files, 0) if given.index is None else (1, given.index)
     for seed in range(given.seed, sys.maxsize):
         with tempfile.TemporaryDirectory(prefix="singa_lite-soak-") as name:
-            for row, more in zip(rows, soak(doors, num_files, seed, Path(name), first=first), strict=True):
+            for row, more in zip(
+                rows, soak(file_readers, num_files, seed, Path(name), first=first), strict=True
+            ):
                 row.counts += more.counts
                 row.findings += more.findings
                 for index, outcome in more.findings:
                     print(
-                        f"FINDING {row.door.name!r} --seed {seed} --index {index}: {outcome.how}: {outcome.kind}"
+                        f"FINDING {row.reader.name!r} --seed {seed} --index {index}: {outcome.how}: {outcome.kind}"
                     )
         if time.monotonic() >= end:
             break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read damaged files of a door, in a process of its own, and tell what came of each.
+"""Read damaged files of a reader, in a process of its own, and tell what came of each.
 
 What lives here: the process. What does not: starting it again where it dies, and counting (readers.py).
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from singa_lite.errors import SingaLiteError
 from tools.soak.damage import MARK, damage
-from tools.soak.doors.door import Changed, Door, Read, Refused, hash_of
+from tools.soak.file_readers.reader import Changed, Read, Reader, Refused, hash_of
 
 SPARE_BYTES = 384 << 20  # that a read may take for files of some KB
 RIGHT, TYPED, OTHER = "right", "typed", "other"
@@ -45,9 +45,9 @@ def files_in(folder: Path) -> Files:
 
 
 def damaged_folder(
-    door: Door, variants: Sequence[Files], folder: Path, rng: random.Random
+    reader: Reader, variants: Sequence[Files], folder: Path, rng: random.Random
 ) -> tuple[str, bool]:
-    """Write the files of a door with some of them damaged; return how, and whether checksums were made again."""
+    """Write the files of a reader with some of them damaged; return how, and whether checksums were made again."""
     files, other = dict(variants[0]), variants[min(1, len(variants) - 1)]
     name, action = rng.choice(sorted(files)), rng.random()
     how, is_forged = f"{name}: ", False
@@ -59,9 +59,9 @@ def damaged_folder(
                 f"{how}{changed.how} ",
                 is_forged or changed.is_forged,
             )
-            is_forged |= changed.how == "swap" and not door.is_bound
-        if door.seal is not None and rng.random() < 0.3:
-            files[name], how, is_forged = door.seal(name, files[name]), f"{how}, sealed", True
+            is_forged |= changed.how == "swap" and not reader.is_bound
+        if reader.seal is not None and rng.random() < 0.3:
+            files[name], how, is_forged = reader.seal(name, files[name]), f"{how}, sealed", True
     elif action < 0.85:
         how += "missing"
         del files[name]
@@ -87,7 +87,7 @@ def damaged_folder(
     return how, is_forged
 
 
-def outcome_of(door: Door, read: Read, folder: Path, right: Sequence[str], is_forged: bool) -> str:
+def outcome_of(reader: Reader, read: Read, folder: Path, right: Sequence[str], is_forged: bool) -> str:
     """Return the kind of an outcome."""
     try:
         value = hash_of(read(folder))
@@ -103,12 +103,12 @@ def outcome_of(door: Door, read: Read, folder: Path, right: Sequence[str], is_fo
             return f"memory: {error!r:.200}"
         return (
             TYPED
-            if isinstance(error, (SingaLiteError, *door.also))
+            if isinstance(error, (SingaLiteError, *reader.also))
             else f"{type(error).__name__}: {str(error)[:200]}"
         )
     if value in right:
         return RIGHT
-    return OTHER if is_forged or door.free else "another value without an error"
+    return OTHER if is_forged or reader.free else "another value without an error"
 
 
 def written_beside(root: Path) -> list[str]:
@@ -122,21 +122,21 @@ def written_beside(root: Path) -> list[str]:
     return [path.name for path in found]
 
 
-def read_files(connection: Connection, door: Door, root: Path, indices: Sequence[int], seed: int) -> None:
+def read_files(connection: Connection, reader: Reader, root: Path, indices: Sequence[int], seed: int) -> None:
     """Read damaged files, one an index; send each index before and its Outcome after."""
     (root / "cwd").mkdir(exist_ok=True)
     os.chdir(root / "cwd")
-    for number in range(door.num_variants):
+    for number in range(reader.num_variants):
         if not (root / f"valid-{number}").exists():
             (root / f"valid-{number}").mkdir()
-            door.make(root / f"valid-{number}", number)
+            reader.make(root / f"valid-{number}", number)
     variants, folder, read = (
-        [files_in(root / f"valid-{n}") for n in range(door.num_variants)],
+        [files_in(root / f"valid-{n}") for n in range(reader.num_variants)],
         root / "in",
-        door.start(),
+        reader.start(),
     )
     right = []
-    for number in range(door.num_variants):
+    for number in range(reader.num_variants):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(root / f"valid-{number}", folder)
         right.append(hash_of(read(folder)))
@@ -146,11 +146,11 @@ def read_files(connection: Connection, door: Door, root: Path, indices: Sequence
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for index in indices:
         connection.send(index)
-        rng = random.Random(f"{seed}/{door.name}/{index}")
+        rng = random.Random(f"{seed}/{reader.name}/{index}")
         shutil.rmtree(folder)
         folder.mkdir()
-        how, is_forged = damaged_folder(door, variants, folder, rng)
-        kind = outcome_of(door, read, folder, right, is_forged)
+        how, is_forged = damaged_folder(reader, variants, folder, rng)
+        kind = outcome_of(reader, read, folder, right, is_forged)
         if beside := written_beside(root):
             kind = f"written elsewhere: {beside}"
         connection.send(Outcome(kind, how))

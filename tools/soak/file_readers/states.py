@@ -24,7 +24,7 @@ from singa_lite.files import HASH, sealed
 from singa_lite.generation import find_generations, rank_file, write_arrays, write_manifest
 from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import Net, compiled, train
-from tools.soak.doors.door import Read, all_or_nothing, hash_of
+from tools.soak.file_readers.reader import Read, all_or_nothing, hash_of
 
 OPTION = "sparseTopK:0.05"  # has residuals
 GROUPS = 3  # ranks of a job that one rank goes on from

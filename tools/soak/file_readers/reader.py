@@ -15,7 +15,7 @@ Read = Callable[[Path], object]
 
 
 class Refused(Exception):
-    """A door that returns None, as its documentation says, where another one raises."""
+    """A reader that returns None, as its documentation says, where another one raises."""
 
 
 class Changed(Exception):
@@ -23,7 +23,7 @@ class Changed(Exception):
 
 
 @dataclass(frozen=True)
-class Door:
+class Reader:
     """A reader of files.
 
     Attributes:

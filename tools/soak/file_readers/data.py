@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from singa_lite.data import cifar, mnist, synthetic_cifar10, synthetic_mnist
-from tools.soak.doors.door import Read, Refused, hash_of
+from tools.soak.file_readers.reader import Read, Refused, hash_of
 
 
 def digits(number: int) -> dict[str, bytes]:

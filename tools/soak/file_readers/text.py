@@ -23,7 +23,7 @@ from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.graph.clock import Span, Waited
 from singa_lite.graph.trace import SUFFIX, TraceWriter
 from tests.bench.test_compare import result, write
-from tools.soak.doors.door import Read, Refused
+from tools.soak.file_readers.reader import Read, Refused
 
 RANKS = 3
 PLACE = runs.Place({"cores": 2, "host": "a"}, {"singa-lite": "1"}, {"data": "x"}, {"threads": "1"})
