@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.rows import QUICK, medians_ms, report
 from singa_lite import _native, device
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
-from tools.gpu_check.rows import QUICK, medians_ms, report
 
 SIZES_KB = [4, 64] if QUICK else [4, 64, 1024, 16 << 10, 256 << 10]
 FLOAT32 = 7  # ncclFloat32

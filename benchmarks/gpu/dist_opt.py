@@ -12,13 +12,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from benchmarks.gpu.rows import QUICK, explain, medians_ms, report
 from benchmarks.gpu.step import CASES, WARM_STEPS, free
 from benchmarks.steps import batch, our_step
 from singa_lite import device
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
-from tools.gpu_check.rows import QUICK, explain, medians_ms, report
 
 LIMIT = 1.05
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
 from benchmarks.steps import Step, batch, our_step, torch_step
 from singa_lite import device
-from tools.gpu_check.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
 
 # model -> (shape, shape to try the script with, limit beside eager PyTorch)
 CASES = {

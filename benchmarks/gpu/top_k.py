@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
 from benchmarks.gpu.step import free, synchronize, torch_module
 from singa_lite import device
-from tools.gpu_check.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
 
 ELEMENTS, SHARE, LIMIT = 20_000 if QUICK else 25_000_000, 0.01, 0.5
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu import rows
 from tests.limits import LIMIT_S
-from tools.gpu_check import build, check, kernels, rows, run_tests
+from tools.gpu_check import build, check, kernels, run_tests
 
 ROOT = Path(__file__).parents[2]
-HEAD = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tools.gpu_check.rows import report\n"
+HEAD = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom benchmarks.gpu.rows import report\n"
 HANGS = "import subprocess, time\nsubprocess.Popen(['sleep', '{seconds}'])\ntime.sleep(100)\n"
 
 

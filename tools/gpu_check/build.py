@@ -18,7 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from tools.gpu_check.rows import report
+from benchmarks.gpu.rows import report
 
 ROOT = Path(__file__).resolve().parents[2]
 TREE = ROOT / "build" / "gpu-check" / "tree"

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tools.gpu_check.rows import SKIPPED
+from benchmarks.gpu.rows import SKIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "gpu-check"

@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from tools.gpu_check.rows import QUICK, explain, report
+from benchmarks.gpu.rows import QUICK, explain, report
 
 # .cu file -> the element types T and U its kernels are started with, in numpy's letters
 TYPES = {

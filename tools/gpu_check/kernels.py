@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.rows import QUICK, SKIPPED, report
 from tools.gpu_check.compile import own_kernels, types_for
 from tools.gpu_check.machine import find_tool
-from tools.gpu_check.rows import QUICK, SKIPPED, report
 
 DTYPES = ("float32", "float16", "float64")
 LARGE = 40_000 if QUICK else 300_000

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.gpu_check.rows import report
+from benchmarks.gpu.rows import report
 
 PACKAGES = (
     *("numpy", "pybind11", "setuptools", "cmake", "ninja", "cupy-cuda13x", "cupy-cuda12x", "torch", "triton"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.gpu_check.rows import QUICK, explain, report
+from benchmarks.gpu.rows import QUICK, explain, report
 
 STEPS = 6 if QUICK else 15
 CURVE, MODES = 5e-2, 2e-2  # losses beside float32, and of captured steps beside eager ones

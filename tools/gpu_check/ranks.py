@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.rows import SKIPPED, explain, report
 from tools.gpu_check.machine import library_version
-from tools.gpu_check.rows import SKIPPED, explain, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_check.rows import QUICK, report
+from benchmarks.gpu.rows import QUICK, report
 
 ROOT = Path(__file__).resolve().parents[2]
 # the most telling files first

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.gpu_check.rows import QUICK, explain, report
+from benchmarks.gpu.rows import QUICK, explain, report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from model.cnn import CNN

@@ -15,10 +15,10 @@ import argparse
 import traceback
 from typing import Any
 
+from benchmarks.gpu.rows import QUICK, explain
 from benchmarks.gpu.step import CASES, allow_tf32, free, synchronize, warm_step
 from benchmarks.steps import batch
 from singa_lite import device
-from tools.gpu_check.rows import QUICK, explain
 
 STEPS, ROWS = 3, 25
 DTYPES = (("float32", False), ("float32", True), ("float16", False))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of check.py share: rows of its report, and a clock for work that a device does later.
+"""What the parts of tools/gpu_check/check.py share: rows of its report, and a clock for work that a device does later.
 
 GPU_CHECK_QUICK=1 takes tiny sizes, GPU_CHECK_TORCH=cpu runs PyTorch's side on the CPU: for trying the scripts
 themselves on a machine without a GPU, where their figures mean nothing.
