@@ -22,6 +22,7 @@ from singa_lite.errors import OptionError
 from tests.limits import LIMIT_S
 
 KERNELS, REASON = _native.load("_kernels")
+CPU_FLAGS = set(Path("/proc/cpuinfo").read_text().split()) if sys.platform == "linux" else set()
 if KERNELS is None:
     pytest.skip(f"nothing was compiled: {REASON}", allow_module_level=True)
 HAS_ONEDNN = bool(KERNELS.onednn)
@@ -970,6 +971,43 @@ def test_convolutions_by_winograd_and_direct_ones_are_exact_to_a_few_units_in_th
     assert by_switch["on"] != by_switch["off"]
     for errors in by_switch.values():
         assert all(0 < float(error) < 4e-7 for error in errors.split()), errors  # of the sum of magnitudes
+
+
+CHOICE = """
+import sys, numpy as np
+from singa_lite import _native; k, _ = _native.load("_kernels")
+from singa_lite.backend.cpu import CpuBackend; CpuBackend()
+from singa_lite.dtypes import bfloat16
+rng = np.random.default_rng(3)
+for channels in (32, 64):
+    for dtype in ("f", bfloat16):
+        x, w = (rng.standard_normal(shape).astype(dtype) for shape in ((2, channels, 12, 12), (64, channels, 3, 3)))
+        y = np.empty((2, 64, 12, 12), dtype)
+        assert k.conv2d(x, w, out=y, stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
+        print(channels, dtype == "f", y.tobytes().hex())
+"""
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="built without oneDNN: convolutions are numpy's")
+@pytest.mark.skipif(
+    not {"avx2", "fma"} <= CPU_FLAGS, reason="this processor has no AVX2: convolutions are direct"
+)
+@pytest.mark.parametrize("isa", ["", "AVX2"])
+def test_winograd_is_chosen_where_it_was_measured_to_be_faster(isa):
+    held_to = {"ONEDNN_MAX_CPU_ISA": isa} if isa else {}
+    ran = {
+        switch: [
+            line.split() for line in run_python(CHOICE, SINGA_LITE_WINOGRAD=switch, **held_to).splitlines()
+        ]
+        for switch in ("", "on", "off")
+    }
+    has_avx512 = "avx512bw" in CPU_FLAGS and isa == ""
+    multiplies_bfloat16 = isa == "" and KERNELS.multiplies_bfloat16()
+    for chosen, by_winograd, direct in zip(*ran.values(), strict=True):
+        channels, is_float32 = int(chosen[0]), chosen[1] == "True"
+        is_chosen = channels >= (64 if has_avx512 else 32) and (is_float32 or not multiplies_bfloat16)
+        assert by_winograd != direct or not is_float32
+        assert chosen == (by_winograd if is_chosen else direct)
 
 
 def test_the_switch_for_winograd_is_on_or_off(monkeypatch):
