@@ -276,7 +276,10 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("fuses_multiply_add", &fuses_multiply_add, "Whether cloned functions run as compiled for x86-64-v3 or above.");
 
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
-  m.def("release_cached_memory", [] { memory_pool().release_cached_memory(); }, "Release memory that is kept for reuse to the system.");
+  m.def("release_cached_memory", [] {
+    release_thread_scratch();
+    memory_pool().release_cached_memory();
+  }, "Release memory that is kept for reuse, and the calling thread's scratch, to the system.");
   m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");
 
   const py::kw_only kw;

@@ -18,7 +18,8 @@ struct Conv {
   bool has_float_weights = false;         // w is of float and rounded to the others' numbers first
 };
 
-// Take Winograd's products, or never, on this processor, whatever was measured; before the first convolution.
+// Take Winograd's products on this processor for every convolution with enough channels and tiles, whatever was measured, or
+// for none; before the first convolution.
 void use_winograd(bool is_wanted);
 
 enum class ConvKind : std::int64_t { kForward = 2, kBackwardData = 3, kBackwardWeight = 4 };

@@ -95,16 +95,19 @@ struct ThreadScratch {
   }
 };
 
+thread_local ThreadScratch thread_memory;
+
 }  // namespace
 
 void* thread_scratch(std::size_t bytes) {
-  thread_local ThreadScratch scratch;
-  if (bytes > scratch.bytes) {
-    scratch.release();
-    scratch.memory = ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment));
-    scratch.bytes = bytes;
+  if (bytes > thread_memory.bytes) {
+    thread_memory.release();
+    thread_memory.memory = ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment));
+    thread_memory.bytes = bytes;
   }
-  return scratch.memory;
+  return thread_memory.memory;
 }
+
+void release_thread_scratch() { thread_memory.release(); }
 
 }  // namespace singa_lite

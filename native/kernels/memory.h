@@ -58,5 +58,6 @@ class PoolBlock {
 // At least so many bytes that are the calling thread's until its next call: what one kernel needs while it runs. They are
 // grown as needed and kept.
 void* thread_scratch(std::size_t bytes);
+void release_thread_scratch();  // of the calling thread, to the system
 
 }  // namespace singa_lite

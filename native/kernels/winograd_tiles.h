@@ -6,7 +6,8 @@
 // also halves. Sums over channels are taken between the transforms, so at each place they are a product of matrices.
 // With dy of 2 x 2, the gradient of g is G' ((A dy A') * (B' d B)) G, summed over tiles.
 // A. Lavin, S. Gray, Fast Algorithms for Convolutional Neural Networks, 2015, section 4.1.
-// An infinite pixel makes NaN of the results of its tiles, as its differences are; so does one above 8e37.
+// A result's error is of the size of a rounding of its tile's largest pixel times the weights, also where that pixel has no part
+// in the result. An infinite pixel makes all results of its tiles infinite or NaN, and pixels above 8e37 may do so.
 //
 // Each transform reads or writes 16 matrices, one for each place, that lie place_step elements apart.
 #pragma once

@@ -188,6 +188,16 @@ int main() {
     Conv too_large = make_3x3(2, 8, 8, 8, 8, 1, 1);
     too_large.out_width = 9;
     CHECK(!has_winograd(too_large));
+    Conv other = make_3x3(2, 16, 16, 9, 9, 1, 1);
+    CHECK(has_winograd(other));
+    other.groups = 2;
+    CHECK(!has_winograd(other));
+    other.groups = 1, other.dilation[1] = 2, other.padding[1] = 2;
+    CHECK(!has_winograd(other));
+    other = make_3x3(2, 16, 16, 9, 9, 1, 1);
+    other.stride[0] = 2, other.out_height = 5;
+    CHECK(!has_winograd(other));
+    CHECK(!has_winograd(make_3x3(2, 12, 16, 9, 9, 1, 1)) && !has_winograd(make_3x3(2, 16, 12, 9, 9, 1, 1)));
 #endif
   });
 }

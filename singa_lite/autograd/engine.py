@@ -237,6 +237,8 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     check_recorded(y)
     assert y.creator is not None
     nodes = nodes_behind(y.creator)
+    if any(node.context is None for node in nodes):
+        raise GraphError("backward: part of this record was used up by an earlier backward()")
     if dy is None and y.size() == 1 and _has_float16(nodes):
         raise OptionError(
             'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
@@ -322,8 +324,11 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
             if isinstance(source, Tensor):
                 uses[source] -= 1
                 if uses[source] == 0 and source in gradients:
-                    array = gradients.pop(source).release(source.device.backend)
-                    yield source, Tensor.wrap(array, source.device)
+                    # in no variable, so that the caller alone has it
+                    yield (
+                        source,
+                        Tensor.wrap(gradients.pop(source).release(source.device.backend), source.device),
+                    )
     lap("backward")
 
 

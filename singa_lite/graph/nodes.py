@@ -11,6 +11,7 @@ the arrays it reads, ``outputs`` those it writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -33,6 +34,18 @@ class Scalar:
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
         self.value = read()
+
+    def shared(self) -> tuple[Scalar, Scalar]:
+        """Return two for nodes of one number: the first reads it, the other gives again what was read last."""
+        last = [self.value]
+
+        def read() -> Any:
+            last[0] = self.read()
+            return last[0]
+
+        first, other = copy(self), copy(self)
+        first.read, other.read = read, lambda: last[0]
+        return first, other
 
 
 class ArrayNode:

@@ -60,6 +60,7 @@ class Recorder:
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
         self.joins: list[Join] = []  # of forks that have not ended
+        self.updates_in_parts = False  # whether an optimizer changes some parameters before others
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what this thread does inside the ``with`` block."""

@@ -26,7 +26,7 @@ class AdaGrad(Optimizer):
     slot_names = ("sum_of_squares",)
     epsilon = ScheduleAttribute(has_zero=False)
     weight_decay = ScheduleAttribute()
-    is_recordable = is_per_parameter = True
+    is_recordable = True
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RMSProp(Optimizer):
     rho = ScheduleAttribute(below=1.0)
     epsilon = ScheduleAttribute(has_zero=False)
     weight_decay = ScheduleAttribute()
-    is_recordable = is_per_parameter = True
+    is_recordable = True
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Adam(Optimizer):
         self.epsilon = epsilon
         self.weight_decay = weight_decay
 
-    is_recordable = is_per_parameter = True
+    is_recordable = True
     kernel = "adam_update"
 
     def update_all(self, pairs: Pairs) -> None:

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import autograd
-from ..autograd.parts import backward_in_parts
+from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
 from ..config import this_thread
 from ..device import Device
 from ..dtypes import bfloat16
 from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_int
 from ..graph.clock import drop_step, lap
+from ..graph.interrupts import deferred_interrupts
+from ..graph.nodes import Scalar
 from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.core import check_tensor, set_grads_fresh
@@ -26,8 +28,8 @@ from .arguments import description_of, make
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
+PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-PART_BYTES = 4 << 20  # of gradients; each part is some kernels more, ResNet-18 has 9 of them
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters")
 
 
@@ -43,9 +45,7 @@ class Optimizer:
 
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
-    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. With
-    ``is_per_parameter = True`` too, which says that no parameter's update depends on another's gradient,
-    ``update_all`` gets them in several lists while backward runs, so that fewer gradients take memory at a time.
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
     steps see it.
@@ -59,13 +59,10 @@ class Optimizer:
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
     is_recordable = False
-    is_per_parameter = False
     lr = ScheduleAttribute()
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        if {"update_all", "apply", "update_pairs"} & vars(cls).keys():
-            cls.is_per_parameter = vars(cls).get("is_per_parameter", False)  # not that of the class above
         if not vars(cls).get("is_recordable", False):
             for name in {"update_all", "apply", "update", "update_pairs", "step"} & vars(cls).keys():
                 setattr(cls, name, _on_host(vars(cls)[name]))
@@ -90,11 +87,14 @@ class Optimizer:
         self._step_counter = check_int(type(self).__name__, "step_counter", steps, 0)
 
     def __call__(self, loss: Tensor) -> None:
-        """Run backward, update every parameter, and count the step."""
-        if this_thread.recorder is not None and self.is_per_parameter:
-            for pairs in backward_in_parts(loss, PART_BYTES):
-                self.update_pairs(pairs)
-                del pairs  # or their memory would be in use until the next ones are there
+        """Run backward, update every parameter, and count the step.
+
+        A recorded step applies gradients while backward runs, where this package's own update does it, so that they
+        take less memory.
+        """
+        own = getattr(self.update_all, "__module__", "")
+        if this_thread.recorder is not None and own.startswith(f"{__package__}."):
+            self.update_pairs(BackwardPairs(loss, PART_BYTES))
         else:
             self.update_pairs(list(autograd.backward(loss)))
         self.step()
@@ -207,9 +207,24 @@ class Optimizer:
 
         Args:
             kernel: a name of ``backend.formulas.UPDATES``; its states are the first of ``slot_names``.
+            pairs: what ``update_all`` was given.
             attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
         """
         guard(self, lambda: self.slot_names)
+        if not isinstance(pairs, BackwardPairs):
+            self._run_update(kernel, pairs, attributes)
+            return
+        given = {name: v.shared() if isinstance(v, Scalar) else (v, v) for name, v in attributes.items()}
+        is_first = True
+        with deferred_interrupts():
+            for part in pairs.parts():
+                self._run_update(kernel, part, {name: both[not is_first] for name, both in given.items()})
+                del part  # or its memory would be in use until the next one is there
+                if not is_first and this_thread.recorder is not None:
+                    this_thread.recorder.updates_in_parts = True
+                is_first = False
+
+    def _run_update(self, kernel: str, pairs: Pairs, attributes: dict[str, Any]) -> None:
         groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
         for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
@@ -439,7 +454,7 @@ def _on_host(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def run(self: Optimizer, *arguments: Any) -> None:
-        given = [list(a) if isinstance(a, Iterator) else a for a in arguments]
+        given = [list(a) if isinstance(a, (Iterator, BackwardPairs)) else a for a in arguments]
         host(run_in_float32, self, *given)
 
     return run

@@ -48,7 +48,11 @@ def check_options(scheme: Any, given: Mapping[str, Option]) -> None:
 
 def values_at(given: Mapping[str, Option], step: int) -> dict[str, Any]:
     """Return the values of ``given`` at ``step``."""
-    return {name: v(step) if isinstance(v, DecayScheduler) else v for name, v in given.items()}
+    values = dict(given)
+    for name, value in given.items():
+        if isinstance(value, DecayScheduler):
+            values[name] = value(step)
+    return values
 
 
 def with_defaults(options: Any, names: Sequence[str]) -> Any:

@@ -45,7 +45,7 @@ class SGD(Optimizer):
         self.nesterov = check_bool("SGD", "nesterov", nesterov)
         self.dtype = None if dtype is None else as_dtype(dtype)
 
-    is_recordable = is_per_parameter = True
+    is_recordable = True
     momentum = ScheduleAttribute()
     dampening = ScheduleAttribute()
     weight_decay = ScheduleAttribute()

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 from typing import Protocol
 
 from ..errors import OptionError
-from ..sync.base import OptimizerView, Scheme, StepContext
-from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options
+from ..sync.base import OptimizerView, Scheme, StepContext, option_names
+from ..sync.text import make_options, options_by_name, read_dist_option, scheme_of_options, wrapped_field
 from .base import Optimizer
 from .options import Option, check_options, join_options, values_at, with_defaults
 from .schedule import DecayScheduler, described
@@ -52,10 +52,10 @@ class StepOptions:
         scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
         of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
         given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
-        wrapped = scheme.wrapped_option
+        wrapped = wrapped_field(scheme)
         if wrapped in of_call and of_call[wrapped] != given.get(wrapped):
             given = {}  # are another scheme's
-        if spars is not None and "spars" in scheme_of_options(scheme, {**given, **of_call}).option_names:
+        if spars is not None and "spars" in option_names(scheme_of_options(scheme, {**given, **of_call})):
             of_call = join_options("DistOpt", of_call, {"spars": spars})
         given |= of_call
         by_name = {name: value for name, value in given.items() if name != wrapped}
@@ -98,10 +98,10 @@ def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]
 
 def has_clip(scheme: type[Scheme]) -> bool:
     """Return whether a scheme clips local gradients itself, by its option ``clip``."""
-    return "clip" in scheme.option_names
+    return "clip" in option_names(scheme)
 
 
 def _values(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
     """Return ``given`` with the default of ``spars`` if the scheme has that option."""
-    takes_it = "spars" in scheme_of_options(scheme, given).option_names
+    takes_it = "spars" in option_names(scheme_of_options(scheme, given))
     return {"spars": dist.spars, **given} if takes_it else given

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from ..config import state, this_thread
 from ..device import get_default_device
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
+from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
@@ -115,6 +117,9 @@ class Record:
         self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
         self.is_partial = recorder.is_partial
         self._guards = recorder.guards
+        self._is_whole = (
+            recorder.updates_in_parts
+        )  # or Ctrl-C would leave some parameters a step ahead of others
         if self.break_reason is None:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas)
 
@@ -161,16 +166,20 @@ class Record:
         for array, tensor in zip(self._inputs, (*given, *self._attributes.now()), strict=True):
             if array is not None:
                 execute("copy", (tensor.array,), array, {})
+        with deferred_interrupts() if self._is_whole and not self._communicators else nullcontext():
+            self._run()
+        self._attributes.repeat()
+        return self._new_result()
+
+    def _run(self) -> None:
         profile = self._device.profile
         if profile.verbosity:
             self._replay_timed(profile)
         else:
             run_steps(self._replay_nodes)
-        self._attributes.repeat()
-        return self._new_result()
 
     def _new_result(self) -> Any:
-        return rebuild(self._result, iter([tensor.clone() for tensor in self._results]))
+        return rebuild(self._result, map(Tensor.clone, self._results))
 
     def _replay_timed(self, profile: TimeProfile) -> None:
         """Run the nodes one by one and give the device's profile how long each took."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -109,8 +110,6 @@ class Scheme:
             recorded again when they change.
         wraps_another: whether its first option is the text of another dist_option: all that follows its own name.
             Options of that one may also be given by name.
-        option_names: of Options.
-        wrapped_option: the name of the option that is another dist_option, "" if there is none.
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
@@ -137,14 +136,6 @@ class Scheme:
     @dataclass(frozen=True)
     class Options:
         """No options."""
-
-    option_names: ClassVar[tuple[str, ...]] = ()
-    wrapped_option: ClassVar[str] = ""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.option_names = tuple(field.name for field in fields(cls.Options))
-        cls.wrapped_option = cls.option_names[0] if cls.wraps_another else ""
 
     def __init__(
         self, communicator: Communicator, threshold: int, bucket_bytes: int, optimizer: OptimizerView
@@ -296,3 +287,14 @@ def text_of(options: Any, without: tuple[str, ...] = ()) -> str:
     """
     each = (field.name for field in fields(options) if field.name not in without)
     return "".join(f":{name}={getattr(options, name)}" for name in each)
+
+
+def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
+    """Return the names of the options that a scheme takes."""
+    options: Any = scheme.Options  # Any: mypy takes no class for hashable
+    return _names_of(options)
+
+
+@cache
+def _names_of(options: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(options))

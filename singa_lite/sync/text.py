@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from ..errors import OptionError, check_choice
 from . import find_schemes
-from .base import Scheme, text_of
+from .base import Scheme, option_names, text_of
 
 BOOLS = {"1": True, "true": True, "0": False, "false": False}
 # what Python reads besides, such as 1_0, spaces, other alphabets' digits and inf, is a slip of the pen here
@@ -78,7 +78,7 @@ def options_by_name(scheme: type[Scheme], options: dict[str, Any]) -> dict[str, 
     Raises:
         OptionError: one of them is given twice, or the text is wrong.
     """
-    first = scheme.wrapped_option
+    first = wrapped_field(scheme)
     if first not in options:
         return options
     wrapped = read_dist_option(options[first])
@@ -92,17 +92,25 @@ def options_by_name(scheme: type[Scheme], options: dict[str, Any]) -> dict[str, 
 
 def scheme_of_options(scheme: type[Scheme], options: Mapping[str, Any]) -> type[Scheme]:
     """Return the scheme whose options are given by name: ``scheme``, or the one that it wraps."""
-    first = scheme.wrapped_option
-    return read_dist_option(options.get(first, getattr(scheme.Options(), first))).scheme if first else scheme
+    if not scheme.wraps_another:
+        return scheme
+    first = wrapped_field(scheme)
+    return read_dist_option(options.get(first, getattr(scheme.Options(), first))).scheme
 
 
 def make_options(scheme: type[Scheme], values: dict[str, Any]) -> Any:
     """Return the ``Options`` with ``values``, as ``options_by_name`` gives them: a wrapped scheme's in its text."""
-    if first := scheme.wrapped_option:
+    if scheme.wraps_another:
+        first = wrapped_field(scheme)
         wrapped = scheme_of_options(scheme, values)
         inner = wrapped.Options(**{name: value for name, value in values.items() if name != first})
         values = {first: wrapped.names[0] + text_of(inner)}
     return scheme.Options(**values)
+
+
+def wrapped_field(scheme: type[Scheme]) -> str:
+    """Return the name of the option that is another dist_option, "" if there is none."""
+    return option_names(scheme)[0] if scheme.wraps_another else ""
 
 
 def form_of(scheme: type[Scheme]) -> str:

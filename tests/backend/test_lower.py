@@ -112,7 +112,20 @@ class Branches(Trained):
         return autograd.cat((z, y), 1)
 
 
-MODELS = [Residual, Pooled, Branches]
+class Rows(Trained):
+    """A product with two rows behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear3 = layer.Linear(24)
+
+    def forward(self, x):
+        x = self.flatten(x)
+        other = self.relu(self.linear3(x))
+        return self.linear2(self.relu(self.linear1(x) + self.linear3.b) + other)
+
+
+MODELS = [Residual, Pooled, Branches, Rows]
 
 
 def batch(step):

@@ -56,7 +56,8 @@ def _add_bias(graph: GraphRewriter, last: int) -> None:
     is_product = product == call.out or (product.is_whole and call.out.is_whole)
     is_row = len(call.out.shape) == 2 and product.shape[-1:] == call.out.shape[1:] == bias.shape
     if (
-        is_product
+        len(call.inputs) == 2
+        and is_product
         and is_row
         and bias.dtype == np.float32
         and _are_alike(add.out, product, call.out)
