@@ -37,6 +37,7 @@ from .errors import (
 from .sync.arrays import (
     GivenArray,
     RawOrTensors,
+    add_up,
     as_list,
     change_arrays,
     check_division,
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 WORLD = "world"  # the group of all ranks
+_LARGEST_SCALE = 3.4e38  # about the largest float32
 Registered = tuple[Device | None, Mapping[str, Tensor]]
 
 
@@ -125,9 +127,8 @@ class _Copies:
                 f"{type(self).__name__}: allreduce needs add_context_and_parameters((device, params)) first"
             )
         totals = [_grad(param) for param in self._copies[0].values()]
-        for copy in self._copies[1:]:
-            for total, param in zip(totals, copy.values(), strict=True):
-                total += _grad(param)
+        for number, total in enumerate(totals):
+            add_up(total, [_grad(list(copy.values())[number]) for copy in self._copies[1:]])
         return totals
 
     def _spread(self, totals: list[Tensor], division: bool) -> None:
@@ -272,12 +273,17 @@ class MultiProcessDataParallelCommunicator(_Copies):
                 read-only, or was made by a recorded operator; nothing was sent.
             CommError: a peer is gone, late or disagrees.
         """
-        communicator, op = self._member("all_reduce", group), _op(division)
+        self._sum(self._member("all_reduce", group), data, division, inplace, "communicators.all_reduce")
+
+    def _sum(
+        self, communicator: Communicator, data: RawOrTensors, division: bool, inplace: bool, name: str
+    ) -> None:
+        op = _op(division)
 
         def start(arrays: list[Any], name: str) -> Work:
             return communicator.all_reduce(arrays, op, name=name)
 
-        change_arrays(start, "communicators.all_reduce", given_arrays("all_reduce", data, division), inplace)
+        change_arrays(start, name, given_arrays("all_reduce", data, division), inplace)
 
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
@@ -361,12 +367,16 @@ class MultiProcessDataParallelCommunicator(_Copies):
         """Replace the gradients of all registered copies by their sum over copies and ranks; deprecated in nnabla.
 
         Those of this process are summed first. ``division`` divides by the number of copies times that of ranks.
+
+        Raises:
+            OptionError: no copy is registered. CommError: other ranks have other numbers of copies.
         """
-        self._joined("allreduce")
+        communicator = self._joined("allreduce")
         check_bool("allreduce", "division", division)
         check_bool("allreduce", "inplace", inplace)
-        totals = self._sum_copies()
-        self.all_reduce(totals, division, inplace)
+        totals, count = self._sum_copies(), len(self._copies)
+        name = f"communicators.allreduce of {count} {'copy' if count == 1 else 'copies'}"  # compared over the ranks
+        self._sum(communicator, totals, division, inplace, name)
         self._spread(totals, division)
 
     def all_reduce_callback(
@@ -396,7 +406,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
-        check_number("all_reduce_callback", "scale_grad", scale_grad)
+        check_number("all_reduce_callback", "scale_grad", scale_grad, -_LARGEST_SCALE, _LARGEST_SCALE)
         data = as_list(data)
         for value in data:
             if isinstance(value, Tensor) and value.stores_grad:

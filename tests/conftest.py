@@ -66,6 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: rank_of(item.path.stem))  # stable: the tests of a file stay together
 
 
+def pytest_runtest_teardown() -> None:
+    autograd.training = False  # as in a new thread, whatever the test has left
+
+
 def rank_of(name: str) -> int:
     """The index of a test file in LONGEST_FIRST."""
     return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)

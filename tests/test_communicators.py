@@ -262,6 +262,7 @@ def bad_calls_raise_before_anything_is_sent(comm: Any) -> None:
         (OptionError, "pack_size = 0", lambda: comm.all_reduce_callback([x], 0)),
         (OptionError, "division = array", lambda: comm.all_reduce_callback([x], 4, np.arange(2))),
         (OptionError, "scale_grad = 'a'", lambda: comm.all_reduce_callback([x], 1, scale_grad="a")),
+        (OptionError, "scale_grad = inf", lambda: comm.all_reduce_callback([x], 1, scale_grad=np.inf)),
         (DTypeError, "division=True needs floats", lambda: comm.all_reduce_callback([ints], 1, True)),
         (DTypeError, "scale_grad needs", lambda: comm.all_reduce_callback([ints], 1, scale_grad=0.5)),
         (
@@ -810,6 +811,33 @@ def test_copies_of_one_process_are_summed_without_a_world(division: bool, expect
     assert [to_numpy(p.grad).tolist() for params in registered for p in params.values()] == [
         [expected] * 2, [expected]
     ] * 2  # fmt: skip
+
+
+def test_copies_of_float16_are_summed_in_float32() -> None:
+    comm = communicators.DataParallelCommunicator()
+    for start in (2048, 1, 1):  # 2049 is no float16
+        w = Tensor(data=np.ones(1), dtype=np.float16, stores_grad=True)
+        assert w.grad is not None
+        w.grad.copy_from_numpy(np.array([start], np.float16))
+        comm.add_context_and_parameters((None, {"w": w}))
+    comm.allreduce()
+    assert to_numpy(w.grad).tolist() == [2050]
+
+
+def ranks_with_other_numbers_of_copies(communicator: Any) -> str:
+    state.communicator, state.communicator_pid = communicator, os.getpid()
+    comm = communicators.MultiProcessDataParallelCommunicator()
+    comm.init()
+    for params in copies(*[6.0] * (2 if communicator.rank == 0 else 1)):
+        comm.add_context_and_parameters((None, params))
+    with pytest.raises(CommError) as error:
+        comm.allreduce(division=True)
+    return str(error.value)
+
+
+def test_ranks_that_registered_other_numbers_of_copies_are_an_error() -> None:
+    for text in run_ranks(ranks_with_other_numbers_of_copies, 3):
+        assert "allreduce of 2 copies" in text and "allreduce of 1 copy" in text, text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ gradients (autograd/), updates (opt/).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -243,6 +244,8 @@ class Trainer:
 
         Raises:
             OptionError: the Trainer has no store of the package, or ``model`` is no Layer.
+            CommError: with update_on_kvstore=False, workers have other parameters, which they have updated by other
+                gradients; it names one.
         """
         if not (model is None or isinstance(model, Layer)):
             raise OptionError(f"Trainer: synchronize: expected a Model or Layer, got {model!r}")
@@ -252,6 +255,8 @@ class Trainer:
             self._store.agree("synchronize", {})
             self._store.pull(self._names, list(self._params.values()))
             self._store.barrier()
+        else:
+            self._store.agree("synchronize", {f"parameter {k}": _hash_of(p) for k, p in self._params.items()})
         if model is not None:
             params = set(model.get_params())
             buffers = [tensor for name, tensor in model.get_states().items() if name not in params]
@@ -574,11 +579,16 @@ def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
 def _check_head(head: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a file's step count and learning rate are numbers."""
     try:
-        check_int("Trainer: load_states", "steps", head.get("steps", 0), 0)
+        if check_int("Trainer: load_states", "steps", head.get("steps", 0), 0) >= 2**63:
+            raise OptionError(f"Trainer: load_states: steps = {head['steps']} are more than anybody has made")
         if head.get("lr") is not None:
-            check_number("Trainer: load_states", "lr", head["lr"], 0)
+            check_number("Trainer: load_states", "lr", head["lr"], 0, float(np.finfo(np.float32).max))
     except OptionError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _hash_of(param: Tensor) -> str:
+    return hashlib.blake2b(to_numpy(param).tobytes(), digest_size=8).hexdigest()
 
 
 def _checked_batch_size(where: str, size: float) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from ..comm.base import DTYPES
 from ..device import get_default_device
 from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
-from ..sync.arrays import GivenArray
+from ..sync.arrays import GivenArray, add_up
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
@@ -174,7 +174,7 @@ class Arguments:
                     f"{self._name}: {where}: the arrays of key {key!r} differ: {total.dtype}{total.shape} and "
                     f"{other.dtype}{other.shape}"
                 )
-            total += other
+        add_up(total, given[1:])
         return total
 
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:

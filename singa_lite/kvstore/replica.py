@@ -28,7 +28,6 @@ from .sums import SumMemory
 
 LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
-MAX_KEYS_SHOWN = 3
 
 
 class ReplicaStore(KVStore):
@@ -222,10 +221,9 @@ class ReplicaStore(KVStore):
 
 
 def _name_of(pushes: list[Push], options: PushOptions) -> str:
-    """Return the name of a sum, of which the communicator compares the workers'."""
-    keys = ", ".join(repr(push.spec.key) for push in pushes[:MAX_KEYS_SHOWN])
-    more = f" and {len(pushes) - MAX_KEYS_SHOWN} more keys" if len(pushes) > MAX_KEYS_SHOWN else ""
+    """Return the name of a sum, with all keys: the communicator compares it, and shows where it differs."""
+    keys = ", ".join([repr(push.spec.key) for push in pushes])
     shown = "".join(
         f", {name}={value}" for name, value in options.as_json().items() if value not in (None, False)
     )
-    return f"kvstore.push({keys}{more}{shown})"
+    return f"kvstore.push({keys}{shown})"

@@ -251,7 +251,9 @@ class Server:
 
     def _note(self, worker: int, request: int | None, what: str) -> None:
         """Note that a worker has waited for an answer for a while ("waits"), or has ended a call of all ("goes on")."""
-        if what == "waits" and request is not None:
+        if what == "goes on":
+            self._waits.end_call(worker)
+        elif request is not None:
             self._waits.pulling[worker] = request
 
     def _check_waits(self) -> None:
@@ -300,7 +302,7 @@ class Server:
 
     def _flush(self, call: str, message: Message) -> tuple[Any, Sequence[Array]]:
         """Answer, behind all that the worker has pushed, which is now in ``call``, a call of all workers."""
-        self._waits.calls[message.source] = call
+        self._waits.begin_call(message.source, call)
         return None, ()
 
     def _init(self, keys: list[Key], message: Message) -> tuple[Any, Sequence[Array]]:

@@ -30,7 +30,7 @@ from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 Pairs = Iterable[tuple[Tensor, Tensor]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters")
+OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
 
 
 class MomentumRule(NamedTuple):

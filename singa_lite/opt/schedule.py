@@ -105,12 +105,22 @@ class ExponentialDecay(DecayScheduler):
 
 
 def described(value: object, step: int) -> Any:
-    """Return a number, text or schedule as a JSON value; None for anything else."""
+    """Return a number, text or schedule, or a list, tuple or dict of these, as a JSON value; None for all else."""
     if isinstance(value, DecayScheduler):
         return value.describe(step)
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, float) and math.isnan(plain):
         return "nan"  # equal to itself, as what is compared must be
+    if isinstance(plain, (list, tuple)):
+        items = [described(item, step) for item in plain]
+        return None if None in items else items
+    if isinstance(plain, dict):
+        entries = {key: described(item, step) for key, item in plain.items()}
+        return (
+            entries
+            if all(isinstance(key, str) and item is not None for key, item in entries.items())
+            else None
+        )
     return plain if isinstance(plain, (bool, int, float, str)) else None
 
 

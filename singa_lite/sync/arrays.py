@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..backend.base import Backend
 from ..comm.work import Work
+from ..dtypes import is_narrow
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.memory import address_of
 from ..tensor import Tensor
@@ -141,3 +142,14 @@ def check_division(where: str, given: list[GivenArray], division: bool) -> None:
     for each in given:
         if division and each.array.dtype.kind != "f":
             raise DTypeError(f"{where}: division=True needs floats, and an array is {each.array.dtype}")
+
+
+def add_up(total: Tensor, others: Sequence[Tensor]) -> None:
+    """Add ``others`` to ``total``, all of one shape and dtype; several of 16 bits in float32, rounded once."""
+    if len(others) > 1 and is_narrow(total.dtype):
+        wide = total.as_type("float32")
+        add_up(wide, [other.as_type("float32") for other in others])
+        total.copy_data(wide.as_type(total.dtype))
+        return
+    for other in others:
+        total += other

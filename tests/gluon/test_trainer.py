@@ -19,6 +19,7 @@ from singa_lite import autograd, gluon, kvstore, layer, model, opt
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CheckpointError, CommError, DTypeError, GraphError, OptionError
+from singa_lite.gluon import trainer as trainer_module
 from singa_lite.kvstore import KVStoreBase
 from singa_lite.kvstore.replica import ReplicaStore
 from singa_lite.tensor import Tensor, to_numpy
@@ -689,6 +690,14 @@ def synchronize_gives_all_workers_the_same_bits(rig: Rig) -> list[dict[str, str]
         assert bits(net.get_states()) == states
         found.append(states)
     assert "expected a Model or Layer" in caught(trainer.synchronize, OptionError, "net")
+    params = two()
+    trainer = trainer_of(rig, params, False, opt.SGD(lr=0.1))
+    trainer.synchronize()
+    if rig.size > 1:
+        if rig.rank == 1:
+            params["large"] += 1.0  # as an update of its own gradients would
+        text = caught(trainer.synchronize, CommError)
+        assert "the workers differ in synchronize: parameter large is" in text and "on worker 1" in text
     return found[:1]
 
 
@@ -888,3 +897,14 @@ def test_the_learning_rate_that_was_set_is_saved(updates_on_store: bool, tmp_pat
     trainer.set_learning_rate(0.75)
     trainer.load_states(tmp_path / "states")
     assert trainer.learning_rate == 0.25
+
+
+@pytest.mark.parametrize(
+    "head", [{"lr": np.inf}, {"lr": 1e300}, {"lr": -0.1}, {"steps": 2**70}, {"steps": -1}]
+)
+def test_a_file_with_an_impossible_rate_or_count_is_refused_before_anything_changes(
+    head: dict[str, Any],
+) -> None:
+    trainer_module._check_head({"lr": 0.1, "steps": 3})
+    with pytest.raises(CheckpointError, match=r"lr|steps"):
+        trainer_module._check_head(head)

@@ -271,11 +271,18 @@ def other_options_of_a_push_are_named_with_the_key(rig):
 
 @fact(lambda launch: several(launch) and not launch.servers)
 def another_key_is_named_where_every_worker_keeps_all(rig):
-    store = rig.store()
-    store.init(["a", "b"], [np.ones(2, F32)] * 2)
-    text = caught(lambda: store.push("b" if rig.rank == 1 else "a", np.ones(2, F32)))
-    assert "kvstore.push('a')" in text and "kvstore.push('b')" in text and "rank 1" in text, text
-    rig.leave(text)
+    for is_compressed in (False, True):
+        for keys, others in (("a", "b"), ("abcd", "abce"), ("abcde", "abced")):
+            store = rig.store()
+            if is_compressed:
+                store.set_gradient_compression({"type": "2bit"})
+            store.init(list("abcdef"), [np.ones(2, F32)] * 6)
+            mine = list(others if rig.rank == 1 else keys)
+            text = caught(lambda store=store, mine=mine: store.push(mine, [np.ones(2, F32)] * len(mine)))
+            for each in (keys, others):
+                assert f"kvstore.push({', '.join(map(repr, each))})" in text, text
+            assert "rank 1" in text, text
+            rig.leave(text)
 
 
 @fact(with_servers)

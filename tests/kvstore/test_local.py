@@ -245,3 +245,12 @@ def test_a_path_is_checked_before_anything_moves():
     for call in (store.save_optimizer_states, store.load_optimizer_states):
         with pytest.raises(OptionError, match="fname must be a path, not None"):
             call(None)
+
+
+def test_several_arrays_of_float16_are_summed_in_float32():
+    store = kvstore.create("local")
+    store.init("a", np.zeros(1, np.float16))
+    store.push("a", [np.array([value], np.float16) for value in (2048, 1, 1)])  # 2049 is no float16
+    out = np.zeros(1, np.float16)
+    store.pull("a", out)
+    assert out.tolist() == [2050]

@@ -14,7 +14,7 @@ from singa_lite.kvstore.waits import Waits
 from tests.comm.processes import at_once, launch_command, run_command, write_script
 
 SCRIPT = """
-import sys, time
+import os, subprocess, sys, time
 import numpy as np
 from singa_lite import kvstore, opt
 
@@ -45,6 +45,15 @@ if kind == "polled":  # 0 waits for b, of another server, then computes for long
     while pull_a and not pull_a.done():
         time.sleep(0.01)
     sys.stdout.write(f"ended with {values[0]}\\n")
+if kind == "stopped in a barrier":  # which 0 has left long before 1 goes on
+    if is_odd:
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {pid}; sleep 3.5; kill -CONT {pid}"])
+    else:
+        time.sleep(1.0)
+    store.barrier()
+    store.pushpull("a", ones, values)
+    sys.stdout.write(f"ended with {values[0]}\\n")
 if kind == "slow ones":  # beyond the second after which a wait is looked at
     store.set_learning_rate(0.5)
     time.sleep(1.5 * is_odd)
@@ -66,7 +75,7 @@ ERRORS = {
 def results(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
     """One job for each kind, all at the same time: they mostly wait."""
     script = write_script(folder, SCRIPT)
-    kinds = [*ERRORS, "slow ones", "polled"]
+    kinds = [*ERRORS, "slow ones", "polled", "stopped in a barrier"]
     calls = [
         functools.partial(
             run_command,
@@ -106,6 +115,13 @@ def test_a_slow_worker_is_waited_for(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="several processes need Linux")
+def test_a_worker_that_was_stopped_in_a_call_that_others_have_ended_is_waited_for(folder: Path) -> None:
+    result = results(folder)["stopped in a barrier"]
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ended with -2.0") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="several processes need Linux")
 def test_a_worker_that_computes_while_a_pull_is_late_does_not_wait(folder: Path) -> None:
     result = results(folder)["polled"]
     assert result.returncode == 0, result.stderr
@@ -115,7 +131,8 @@ def test_a_worker_that_computes_while_a_pull_is_late_does_not_wait(folder: Path)
 def waits(num_workers: int, pulling: set[int] = frozenset(), **calls: str) -> Waits:  # type: ignore[assignment]
     found = Waits(num_workers)
     found.pulling.update(dict.fromkeys(pulling, 7))
-    found.calls.update({int(name[1:]): call for name, call in calls.items()})
+    for name, call in calls.items():
+        found.begin_call(int(name[1:]), call)
     return found
 
 
@@ -134,3 +151,13 @@ def test_a_call_of_all_waits_for_all_that_have_not_left() -> None:
     assert waits(3, {0}, w1="barrier").endless({0: {1, 2}}, set()) == [0]
     assert waits(3, set(), w0="init", w1="init").endless({}, {2}) == []
     assert waits(3, {0}, w1="barrier").endless({0: {1}}, {2}) == [0]
+
+
+def test_a_call_that_another_worker_has_ended_does_not_wait() -> None:
+    found = waits(3, {0}, w0="barrier", w1="barrier", w2="barrier")
+    found.end_call(0)
+    found.forget(0)
+    found.pulling[0] = 7
+    assert found.calls == {} and found.endless({0: {1, 2}}, set()) == []
+    found.begin_call(1, "set_learning_rate")  # the next one, which 0 does not make
+    assert found.calls == {1: "set_learning_rate"} and found.endless({0: {1}}, set()) == [0]

@@ -113,9 +113,40 @@ def changed():
     return optimizer
 
 
+class Lists(opt.SGD):
+    def __init__(self, lr=0.1, rates=(1.0,)):
+        super().__init__(lr)
+        self.rates = list(rates)
+
+
+class Rates(opt.SGD):
+    def __init__(self, *rates):
+        super().__init__(0.1)
+        self.rates = rates
+
+
+def changed_list():
+    optimizer = Lists()
+    optimizer.factors = {"w": [5.0]}
+    return optimizer
+
+
+def test_lists_and_dicts_are_settings():
+    assert Lists(rates=(1.0, 2)).settings()["rates"] == [1.0, 2]
+    assert changed_list().settings()["factors"] == {"w": [5.0]}
+    assert Lists(rates=[object()]).settings().get("rates") is None  # no JSON value
+    assert opt.create("Lists", **without_class(Lists(rates=[3.0]).describe())).rates == [3.0]
+
+
+def without_class(description):
+    return {name: value for name, value in description.items() if name != "class"}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: changed_list().describe(), "Lists: .* factors is .*5.0.*, but would be None"),
+        (lambda: Rates(5.0).describe(), "Rates: .* rates is .5.0,., but would be ..$"),
         (lambda: opt.SGD(OfFunction(len)).describe(), "OfFunction.function is a builtin_function"),
         (lambda: Unkept(2.0).describe(), "Unkept: its argument scale is no attribute; set self.scale"),
         (lambda: changed().describe(), "Changed: .* lr is 0.25, but would be 0.5"),
