@@ -2,6 +2,9 @@
 """The public face of singa_lite; nothing inside the package imports it.
 
 from singa_lite import autograd, data, device, layer, model, opt, tensor
+
+Note [imports]: what takes a millisecond or more to import and is used by few programs, or only at certain moments
+(hashlib and its OpenSSL, multiprocessing, zipfile), is imported in the function that uses it.
 """
 
 from importlib import import_module

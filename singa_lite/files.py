@@ -7,10 +7,8 @@ killed writer leaves it behind; the next one to write in that folder removes tho
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -54,6 +52,8 @@ def unsealed(content: bytes) -> dict[str, Json]:
 
 def _hash_of(values: Mapping[str, Json]) -> str:
     """Return the SHA-256 of values as they come back from JSON, in the order of their names."""
+    import hashlib  # Note [imports]
+
     text = json.dumps(json.loads(json.dumps(values)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -110,7 +110,7 @@ def _permissions(path: str | os.PathLike[str], target: Path) -> int | None:
 def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
     """Open a file beside ``target``; return it and its path, see Note [temporaries]."""
     while True:
-        part = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}{PART_SUFFIX}")
+        part = target.with_name(f".{target.name[:100]}.{os.urandom(8).hex()}{PART_SUFFIX}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         handle = os.open(part, flags, 0o666 if mode is None else mode & 0o600)
         if _lock(handle) and part.exists():

@@ -17,7 +17,6 @@ import functools
 import json
 import os
 import re
-import secrets
 import shutil
 import struct
 from collections.abc import Collection, Mapping
@@ -106,7 +105,7 @@ class Manifest:
 
 def new_id() -> str:
     """Return what tells a new generation from all others."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def _is_entry(entry: Json) -> bool:

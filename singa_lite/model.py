@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from .device import Device
 from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer
-from .model_file import Checkpoint, read_checkpoint, write_checkpoint
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
+
+if TYPE_CHECKING:
+    from .model_file import Checkpoint
 
 
 class Model(Layer):
@@ -199,6 +201,8 @@ class Model(Layer):
                 ``aux_states`` is not an array of numbers. An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
+        from .model_file import write_checkpoint  # Note [imports]
+
         if not (
             aux_states is None
             or (isinstance(aux_states, Mapping) and all(isinstance(key, str) for key in aux_states))
@@ -225,6 +229,8 @@ class Model(Layer):
                 nothing was changed.
             GraphError: the model is not compiled yet, so it has no parameters to load into.
         """
+        from .model_file import read_checkpoint  # Note [imports]
+
         targets = self._compiled_states("load_states")
         self._prepare()
         known = None if self.optimizer is None else self.optimizer.get_states()
@@ -243,6 +249,8 @@ class Model(Layer):
         Raises:
             GraphError: the model is not compiled yet.
         """
+        from .model_file import Checkpoint  # Note [imports]
+
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self.optimizer is None else self.optimizer.get_states()
@@ -260,6 +268,8 @@ class Model(Layer):
             CheckpointError: it is another model's or optimizer's; nothing was changed.
             GraphError: the model is not compiled yet.
         """
+        from .model_file import Checkpoint  # Note [imports]
+
         if not isinstance(checkpoint, Checkpoint):
             raise CheckpointError(f"{where}: expected what snapshot() gives, got {type(checkpoint).__name__}")
         targets = self._compiled_states(where)

@@ -248,6 +248,16 @@ HEAVY = {
     "asyncio",
     "setuptools",
     "pytest",
+    # Python's own of a millisecond or more, see Note [imports] in singa_lite/__init__.py
+    "concurrent",
+    "fractions",
+    "hashlib",
+    "logging",
+    "multiprocessing",
+    "socket",
+    "subprocess",
+    "urllib",
+    "zipfile",
 }
 REPORT = (
     "import {}, sys, threading, os; "

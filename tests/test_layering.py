@@ -41,8 +41,12 @@ EXCHANGE = {"comm", "sync"}
 COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "opt", "model", "gluon"}
 IMPORTS_BOTH = {"opt.dist", "opt.step_options"}
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
-# imported inside a function: the one imports cupy, when a CUDA device is made, the other the data sets
-LATE = {"device": {"backend.cuda"}, "cli": {"bench.sync", "bench.compare", "bench.allreduce"}}
+# imported inside a function: cupy when a CUDA device is made, the data sets, and zipfile when states are saved
+LATE = {
+    "device": {"backend.cuda"},
+    "cli": {"bench.sync", "bench.compare", "bench.allreduce"},
+    "model": {"model_file"},
+}
 DATA_SEES = {"errors", "config"}
 
 OPTIONAL = {
@@ -55,6 +59,7 @@ OPTIONAL = {
     "tqdm",
     "xxhash",
 }  # may be imported where they are used
+SLOW = {"concurrent", "fractions", "hashlib", "multiprocessing"}  # likewise, see Note [imports]
 IMPORTS_BY_NAME = {
     "_native",
     "comm",
@@ -194,7 +199,7 @@ def hidden_imports(files: list[File]) -> Iterator[str]:
         for found in file.imports(modules):
             if found.is_inside and found.target in LATE.get(file.name, set()):
                 continue
-            if found.is_inside and (found.is_ours or found.target.split(".")[0] not in OPTIONAL):
+            if found.is_inside and (found.is_ours or found.target.split(".")[0] not in OPTIONAL | SLOW):
                 yield f"{file.name} imports {found.target} inside a function"
         for node in file.nodes:
             name = getattr(node, "attr", getattr(node, "id", ""))

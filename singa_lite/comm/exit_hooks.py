@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.util import Finalize
 from traceback import format_exception
 from types import TracebackType
 
@@ -25,6 +23,7 @@ from .link import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
 from .p2p import Messenger
+from .parent import parent_process
 
 
 class ExitHooks:
@@ -49,9 +48,9 @@ class ExitHooks:
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
         atexit.register(self.leave)
-        if (
-            multiprocessing.parent_process() is not None
-        ):  # a forked one ends without atexit (before Python 3.14)
+        if parent_process() is not None:  # a forked one ends without atexit (before Python 3.14)
+            from multiprocessing.util import Finalize  # Note [imports]
+
             Finalize(None, self.leave, exitpriority=10)
 
     @property

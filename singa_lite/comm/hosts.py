@@ -6,8 +6,8 @@ What does not live here: starting anything there (launch_hosts.py).
 
 from __future__ import annotations
 
+import os
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,5 +87,5 @@ def this_host() -> str:
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
-        boot_id = socket.gethostname()
+        boot_id = os.uname().nodename
     return env("SINGA_LITE_HOST", boot_id) or boot_id

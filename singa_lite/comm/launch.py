@@ -10,7 +10,6 @@ the last has ended (supervise.py), what remains when this process is killed (rea
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -142,7 +141,7 @@ def launch_round(
         output: from ``open_output``; one for all rounds.
         signals: those that have come to this process, see ``noted_signals``.
     """
-    rendezvous_id, started_at = secrets.token_hex(16), time.time()
+    rendezvous_id, started_at = os.urandom(16).hex(), time.time()
     names = _names(num_workers, options)
     try:
         job = Job(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -83,6 +82,8 @@ def parse_link(where: str, text: str) -> Link:
     expected = "expected RATE,LATENCY such as 100mbit,1ms: a rate in kbit, mbit or gbit, and a latency in us, ms or s"
     if match is None:
         raise OptionError(f"{where}: {expected}; got {text!r}")
+    from fractions import Fraction  # Note [imports]
+
     rate, rate_unit, latency, latency_unit = match.groups()
     link = Link(round(Fraction(rate) * BITS[rate_unit]), round(Fraction(latency) * NANOSECONDS[latency_unit]))
     if link.bits_per_s < 1:

@@ -8,10 +8,11 @@ Python's multiprocessing has passed a world's id. What does not: waiting (shm.py
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 from pathlib import Path
+
+from .parent import parent_process
 
 MEMBER = re.compile(r"([0-9]{1,9}) ([0-9]*)", re.ASCII)  # process, and when it started
 
@@ -37,13 +38,13 @@ def forget_members(rendezvous_id: str) -> None:
 
 def has_living_parent() -> bool:
     """Return whether Python's multiprocessing started this process from one that still runs."""
-    parent = multiprocessing.parent_process()
+    parent = parent_process()
     return parent is not None and parent.is_alive()
 
 
 def lost_rank(rendezvous_id: str, size: int) -> str:
     """Return why a world of ``size`` ranks cannot become complete, or "" if it still may."""
-    parent = multiprocessing.parent_process()
+    parent = parent_process()
     if parent is not None and not parent.is_alive():
         return f"process {parent.pid}, which started the ranks, ended before all ranks had joined"
     if text := _read(_report(rendezvous_id)):

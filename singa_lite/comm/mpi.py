@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,7 +105,7 @@ class MpiCommunicator(Communicator):
         self.flight_recorder = self._recorder
 
     def _make_recorder(self, name: str, root: FlightRecorder | None) -> FileRecorder | None:
-        mine = (this_host(), os.getpid(), secrets.token_hex(8))
+        mine = (this_host(), os.getpid(), os.urandom(8).hex())
         processes = within(self.timeout_s, "connect", lambda: self._comm.allgather(mine))
         native, _ = _native.load("_comm")
         if native is None or not is_recording() or self.size == 1:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -35,6 +34,8 @@ def call_of(number: int, kind: str, name: str, words: str) -> Call:
     label = f"{kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
     raw, whole = name.encode(errors="replace"), name
     if len(raw) > NAME_BYTES:
+        import hashlib  # Note [imports]
+
         digest = hashlib.blake2b(raw, digest_size=8).hexdigest()
         name = f"{raw[:NAME_BYTES].decode(errors='ignore')}...' ({len(raw)} bytes, hash {digest})"
     else:

@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +217,9 @@ def world_of(mpi: Any, comm: Any, timeout_s: float) -> World:
 
 def within(timeout_s: float, where: str, call: Callable[[], Any]) -> Any:
     """Return ``call()``, a blocking MPI call that needs all ranks, or raise CommError after ``timeout_s``."""
+    from concurrent.futures import Future  # Note [imports]
+    from concurrent.futures import TimeoutError as FutureTimeoutError
+
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -17,9 +17,7 @@ would have to call while it is idle, and whose saving, shared channels (splitSha
 
 from __future__ import annotations
 
-import hashlib
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -204,6 +202,8 @@ class NcclCommunicator(Communicator):
         processes = [(other["host"], other["process"]) for other in everyone]
         title = f"{title_of(self.world.members, 'of GPUs')}, over NCCL"
         above = self.host.flight_recorder
+        import hashlib  # Note [imports]
+
         identity = hashlib.sha256(everyone[0]["id"].encode()).hexdigest()[:32]
         root = above and (above.root or above)
         return GpuRecorder(native, self.rank, members, processes, identity, title, root)
@@ -287,7 +287,7 @@ def _driver_names() -> list[str]:
 
 def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
     """Return what the others must know of this rank, and what it has opened; a failure is returned, not raised."""
-    mine: dict[str, Any] = {"host": _host_identity(), "name": socket.gethostname(), "process": os.getpid()}
+    mine: dict[str, Any] = {"host": _host_identity(), "name": os.uname().nodename, "process": os.getpid()}
     native = library = driver = None
     try:
         native = _load()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End a rank that Python's multiprocessing has started when its parent is killed."""
+"""The process that started this one through Python's multiprocessing; a rank is killed when it has ended."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
+from typing import Any
 
 try:
     import fcntl
@@ -17,6 +17,15 @@ except ImportError:  # Windows
 F_SETSIG = 10  # linux/fcntl.h
 
 
+def parent_process() -> Any:
+    """Return the process that started this one through multiprocessing, or None.
+
+    multiprocessing is imported in every process that it starts, so others need not import it, see Note [imports].
+    """
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing.parent_process() if multiprocessing else None
+
+
 def end_with_parent() -> None:
     """Have this process killed as soon as the process that started it through multiprocessing has ended.
 
@@ -24,7 +33,7 @@ def end_with_parent() -> None:
     multiprocessing knows that the parent lives. PR_SET_PDEATHSIG would not do: it looks at the thread that started this
     process, and with forkserver that is not the parent's. Nothing happens in other processes and on other systems.
     """
-    parent = multiprocessing.parent_process()
+    parent = parent_process()
     if parent is None or fcntl is None or sys.platform != "linux":
         return
     with contextlib.suppress(OSError):

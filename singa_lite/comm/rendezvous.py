@@ -8,13 +8,10 @@ world when the process ends (exit_hooks.py), moving data (one file for each tran
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import secrets
 import weakref
 from collections.abc import Mapping
-from multiprocessing.util import register_after_fork
 from numbers import Integral
 from typing import Any
 
@@ -30,7 +27,7 @@ from .local import LocalCommunicator
 from .lost_ranks import forget_members, list_member
 from .mpi_job import MpiJob, mpi_world, start_mpi
 from .p2p import Job, Messenger
-from .parent import end_with_parent
+from .parent import end_with_parent, parent_process
 from .trace_file import start_trace
 
 # What started the process -> its variables (number of tasks, rank of this one), the innermost launcher first.
@@ -55,7 +52,9 @@ class NcclIdHolder:
     """
 
     def __init__(self) -> None:
-        self.rendezvous_id = secrets.token_hex(16)
+        from multiprocessing.util import register_after_fork  # Note [imports]
+
+        self.rendezvous_id = os.urandom(16).hex()
         register_after_fork(self, NcclIdHolder._forked)
         weakref.finalize(self, _forget_in, os.getpid(), self.rendezvous_id)
 
@@ -63,15 +62,17 @@ class NcclIdHolder:
         return f"NcclIdHolder(rendezvous_id={self.rendezvous_id!r})"
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
+        import multiprocessing  # Note [imports]
+
         self.__dict__.update(attributes)
         # the second is multiprocessing's own mark of a process that gets its arguments just now
-        if multiprocessing.parent_process() or getattr(
-            multiprocessing.current_process(), "_inheriting", False
-        ):
+        if parent_process() or getattr(multiprocessing.current_process(), "_inheriting", False):
             list_member(self.rendezvous_id)
 
     def _forked(self) -> None:
         """Find out, in every process that multiprocessing forks, whether it is to be a rank."""
+        import multiprocessing  # Note [imports]
+
         process: Any = multiprocessing.current_process()  # Any: its arguments are private
         if any(argument is self for argument in (*process._args, *process._kwargs.values())):
             list_member(self.rendezvous_id)

@@ -7,7 +7,7 @@ dead peers and everything that waits, which is native (native/comm/engine.h).
 
 from __future__ import annotations
 
-import secrets
+import os
 import sys
 import time
 import weakref
@@ -164,7 +164,7 @@ class ShmCommunicator(Communicator):
         if self.rank == ranks[0]:
             assert group is not None
             # nobody else knows the name before the file is there, so nobody can take it
-            rendezvous_id = f"{self.world.rendezvous_id}-{secrets.token_hex(8)}"
+            rendezvous_id = f"{self.world.rendezvous_id}-{os.urandom(8).hex()}"
             failure = group._try_open(
                 World(0, len(ranks), 0, len(ranks), rendezvous_id, "shm", members), *context
             )

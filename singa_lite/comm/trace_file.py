@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +90,7 @@ def start_trace(communicator: Communicator) -> None:
         return
     if communicator.is_alone and env("SINGA_LITE_RANK") not in (None, "0"):
         return  # a world of one within a rank
-    writer.add_facts(rank=communicator.rank, host=socket.gethostname())
+    writer.add_facts(rank=communicator.rank, host=os.uname().nodename)
     pairs = {} if communicator.is_alone else pairs_with_rank_0(communicator)
     for pair in pairs.values():
         pair.flight_recorder = None  # a peer that is late here is no failure

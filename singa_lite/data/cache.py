@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +62,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
     It is written under a name that nobody can foresee, and is opened only if there is no such file or symlink.
     """
-    part = path.with_name(f"{path.name}.part-{secrets.token_hex(8)}")
+    part = path.with_name(f"{path.name}.part-{os.urandom(8).hex()}")
     try:
         with part.open("xb") as file:
             yield file

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import secrets
 import sys
 import threading
 from pathlib import Path
@@ -40,7 +39,7 @@ class TraceWriter:
         self._file: Any = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{secrets.token_hex(8)}{SUFFIX}").open("ab", buffering=0)
+            self._file = (folder / f"{os.urandom(8).hex()}{SUFFIX}").open("ab", buffering=0)
         except OSError as error:
             self._give_up(error)
         self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"))

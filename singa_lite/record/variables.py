@@ -16,7 +16,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -31,11 +31,16 @@ from .attributes import Absent, Attribute
 LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
 INSTALLED = ("site-packages", "dist-packages")
 MAX_ITEMS = 1000  # of a container; larger ones are compared by identity and length
-CONTAINERS = (
-    list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState, random.Random,
-    itertools.count, partial, MethodType,
-)  # fmt: skip
 UNCHANGING = (*PLAIN, FunctionType, BuiltinFunctionType, ModuleType)
+
+
+@cache
+def containers() -> tuple[type, ...]:
+    """Return the types whose values can change without being replaced."""
+    return (
+        list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
+        random.Random, itertools.count, partial, MethodType,
+    )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
 
 
 Location = tuple[
@@ -102,7 +107,7 @@ class Variables:
         expanded = set(self._layers)
         for label, read in self._locations:  # which grows
             value = read()
-            if not isinstance(value, (*UNCHANGING, *CONTAINERS)) and id(value) not in expanded:
+            if not isinstance(value, (*UNCHANGING, *containers())) and id(value) not in expanded:
                 expanded.add(id(value))
                 self._locations += self._attributes(label, value)
         self._variables = [
@@ -187,7 +192,7 @@ class Variables:
 
     def _content(self, value: object) -> Hashable:
         """Return what tells a changed container from an unchanged one; None for what has no content of its own."""
-        return self._describe(value, ()) if isinstance(value, CONTAINERS) else None
+        return self._describe(value, ()) if isinstance(value, containers()) else None
 
     def _describe(self, value: object, within: tuple[int, ...]) -> Hashable:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:

@@ -6,7 +6,6 @@ Every function here is a collective: all ranks must call it. A difference is a C
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -67,7 +66,7 @@ def compare_progress(
     if values is None:
         return
     what, mine = "their parameters and optimizer states", _digests(values)
-    joined = hashlib.blake2b("".join(mine.values()).encode(), digest_size=8).digest()
+    joined = bytes.fromhex(_digest("".join(mine.values()).encode()))
     everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=what).wait()
     assert everyone is not None
     if len(set(everyone.ravel().tolist())) > 1:
@@ -82,4 +81,10 @@ def are_equal(communicator: Communicator, what: str, tensors: Iterable[Tensor]) 
 
 def _digests(values: Mapping[str, np.ndarray]) -> dict[str, str]:
     """Return a hash of 8 bytes of each array, by name."""
-    return {name: hashlib.blake2b(a.tobytes(), digest_size=8).hexdigest() for name, a in values.items()}
+    return {name: _digest(array.tobytes()) for name, array in values.items()}
+
+
+def _digest(content: bytes) -> str:
+    import hashlib  # Note [imports]
+
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

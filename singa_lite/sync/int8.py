@@ -9,7 +9,6 @@ equal shares of whole blocks.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -95,8 +94,9 @@ class Int8(BucketedSync):
 
     def _stream(self, bucket: Bucket, what: str) -> dict[str, int]:
         """Return the attributes of a stream of draws that no other rank, group, step or phase has."""
+        import hashlib  # Note [imports]
+
         text = f"{self.options.seed} {self.communicator.rank} {what} {bucket.key}"
-        seed = int.from_bytes(
-            hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"
-        )  # a double holds it
+        digest = hashlib.blake2b(text.encode(), digest_size=6).digest()  # a double holds so large an int
+        seed = int.from_bytes(digest, "little")
         return {"seed": seed, "counter": self.scalar(lambda step: step.step)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 from ..comm.work import Work
 from ..errors import OptionError, check_number
@@ -22,6 +21,8 @@ def check_share(where: str, name: str, share: float) -> None:
 
 def count_of_share(share: float, n: int) -> int:
     """Return ceil(share * n), reading ``share`` as the decimal it is written as: 0.07 of 100 are 7 and not 8."""
+    from fractions import Fraction  # Note [imports]
+
     return math.ceil(Fraction(str(float(share))) * n)
 
 
