@@ -35,7 +35,7 @@ from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
 from ..opt.base import Optimizer, create, unique_names
 from ..opt.dist import DistOpt
-from ..opt.schedule import Constant
+from ..opt.schedule import Constant, DecayScheduler
 from ..tensor import Tensor, to_numpy
 
 # MXNet's name of an optimizer -> ours, and the learning rate it has unless told
@@ -504,12 +504,15 @@ class Trainer:
 
     def _optimizer_attributes(self) -> dict[str, Any]:
         """Return the attributes that say what the optimizer does, to notice when a script has set one."""
-        return {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
+        found = {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
+        schedules = {name: value for name, value in found.items() if isinstance(value, DecayScheduler)}
+        return found | {f"{name}.init_value": value.init_value for name, value in schedules.items()}
 
     def _check_optimizer(self) -> None:
         """Take over a learning rate that the script has set; OptionError for what the servers would not see."""
         now, before = self._optimizer_attributes(), self._attributes
-        changed = [name for name in now if now[name] is not before.get(name)]
+        changed = {name for name in now if now[name] is not before.get(name)}
+        changed -= {f"{name}.init_value" for name in changed}  # another schedule has another value
         if not changed:
             return
         if self._updates_on_store:
@@ -517,10 +520,10 @@ class Trainer:
             if self._store.optimizer_description == self._optimizer.describe():
                 self._attributes = now
                 return
-            if changed != ["lr"] or type(now["lr"]) is not Constant:
+            if not changed <= {"lr", "lr.init_value"} or type(now["lr"]) is not Constant:
                 raise OptionError(
-                    f"Trainer: step: {', '.join(changed)} of the optimizer was set, which the store does not see; call "
-                    "trainer.kvstore.set_optimizer(trainer.optimizer), which resets its state"
+                    f"Trainer: step: {', '.join(sorted(changed))} of the optimizer was set, which the store does not "
+                    "see; call trainer.kvstore.set_optimizer(trainer.optimizer), which resets its state"
                 )
             self.set_learning_rate(now["lr"].init_value)
         elif isinstance(self._store, KVStore):

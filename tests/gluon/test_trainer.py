@@ -356,10 +356,21 @@ def an_attribute_set_by_hand_arrives_or_is_an_error(rig: Rig) -> None:
             trainer.kvstore.set_optimizer(trainer.optimizer)
         trainer.step(1)
         assert all_equal(params, -2 * rig.size)
+        trainer.optimizer.lr.init_value = 0.25
+        backward(dict.fromkeys(params.values(), 4))
+        trainer.step(1)
+        assert all_equal(params, -3 * rig.size)
         trainer.optimizer.lr = opt.ExponentialDecay(1.0, 1, 0.5)
         backward(dict.fromkeys(params.values(), 2))
         if on_store:
             assert "lr of the optimizer was set" in caught(trainer.step, OptionError, 1)
+            schedule = opt.ExponentialDecay(1.0, 1, 0.5)
+            trainer.optimizer.lr = schedule
+            trainer.kvstore.set_optimizer(trainer.optimizer)
+            trainer.step(1)
+            schedule.init_value = 2.0
+            backward(dict.fromkeys(params.values(), 2))
+            assert "lr.init_value of the optimizer was set" in caught(trainer.step, OptionError, 1)
 
 
 # ---- workers that differ -------------------------------------------------------------------------------
