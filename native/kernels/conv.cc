@@ -18,13 +18,31 @@ namespace {
 using Tag = dnnl::memory::format_tag;
 using Desc = dnnl::memory::desc;
 
+bool has_idle_tap(const Conv& c) {
+  for (const int axis : {0, 1}) {
+    const std::int64_t size = axis ? c.width : c.height, count = axis ? c.out_width : c.out_height, stride = c.stride[axis];
+    for (std::int64_t tap = 0; tap < c.kernel[axis]; ++tap) {
+      const std::int64_t first = tap * c.dilation[axis] - c.padding[axis];
+      const std::int64_t index = std::max<std::int64_t>(0, (stride - 1 - first) / stride);  // of the first pixel from 0 on
+      if (index >= count || first + index * stride >= size) return true;
+    }
+  }
+  return false;
+}
+
+// What the primitive computes in. oneDNN 3.2's gradient of weights by AVX-512 BF16 writes nothing where a row or column of
+// the filter meets no pixel (is idle), such as the outer ones of 3 x 3 with stride 2 and padding 1 on an image of 1 x 1.
+DataType type_for(const Conv& c, ConvKind kind) {
+  return kind == ConvKind::kBackwardWeight && has_idle_tap(c) ? DataType::f32 : computed_type(c.is_bfloat16);
+}
+
 // The arrays of one convolution as oneDNN's descriptions: the caller's, and with a format for the primitive to choose.
 struct Shapes {
   Dims x, w, b, y, stride, dilation, padding;
   bool has_groups;
   DataType computed, given;  // by the primitive, by the caller
 
-  explicit Shapes(const Conv& c)
+  Shapes(const Conv& c, ConvKind kind)
       : x{c.batch, c.channels, c.height, c.width},
         w{c.outputs, c.channels / c.groups, c.kernel[0], c.kernel[1]},
         b{c.outputs},
@@ -33,7 +51,7 @@ struct Shapes {
         dilation{c.dilation[0] - 1, c.dilation[1] - 1},
         padding{c.padding[0], c.padding[1]},
         has_groups(c.groups > 1),
-        computed(computed_type(c.is_bfloat16)),
+        computed(type_for(c, kind)),
         given(array_type(c.is_bfloat16)) {
     if (has_groups) w = {c.groups, c.outputs / c.groups, c.channels / c.groups, c.kernel[0], c.kernel[1]};
   }
@@ -60,9 +78,9 @@ CallKey key_of(ConvKind kind, const Conv& c, bool has_bias) {
 Tag image_tag(const Conv& c, ConvKind kind) {
   if (c.groups > 1) return Tag::any;
   if (kind == ConvKind::kBackwardData && c.channels <= 4) return Tag::nchw;
-  // oneDNN 3.2's jit_1x1:avx2 writes beyond its memory there with channels last, unless there are 8 channels or more
+  // oneDNN 3.2's jit_1x1 writes beyond its memory there with channels last, unless they fill a vector
   const bool is_strided_1x1 = c.kernel[0] * c.kernel[1] == 1 && c.stride[0] * c.stride[1] > 1;
-  if (kind == ConvKind::kBackwardWeight && is_strided_1x1 && c.channels < 8) return Tag::nchw;
+  if (kind == ConvKind::kBackwardWeight && is_strided_1x1 && c.channels % 16 != 0) return Tag::nchw;
   const bool has_part_blocks = (c.channels > 4 && c.channels % 8 != 0) || c.outputs % 8 != 0;
   return has_part_blocks || c.channels == 1 ? Tag::nhwc : Tag::any;
 }
@@ -113,8 +131,7 @@ using DataDesc = dnnl::convolution_backward_data::primitive_desc;
 using WeightDesc = dnnl::convolution_backward_weights::primitive_desc;
 constexpr auto kDirect = dnnl::algorithm::convolution_direct;
 
-ForwardDesc forward_desc(const Conv& c, Tag tag, bool has_bias) {
-  const Shapes s(c);
+ForwardDesc forward_desc(const Conv& c, const Shapes& s, Tag tag, bool has_bias) {
   dnnl::post_ops after;
   if (c.relu) after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
   dnnl::primitive_attr attributes;
@@ -123,66 +140,61 @@ ForwardDesc forward_desc(const Conv& c, Tag tag, bool has_bias) {
           s.any_weights(s.computed), has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
 }
 
-ForwardDesc forward_desc(const Conv& c, bool has_bias) {
-  return forward_desc(c, image_tag(c, ConvKind::kForward), has_bias);
+ForwardDesc forward_desc(const Conv& c, const Shapes& s, bool has_bias) {
+  return forward_desc(c, s, image_tag(c, ConvKind::kForward), has_bias);
 }
 
-DataDesc data_desc(const Conv& c) {
-  const Shapes s(c);
+DataDesc data_desc(const Conv& c, const Shapes& s) {
   const Tag tag = image_tag(c, ConvKind::kBackwardData);
   return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(s.computed), s.image(s.y, tag), s.stride,
-          s.dilation, s.padding, s.padding, forward_desc(c, tag, false)};
+          s.dilation, s.padding, s.padding, forward_desc(c, s, tag, false)};
 }
 
-WeightDesc weight_desc(const Conv& c, bool has_bias) {
-  const Shapes s(c);
+WeightDesc weight_desc(const Conv& c, const Shapes& s, bool has_bias) {
   const Tag tag = image_tag(c, ConvKind::kBackwardWeight);
   return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(DataType::f32),
-          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, tag, has_bias)};
+          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, s, tag, has_bias)};
 }
 
-OnednnCall::Slot x_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
-  const Shapes s(c);
+OnednnCall::Slot x_slot(const Conv& c, const Shapes& s, int argument, const Desc& chosen, bool is_output) {
   return {argument, blocked_like(s.x, s.given, c.x_block, chosen), chosen, is_output,
           blocked_like(s.x, DataType::f32, c.x_block, chosen)};
 }
 
-OnednnCall::Slot y_slot(const Conv& c, int argument, const Desc& chosen, bool is_output) {
-  const Shapes s(c);
+OnednnCall::Slot y_slot(const Conv& c, const Shapes& s, int argument, const Desc& chosen, bool is_output) {
   return {argument, blocked_like(s.y, s.given, c.y_block, chosen), chosen, is_output,
           blocked_like(s.y, DataType::f32, c.y_block, chosen)};
 }
 
-OnednnCall::Slot w_slot(const Conv& c, const Desc& chosen) {
-  const Shapes s(c);
+OnednnCall::Slot w_slot(const Conv& c, const Shapes& s, const Desc& chosen) {
   return {DNNL_ARG_WEIGHTS, s.weights(array_type(c.is_bfloat16 && !c.has_float_weights)), chosen, false,
           s.weights(DataType::f32)};
 }
 
 OnednnCall make_forward(const Conv& c, bool has_bias) {
-  const Shapes s(c);
-  const auto pd = forward_desc(c, has_bias);
-  std::vector<OnednnCall::Slot> slots{x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
-                                w_slot(c, pd.weights_desc()),
-                                y_slot(c, DNNL_ARG_DST, pd.dst_desc(), true)};
+  const Shapes s(c, ConvKind::kForward);
+  const auto pd = forward_desc(c, s, has_bias);
+  std::vector<OnednnCall::Slot> slots{x_slot(c, s, DNNL_ARG_SRC, pd.src_desc(), false),
+                                w_slot(c, s, pd.weights_desc()),
+                                y_slot(c, s, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
 }
 
 OnednnCall make_backward_data(const Conv& c) {
-  const Shapes s(c);
-  const auto pd = data_desc(c);
+  const Shapes s(c, ConvKind::kBackwardData);
+  const auto pd = data_desc(c, s);
   return OnednnCall(dnnl::convolution_backward_data(pd),
-              {y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
-               w_slot(c, pd.weights_desc()),
-               x_slot(c, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
+              {y_slot(c, s, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
+               w_slot(c, s, pd.weights_desc()),
+               x_slot(c, s, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
 }
 
 OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
-  const Shapes s(c);
-  const auto pd = weight_desc(c, has_bias);
-  std::vector<OnednnCall::Slot> slots{y_slot(c, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
-                                x_slot(c, DNNL_ARG_SRC, pd.src_desc(), false),
+  const Shapes s(c, ConvKind::kBackwardWeight);
+  const auto pd = weight_desc(c, s, has_bias);
+  std::vector<OnednnCall::Slot> slots{y_slot(c, s, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
+                                x_slot(c, s, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_DIFF_WEIGHTS, s.weights(DataType::f32), pd.diff_weights_desc(), true}};
   if (has_bias) slots.push_back({DNNL_ARG_DIFF_BIAS, s.bias(), s.bias(), true});
   return OnednnCall(dnnl::convolution_backward_weights(pd), std::move(slots));
@@ -213,16 +225,16 @@ void use_winograd(bool is_wanted) { wanted_winograd = is_wanted; }
 
 std::optional<std::pair<std::int64_t, std::int64_t>> conv_formats(const Conv& c, ConvKind kind, bool has_bias) try {
   if (is_winograd(c, kind)) return std::pair{winograd_block(c), winograd_block(c)};
-  const Shapes s(c);
+  const Shapes s(c, kind);
   Desc x, y;
   if (kind == ConvKind::kForward) {
-    const auto pd = forward_desc(c, has_bias);
+    const auto pd = forward_desc(c, s, has_bias);
     x = pd.src_desc(), y = pd.dst_desc();
   } else if (kind == ConvKind::kBackwardData) {
-    const auto pd = data_desc(c);
+    const auto pd = data_desc(c, s);
     x = pd.diff_src_desc(), y = pd.diff_dst_desc();
   } else {
-    const auto pd = weight_desc(c, has_bias);
+    const auto pd = weight_desc(c, s, has_bias);
     x = pd.src_desc(), y = pd.diff_dst_desc();
   }
   const auto or_plain = [](std::int64_t block) { return block ? block : 1; };

@@ -293,6 +293,24 @@ def test_convolutions_of_real_models(x, w, stride):
     check_convolution(3, x, w, (x[0], w[0], *out), geometry)
 
 
+@needs_onednn
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride"),
+    [((1, 1), 3, 2), ((8, 1), 3, 2), ((2, 2), 3, 3), ((1, 1), 5, 2), ((1, 9), 7, 2)],
+)
+def test_weights_that_meet_no_pixel_have_a_gradient_of_0(size, kernel, stride):
+    padding = kernel // 2
+    geometry = {"stride": (stride,) * 2, "padding": (padding,) * 2, "dilation": (1, 1), "groups": 1}
+    area = tuple((n + 2 * padding - kernel) // stride + 1 for n in size)
+    for seed in range(3):
+        large = (numbers(seed, 2, 64, 16, 16).astype(np.float32) * 1e15).astype(bfloat16)
+        given = geometry | {"stride": (1, 1)}  # its results stay in memory that the next call may get
+        assert KERNELS.conv2d_backward_weight(
+            large, large, out=like(64, 64, kernel, kernel, dtype=np.float32), **given
+        )
+        check_convolution(seed, (2, 64, *size), (64, 64, kernel, kernel), (2, 64, *area), geometry)
+
+
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:
     """The image in blocks of so many channels, in an array of its own shape."""
     n, c, *area = x.shape
