@@ -10,8 +10,9 @@ Note [rules]: ``autocast`` of an operator's class says in which dtype it compute
 - "widest": in the widest dtype of its float inputs.
 - "keep": inputs are taken as they are.
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
-Note [copies of parameters]: the rounded copy of a parameter is made once inside a ``with`` block, and again when a
-kernel has written the parameter or backward has begun, since after that an optimizer or a collective changes it.
+Note [copies of parameters]: in a recorded step the rounded copy of a parameter is made once inside a ``with`` block, and
+again when a kernel has written the parameter, or a collective or a host node has run or backward begun, which may change
+it. Eager operators round a parameter at each use, as anybody may write to it in between.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Autocast(Disabled):
     def __init__(self, outer: Disabled | None, precision: str) -> None:
         super().__init__(outer)
         self.precision, self._dtype = precision, LOW[precision]
-        # by the id of a parameter's memory: that array, which keeps the id, the copy, and the recorder that was told
+        # by the id of a parameter's array: that, which keeps the id, the copy, and the recorder of the step
         self._copies: dict[int, tuple[Any, Any, Any]] = {}
 
     def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,8 +188,9 @@ class Autocast(Disabled):
 
     def written(self, out: Any) -> None:
         if self._copies:
-            for array in out if isinstance(out, tuple) else (out,):
-                self._copies.pop(id(root_of(array)), None)
+            roots = {id(root_of(array)) for array in (out if isinstance(out, tuple) else (out,))}
+            for key in [key for key, (array, *_) in self._copies.items() if id(root_of(array)) in roots]:
+                del self._copies[key]
         super().written(out)
 
     def forget(self) -> None:
@@ -208,19 +210,18 @@ class Autocast(Disabled):
         _check_device(name, self.precision, tensor.device)
 
     def _low(self, tensor: Any) -> Any:
-        """Return a float32 Tensor rounded to 16 bits, of a parameter the copy made before; any other as it is."""
+        """Return a float32 Tensor rounded to 16 bits, see Note [copies of parameters]; any other as it is."""
         if _dtype(tensor) != float32:
             return tensor
-        if not (tensor.stores_grad and tensor.creator is None):
+        recorder = this_thread.recorder
+        is_parameter = tensor.stores_grad and tensor.creator is None
+        if not is_parameter or recorder is None or recorder.break_reason is not None:
             return _cast(tensor, self._dtype)
-        root, recorder = root_of(tensor.array), this_thread.recorder
-        _, copy, known = self._copies.get(id(root), (None, None, None))
-        if copy is not None and copy.shape == tensor.shape and known is recorder:
-            return Tensor.wrap(copy, tensor.device)
-        low = _cast(tensor, self._dtype)
-        if root.size == tensor.array.size:  # not one of several parameters in a piece of memory
-            self._copies[id(root)] = root, low.array, recorder
-        return low
+        _, copy, known = self._copies.get(id(tensor.array), (None, None, None))
+        if known is not recorder:
+            copy = _cast(tensor, self._dtype).array
+            self._copies[id(tensor.array)] = tensor.array, copy, recorder
+        return Tensor.wrap(copy, tensor.device)
 
 
 def _dtype(value: Any) -> Any:

@@ -103,6 +103,7 @@ class Recorder:
 
     def wait(self, work: Any, timeout_s: float | None) -> None:
         """Record waiting for ``work``."""
+        _forget_rounded_parameters()
         node = self._in_flight.pop(id(work), None)
         if node is not None:
             self.nodes.append(Wait(node.flight, node.inputs, node.out, timeout_s))
@@ -116,6 +117,7 @@ class Recorder:
             memory = self._known_or_kept(tensor.array)
             memory.is_written = True
             self._passed.append((tensor, memory))
+        _forget_rounded_parameters()
         with unrecorded():
             return node.function(*node.arguments)
 
@@ -214,6 +216,11 @@ class Recorder:
             self._memories[key] = Memory(root.nbytes)
             self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
         return self._memories[key]
+
+
+def _forget_rounded_parameters() -> None:
+    if this_thread.autocast is not None:
+        this_thread.autocast.forget()
 
 
 # ---- what code of a step reports to the recorder, if there is one ----------------------------------------

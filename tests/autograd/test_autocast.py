@@ -11,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, opt
+from singa_lite import autograd, layer, model, opt
 from singa_lite.autograd import Operator
 from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import CpuBackend
 from singa_lite.backend.cpu.bfloat16 import describe
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state, this_thread
+from singa_lite.device import get_default_device
 from singa_lite.errors import DeviceError, DTypeError, OptionError
+from singa_lite.graph.recorder import host
 from singa_lite.tensor import Tensor, bfloat16, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
 
@@ -138,9 +142,11 @@ def test_the_gradient_of_a_weight_is_a_float32_sum_of_rounded_factors() -> None:
     assert (found != found.astype(bfloat16).astype("f")).any()
 
 
-def test_a_parameter_is_cast_once_and_again_when_it_has_changed(kernels: list[str]) -> None:
+def test_a_recorded_step_casts_a_parameter_once_and_again_when_it_has_changed(kernels: list[str]) -> None:
     x, w = Tensor(data=RNG.standard_normal((2, 3))).as_type(bfloat16), param(3, 3)
+    was, alone, device = to_numpy(w).copy(), LocalCommunicator(World()), get_default_device()
     with autograd.autocast():
+        device.EnableGraph(True)
         y = autograd.matmul(autograd.matmul(x, w), w)
         assert kernels.count("cast") == 1 + 1  # and as_type
         w *= 2.0
@@ -151,12 +157,77 @@ def test_a_parameter_is_cast_once_and_again_when_it_has_changed(kernels: list[st
             w += 1.0  # the block around sees it
         z = autograd.matmul(x, w)
         assert kernels.count("cast") == 4
+        alone.all_reduce(w.array, "sum").wait()
+        autograd.matmul(x, w)
+        assert kernels.count("cast") == 5
+        host(lambda tensor: tensor.data.fill(2.0), w)
+        u = autograd.matmul(x, w)
         list(autograd.backward(y, Tensor(y.shape, dtype=bfloat16)))
         casts = kernels.count("cast")
         autograd.matmul(x, w)
         assert kernels.count("cast") == casts + 1
-    expected = to_numpy(x).astype(float) @ to_numpy(w.as_type(bfloat16)).astype(float)
-    np.testing.assert_allclose(to_numpy(z).astype(float), expected, rtol=2**-8, atol=1e-2)
+        device.EnableGraph(False)
+    w.copy_from_numpy(was)
+    device.RunGraph()
+    device.ResetGraph()
+    wide = to_numpy(x).astype(float)
+    for got, weights in ((z, 2 * was + 1), (u, np.full((3, 3), 2.0))):
+        expected = wide @ weights.astype(bfloat16).astype(float)
+        np.testing.assert_allclose(to_numpy(got).astype(float), expected, rtol=2**-8, atol=1e-2)
+
+
+def test_two_views_of_one_memory_are_rounded_each() -> None:
+    x, both, device = (
+        Tensor(data=np.eye(4)),
+        np.arange(16, dtype=np.float32).reshape(4, 4),
+        get_default_device(),
+    )
+    w, turned = param(4, 4), param(4, 4)
+    w.data, turned.data = both, both.T
+    with autograd.autocast():
+        device.EnableGraph(True)
+        y, z = autograd.matmul(x, w), autograd.matmul(x, turned)
+        w *= 2.0  # which changes both
+        u = autograd.matmul(x, turned)
+        device.EnableGraph(False)
+    device.ResetGraph()
+    for got, expected in ((y, both / 2), (z, both.T / 2), (u, both.T)):
+        np.testing.assert_array_equal(to_numpy(got).astype(np.float32), expected)
+
+
+class Linear(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer.Linear(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def train_one_batch(self, x: Tensor) -> Tensor:
+        loss = autograd.reduce_sum(self.forward(x))
+        self.optimizer(loss)
+        return loss
+
+
+def test_an_eager_operator_sees_what_was_written_by_hand() -> None:
+    x, w, net = Tensor(data=np.eye(2)), param(2, 2), Linear()
+    net.set_optimizer(opt.SGD(lr=1.0))
+    net.compile([x], use_graph=True)
+    net(x)
+    writes = [
+        lambda: w.data.fill(3.0),
+        lambda: np.multiply(w.array, 2, out=w.array),
+        lambda: net(x),  # recorded
+        lambda: net(x),  # a replay
+    ]
+    with autograd.autocast():
+        for write in writes:
+            autograd.matmul(x, w)
+            autograd.matmul(x, net.linear.W)
+            write()
+            for weights in (w, net.linear.W):
+                got, expected = autograd.matmul(x, weights), to_numpy(weights).astype(bfloat16)
+                np.testing.assert_array_equal(to_numpy(got), expected)
 
 
 def test_biases_are_not_rounded_before_they_are_added() -> None:
