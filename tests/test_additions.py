@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from singa_lite.comm import find_messengers
+from singa_lite.sync import find_schemes
 from tests.limits import LIMIT_S
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +31,7 @@ OPERATORS = {
 }
 # recorded steps in fewer kernels, which no operator needs
 FUSED = {"fuse_rows.py", "product.cc", "block_attention.cc"}
+OPTIMIZERS = ("adagrad_update", "adamw_update", "rmsprop_update")  # the rules
 LAYERS = ("Embedding", "Gemm", "LayerNorm", "MultiHeadAttention", "SeparableConv2d")
 
 FORMULAS = """
@@ -96,6 +99,23 @@ def test_a_layer_is_in_one_file(name: str) -> None:
     assert len(found) == 1 and name not in (ROOT / "singa_lite" / "layer" / "__init__.py").read_text()
 
 
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+def test_an_optimizer_is_in_two_files(rule: str) -> None:
+    assert len(files_with(rule)) == 2
+
+
+@pytest.mark.parametrize("name", sorted(find_schemes()))
+def test_a_scheme_is_in_one_file(name: str) -> None:
+    """But for what plans and prints bytes of some of them (bench/), and the texts of errors."""
+    assert len(files_with(find_schemes()[name].__name__)) == 1
+
+
+@pytest.mark.parametrize("transport", sorted(find_messengers()))
+def test_messages_over_a_transport_are_in_one_file(transport: str) -> None:
+    """tests/comm/test_transports.py shows that collectives are found in a file that is only put there."""
+    assert len(files_with(find_messengers()[transport].__name__)) == 1
+
+
 def test_a_formula_and_a_class_are_an_operator_on_every_device(tmp_path: Path) -> None:
     """In a copy of the package two files are changed, and only what CUDA compiles at first use is compiled."""
     shutil.copytree(
@@ -113,5 +133,17 @@ def test_a_formula_and_a_class_are_an_operator_on_every_device(tmp_path: Path) -
 
 
 def test_the_recipes_say_how_many_files_it_takes() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    assert "at most 2 files of the package" in text and "at most 5 files of the package" in text
+    rows = {
+        line.split("|")[1].strip(): line
+        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+        if "|" in line
+    }
+    for row, count in (
+        ("an operator that is a formula by element, or is made of kernels that exist", "at most 2 files"),
+        ("an operator with kernels of its own", "at most 5 files"),
+        ("a layer", "1 file"),
+        ("an optimizer", "at most 2 files"),
+        ("a transport", "1 file"),
+        ("a dist_option", "1 file"),
+    ):
+        assert f"{count} of the package" in rows[row], row

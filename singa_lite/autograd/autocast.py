@@ -10,9 +10,9 @@ Note [rules]: ``autocast`` of an operator's class says in which dtype it compute
 - "widest": in the widest dtype of its float inputs.
 - "keep": inputs are taken as they are.
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
-Note [copies of parameters]: in a recorded step the rounded copy of a parameter is made once inside a ``with`` block, and
-again when a kernel has written the parameter, or a collective or a host node has run or backward begun, which may change
-it. Eager operators round a parameter at each use, as anybody may write to it in between.
+Note [copies of parameters]: in a recorded step the rounded copy of a parameter is made once inside a ``with`` block,
+and again when a kernel has written the parameter, or a collective or a host node has run or backward has begun, which
+may change it. Eager operators round a parameter at each use, as anybody may write to it in between.
 """
 
 from __future__ import annotations
