@@ -288,6 +288,94 @@ def test_what_a_subclass_overrides_is_honoured_by_hand(make: Any, update: Any) -
         assert_alike(Updates, STEPS - 1, optimizer=make)
 
 
+class Fades:
+    """Beside an optimizer: a class that is none itself."""
+
+    calls = 0
+
+    def fade(self, grad: Tensor) -> Tensor:
+        self.calls += 1
+        return grad * 0.5**self.calls
+
+
+class FadesInApply(Fades):
+    def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+        super().apply(name, value, self.fade(grad))  # type: ignore[misc]
+
+
+class FadesInUpdateAll(Fades):
+    def update_all(self, pairs: Any) -> None:
+        super().update_all([(param, self.fade(grad)) for param, grad in pairs])  # type: ignore[misc]
+
+
+class FadesInStep(Fades):
+    def step(self) -> None:
+        super().step()  # type: ignore[misc]
+        self.lr = self.lr_value * 0.5  # type: ignore[attr-defined]
+
+
+class FadesInCall(Fades):
+    def __call__(self, loss: Tensor) -> None:
+        super().__call__(self.fade(loss))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("is_derived", [False, True])
+@pytest.mark.parametrize("beside", [FadesInApply, FadesInUpdateAll, FadesInStep, FadesInCall])
+def test_what_an_optimizer_inherits_from_a_class_beside_it_is_called_at_every_step(
+    beside: Any, is_derived: bool
+) -> None:
+    kind = type("Mine", (beside, opt.SGD), {})
+    if is_derived:
+        kind = type("Again", (kind,), {})
+    runs_eagerly = beside is FadesInCall
+    reason = "Python a replay would not run" if runs_eagerly else ""
+    net = assert_alike(Net, 0 if runs_eagerly else STEPS - 1, reason, optimizer=lambda: kind(0.1))
+    assert net.optimizer.calls == {FadesInStep: 0, FadesInCall: STEPS}.get(beside, 4 * STEPS)
+
+
+@pytest.mark.parametrize("name", ["update_all", "apply", "step", "backward_and_update"])
+def test_a_function_set_as_an_attribute_of_an_optimizer_is_called_at_every_step(name: str) -> None:
+    def fading() -> Any:
+        sgd, fades = opt.SGD(0.1), Fades()
+
+        def own(*given: Any) -> None:
+            if name == "step":
+                opt.SGD.step(sgd)
+                sgd.lr = 0.1 * 0.5**sgd._step_counter
+            elif name == "backward_and_update":
+                sgd(fades.fade(given[0]))
+            else:
+                pairs = given[0] if name == "update_all" else [given[1:]]
+                opt.SGD.update_all(sgd, [(param, fades.fade(grad)) for param, grad in pairs])
+
+        setattr(sgd, name, own)
+        return sgd
+
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            self.optimizer.backward_and_update(loss)
+            return loss
+
+    assert_alike(Updates, 0, f"SGD.{name} is an attribute", optimizer=fading)
+
+
+def test_a_function_set_as_an_attribute_of_an_optimizer_between_steps_is_seen() -> None:
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step in (2, 4):
+            sgd, factor = net.optimizer, 0.5**step
+            sgd.update_all = lambda pairs: opt.SGD.update_all(sgd, [(p, g * factor) for p, g in pairs])
+        return net(x, y)
+
+    assert_alike(Net, 1, "SGD.update_all is an attribute", call=call)
+
+
+@pytest.mark.parametrize("beside", [(FadesInApply, FadesInUpdateAll), (FadesInUpdateAll, FadesInApply)])
+def test_the_class_beside_an_optimizer_that_comes_first_decides_how_it_updates(beside: Any) -> None:
+    net = trained(Net, False, lambda: type("Mine", (*beside, opt.SGD), {})(0.1))[2]
+    assert net.optimizer.calls == (4 * STEPS if beside[0] is FadesInUpdateAll else 8 * STEPS)
+
+
 def test_a_subclass_with_apply_takes_the_step_that_it_writes() -> None:
     expected = trained(Net, False, lambda: opt.SGD(0.1))[1]
 
