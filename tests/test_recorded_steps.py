@@ -1288,6 +1288,56 @@ def test_a_number_that_the_user_gave_the_optimizer_is_seen() -> None:
     assert_alike(Reads, STEPS - 2, call=call)
 
 
+def by_lr(net: Any, loss: Tensor) -> None:
+    for param, grad in autograd.backward(loss):
+        net.optimizer.lr = 0.01 if param.name.startswith("first") else 0.1  # type: ignore[union-attr]
+        net.optimizer.update(param, grad)
+
+
+def by_initial_lr(net: Any, loss: Tensor) -> None:
+    lr = net.optimizer.lr.init_value
+    for param, grad in autograd.backward(loss):
+        net.optimizer.lr.init_value = lr * (0.1 if param.name.startswith("first") else 1)  # type: ignore[union-attr]
+        net.optimizer.update(param, grad)
+    net.optimizer.lr.init_value = lr
+
+
+@pytest.mark.parametrize("update", [by_lr, by_initial_lr])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_schedule_that_a_step_sets_is_not_frozen(update: Any, is_wrapped: bool) -> None:
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            update(self, loss)
+            self.optimizer.step()
+            return loss
+
+    def optimizer() -> Any:
+        sgd = opt.SGD(schedule())
+        return opt.DistOpt(sgd, communicator=LocalCommunicator(World())) if is_wrapped else sgd
+
+    reason = {by_lr: "it sets lr of an optimizer", by_initial_lr: "it sets init_value of a schedule"}[update]
+    assert_alike(Updates, 0, reason, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda device: device.SetRandSeed(3), "it sets the seed of a device"),
+        (lambda device: device.set_random_state((3, 5)), "it sets the random state of a device"),
+        (lambda device: device.get_random_state(), "it reads the random state of a device"),
+    ],
+    ids=["seed", "set", "read"],
+)
+def test_a_random_stream_that_a_step_sets_is_not_frozen(change: Any, reason: str) -> None:
+    class Draws(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            change(get_default_device())
+            return super().loss_of(x, y + Tensor(y.shape).gaussian(0, 1))
+
+    assert_alike(Draws, 0, reason)
+
+
 @pytest.mark.parametrize("name", ["__call__", "backward_and_update"])
 def test_an_optimizer_that_overrides_the_whole_update_is_not_frozen(name: str) -> None:
     class Skips(opt.SGD):
