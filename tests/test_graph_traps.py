@@ -2,6 +2,7 @@
 """What a step may do that a replay could freeze, forget or compute in the wrong order of memory."""
 
 import copy
+import pickle
 import threading
 
 import numpy as np
@@ -134,6 +135,24 @@ def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
             return Shifted()(self.conv(x))
 
     assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].break_reason
+
+
+COPIES = {
+    "deepcopy": lambda net, x: copy.deepcopy(x),
+    "copy": lambda net, x: copy.copy(x),
+    "pickle": lambda net, x: pickle.loads(pickle.dumps(x)),
+    "deepcopy of a list": lambda net, x: copy.deepcopy([x])[0],
+    "deepcopy of the model": lambda net, x: x * (1.0 + len(copy.deepcopy(net).get_params())),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_tensor_that_python_copies_is_not_frozen(kind):
+    class Copies(Net):
+        def features(self, x):
+            return super().features(COPIES[kind](self, x))
+
+    assert "Python's copy or pickle" in assert_alike(Copies).graph_info()[0].break_reason
 
 
 def test_a_tensor_put_aside_holds_the_values_of_the_last_step():

@@ -107,6 +107,13 @@ class Tensor:
         tensor.creator, tensor.creator_output = creator, creator_output
         return tensor
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # Any: as object's
+        """Return what Python's copy and pickle make another Tensor of."""
+        break_graph(
+            "it copies a Tensor with Python's copy or pickle, which a replay would not do; use clone()"
+        )
+        return super().__reduce_ex__(protocol)
+
     # ---- what it is --------------------------------------------------------------------------------
 
     @property
