@@ -1126,6 +1126,51 @@ def scaled(c: Any, x: float = 1.0) -> float:
     return x * float(c.scale)
 
 
+class Term:
+    """Reads and may advance what it holds."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def value(self) -> float:
+        return float(self.weight)
+
+    def counted(self) -> float:
+        self.weight += 1.0
+        return float(self.weight)
+
+    def drawn(self) -> float:
+        return float(self.weight.random())
+
+    def taken(self) -> float:
+        return float(next(self.weight))
+
+
+class Terms:
+    def __init__(self, *weights: Any) -> None:
+        self.terms = [Term(weight) for weight in weights]
+
+    def values(self) -> float:
+        return sum(term.value() for term in self.terms)
+
+
+class Outer:
+    def __init__(self, weight: Any) -> None:
+        self.inner = SimpleNamespace(term=Term(weight))
+
+    def term(self) -> Term:
+        return self.inner.term  # type: ignore[no-any-return]
+
+
+class Weighted(layer.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = Terms(1.0)
+
+    def forward(self) -> float:
+        return self.terms.values()
+
+
 # what an attribute of the model holds, how the step reads a number from it, what the caller does to it between steps
 HELD: dict[str, tuple[Any, Any, Any]] = {
     "list": (lambda: [1.0], lambda c: c[0], lambda c, step: c.__setitem__(0, float(step))),
@@ -1170,6 +1215,21 @@ HELD: dict[str, tuple[Any, Any, Any]] = {
         lambda c: c[0].scale,
         lambda c, step: setattr(c[0], "scale", float(step)),
     ),
+    "objects in an object": (
+        lambda: Terms(1.0, 2.0),
+        lambda c: c.values(),
+        lambda c, step: setattr(c.terms[1], "weight", float(step)),
+    ),
+    "object two levels down": (
+        lambda: Outer(1.0),
+        lambda c: c.term().value(),
+        lambda c, step: setattr(c.inner.term, "weight", float(step)),
+    ),
+    "objects in an object of a layer": (
+        Weighted,
+        lambda c: c(),
+        lambda c, step: setattr(c.terms.terms[0], "weight", float(step)),
+    ),
     "partial": (
         lambda: partial(scaled, SimpleNamespace(scale=1.0)),
         lambda c: c(),
@@ -1203,6 +1263,17 @@ ADVANCED = {
     "RandomState": (lambda: np.random.RandomState(3), lambda c: c.rand(), "it changes held"),
     "count": (itertools.count, next, "it changes held"),
     "generator": (lambda: (n for n in range(1, 99)), next, "it reads held, an iterator"),
+    "Generator two levels down": (
+        lambda: Outer(np.random.default_rng(3)),
+        lambda c: c.term().drawn(),
+        "it changes held.inner.term.weight",
+    ),
+    "iterator two levels down": (
+        lambda: Outer(iter(range(1, 99))),
+        lambda c: c.term().taken(),
+        "it reads held.inner.term.weight, an iterator",
+    ),
+    "counter in a list": (lambda: Terms(1.0), lambda c: c.terms[0].counted(), "it changes held.terms"),
 }
 
 
@@ -1336,6 +1407,41 @@ def test_a_random_stream_that_a_step_sets_is_not_frozen(change: Any, reason: str
             return super().loss_of(x, y + Tensor(y.shape).gaussian(0, 1))
 
     assert_alike(Draws, 0, reason)
+
+
+FADING = opt.ExponentialDecay(1.0, 1, 0.5)
+
+
+def test_a_schedule_that_a_step_calls_is_seen() -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * FADING.call(2)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        FADING.decay_rate = 0.5 if step < 3 else 0.8
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+class Counted(opt.DecayScheduler):
+    """Falls at every call."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.calls = 0
+
+    def call(self, step: int) -> float:
+        self.calls += 1
+        return 0.1 / self.calls
+
+
+def test_a_schedule_that_counts_its_calls_counts_those_of_replays() -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * (1.0 if self.optimizer.lr is not None else 0.5)
+
+    assert_alike(Reads, STEPS - 1, optimizer=lambda: opt.SGD(Counted(), momentum=0.9))
 
 
 @pytest.mark.parametrize("name", ["__call__", "backward_and_update"])

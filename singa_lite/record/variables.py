@@ -5,7 +5,8 @@ A replay runs no Python, so all of it must be what it was when the step was reco
 
 Note [variables]: the functions of the user's classes are read, and those that they name: global variables, variables of
 closures, class attributes, attributes of modules and objects. Of an object those attributes count that such a function
-names. What installed packages and Python's own modules read is not looked at, nor are clocks, files and print.
+names, at any depth: the functions of the class of what an attribute or a container holds are read too. What installed
+packages and Python's own modules read is not looked at, nor are clocks, files and print.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from ..graph.recorder import Recorder
 from ..layer.base import Layer
 from ..opt.base import Optimizer
+from ..opt.schedule import DecayScheduler
 from ..tensor.pytree import PLAIN, flatten
 from .attributes import Absent, Attribute
 
@@ -96,22 +98,21 @@ class Variables:
         self._names: set[str] = set()  # that functions use of objects
         self._seen: set[int] = set()
         self._locations: list[Location] = []
+        self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         held = [(found, value) for found in attributes for value in _objects_in(found)]
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
-        self._locations += [
-            (found.label, itertools.repeat(value).__next__)  # which always gives it
-            for found, value in held
-            if found.name.lstrip("_") in self._names
-        ]
-        expanded = set(self._layers)
-        for label, read in self._locations:  # which grows
-            value = read()
-            if not isinstance(value, (*UNCHANGING, *containers())) and id(value) not in expanded:
-                expanded.add(id(value))
-                self._locations += self._attributes(label, value)
+        known, nested = -1, list[Location]()
+        while known != (known := len(self._names) + len(self._seen) + len(self._locations)):
+            nested = [
+                (found.label, itertools.repeat(value).__next__)  # which always gives it
+                for found, value in held
+                if found.name.lstrip("_") in self._names
+            ]
+            self._expand(nested)  # which may name more
         self._variables = [
-            Variable(label, read, value := read(), self._content(value)) for label, read in self._locations
+            Variable(label, read, value := read(), self._content(value))
+            for label, read in (*self._locations, *nested)
         ]
 
     def finish(self, recorder: Recorder) -> None:
@@ -121,9 +122,8 @@ class Variables:
         changed = next(drawn, None) or self.changed()
         if changed is not None:
             recorder.break_graph(f"it changes {changed}", is_lasting=False)
-        for label, _, value, _ in self._variables:  # the position of an iterator cannot be compared
-            if isinstance(value, Iterator) and not isinstance(value, itertools.count):
-                recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
+        for label in self._iterators:  # the position of one cannot be compared
+            recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
     def changed(self) -> str | None:
         """Return the label of a variable that is not as it was, or None."""
@@ -137,9 +137,29 @@ class Variables:
 
     # ---- which variables there are -------------------------------------------------------------------
 
+    def _expand(self, nested: list[Location]) -> None:
+        """Follow what variables hold, at any depth, and append to ``nested`` where attributes of objects are."""
+        expanded = set(self._layers)
+        within: list[Location] = []  # what containers hold, which is a part of their content
+        for locations in (self._locations, nested, within):
+            for label, read in locations:  # which grows
+                value = read()
+                self._follow(value)
+                if isinstance(value, Iterator) and not isinstance(value, itertools.count):
+                    self._iterators[label] = None
+                if isinstance(value, UNCHANGING) or id(value) in expanded:
+                    continue
+                expanded.add(id(value))
+                if isinstance(value, containers()):
+                    within += [(label, itertools.repeat(item).__next__) for item in _items_of(value)]
+                else:
+                    (within if locations is within else nested).extend(self._attributes(label, value))
+
     def _follow(self, value: Any) -> None:
         """Find what functions read that ``value`` is, holds, or has as methods."""
         if (isinstance(value, PLAIN) and not isinstance(value, type)) or id(value) in self._seen:
+            return
+        if isinstance(value, type) and self._is_looked_after(value):
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
@@ -147,20 +167,21 @@ class Variables:
                 self._follow_function(value)
             self._follow(getattr(value, "__wrapped__", None))
         elif isinstance(value, type):
-            if not issubclass(value, Optimizer):  # which the recorder itself looks after
-                for kind in filter(_is_users, value.__mro__):
-                    self._follow_class(kind)
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
-            if len(value) <= MAX_ITEMS:
-                for item in value.values() if isinstance(value, dict) else value:
-                    self._follow(item)
-        elif isinstance(value, (partial, MethodType, property, classmethod, staticmethod)):
-            parts = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapped__")
-            for part in parts:
+            for kind in filter(_is_users, value.__mro__):
+                self._follow_class(kind)
+        elif isinstance(value, containers()):
+            for item in _items_of(value):
+                self._follow(item)
+        elif isinstance(value, (property, classmethod, staticmethod)):
+            for part in ("fget", "__func__", "__wrapped__"):
                 self._follow(getattr(value, part, None))
         elif not isinstance(value, ModuleType):
             self._follow(getattr(value, "__wrapped__", None))
             self._follow(type(value))
+
+    def _is_looked_after(self, kind: type) -> bool:
+        """Return whether the recorder sees what objects of a class do: optimizers, schedules that no step calls."""
+        return issubclass(kind, Optimizer) or (issubclass(kind, DecayScheduler) and "call" not in self._names)
 
     def _follow_class(self, kind: type) -> None:
         for name, value in vars(kind).items():
@@ -234,6 +255,8 @@ class Variables:
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
+        elif isinstance(value, DecayScheduler) and "call" in self._names:
+            names |= held.keys()
         in_slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
         return [
             (
@@ -249,6 +272,17 @@ class Variables:
 def _objects_in(attribute: Attribute) -> list[object]:
     """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Return what a container holds; nothing of a large one."""
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MAX_ITEMS:
+        return value.values() if isinstance(value, dict) else value
+    return ()
 
 
 def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
