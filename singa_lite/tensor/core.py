@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from ..config import state
 from ..device import Device, get_default_device
 from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
-from ..graph.recorder import bookkeep, break_graph, guard, unrecorded
+from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
 from .checks import (
     as_axis,
     as_dtype,
@@ -92,6 +93,8 @@ class Tensor:
             values = as_numbers("Tensor", "data", data)
             wanted = _held_dtype(natural_dtype(values.dtype) if dtype is None else dtype, self.device)
             self.array = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
+            if state.recorders:
+                tell_other_threads("makes a Tensor from host values", (), (self.array,))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.creator = creator
