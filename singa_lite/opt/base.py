@@ -29,6 +29,7 @@ from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
+MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
@@ -375,7 +376,8 @@ class Optimizer:
         """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
 
         Raises:
-            CheckpointError: states are missing, unknown or of another shape or dtype; nothing was changed.
+            CheckpointError: states are missing, unknown or of another shape or dtype, or the number of steps is no
+                possible one; nothing was changed.
         """
         check_arrays(type(self).__name__, states)
         mine = self.get_states()
@@ -390,6 +392,7 @@ class Optimizer:
                     f"{type(self).__name__}: state {key!r} is {states[key].dtype}{states[key].shape}, "
                     f"not {value.dtype}{value.shape}"
                 )
+        check_steps(type(self).__name__, states["step_counter"])
         for param, name in unique_names(self._slots).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
@@ -423,6 +426,12 @@ def check_arrays(where: str, states: object) -> None:
             raise CheckpointError(
                 f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
             )
+
+
+def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
+    """Raise CheckpointError unless a saved "step_counter" is one integer from 0 to 2**53."""
+    if steps.shape != () or steps.dtype.kind not in "iu" or not 0 <= steps <= MAX_STEPS:
+        raise CheckpointError(f"{where}: step_counter must be an int from 0 to {MAX_STEPS}, not {steps}")
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
