@@ -1230,6 +1230,22 @@ HELD: dict[str, tuple[Any, Any, Any]] = {
         lambda c: c(),
         lambda c, step: setattr(c.terms.terms[0], "weight", float(step)),
     ),
+    "item of a long list in an object": (
+        lambda: SimpleNamespace(scale=[1.0] * 5000),
+        lambda c: c.scale[7],
+        lambda c, step: c.scale.__setitem__(7, float(step)),
+    ),
+    "item of a long dict in an object": (
+        lambda: SimpleNamespace(scale=dict.fromkeys(range(5000), 1.0)),
+        lambda c: c.scale[7],
+        lambda c, step: c.scale.__setitem__(7, float(step)),
+    ),
+    "long ndarray": (
+        lambda: np.ones(50_000),
+        lambda c: float(c[7]),
+        lambda c, step: c.__setitem__(7, float(step)),
+    ),
+    "bytearray": (lambda: bytearray(9), lambda c: float(c[7]), lambda c, step: c.__setitem__(7, step)),
     "partial": (
         lambda: partial(scaled, SimpleNamespace(scale=1.0)),
         lambda c: c(),
@@ -1258,6 +1274,56 @@ def test_what_an_attribute_holds_may_be_changed_by_the_caller(kind: str) -> None
     assert_alike(Holds, STEPS - 2, call=call)
 
 
+def read_default(settings: Any = SETTINGS, *, table: Any = TABLE) -> float:
+    return float(settings.scale * table["scale"][0])
+
+
+def read_attribute() -> float:
+    return read_attribute.scale  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("read", [read_default, read_attribute])
+def test_what_a_function_holds_may_be_changed_by_the_caller(read: Any) -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * read()
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        SETTINGS.scale = 1.0 if step < 2 else 0.5
+        TABLE["scale"][0] = read_attribute.scale = 1.0 if step < 4 else 3.0  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - (3 if read is read_default else 2), call=call)
+
+
+def count_by_default(calls: list[int] = []) -> None:  # noqa: B006
+    calls.append(1)
+
+
+def count_by_attribute() -> None:
+    count_by_attribute.calls = getattr(count_by_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("count", "label"),
+    [(count_by_default, "the default of calls"), (count_by_attribute, "count_by_attribute")],
+)
+def test_a_step_that_changes_what_a_function_holds_runs_eagerly_and_says_so(count: Any, label: str) -> None:
+    class Counts(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            count()
+            held = count_by_default.__defaults__ or ([],)
+            return super().loss_of(x, y) * (len(held[0]) + getattr(count_by_attribute, "calls", 0))
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            (count_by_default.__defaults__ or ([],))[0].clear()
+            count_by_attribute.calls = 0  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Counts, 0, f"it changes {label}" if "default" in label else label, call=call)
+
+
 ADVANCED = {
     "Generator": (lambda: np.random.default_rng(3), lambda c: c.random(), "it changes held"),
     "RandomState": (lambda: np.random.RandomState(3), lambda c: c.rand(), "it changes held"),
@@ -1272,6 +1338,15 @@ ADVANCED = {
         lambda: Outer(iter(range(1, 99))),
         lambda c: c.term().taken(),
         "it reads held.inner.term.weight, an iterator",
+    ),
+    "bound Random": (lambda: random.Random(3).random, lambda c: c(), "it changes held"),
+    "bound next": (lambda: iter([*range(1, 99)]).__next__, lambda c: c(), "it reads held, an iterator"),
+    "bound pop": (lambda: [*range(1, 99)].pop, lambda c: c(), "it changes held"),
+    "bound popleft": (lambda: deque(range(1, 99)).popleft, lambda c: c(), "it changes held"),
+    "bound next in a partial": (
+        lambda: partial(next, iter(range(1, 99))),
+        lambda c: c(),
+        "it reads held, an iterator",
     ),
     "counter in a list": (lambda: Terms(1.0), lambda c: c.terms[0].counted(), "it changes held.terms"),
 }
