@@ -72,6 +72,7 @@ class State:
     Attributes:
         numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
         generation: grows when an attribute of any layer is set (layer.base), so that records look at them again.
+        recorders: those that record a step now, each of another thread (graph.recorder.Recorder).
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         messenger: the process's messenger (comm.p2p.Messenger), made at first use.
@@ -93,6 +94,7 @@ class State:
     """
 
     generation: int = 0
+    recorders: set[Any] = field(default_factory=set)  # Any: a type of a module above
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a module above; comm/rendezvous.py owns it
     communicator_pid: int = 0

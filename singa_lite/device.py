@@ -16,7 +16,7 @@ from .backend.cpu import CpuBackend
 from .config import state
 from .errors import DeviceError, GraphError, OptionError, check_bool, check_int, check_ints
 from .graph.buffer import GraphBuffer
-from .graph.recorder import scalar
+from .graph.recorder import break_graph, scalar
 from .profile import TimeProfile
 
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
@@ -107,6 +107,7 @@ class Device:
         """Restart the device's random stream from ``seed`` (0 <= seed < 2**64; 0 is where it starts)."""
         if check_int("SetRandSeed", "seed", seed, 0) >= 2**64:
             raise OptionError(f"SetRandSeed: seed = {seed} must be in 0 .. 2**64 - 1")
+        break_graph("it sets the seed of a device, which a replay would not do")
         self._seed, self._counter = int(seed), 0
 
     def next_random(self) -> tuple[Any, Any]:  # Any: ints, or Scalars while a step is recorded
@@ -119,6 +120,7 @@ class Device:
 
     def get_random_state(self) -> tuple[int, int]:
         """Return (seed, counter); what a checkpoint keeps."""
+        break_graph("it reads the random state of a device, which a replay would not do")
         return self._seed, self._counter
 
     def set_random_state(self, random_state: tuple[int, int]) -> None:
@@ -126,6 +128,7 @@ class Device:
         pair = check_ints("set_random_state", "random_state", random_state, 0)
         if len(pair) != 2:
             raise OptionError(f"set_random_state: expected (seed, counter), got {random_state!r}")
+        break_graph("it sets the random state of a device, which a replay would not do")
         self._seed, self._counter = pair
 
 
@@ -158,6 +161,7 @@ def set_num_threads(num: int) -> None:
     """
     if check_int("set_num_threads", "num", num, 1) > MAX_THREADS:
         raise OptionError(f"set_num_threads: num = {num} must be an int from 1 to {MAX_THREADS}")
+    break_graph("it sets the number of threads, which a replay would not do")
     kernels, _ = load("_kernels")
     if kernels is not None:
         kernels.set_num_threads(num)
@@ -180,6 +184,7 @@ def allow_tf32(allowed: bool = True) -> None:
 
     Off at the start. Holds for all devices of the process, from the next call on; a captured step keeps what it had.
     """
+    break_graph("it sets whether TF32 is allowed, which a replay would not do")
     state.allow_tf32 = check_bool("allow_tf32", "allowed", allowed)
 
 

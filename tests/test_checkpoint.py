@@ -227,6 +227,8 @@ CRAFTED = {
     "an optimizer's state of another shape": with_optimizer(
         lambda states: states.update(step_counter=np.zeros(2))
     ),
+    "a negative number of steps": with_optimizer(lambda states: states.update(step_counter=np.array(-1))),
+    "too many steps": with_optimizer(lambda states: states.update(step_counter=np.array(2**53 + 1))),
 }
 
 

@@ -2,13 +2,15 @@
 """What a step may do that a replay could freeze, forget or compute in the wrong order of memory."""
 
 import copy
+import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.config import this_thread
+from singa_lite.config import state, this_thread
 from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
@@ -136,6 +138,24 @@ def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
     assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].break_reason
 
 
+COPIES = {
+    "deepcopy": lambda net, x: copy.deepcopy(x),
+    "copy": lambda net, x: copy.copy(x),
+    "pickle": lambda net, x: pickle.loads(pickle.dumps(x)),
+    "deepcopy of a list": lambda net, x: copy.deepcopy([x])[0],
+    "deepcopy of the model": lambda net, x: x * (1.0 + len(copy.deepcopy(net).get_params())),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_tensor_that_python_copies_is_not_frozen(kind):
+    class Copies(Net):
+        def features(self, x):
+            return super().features(COPIES[kind](self, x))
+
+    assert "Python's copy or pickle" in assert_alike(Copies).graph_info()[0].break_reason
+
+
 def test_a_tensor_put_aside_holds_the_values_of_the_last_step():
     class Keeping(Net):
         def features(self, x):
@@ -183,6 +203,58 @@ def test_another_thread_is_no_part_of_a_recorded_step():
 
     assert assert_alike(Disturbed).graph_info()[0].break_reason is None
     assert this_thread.recorder is None
+    assert not state.recorders
+
+
+def in_thread(function, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def average_of(net):
+    net.average *= 0.9
+    net.average += net.conv.b
+
+
+THREADS = {
+    "makes a part of the input": lambda net, x: x * in_thread(lambda: x * 0.5),
+    "makes a constant": lambda net, x: x * in_thread(lambda: from_numpy(np.float32([1 + net.conv.b.size()]))),
+    "sets a parameter before it is used": lambda net, x: (in_thread(net.head.b.set_value, 0.5), x)[1],
+    "sets a parameter after it was used": lambda net, x: (in_thread(net.conv.b.set_value, 0.5), x)[1],
+    "averages a parameter before it is used": lambda net, x: (in_thread(average_of, net), x)[1],
+    "reads a value": lambda net, x: x * in_thread(lambda: (x * x).l2()),
+    "runs a model": lambda net, x: in_thread(net.conv.forward, x),
+}
+
+
+@pytest.mark.parametrize("kind", THREADS)
+def test_what_a_step_does_in_another_thread_is_not_frozen(kind):
+    class Threaded(Net):
+        def __init__(self):
+            super().__init__()
+            self.average = Tensor((16,))
+            self.average.set_value(0)
+
+        def features(self, x):
+            if "before" in kind:
+                return super().features(THREADS[kind](self, x) if self.head._is_initialized else x)
+            return self.norm(THREADS[kind](self, autograd.relu(self.conv(x))))
+
+    net = assert_alike(Threaded, steps=6)
+    assert "another thread" in net.graph_info()[0].break_reason
+    assert not state.recorders
+
+
+def test_what_the_host_does_in_another_thread_is_done_at_every_replay():
+    class Applies(opt.Optimizer):
+        def apply(self, name, value, grad):
+            in_thread(value.__isub__, grad * 0.05)
+
+    def between(net, step):
+        if step == 0:
+            net.optimizer = Applies(0.1)
+
+    assert assert_alike(Net, between=between).graph_info()[0].break_reason is None
 
 
 def test_a_copy_of_a_recorded_model_trains_on_its_own():
@@ -234,3 +306,4 @@ def test_two_threads_train_a_model_each(use_graph):
         thread.join(60)
     autograd.training = False
     np.testing.assert_allclose(seen, [losses, losses], rtol=1e-4)
+    assert all(info.break_reason is None for net in nets for info in net.graph_info())

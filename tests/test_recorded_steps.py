@@ -288,6 +288,94 @@ def test_what_a_subclass_overrides_is_honoured_by_hand(make: Any, update: Any) -
         assert_alike(Updates, STEPS - 1, optimizer=make)
 
 
+class Fades:
+    """Beside an optimizer: a class that is none itself."""
+
+    calls = 0
+
+    def fade(self, grad: Tensor) -> Tensor:
+        self.calls += 1
+        return grad * 0.5**self.calls
+
+
+class FadesInApply(Fades):
+    def apply(self, name: str, value: Tensor, grad: Tensor) -> None:
+        super().apply(name, value, self.fade(grad))  # type: ignore[misc]
+
+
+class FadesInUpdateAll(Fades):
+    def update_all(self, pairs: Any) -> None:
+        super().update_all([(param, self.fade(grad)) for param, grad in pairs])  # type: ignore[misc]
+
+
+class FadesInStep(Fades):
+    def step(self) -> None:
+        super().step()  # type: ignore[misc]
+        self.lr = self.lr_value * 0.5  # type: ignore[attr-defined]
+
+
+class FadesInCall(Fades):
+    def __call__(self, loss: Tensor) -> None:
+        super().__call__(self.fade(loss))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("is_derived", [False, True])
+@pytest.mark.parametrize("beside", [FadesInApply, FadesInUpdateAll, FadesInStep, FadesInCall])
+def test_what_an_optimizer_inherits_from_a_class_beside_it_is_called_at_every_step(
+    beside: Any, is_derived: bool
+) -> None:
+    kind = type("Mine", (beside, opt.SGD), {})
+    if is_derived:
+        kind = type("Again", (kind,), {})
+    runs_eagerly = beside is FadesInCall
+    reason = "Python a replay would not run" if runs_eagerly else ""
+    net = assert_alike(Net, 0 if runs_eagerly else STEPS - 1, reason, optimizer=lambda: kind(0.1))
+    assert net.optimizer.calls == {FadesInStep: 0, FadesInCall: STEPS}.get(beside, 4 * STEPS)
+
+
+@pytest.mark.parametrize("name", ["update_all", "apply", "step", "backward_and_update"])
+def test_a_function_set_as_an_attribute_of_an_optimizer_is_called_at_every_step(name: str) -> None:
+    def fading() -> Any:
+        sgd, fades = opt.SGD(0.1), Fades()
+
+        def own(*given: Any) -> None:
+            if name == "step":
+                opt.SGD.step(sgd)
+                sgd.lr = 0.1 * 0.5**sgd._step_counter
+            elif name == "backward_and_update":
+                sgd(fades.fade(given[0]))
+            else:
+                pairs = given[0] if name == "update_all" else [given[1:]]
+                opt.SGD.update_all(sgd, [(param, fades.fade(grad)) for param, grad in pairs])
+
+        setattr(sgd, name, own)
+        return sgd
+
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            self.optimizer.backward_and_update(loss)
+            return loss
+
+    assert_alike(Updates, 0, f"SGD.{name} is an attribute", optimizer=fading)
+
+
+def test_a_function_set_as_an_attribute_of_an_optimizer_between_steps_is_seen() -> None:
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step in (2, 4):
+            sgd, factor = net.optimizer, 0.5**step
+            sgd.update_all = lambda pairs: opt.SGD.update_all(sgd, [(p, g * factor) for p, g in pairs])
+        return net(x, y)
+
+    assert_alike(Net, 1, "SGD.update_all is an attribute", call=call)
+
+
+@pytest.mark.parametrize("beside", [(FadesInApply, FadesInUpdateAll), (FadesInUpdateAll, FadesInApply)])
+def test_the_class_beside_an_optimizer_that_comes_first_decides_how_it_updates(beside: Any) -> None:
+    net = trained(Net, False, lambda: type("Mine", (*beside, opt.SGD), {})(0.1))[2]
+    assert net.optimizer.calls == (4 * STEPS if beside[0] is FadesInUpdateAll else 8 * STEPS)
+
+
 def test_a_subclass_with_apply_takes_the_step_that_it_writes() -> None:
     expected = trained(Net, False, lambda: opt.SGD(0.1))[1]
 
@@ -1038,6 +1126,51 @@ def scaled(c: Any, x: float = 1.0) -> float:
     return x * float(c.scale)
 
 
+class Term:
+    """Reads and may advance what it holds."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def value(self) -> float:
+        return float(self.weight)
+
+    def counted(self) -> float:
+        self.weight += 1.0
+        return float(self.weight)
+
+    def drawn(self) -> float:
+        return float(self.weight.random())
+
+    def taken(self) -> float:
+        return float(next(self.weight))
+
+
+class Terms:
+    def __init__(self, *weights: Any) -> None:
+        self.terms = [Term(weight) for weight in weights]
+
+    def values(self) -> float:
+        return sum(term.value() for term in self.terms)
+
+
+class Outer:
+    def __init__(self, weight: Any) -> None:
+        self.inner = SimpleNamespace(term=Term(weight))
+
+    def term(self) -> Term:
+        return self.inner.term  # type: ignore[no-any-return]
+
+
+class Weighted(layer.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = Terms(1.0)
+
+    def forward(self) -> float:
+        return self.terms.values()
+
+
 # what an attribute of the model holds, how the step reads a number from it, what the caller does to it between steps
 HELD: dict[str, tuple[Any, Any, Any]] = {
     "list": (lambda: [1.0], lambda c: c[0], lambda c, step: c.__setitem__(0, float(step))),
@@ -1082,6 +1215,37 @@ HELD: dict[str, tuple[Any, Any, Any]] = {
         lambda c: c[0].scale,
         lambda c, step: setattr(c[0], "scale", float(step)),
     ),
+    "objects in an object": (
+        lambda: Terms(1.0, 2.0),
+        lambda c: c.values(),
+        lambda c, step: setattr(c.terms[1], "weight", float(step)),
+    ),
+    "object two levels down": (
+        lambda: Outer(1.0),
+        lambda c: c.term().value(),
+        lambda c, step: setattr(c.inner.term, "weight", float(step)),
+    ),
+    "objects in an object of a layer": (
+        Weighted,
+        lambda c: c(),
+        lambda c, step: setattr(c.terms.terms[0], "weight", float(step)),
+    ),
+    "item of a long list in an object": (
+        lambda: SimpleNamespace(scale=[1.0] * 5000),
+        lambda c: c.scale[7],
+        lambda c, step: c.scale.__setitem__(7, float(step)),
+    ),
+    "item of a long dict in an object": (
+        lambda: SimpleNamespace(scale=dict.fromkeys(range(5000), 1.0)),
+        lambda c: c.scale[7],
+        lambda c, step: c.scale.__setitem__(7, float(step)),
+    ),
+    "long ndarray": (
+        lambda: np.ones(50_000),
+        lambda c: float(c[7]),
+        lambda c, step: c.__setitem__(7, float(step)),
+    ),
+    "bytearray": (lambda: bytearray(9), lambda c: float(c[7]), lambda c, step: c.__setitem__(7, step)),
     "partial": (
         lambda: partial(scaled, SimpleNamespace(scale=1.0)),
         lambda c: c(),
@@ -1110,11 +1274,81 @@ def test_what_an_attribute_holds_may_be_changed_by_the_caller(kind: str) -> None
     assert_alike(Holds, STEPS - 2, call=call)
 
 
+def read_default(settings: Any = SETTINGS, *, table: Any = TABLE) -> float:
+    return float(settings.scale * table["scale"][0])
+
+
+def read_attribute() -> float:
+    return read_attribute.scale  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("read", [read_default, read_attribute])
+def test_what_a_function_holds_may_be_changed_by_the_caller(read: Any) -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * read()
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        SETTINGS.scale = 1.0 if step < 2 else 0.5
+        TABLE["scale"][0] = read_attribute.scale = 1.0 if step < 4 else 3.0  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - (3 if read is read_default else 2), call=call)
+
+
+def count_by_default(calls: list[int] = []) -> None:  # noqa: B006
+    calls.append(1)
+
+
+def count_by_attribute() -> None:
+    count_by_attribute.calls = getattr(count_by_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("count", "label"),
+    [(count_by_default, "the default of calls"), (count_by_attribute, "count_by_attribute")],
+)
+def test_a_step_that_changes_what_a_function_holds_runs_eagerly_and_says_so(count: Any, label: str) -> None:
+    class Counts(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            count()
+            held = count_by_default.__defaults__ or ([],)
+            return super().loss_of(x, y) * (len(held[0]) + getattr(count_by_attribute, "calls", 0))
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            (count_by_default.__defaults__ or ([],))[0].clear()
+            count_by_attribute.calls = 0  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Counts, 0, f"it changes {label}" if "default" in label else label, call=call)
+
+
 ADVANCED = {
     "Generator": (lambda: np.random.default_rng(3), lambda c: c.random(), "it changes held"),
     "RandomState": (lambda: np.random.RandomState(3), lambda c: c.rand(), "it changes held"),
     "count": (itertools.count, next, "it changes held"),
     "generator": (lambda: (n for n in range(1, 99)), next, "it reads held, an iterator"),
+    "Generator two levels down": (
+        lambda: Outer(np.random.default_rng(3)),
+        lambda c: c.term().drawn(),
+        "it changes held.inner.term.weight",
+    ),
+    "iterator two levels down": (
+        lambda: Outer(iter(range(1, 99))),
+        lambda c: c.term().taken(),
+        "it reads held.inner.term.weight, an iterator",
+    ),
+    "bound Random": (lambda: random.Random(3).random, lambda c: c(), "it changes held"),
+    "bound next": (lambda: iter([*range(1, 99)]).__next__, lambda c: c(), "it reads held, an iterator"),
+    "bound pop": (lambda: [*range(1, 99)].pop, lambda c: c(), "it changes held"),
+    "bound popleft": (lambda: deque(range(1, 99)).popleft, lambda c: c(), "it changes held"),
+    "bound next in a partial": (
+        lambda: partial(next, iter(range(1, 99))),
+        lambda c: c(),
+        "it reads held, an iterator",
+    ),
+    "counter in a list": (lambda: Terms(1.0), lambda c: c.terms[0].counted(), "it changes held.terms"),
 }
 
 
@@ -1198,6 +1432,91 @@ def test_a_number_that_the_user_gave_the_optimizer_is_seen() -> None:
         return net(x, y)
 
     assert_alike(Reads, STEPS - 2, call=call)
+
+
+def by_lr(net: Any, loss: Tensor) -> None:
+    for param, grad in autograd.backward(loss):
+        net.optimizer.lr = 0.01 if param.name.startswith("first") else 0.1  # type: ignore[union-attr]
+        net.optimizer.update(param, grad)
+
+
+def by_initial_lr(net: Any, loss: Tensor) -> None:
+    lr = net.optimizer.lr.init_value
+    for param, grad in autograd.backward(loss):
+        net.optimizer.lr.init_value = lr * (0.1 if param.name.startswith("first") else 1)  # type: ignore[union-attr]
+        net.optimizer.update(param, grad)
+    net.optimizer.lr.init_value = lr
+
+
+@pytest.mark.parametrize("update", [by_lr, by_initial_lr])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_schedule_that_a_step_sets_is_not_frozen(update: Any, is_wrapped: bool) -> None:
+    class Updates(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = self.loss_of(x, y)
+            update(self, loss)
+            self.optimizer.step()
+            return loss
+
+    def optimizer() -> Any:
+        sgd = opt.SGD(schedule())
+        return opt.DistOpt(sgd, communicator=LocalCommunicator(World())) if is_wrapped else sgd
+
+    reason = {by_lr: "it sets lr of an optimizer", by_initial_lr: "it sets init_value of a schedule"}[update]
+    assert_alike(Updates, 0, reason, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda device: device.SetRandSeed(3), "it sets the seed of a device"),
+        (lambda device: device.set_random_state((3, 5)), "it sets the random state of a device"),
+        (lambda device: device.get_random_state(), "it reads the random state of a device"),
+    ],
+    ids=["seed", "set", "read"],
+)
+def test_a_random_stream_that_a_step_sets_is_not_frozen(change: Any, reason: str) -> None:
+    class Draws(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            change(get_default_device())
+            return super().loss_of(x, y + Tensor(y.shape).gaussian(0, 1))
+
+    assert_alike(Draws, 0, reason)
+
+
+FADING = opt.ExponentialDecay(1.0, 1, 0.5)
+
+
+def test_a_schedule_that_a_step_calls_is_seen() -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * FADING.call(2)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        FADING.decay_rate = 0.5 if step < 3 else 0.8
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+class Counted(opt.DecayScheduler):
+    """Falls at every call."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.calls = 0
+
+    def call(self, step: int) -> float:
+        self.calls += 1
+        return 0.1 / self.calls
+
+
+def test_a_schedule_that_counts_its_calls_counts_those_of_replays() -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * (1.0 if self.optimizer.lr is not None else 0.5)
+
+    assert_alike(Reads, STEPS - 1, optimizer=lambda: opt.SGD(Counted(), momentum=0.9))
 
 
 @pytest.mark.parametrize("name", ["__call__", "backward_and_update"])

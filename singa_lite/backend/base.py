@@ -40,10 +40,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import this_thread
+from ..config import state, this_thread
 from ..errors import OptionError
 from ..graph.nodes import Node
-from ..graph.recorder import Recorder, break_graph
+from ..graph.recorder import Recorder, break_graph, tell_other_threads
 from .formulas import FORMULAS, UPDATES
 
 Array = Any  # Any: numpy.ndarray on the CPU, cupy.ndarray on CUDA; see Note [kernel form]
@@ -177,6 +177,8 @@ class Backend(ABC):
         recorder: Recorder | None = this_thread.recorder
         if recorder is not None:
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
+        elif state.recorders:
+            tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
         if this_thread.autocast is not None:
             this_thread.autocast.written(out)
         self.execute(kernel, inputs, out, attributes)
@@ -242,6 +244,8 @@ class Backend(ABC):
     def to_numpy(self, array: Array, out: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
         """Return a numpy copy of ``array``, after all kernels that write it; in ``out`` if that is given."""
         break_graph("it reads values on the host, and a replay runs no Python that could use them")
+        if state.recorders:
+            tell_other_threads("reads values on the host", (array,), ())
         return self.copy_to_host(array, out)
 
     @abstractmethod

@@ -33,7 +33,7 @@ from ..kvstore.base import KVStoreBase
 from ..kvstore.calls import Path
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
-from ..opt.base import Optimizer, create, unique_names
+from ..opt.base import Optimizer, check_steps, create, unique_names
 from ..opt.dist import DistOpt
 from ..opt.schedule import Constant, DecayScheduler
 from ..tensor import Tensor, to_numpy
@@ -610,6 +610,7 @@ def _check_states(states: object, names: Sequence[str]) -> None:
         or not all(states[key].shape == () and states[key].dtype.kind in "if" for key in whole)
     ):
         raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
+    check_steps("Trainer: set_states", states["step_counter"])
     others = sorted(
         key
         for key in states.keys() - whole

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..config import this_thread
+from ..config import state, this_thread
 from ..errors import GraphError
 from .arena import share_memory
 from .nodes import Collective, run_steps
@@ -51,6 +51,7 @@ class GraphBuffer:
             raise GraphError("EnableGraph: this thread records a step already; leave use_graph=True out")
         self.reset()
         self._recorder = this_thread.recorder = Recorder(_tensors_in)
+        state.recorders.add(self._recorder)
 
     def stop(self) -> None:
         """End recording."""
@@ -61,6 +62,7 @@ class GraphBuffer:
                 "EnableGraph: call EnableGraph(False) in the thread that called EnableGraph(True)"
             )
         tape, self._recorder, this_thread.recorder = self._recorder, None, None
+        state.recorders.discard(tape)
         tape.finish()
         tape.keep_alive_arrays()
         self._tape = tape

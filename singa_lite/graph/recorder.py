@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from ..config import this_thread
+from ..config import state, this_thread
 from .memory import Array, Memory, View, address_of, root_of
 from .nodes import Collective, Flight, Fork, Host, Join, Kernel, Node, Scalar, StreamSwitch, Wait
 
@@ -60,6 +60,9 @@ class Recorder:
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
         self.joins: list[Join] = []  # of forks that have not ended
+        # by the id of an array's root: what another thread has done to it, and a weak reference to it
+        self._read_elsewhere: dict[int, tuple[str, Any]] = {}
+        self._written_elsewhere: dict[int, tuple[str, Any]] = {}
         self.updates_in_parts = False  # whether an optimizer changes some parameters before others
 
     def recording(self) -> AbstractContextManager[None]:
@@ -163,6 +166,22 @@ class Recorder:
             if id(root_of(array)) not in roots and (memory is None or not memory.is_written):
                 self.break_graph(f"{where} computes outside of the backend's kernels")
 
+    def note_elsewhere(self, what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
+        """Note what another thread does meanwhile; it breaks the graph where it is a part of the step.
+
+        That is so if it writes an array that the step uses, or reads one that the step makes or writes, then or later.
+        """
+        for arrays, noted in ((inputs, self._read_elsewhere), (outputs, self._written_elsewhere)):
+            for root in map(root_of, arrays):
+                memory = self._memories.get(id(root))
+                if memory is not None and (noted is self._written_elsewhere or memory.owner is None):
+                    self._break_for_thread(what)
+                noted[id(root)] = what, weakref.ref(root)
+
+    def _break_for_thread(self, what: str) -> None:
+        reason = f"another thread {what} with a Tensor of it, which a replay would not do"
+        self.break_graph(reason, is_lasting=False)  # it may have been by chance
+
     def finish(self) -> None:
         """Pin, at the end of the step, what host nodes use; break the graph for what a replay could not restore."""
         if self._in_flight:
@@ -173,12 +192,21 @@ class Recorder:
         for node in self.nodes:
             if isinstance(node, Collective):
                 node.flight.work = None
+        self._check_reads_elsewhere()
         for tensor, memory in self._passed:
             root = root_of(tensor.array)
             if self._known(tensor.array) is memory:
                 memory.owner = root
             else:
                 self.break_graph("a host node has replaced the array of a tensor")
+
+    def _check_reads_elsewhere(self) -> None:
+        if self._read_elsewhere:
+            written = {view.memory for node in self.nodes for view in node.outputs}
+            written |= {memory for _, memory in self._passed}
+            for what, watch in list(self._read_elsewhere.values()):
+                if (root := watch()) is not None and self._memories.get(id(root)) in written:
+                    self._break_for_thread(what)
 
     def has_escaped(self, known: list[Array]) -> bool:
         """Return whether somebody still holds an array that the step made, ``known`` ones excepted."""
@@ -213,6 +241,9 @@ class Recorder:
         """Return the Memory of the array ``root``; an array made at its address later has another one."""
         key = id(root)
         if key not in self._memories:
+            what, watch = self._written_elsewhere.get(key, ("", None))
+            if watch is not None and watch() is root:
+                self._break_for_thread(what)
             self._memories[key] = Memory(root.nbytes)
             self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
         return self._memories[key]
@@ -344,6 +375,19 @@ def break_graph(reason: str) -> None:
         this_thread.recorder.break_graph(reason)
 
 
+def tell_other_threads(what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
+    """Tell those that record a step what this thread does to arrays, unless it records one itself.
+
+    Args:
+        what: it does, for people.
+        inputs: arrays that it reads.
+        outputs: arrays that it writes.
+    """
+    if this_thread.recorder is None:
+        for recorder in list(state.recorders):
+            recorder.note_elsewhere(what, inputs, outputs)
+
+
 def unrecorded() -> AbstractContextManager[None]:
     """Leave what this thread does inside the ``with`` block out of the step being recorded, if any.
 
@@ -354,8 +398,17 @@ def unrecorded() -> AbstractContextManager[None]:
 
 @contextmanager
 def _recorder_of_thread(recorder: Recorder | None) -> Iterator[None]:
-    before, this_thread.recorder = this_thread.recorder, recorder
+    before = this_thread.recorder
+    _switch_recorder(before, recorder)
     try:
         yield
     finally:
-        this_thread.recorder = before
+        _switch_recorder(recorder, before)
+
+
+def _switch_recorder(before: Recorder | None, after: Recorder | None) -> None:
+    this_thread.recorder = after
+    if before is not after:
+        state.recorders.discard(before)
+        if after is not None:
+            state.recorders.add(after)

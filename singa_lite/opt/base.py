@@ -29,8 +29,12 @@ from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
+MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
+# what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
+ON_HOST = ("update_all", "apply", "update", "update_pairs", "step")
+UNRECORDABLE = ("__call__", "backward_and_update")
 
 
 class MomentumRule(NamedTuple):
@@ -45,7 +49,9 @@ class Optimizer:
 
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
-    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``.
+    then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. The same holds
+    for what it inherits from classes that are no optimizers. With a function set as an attribute instead of a method,
+    recorded steps run eagerly.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
     steps see it.
@@ -59,15 +65,24 @@ class Optimizer:
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
     is_recordable = False
+    _inherited_methods: tuple[
+        str, ...
+    ] = ()  # that the class has not written, but taken from a class beside it
     lr = ScheduleAttribute()
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        if not vars(cls).get("is_recordable", False):
-            for name in {"update_all", "apply", "update", "update_pairs", "step"} & vars(cls).keys():
-                setattr(cls, name, _on_host(vars(cls)[name]))
-            for name in {"__call__", "backward_and_update"} & vars(cls).keys():
-                setattr(cls, name, _unrecordable(vars(cls)[name]))
+        if vars(cls).get("is_recordable", False):
+            return
+        inherited = []
+        for name in (*ON_HOST, *UNRECORDABLE):
+            kind = next(kind for kind in cls.__mro__ if name in vars(kind))
+            is_beside = not issubclass(kind, Optimizer) and not vars(kind).get("is_recordable", False)
+            if kind is cls or is_beside:
+                setattr(cls, name, (_on_host if name in ON_HOST else _unrecordable)(vars(kind)[name]))
+            if is_beside:
+                inherited.append(name)
+        cls._inherited_methods = tuple(inherited)
 
     def __init__(self, lr: float | DecayScheduler) -> None:
         self.lr = lr
@@ -160,7 +175,7 @@ class Optimizer:
 
     def update_all(self, pairs: Pairs) -> None:
         """Update each parameter by its gradient, in place."""
-        if type(self).apply is Optimizer.apply:
+        if type(self).apply is Optimizer.apply and "apply" not in vars(self):
             raise OptionError(
                 f"{type(self).__name__}: an optimizer writes update_all(pairs), or apply(name, value, grad)"
             )
@@ -176,12 +191,21 @@ class Optimizer:
         self.update_pairs([(param, grad)])
 
     def update_pairs(self, pairs: Pairs) -> None:
-        """Update by what the class has written last, ``update_all`` or ``apply``."""
-        kind = next(kind for kind in type(self).__mro__ if {"update_all", "apply"} & vars(kind).keys())
-        if "update_all" in vars(kind):
+        """Update by what was set or written last, ``update_all`` or ``apply``."""
+        self._guard_methods()
+        if "update_all" in next(filter(None, map(_updates_in, (self, *type(self).__mro__)))):
             self.update_all(pairs)
         else:
             Optimizer.update_all(self, pairs)
+
+    def _guard_methods(self) -> None:
+        """Have recorded steps see other slots, and functions that are set as attributes instead of methods."""
+        if this_thread.recorder is None:
+            return
+        held, names = vars(self), (*ON_HOST, *UNRECORDABLE)
+        guard(self, lambda: (self.slot_names, *map(held.get, names)))
+        for name in held.keys() & {*names}:
+            break_graph(f"{type(self).__name__}.{name} is an attribute, whose Python a replay would not run")
 
     def momentum_rule(self, step: int) -> MomentumRule:
         """Return the momentum at ``step``, for a dist_option that applies it before gradients are sent.
@@ -210,7 +234,7 @@ class Optimizer:
             pairs: what ``update_all`` was given.
             attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
         """
-        guard(self, lambda: self.slot_names)
+        self._guard_methods()
         if not isinstance(pairs, BackwardPairs):
             self._run_update(kernel, pairs, attributes)
             return
@@ -265,6 +289,7 @@ class Optimizer:
 
     def step(self) -> None:
         """Count a step."""
+        self._guard_methods()
         lap("update")
         bookkeep(self._count_step)
 
@@ -351,7 +376,8 @@ class Optimizer:
         """Go on from ``get_states``; the parameters must be known, by ``prepare`` or an earlier update.
 
         Raises:
-            CheckpointError: states are missing, unknown or of another shape or dtype; nothing was changed.
+            CheckpointError: states are missing, unknown or of another shape or dtype, or the number of steps is no
+                possible one; nothing was changed.
         """
         check_arrays(type(self).__name__, states)
         mine = self.get_states()
@@ -366,6 +392,7 @@ class Optimizer:
                     f"{type(self).__name__}: state {key!r} is {states[key].dtype}{states[key].shape}, "
                     f"not {value.dtype}{value.shape}"
                 )
+        check_steps(type(self).__name__, states["step_counter"])
         for param, name in unique_names(self._slots).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
@@ -399,6 +426,12 @@ def check_arrays(where: str, states: object) -> None:
             raise CheckpointError(
                 f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
             )
+
+
+def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
+    """Raise CheckpointError unless a saved "step_counter" is one integer from 0 to 2**53."""
+    if steps.shape != () or steps.dtype.kind not in "iu" or not 0 <= steps <= MAX_STEPS:
+        raise CheckpointError(f"{where}: step_counter must be an int from 0 to {MAX_STEPS}, not {steps}")
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
@@ -444,28 +477,33 @@ def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
         raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}; only float parameters can be updated")
 
 
-def _on_host(method: Callable[..., None]) -> Callable[..., None]:
+def _updates_in(place: object) -> set[str]:
+    """Return which of ``update_all`` and ``apply`` a class has written, or an optimizer has as attributes."""
+    return {"update_all", "apply"} & vars(place).keys() - {*vars(place).get("_inherited_methods", ())}
+
+
+def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a method whose Python runs at every replay of a recorded step."""
 
     @wraps(method)
-    def run_in_float32(*arguments: Any) -> None:
+    def run_in_float32(arguments: list[Any], options: dict[str, Any]) -> Any:
         with autograd.autocast(enabled=False):
-            method(*arguments)
+            return method(*arguments, **options)
 
     @wraps(method)
-    def run(self: Optimizer, *arguments: Any) -> None:
+    def run(*arguments: Any, **options: Any) -> Any:
         given = [list(a) if isinstance(a, (Iterator, BackwardPairs)) else a for a in arguments]
-        host(run_in_float32, self, *given)
+        return host(run_in_float32, given, options)
 
     return run
 
 
-def _unrecordable(method: Callable[..., None]) -> Callable[..., None]:
+def _unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a method that runs backward, and may do in Python what a replay would not do."""
 
     @wraps(method)
-    def run(self: Optimizer, *arguments: Any, **options: Any) -> None:
+    def run(self: Optimizer, *arguments: Any, **options: Any) -> Any:
         break_graph(f"{type(self).__name__} overrides {method.__name__}, whose Python a replay would not run")
-        method(self, *arguments, **options)
+        return method(self, *arguments, **options)
 
     return run

@@ -31,6 +31,11 @@ class DecayScheduler(ABC):
     def __init__(self, init_value: float) -> None:
         self.init_value = check_number(type(self).__name__, "init_value", init_value)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if this_thread.recorder is not None and hasattr(self, name):  # else it is being made
+            break_graph(f"it sets {name} of a schedule, which a replay would not do")
+        object.__setattr__(self, name, value)
+
     def __call__(self, step: int) -> float:
         """Return the value at ``step`` >= 0, the number of updates made so far."""
         if type(step) is not int or step < 0:  # not a call at every step of a replay
@@ -163,4 +168,5 @@ class ScheduleAttribute:
             raise OptionError(f"{label} = {schedule.call(0)} must be > 0")
         if self.below < math.inf and not schedule.call(0) < self.below:
             raise OptionError(f"{label} = {schedule.call(0)} must be in [0, {self.below:g})")
+        break_graph(f"it sets {self.name} of an optimizer, which a replay would not do")
         vars(optimizer)[self.name] = schedule

@@ -4,8 +4,13 @@
 A replay runs no Python, so all of it must be what it was when the step was recorded, and the step must not change it.
 
 Note [variables]: the functions of the user's classes are read, and those that they name: global variables, variables of
-closures, class attributes, attributes of modules and objects. Of an object those attributes count that such a function
-names. What installed packages and Python's own modules read is not looked at, nor are clocks, files and print.
+closures, defaults of parameters, attributes of functions, classes, modules and objects. Of an object those attributes
+count that such a function names, at any depth: the functions of the class of what an attribute or a container holds are
+read too. A container of up to MAX_ITEMS is compared with all that it holds; of a list, dict (its values) or deque of up
+to MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared
+by content, larger ones by identity. What installed packages and Python's own modules read is not looked at, nor are
+clocks, files and print, names that only exist at run time (eval, globals(), getattr of a computed name, imports inside
+functions), and attributes that an object did not have when the step was recorded.
 """
 
 from __future__ import annotations
@@ -14,10 +19,20 @@ import dis
 import itertools
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +40,19 @@ import numpy as np
 from ..graph.recorder import Recorder
 from ..layer.base import Layer
 from ..opt.base import Optimizer
+from ..opt.schedule import DecayScheduler
 from ..tensor.pytree import PLAIN, flatten
 from .attributes import Absent, Attribute
 
 LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
 INSTALLED = ("site-packages", "dist-packages")
-MAX_ITEMS = 1000  # of a container; larger ones are compared by identity and length
-UNCHANGING = (*PLAIN, FunctionType, BuiltinFunctionType, ModuleType)
+MAX_ITEMS = 1000  # of a container that are looked into; of larger ones their identities are compared
+MAX_IDENTITIES = (
+    100_000  # which takes 0.8 ms for 50,000; beyond, a container is compared by identity and length
+)
+MAX_BYTES = 1 << 20  # of an array, which takes 0.1 ms; a larger one is compared by identity
+UNCHANGING = (*PLAIN, FunctionType, ModuleType)
+BOUND = (BuiltinFunctionType, MethodWrapperType)  # such as [1].pop, iter([1]).__next__
 
 
 @cache
@@ -39,7 +60,7 @@ def containers() -> tuple[type, ...]:
     """Return the types whose values can change without being replaced."""
     return (
         list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
-        random.Random, itertools.count, partial, MethodType,
+        random.Random, itertools.count, partial, MethodType, bytearray, array, *BOUND,
     )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
 
 
@@ -82,6 +103,29 @@ class Same:
         return id(self.value)
 
 
+class SameItems:
+    """Equal for containers that hold the same objects in the same order, which it keeps as ``Same`` does.
+
+    Args:
+        items: what a container holds; of a dict its values.
+    """
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: Iterable[object]) -> None:
+        self.items = tuple(items)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, SameItems)
+            and len(self.items) == len(other.items)
+            and all(map(is_, self.items, other.items))
+        )
+
+    def __hash__(self) -> int:
+        return len(self.items)
+
+
 class Variables:
     """What the step of a model reads, see Note [variables], as it is now.
 
@@ -96,22 +140,21 @@ class Variables:
         self._names: set[str] = set()  # that functions use of objects
         self._seen: set[int] = set()
         self._locations: list[Location] = []
+        self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         held = [(found, value) for found in attributes for value in _objects_in(found)]
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
-        self._locations += [
-            (found.label, itertools.repeat(value).__next__)  # which always gives it
-            for found, value in held
-            if found.name.lstrip("_") in self._names
-        ]
-        expanded = set(self._layers)
-        for label, read in self._locations:  # which grows
-            value = read()
-            if not isinstance(value, (*UNCHANGING, *containers())) and id(value) not in expanded:
-                expanded.add(id(value))
-                self._locations += self._attributes(label, value)
+        known, nested = -1, list[Location]()
+        while known != (known := len(self._names) + len(self._seen) + len(self._locations)):
+            nested = [
+                (found.label, itertools.repeat(value).__next__)  # which always gives it
+                for found, value in held
+                if found.name.lstrip("_") in self._names
+            ]
+            self._expand(nested)  # which may name more
         self._variables = [
-            Variable(label, read, value := read(), self._content(value)) for label, read in self._locations
+            Variable(label, read, value := read(), self._content(value))
+            for label, read in (*self._locations, *nested)
         ]
 
     def finish(self, recorder: Recorder) -> None:
@@ -121,9 +164,8 @@ class Variables:
         changed = next(drawn, None) or self.changed()
         if changed is not None:
             recorder.break_graph(f"it changes {changed}", is_lasting=False)
-        for label, _, value, _ in self._variables:  # the position of an iterator cannot be compared
-            if isinstance(value, Iterator) and not isinstance(value, itertools.count):
-                recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
+        for label in self._iterators:  # the position of one cannot be compared
+            recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
     def changed(self) -> str | None:
         """Return the label of a variable that is not as it was, or None."""
@@ -137,9 +179,29 @@ class Variables:
 
     # ---- which variables there are -------------------------------------------------------------------
 
+    def _expand(self, nested: list[Location]) -> None:
+        """Follow what variables hold, at any depth, and append to ``nested`` where attributes of objects are."""
+        expanded = set(self._layers)
+        within: list[Location] = []  # what containers hold, which is a part of their content
+        for locations in (self._locations, nested, within):
+            for label, read in locations:  # which grows
+                value = read()
+                self._follow(value)
+                if isinstance(value, Iterator) and not isinstance(value, itertools.count):
+                    self._iterators[label] = None
+                if isinstance(value, UNCHANGING) or id(value) in expanded:
+                    continue
+                expanded.add(id(value))
+                if isinstance(value, containers()):
+                    within += [(label, itertools.repeat(item).__next__) for item in _items_of(value)]
+                else:
+                    (within if locations is within else nested).extend(self._attributes(label, value))
+
     def _follow(self, value: Any) -> None:
         """Find what functions read that ``value`` is, holds, or has as methods."""
         if (isinstance(value, PLAIN) and not isinstance(value, type)) or id(value) in self._seen:
+            return
+        if isinstance(value, type) and self._is_looked_after(value):
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
@@ -147,20 +209,21 @@ class Variables:
                 self._follow_function(value)
             self._follow(getattr(value, "__wrapped__", None))
         elif isinstance(value, type):
-            if not issubclass(value, Optimizer):  # which the recorder itself looks after
-                for kind in filter(_is_users, value.__mro__):
-                    self._follow_class(kind)
-        elif isinstance(value, (list, tuple, set, frozenset, dict)):
-            if len(value) <= MAX_ITEMS:
-                for item in value.values() if isinstance(value, dict) else value:
-                    self._follow(item)
-        elif isinstance(value, (partial, MethodType, property, classmethod, staticmethod)):
-            parts = ("func", "args", "keywords", "__func__", "__self__", "fget", "__wrapped__")
-            for part in parts:
+            for kind in filter(_is_users, value.__mro__):
+                self._follow_class(kind)
+        elif isinstance(value, containers()):
+            for item in _items_of(value):
+                self._follow(item)
+        elif isinstance(value, (property, classmethod, staticmethod)):
+            for part in ("fget", "__func__", "__wrapped__"):
                 self._follow(getattr(value, part, None))
         elif not isinstance(value, ModuleType):
             self._follow(getattr(value, "__wrapped__", None))
             self._follow(type(value))
+
+    def _is_looked_after(self, kind: type) -> bool:
+        """Return whether the recorder sees what objects of a class do: optimizers, schedules that no step calls."""
+        return issubclass(kind, Optimizer) or (issubclass(kind, DecayScheduler) and "call" not in self._names)
 
     def _follow_class(self, kind: type) -> None:
         for name, value in vars(kind).items():
@@ -180,6 +243,14 @@ class Variables:
                 for attribute in sorted(attributes & vars(value).keys()):
                     self._add(f"the variable {name}.{attribute}", vars(value), attribute)
                     self._follow(vars(value)[attribute])
+        for name, value in vars(function).items():
+            self._add(f"the variable {function.__name__}.{name}", vars(function), name)
+            self._follow(value)
+        for name, value in _defaults_of(function).items():
+            if not isinstance(value, UNCHANGING):
+                label = f"the default of {name} in {function.__name__}"
+                self._locations.append((label, itertools.repeat(value).__next__))
+            self._follow(value)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             read = partial(_value_of_cell, cell)
             self._locations.append((f"the variable {name} outside of {function.__name__}", read))
@@ -192,11 +263,14 @@ class Variables:
 
     def _content(self, value: object) -> Hashable:
         """Return what tells a changed container from an unchanged one; None for what has no content of its own."""
-        return self._describe(value, ()) if isinstance(value, containers()) else None
+        can_change = isinstance(value, containers()) and not (
+            isinstance(value, BOUND) and not _items_of(value)
+        )
+        return self._describe(value, ()) if can_change else None
 
     def _describe(self, value: object, within: tuple[int, ...]) -> Hashable:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:
-            return Same(value), len(value)
+            return _describe_large(value)
         structure, tensors = flatten(value, lambda other: self._describe_object(other, within))
         return structure, tuple((Same(tensor), Same(tensor.array)) for tensor in tensors)
 
@@ -206,9 +280,13 @@ class Variables:
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), within)
         if isinstance(value, deque):
-            return Same(value), len(value)
-        if isinstance(value, np.ndarray) and value.size <= MAX_ITEMS:
+            return _describe_large(value)
+        if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
             return Same(value), value.tobytes()
+        if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
+            return Same(value), bytes(value)
+        if isinstance(value, BOUND):
+            return Same(value), self._describe(_bound_to(value), within)
         if isinstance(value, np.random.Generator):
             return Same(value), repr(value.bit_generator.state)
         if isinstance(value, np.random.RandomState):
@@ -234,6 +312,8 @@ class Variables:
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
+        elif isinstance(value, DecayScheduler) and "call" in self._names:
+            names |= held.keys()
         in_slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
         return [
             (
@@ -249,6 +329,34 @@ class Variables:
 def _objects_in(attribute: Attribute) -> list[object]:
     """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
+
+
+def _bound_to(function: Any) -> object:
+    """Return the object that a builtin function is bound to; None for one whose state is compared anyway."""
+    bound_to = function.__self__
+    shared = random.random.__self__, np.random.rand.__self__  # type: ignore[attr-defined]  # see _random_states
+    return (
+        None if isinstance(bound_to, ModuleType) or any(bound_to is other for other in shared) else bound_to
+    )
+
+
+def _describe_large(value: Any) -> Hashable:
+    """Return what tells a large list, dict or deque from a changed one, by what it holds and not what that holds."""
+    items = value.values() if isinstance(value, dict) else value
+    return Same(value), SameItems(items) if len(value) <= MAX_IDENTITIES else len(value)
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Return what a container holds; nothing of a large one."""
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, BOUND):
+        return () if (bound_to := _bound_to(value)) is None else (bound_to,)
+    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MAX_ITEMS:
+        return value.values() if isinstance(value, dict) else value
+    return ()
 
 
 def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
@@ -278,6 +386,13 @@ def _is_users(value: Any) -> bool:
         name = value.__module__ or ""
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return name.partition(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
+
+
+def _defaults_of(function: FunctionType) -> dict[str, object]:
+    """Return the defaults of a function's parameters by name."""
+    defaults, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
 
 
 def _value_of_cell(cell: CellType) -> object:

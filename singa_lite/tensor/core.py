@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from ..config import state
 from ..device import Device, get_default_device
 from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
-from ..graph.recorder import bookkeep, break_graph, guard, unrecorded
+from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
 from .checks import (
     as_axis,
     as_dtype,
@@ -92,6 +93,8 @@ class Tensor:
             values = as_numbers("Tensor", "data", data)
             wanted = _held_dtype(natural_dtype(values.dtype) if dtype is None else dtype, self.device)
             self.array = backend.asarray(convert(values, wanted, "Tensor", rounds=True))
+            if state.recorders:
+                tell_other_threads("makes a Tensor from host values", (), (self.array,))
         self.requires_grad = requires_grad
         self.stores_grad = stores_grad
         self.creator = creator
@@ -106,6 +109,13 @@ class Tensor:
         tensor.requires_grad, tensor.stores_grad, tensor.name = True, False, None
         tensor.creator, tensor.creator_output = creator, creator_output
         return tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # Any: as object's
+        """Return what Python's copy and pickle make another Tensor of."""
+        break_graph(
+            "it copies a Tensor with Python's copy or pickle, which a replay would not do; use clone()"
+        )
+        return super().__reduce_ex__(protocol)
 
     # ---- what it is --------------------------------------------------------------------------------
 

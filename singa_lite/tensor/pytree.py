@@ -43,7 +43,8 @@ def flatten(
 
     Args:
         value: the pytree. Its other leaves are plain values: numbers, text, None, enums, types, functions without a
-            closure, and objects whose class has ``is_static = True``, which count as equal where they are the same.
+            closure and bound to no object, and objects whose class has ``is_static = True``, which count as equal where
+            they are the same.
         describe: called with any other object, returns what represents it; None raises.
 
     Returns:
@@ -82,7 +83,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         found.append(value)
         array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
-    if form == "plain" or (form == "function" and not getattr(value, "__closure__", None)):
+    if form == "plain" or (form == "function" and _is_free(value)):
         return type(value), value
     if form == "dict":
         return type(value), tuple([(_key(key), _walk(item, found, describe)) for key, item in value.items()])
@@ -109,6 +110,14 @@ def _form_of(kind: type) -> str:
     if dataclasses.is_dataclass(kind) and all(field.init for field in dataclasses.fields(kind)):
         return "dataclass"
     return "function" if issubclass(kind, (types.FunctionType, types.BuiltinFunctionType)) else "object"
+
+
+def _is_free(function: Any) -> bool:
+    """Return whether a function has no closure and is bound to no object, as ``[1].pop`` is."""
+    bound_to = getattr(function, "__self__", None)
+    return not getattr(function, "__closure__", None) and isinstance(
+        bound_to, (type(None), type, types.ModuleType)
+    )
 
 
 def _key(key: Hashable) -> Hashable:
