@@ -26,6 +26,7 @@ NOT_CALLED = {"__init__", "__new__", "__init_subclass__", "__subclasshook__", "_
 NOT_CALLED |= {
     "__getattr__",
     "__reduce__",
+    "__reduce_ex__",
     "__setstate__",
     "__del__",
     "__enter__",
