@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import CommError
 from .base import World
 
+OWN_OUTPUT_S = 0.3  # mpiexec's time to pass on what this rank has printed last, which Abort may lose
 FINAL_OUTPUT_S = 2.0  # the other ranks' time to print their error before Abort ends the job
 ABORT_S = 2.0  # MPI_Abort takes milliseconds; if it hangs, the watchdog ends the job
 
@@ -76,6 +77,7 @@ class MpiJob:
     def leave(self) -> None:
         """Finalize MPI, or abort the job if a rank cannot take part."""
         if self.is_stuck:
+            time.sleep(OWN_OUTPUT_S)
             self.abort()
         error = CommError(
             f"rank {self.rank} of {self.size}: MPI_Finalize: not every rank of the MPI job ended within "

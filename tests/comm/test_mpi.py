@@ -395,7 +395,7 @@ def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path):
 def test_a_caught_time_out_still_ends_the_job(tmp_path):
     text = STEP + "if rank == 1:\n    time.sleep(600)\n"
     text += "try:\n    communicator.barrier()\nexcept RuntimeError:\n    print('caught')\n"
-    result = mpi_job(tmp_path, text, size=2, timeout_s=4)  # the step too must end within it
+    result = mpi_job(tmp_path, text, size=2, timeout_s=1)
     assert result.returncode != 0 and result.stdout.strip() == "caught"
     assert_nothing_left(tmp_path)
 
