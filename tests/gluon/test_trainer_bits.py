@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, gluon, layer, model, opt
+from singa_lite import autograd, gluon, opt
 from singa_lite.tensor import Tensor, to_numpy
 from tests.gluon.jobs import Rig, check_outcome, run_job
 
@@ -21,48 +21,29 @@ STEPS, BATCH = 50, 2
 F32 = np.float32
 
 
-class Small(model.Model):
-    """A convolution, and a layer that servers share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.flatten = layer.Conv2d(4, 3, activation="RELU"), layer.Flatten()
-        self.first, self.second = layer.Linear(20), layer.Linear(10)
-        self.softmax_cross_entropy = layer.SoftMaxCrossEntropy()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(self.flatten(self.conv(x))))
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> None:
-        self.optimizer(self.softmax_cross_entropy(self.forward(x), y))
-
-
-def make_model(rig: Rig) -> tuple[Any, int]:
-    """The MNIST CNN for two workers, a small network for three, and the side of their images."""
-    if rig.size == 3:
-        return Small(), 8
+def make_model() -> Any:
     if EXAMPLES not in sys.path:
         sys.path.append(EXAMPLES)
     from model.cnn import CNN
 
-    return CNN(), 28
+    return CNN()
 
 
-def batch(rig: Rig, step: int, side: int) -> tuple[Tensor, Tensor]:
+def batch(rig: Rig, step: int) -> tuple[Tensor, Tensor]:
     rng = np.random.default_rng([rig.rank, step])
-    x = Tensor(data=rng.standard_normal((BATCH, 1, side, side)).astype(F32))
+    x = Tensor(data=rng.standard_normal((BATCH, 1, 28, 28)).astype(F32))
     return x, Tensor(data=rng.integers(0, 10, BATCH).astype(np.int32))
 
 
-def prepared(rig: Rig, optimizer: opt.Optimizer | None) -> tuple[Any, int]:
+def prepared(rig: Rig, optimizer: opt.Optimizer | None) -> Any:
     """A compiled model, other weights on each worker until they agree on those of worker 0."""
-    net, side = make_model(rig)
+    net = make_model()
     rng = np.random.default_rng(rig.rank)
-    net.compile([batch(rig, 0, side)[0]])
+    net.compile([batch(rig, 0)[0]])
     net.set_params({n: 0.05 * rng.standard_normal(p.shape).astype(F32) for n, p in net.get_params().items()})
     if optimizer is not None:
         net.set_optimizer(optimizer)
-    return net, side
+    return net
 
 
 def crc(net: Any) -> int:
@@ -79,14 +60,14 @@ def make_sgd() -> opt.SGD:
 def bits_of_trainers(rig: Rig) -> dict[str, int]:
     found = {}
     if rig.num_servers == 0:
-        net, side = prepared(rig, opt.DistOpt(make_sgd(), communicator=rig.workers))
+        net = prepared(rig, opt.DistOpt(make_sgd(), communicator=rig.workers))
         start = crc(net)
         for step in range(STEPS):
-            net(*batch(rig, step, side))
+            net(*batch(rig, step))
         found["DistOpt"] = crc(net)
         assert found["DistOpt"] != start
     for on_store in (True, False):
-        net, side = prepared(rig, None)
+        net = prepared(rig, None)
         trainer = gluon.Trainer(
             net.get_params(),
             make_sgd(),
@@ -95,7 +76,7 @@ def bits_of_trainers(rig: Rig) -> dict[str, int]:
             reduction="mean",
         )
         for step in range(STEPS):
-            x, y = batch(rig, step, side)
+            x, y = batch(rig, step)
             with autograd.record():
                 loss = net.softmax_cross_entropy(net.forward(x), y)
             loss.backward()
@@ -105,13 +86,14 @@ def bits_of_trainers(rig: Rig) -> dict[str, int]:
 
 
 @functools.cache
-def outcomes(num_workers: int, num_servers: int) -> list[Any]:
-    return run_job("shm", num_workers, num_servers, [bits_of_trainers])
+def outcomes(transport: str, num_workers: int, num_servers: int) -> list[Any]:
+    return run_job(transport, num_workers, num_servers, [bits_of_trainers])
 
 
 @pytest.mark.parametrize("num_servers", [0, 1, 2])
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_a_trainer_ends_with_the_bits_of_dist_opt(num_workers: int, num_servers: int) -> None:
-    [expected, *others] = check_outcome(outcomes(num_workers, 0), "bits_of_trainers")
-    found = check_outcome(outcomes(num_workers, num_servers), "bits_of_trainers")
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_a_trainer_ends_with_the_bits_of_dist_opt(transport: str, num_workers: int, num_servers: int) -> None:
+    [expected, *others] = check_outcome(outcomes("shm", num_workers, 0), "bits_of_trainers")
+    found = check_outcome(outcomes(transport, num_workers, num_servers), "bits_of_trainers")
     assert all(set(each.values()) == {expected["DistOpt"]} for each in [*others, *found])
