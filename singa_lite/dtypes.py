@@ -19,3 +19,8 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 def is_narrow(dtype: np.dtype[Any]) -> bool:
     """Return whether ``dtype`` has 16 bits, float16 or bfloat16: kernels add such values in float32."""
     return dtype == np.float16 or dtype == bfloat16
+
+
+def accumulation_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which numbers of ``dtype`` are added up: float32 for 16 bits, else the same."""
+    return np.dtype(np.float32) if is_narrow(dtype) else dtype

@@ -1,131 +1,204 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and its gradient: products by oneDNN, straight from and into the packed projections where they are float32. Where
-// they are bfloat16, and the probabilities with them, blocks of a head are widened and rounded.
+// attention and its gradient by blocks of queries: for each row of scores its log of the sum of exponentials is kept, from
+// which the gradient computes a block of probabilities again. Causal blocks that are all masked are left out. Projections,
+// y and their gradients are float32, or bfloat16, which a block or a head at a time is widened and rounded: all between
+// them is float32.
 #include <algorithm>
 #include <cmath>
 
 #include "kernels/attention.h"
 #include "kernels/clones.h"
-#include "kernels/onednn.h"
 #include "kernels/registry.h"
-#include "kernels/threads.h"
+#include "kernels/tiles.h"
 #include "kernels/vector_math.h"
+#include "kernels/widen.h"
 
-#ifdef SINGA_LITE_ONEDNN
 namespace singa_lite {
 namespace attention_loops {
 
-// The softmax of a row in place, followed by zeros.
-CLONES void softmax(float* row, std::size_t seen, std::size_t count) {
-  float most = row[0], total = 0;
-#pragma omp simd reduction(max : most)
-  for (std::size_t i = 0; i < seen; ++i) most = row[i] > most ? row[i] : most;
-#pragma omp simd reduction(+ : total)
-  for (std::size_t i = 0; i < seen; ++i) {
-    row[i] = vector_math::exp(row[i] - most);
-    total += row[i];
-  }
-  const float factor = 1 / total;
-  for (std::size_t i = 0; i < seen; ++i) row[i] *= factor;
-  for (std::size_t i = seen; i < count; ++i) row[i] = 0;
+// Note [whole vectors]: rows of scores have room for a multiple of kPanel, so that no loop has a rest, which would be
+// computed one by one and take longer than all before it. What is masked, of the last kPanel elements alone, takes part as
+// if its probability were 1, as the exponential of a small number would be subnormal and slow, and is 0 in the end.
+
+// What is masked becomes `value`.
+ALWAYS_INLINE void mask(float* row, std::size_t seen, std::size_t count, float value) {
+  float* const last = row + (count - std::size_t(kPanel));
+  const int left = int(seen) - int(count - std::size_t(kPanel));
+  for (int i = 0; i < int(kPanel); ++i) last[i] = i < left ? last[i] : value;
 }
 
-// dy = y (dy - sum of dy y), in place
-CLONES void softmax_backward(float* dy, const float* y, std::size_t count) {
+// row = e^(scale * row - the largest of them), 0 behind `seen`; returns the sum. See Note [whole vectors].
+CLONES float powers(float* row, float scale, std::size_t seen, std::size_t count, float* largest) {
+  float most = row[0], total = 0;
+  mask(row, seen, count, most);
+#pragma omp simd reduction(max : most)
+  for (std::size_t i = 0; i < count; ++i) most = row[i] > most ? row[i] : most;
+  for (std::size_t i = 0; i < count; ++i) row[i] = vector_math::exp((row[i] - most) * scale);
+  mask(row, seen, count, 0);
+#pragma omp simd reduction(+ : total)
+  for (std::size_t i = 0; i < count; ++i) total += row[i];
+  *largest = most * scale;
+  return total;
+}
+
+// to = factor * from, of rows; not memcpy, whose calls for few elements take longer.
+CLONES void multiply(const float* from, std::int64_t from_step, float factor, float* to, std::int64_t to_step,
+                     std::int64_t rows, std::int64_t count) {
+  for (std::int64_t row = 0; row < rows; ++row, from += from_step, to += to_step)
+#pragma GCC ivdep
+    for (std::int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
+}
+
+// From scores and the gradient of their probabilities: the probabilities, and the gradient of the scores; 0 behind `seen`.
+CLONES void backward(float* scores, float* grads, float scale, float logsumexp, std::size_t seen, std::size_t count) {
+  mask(scores, seen, count, logsumexp / scale);
+  mask(grads, seen, count, 0);
   float total = 0;
 #pragma omp simd reduction(+ : total)
-  for (std::size_t i = 0; i < count; ++i) total += dy[i] * y[i];
-  for (std::size_t i = 0; i < count; ++i) dy[i] = y[i] * (dy[i] - total);
+  for (std::size_t i = 0; i < count; ++i) {
+    scores[i] = vector_math::exp(scores[i] * scale - logsumexp);
+    total += scores[i] * grads[i];
+  }
+#pragma GCC ivdep
+  for (std::size_t i = 0; i < count; ++i) grads[i] = scores[i] * (grads[i] - total) * scale;
+  mask(scores, seen, count, 0);
+  mask(grads, seen, count, 0);
 }
 
 }  // namespace attention_loops
 
 namespace {
 
-constexpr std::int64_t kQueries = 64;  // rows of scores that are computed at a time: they stay in the second cache
+constexpr std::int64_t kQueries = 32;  // rows of a block of scores: with 32, 5/8 of a causal sequence of 128 is computed
 
-// c = factor a b + kept c, where a or b may be transposed; inside a parallel region it uses one thread.
-void multiply(char transpose_a, char transpose_b, std::int64_t m, std::int64_t n, std::int64_t k, float factor,
-              const float* a, std::int64_t a_step, const float* b, std::int64_t b_step, float kept, float* c,
-              std::int64_t c_step) {
-  dnnl_sgemm(transpose_a, transpose_b, m, n, k, factor, a, a_step, b, b_step, kept, c, c_step);
+std::int64_t padded(std::int64_t count) { return (count + kPanel - 1) / kPanel * kPanel; }
+
+Matrix rows_of(const Part<float>& part) { return {part.data, part.step, 1}; }
+Matrix columns_of(const Part<float>& part) { return {part.data, 1, part.step}; }
+
+// to = rows of d floats.
+void store(const float* from, const Part<float>& to, std::int64_t rows, std::int64_t d) {
+  attention_loops::multiply(from, d, 1, to.data, to.step, rows, d);
+}
+void store(const float* from, const Part<Bfloat16>& to, std::int64_t rows, std::int64_t d) {
+  narrow_rows(from, d, to.data, to.step, rows, d);
 }
 
 template <class T>
-struct KeptAttention {
-  static Shape kept_shape(const Attention<T>& p) { return {p.batch, p.heads, p.queries, p.keys}; }
-
-  static void forward(const Attention<T>& p, T* y, T* probabilities) {
-    const std::int64_t width = p.heads * p.d;
-    const std::size_t of_keys = room_for<T>(p.keys, p.d), of_block = room_for<T>(kQueries, p.d);
-    note_parallel_region(num_threads());
-    for_heads(p, {of_keys, of_keys, of_block, of_block, room_for<T>(kQueries, p.keys)},
-              [&](std::int64_t batch, std::int64_t head, float* const* room) {
-      const Part<T> q = p.q.of(batch, head, p.d), to{y + batch * p.queries * width + head * p.d, width, 0},
-                    weights{probabilities + (batch * p.heads + head) * p.queries * p.keys, p.keys, 0};
-      const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, room[0]),
-                        v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, room[1]);
-      for (std::int64_t start = 0; start < p.queries; start += kQueries) {
-        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-        const Part<float> from = floats_of(q, start, rows, p.d, room[2]), block = target_of(to, start, p.d, room[3]),
-                          scores = target_of(weights, start, p.keys, room[4]);
-        multiply('N', 'T', rows, seen, p.d, p.scale, from.data, from.step, k.data, k.step, 0, scores.data, p.keys);
-        for (std::int64_t row = 0; row < rows; ++row)
-          attention_loops::softmax(scores.row(row), std::size_t(p.seen(start + row + 1)), std::size_t(p.keys));
-        multiply('N', 'N', rows, p.d, seen, 1, scores.data, p.keys, v.data, v.step, 0, block.data, block.step);
-        round(scores, weights, start, rows, p.keys);
-        round(block, to, start, rows, p.d);
+void forward(const Attention<T>& p, T* y, float* logsumexp) {
+  const std::int64_t width = p.heads * p.d, step = padded(p.keys);
+  const std::size_t of_block = room_for<T>(kQueries, p.d);
+  const std::initializer_list<std::size_t> sizes = {
+      panel_floats(p.d, p.keys), panel_floats(p.keys, p.d), std::size_t(kQueries * step), std::size_t(kQueries),
+      room_for<T>(p.keys, p.d), of_block, of_block};
+  for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
+    float *keys = scratch[0], *values = scratch[1], *scores = scratch[2], *totals = scratch[3];
+    const Part<T> q = p.q.of(batch, head, p.d), to{y + batch * p.queries * width + head * p.d, width, 0};
+    float* logs = logsumexp + (batch * p.heads + head) * p.queries;
+    pack_panels(columns_of(floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.d, p.keys, keys);
+    pack_panels(rows_of(floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.keys, p.d, values);
+    for (std::int64_t start = 0; start < p.queries; start += kQueries) {
+      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+      const Matrix queries = rows_of(floats_of(q, start, rows, p.d, scratch[5]));
+      multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
+      for (std::int64_t row = 0; row < rows; ++row) {
+        float largest;
+        totals[row] = attention_loops::powers(scores + row * step, p.scale, std::size_t(p.seen(start + row + 1)),
+                                              std::size_t(padded(seen)), &largest);
+        logs[start + row] = largest + std::log(totals[row]);
       }
-    });
-  }
+      const Part<float> block = target_of(to, start, p.d, scratch[6]);
+      multiply_panels({scores, step, 1}, {values, p.keys}, rows, p.d, seen, false, block.data, block.step);
+      for (std::int64_t row = 0; row < rows; ++row)
+        attention_loops::multiply(block.row(row), block.step, 1 / totals[row], block.row(row), block.step, 1, p.d);
+      round(block, to, start, rows, p.d);
+    }
+  });
+}
 
-  // The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
-  static void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const T* probabilities) {
-    const std::int64_t width = p.heads * p.d;
-    const std::size_t of_keys = room_for<T>(p.keys, p.d), of_block = room_for<T>(kQueries, p.d);
-    note_parallel_region(num_threads());
-    for_heads(p, {of_keys, of_keys, of_keys, of_keys, of_block, of_block, of_block, room_for<T>(kQueries, p.keys),
-                  std::size_t(kQueries * p.keys)},
-              [&](std::int64_t batch, std::int64_t head, float* const* room) {
-      const Part<T> q = p.q.of(batch, head, p.d), to_q = grads.q.of(batch, head, p.d),
-                    to_k = grads.k.of(batch, head, p.d), to_v = grads.v.of(batch, head, p.d),
-                    grad{const_cast<T*>(dy) + batch * p.queries * width + head * p.d, width, 0},
-                    weights{const_cast<T*>(probabilities) + (batch * p.heads + head) * p.queries * p.keys, p.keys, 0};
-      const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, room[0]),
-                        v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, room[1]),
-                        dk = target_of(to_k, 0, p.d, room[2]), dv = target_of(to_v, 0, p.d, room[3]);
-      float* const dscores = room[8];
-      float kept = 0;
-      for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
-        const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
-        const Part<float> from = floats_of(q, start, rows, p.d, room[4]), dys = floats_of(grad, start, rows, p.d, room[5]),
-                          dq = target_of(to_q, start, p.d, room[6]),
-                          y = floats_of(weights, start, rows, p.keys, room[7]);
-        multiply('N', 'T', rows, seen, p.d, 1, dys.data, dys.step, v.data, v.step, 0, dscores, seen);
-        for (std::int64_t row = 0; row < rows; ++row)
-          attention_loops::softmax_backward(dscores + row * seen, y.row(row), std::size_t(seen));
-        multiply('N', 'N', rows, p.d, seen, p.scale, dscores, seen, k.data, k.step, 0, dq.data, dq.step);
-        multiply('T', 'N', seen, p.d, rows, p.scale, dscores, seen, from.data, from.step, kept, dk.data, dk.step);
-        multiply('T', 'N', seen, p.d, rows, 1, y.data, p.keys, dys.data, dys.step, kept, dv.data, dv.step);
-        round(dq, to_q, start, rows, p.d);
-        kept = 1;
-      }
-      round(dk, to_k, 0, p.keys, p.d);
-      round(dv, to_v, 0, p.keys, p.d);
-    });
-  }
-};
+// The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
+template <class T>
+void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const float* logsumexp) {
+  const std::int64_t width = p.heads * p.d, step = padded(p.keys);
+  const std::size_t across = panel_floats(p.d, p.keys), along = panel_floats(p.keys, p.d),
+                    block = std::size_t(kQueries * step), few = panel_floats(kQueries, p.d),
+                    sums = std::size_t(p.keys * p.d), of_block = room_for<T>(kQueries, p.d);
+  const std::initializer_list<std::size_t> sizes = {across, across, along, block, block, few, sums, sums,
+                                                    room_for<T>(p.keys, p.d), of_block, of_block, of_block};
+  for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
+    float *keys = scratch[0], *values = scratch[1], *key_rows = scratch[2], *scores = scratch[3],
+          *dscores = scratch[4], *right = scratch[5], *dk = scratch[6], *dv = scratch[7];
+    const Part<T> q = p.q.of(batch, head, p.d), dq = grads.q.of(batch, head, p.d),
+                  from{const_cast<T*>(dy) + batch * p.queries * width + head * p.d, width, 0};
+    const float* logs = logsumexp + (batch * p.heads + head) * p.queries;
+    const Part<float> v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
+    pack_panels(columns_of(v), p.d, p.keys, values);
+    const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
+    pack_panels(columns_of(k), p.d, p.keys, keys);
+    pack_panels(rows_of(k), p.keys, p.d, key_rows);
+    bool adds = false;
+    for (std::int64_t start = (p.queries - 1) / kQueries * kQueries; start >= 0; start -= kQueries) {
+      const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
+      const Matrix dys = rows_of(floats_of(from, start, rows, p.d, scratch[9])),
+                   queries = rows_of(floats_of(q, start, rows, p.d, scratch[10]));
+      multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
+      multiply_panels(dys, {values, p.d}, rows, padded(seen), p.d, false, dscores, step);
+      for (std::int64_t row = 0; row < rows; ++row)
+        attention_loops::backward(scores + row * step, dscores + row * step, p.scale, logs[start + row],
+                                  std::size_t(p.seen(start + row + 1)), std::size_t(padded(seen)));
+      const Part<float> to = target_of(dq, start, p.d, scratch[11]);
+      multiply_panels({dscores, step, 1}, {key_rows, p.keys}, rows, p.d, seen, false, to.data, to.step);
+      round(to, dq, start, rows, p.d);
+      pack_panels(queries, rows, p.d, right);
+      multiply_panels({dscores, 1, step}, {right, rows}, seen, p.d, rows, adds, dk, p.d);
+      pack_panels(dys, rows, p.d, right);
+      multiply_panels({scores, 1, step}, {right, rows}, seen, p.d, rows, adds, dv, p.d);
+      adds = true;
+    }
+    store(dk, grads.k.of(batch, head, p.d), p.keys, p.d);
+    store(dv, grads.v.of(batch, head, p.d), p.keys, p.d);
+  });
+}
+
+// (projections) -> (y, logsumexp)
+template <class T>
+Step forward_step(const Call& call) {
+  Attention<T> p;
+  if (!call.are_operands(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
+  const View &y = call.outputs[0], &logsumexp = call.outputs[1];
+  if (!are_arrays_of<T>(call.inputs, 0) || !are_arrays_of<T>(call.outputs, 0, 1) || !p.fits(y, logsumexp)) return {};
+  return [p, y = static_cast<T*>(y.data), logs = static_cast<float*>(logsumexp.data)] {
+    forward(p, y, logs);
+    return true;
+  };
+}
+
+// (dy, logsumexp, projections) -> (gradients of the projections)
+template <class T>
+Step backward_step(const Call& call) {
+  Attention<T> p, grads;
+  const std::size_t count = call.inputs.size();
+  if (count < 3 || !call.are_operands(count, count - 2)) return {};
+  if (!are_arrays_of<T>(call.inputs, 0, 1) || !are_arrays_of<T>(call.inputs, 2) || !are_arrays_of<T>(call.outputs, 0)) return {};
+  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
+  for (std::size_t i = 0; i < call.outputs.size(); ++i)
+    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
+  if (!p.fits(call.inputs[0], call.inputs[1])) return {};
+  return [p, grads, dy = static_cast<const T*>(call.inputs[0].data), logs = static_cast<const float*>(call.inputs[1].data)] {
+    backward(p, grads, dy, logs);
+    return true;
+  };
+}
 
 const Registration attention("attention", [](const Call& call) -> Step {
-  if (const Step step = attention_forward<float, float, KeptAttention<float>>(call)) return step;
-  return attention_forward<Bfloat16, Bfloat16, KeptAttention<Bfloat16>>(call);
+  if (const Step step = forward_step<float>(call)) return step;
+  return forward_step<Bfloat16>(call);
 });
 
 const Registration attention_backward("attention_backward", [](const Call& call) -> Step {
-  if (const Step step = attention_gradient<float, float, KeptAttention<float>>(call)) return step;
-  return attention_gradient<Bfloat16, Bfloat16, KeptAttention<Bfloat16>>(call);
+  if (const Step step = backward_step<float>(call)) return step;
+  return backward_step<Bfloat16>(call);
 });
 
 }  // namespace
 }  // namespace singa_lite
-#endif

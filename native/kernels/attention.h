@@ -66,8 +66,9 @@ struct Attention {
     return true;
   }
 
-  bool fits(const View& y, const View& kept, const Shape& kept_shape) const {
-    return y.shape == Shape{batch, queries, heads * d} && kept.shape == kept_shape && (!is_causal || queries == keys);
+  bool fits(const View& y, const View& logsumexp) const {
+    return y.shape == Shape{batch, queries, heads * d} && logsumexp.is_floats() &&
+           logsumexp.shape == Shape{batch, heads, queries} && (!is_causal || queries == keys);
   }
 };
 
@@ -132,49 +133,13 @@ inline void round(const Part<float>& from, const Part<Bfloat16>& to, std::int64_
   narrow_rows(from.data, from.step, to.row(start), to.step, rows, d);
 }
 
-// What a file computes: T is that of projections, of y and of their gradients, Kept that of what is kept for the gradient.
-//   static Shape kept_shape(const Attention<T>& p)
-//   static void forward(const Attention<T>& p, T* y, Kept* kept)
-//   static void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const Kept* kept)
-
-// Whether arrays[first] to arrays[last] are row-major ones of T.
+// Whether arrays from number `first` on, `count` or all, are row-major ones of T.
 template <class T>
-bool are_arrays_of(const std::vector<View>& arrays, std::size_t first, std::size_t last) {
-  return std::all_of(arrays.begin() + std::ptrdiff_t(first), arrays.begin() + std::ptrdiff_t(last) + 1, [](const View& view) {
+bool are_arrays_of(const std::vector<View>& arrays, std::size_t first, std::size_t count = std::size_t(-1)) {
+  const auto begin = arrays.begin() + std::ptrdiff_t(first);
+  return std::all_of(begin, begin + std::ptrdiff_t(std::min(count, arrays.size() - first)), [](const View& view) {
     return std::is_same_v<T, float> ? view.is_floats() : view.is_bfloat16s();
   });
-}
-
-// The kernel (projections) -> (y, kept).
-template <class T, class Kept, class Computed>
-Step attention_forward(const Call& call) {
-  Attention<T> p;
-  if (!call.are_operands(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
-  const View &y = call.outputs[0], &kept = call.outputs[1];
-  if (!are_arrays_of<T>(call.inputs, 0, call.inputs.size() - 1) || !are_arrays_of<T>(call.outputs, 0, 0)) return {};
-  if (!are_arrays_of<Kept>(call.outputs, 1, 1) || !p.fits(y, kept, Computed::kept_shape(p))) return {};
-  return [p, y = static_cast<T*>(y.data), kept = static_cast<Kept*>(kept.data)] {
-    Computed::forward(p, y, kept);
-    return true;
-  };
-}
-
-// The kernel (dy, kept, projections) -> (gradients of the projections).
-template <class T, class Kept, class Computed>
-Step attention_gradient(const Call& call) {
-  Attention<T> p, grads;
-  const std::size_t count = call.inputs.size();
-  if (count < 3 || !call.are_operands(count, count - 2)) return {};
-  if (!are_arrays_of<T>(call.inputs, 0, 0) || !are_arrays_of<Kept>(call.inputs, 1, 1)) return {};
-  if (!are_arrays_of<T>(call.inputs, 2, count - 1) || !are_arrays_of<T>(call.outputs, 0, count - 3)) return {};
-  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
-  for (std::size_t i = 0; i < call.outputs.size(); ++i)
-    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
-  if (!p.fits(call.inputs[0], call.inputs[1], Computed::kept_shape(p))) return {};
-  return [p, grads, dy = static_cast<const T*>(call.inputs[0].data), kept = static_cast<const Kept*>(call.inputs[1].data)] {
-    Computed::backward(p, grads, dy, kept);
-    return true;
-  };
 }
 
 }  // namespace singa_lite

@@ -61,23 +61,21 @@ void compare(const char* name, std::vector<Pair*> inputs, const char* input_type
   }
 }
 
-void test_attention(const char* kind, std::int64_t queries, std::int64_t keys, std::int64_t d, bool is_causal) {
+void test_attention(std::int64_t queries, std::int64_t keys, std::int64_t d, bool is_causal) {
   constexpr std::int64_t kBatch = 2, kHeads = 2;
   const std::int64_t width = kHeads * d;
-  const bool is_block = kind[0] == 'b', is_own = queries == keys;
+  const bool is_own = queries == keys;
   Pair x({kBatch, queries, is_own ? 3 * width : width}, 1), memory({kBatch, keys, 2 * width}, 2);
   Pair y({kBatch, queries, width}, 3), dx(x.shape, 4), dmemory(memory.shape, 5);
-  Pair kept(is_block ? Shape{kBatch, kHeads, queries} : Shape{kBatch, kHeads, queries, keys}, 6);
+  Pair logsumexp({kBatch, kHeads, queries}, 6);
   std::vector<Pair*> projections{&x}, gradients{&dx};
   if (!is_own) projections.push_back(&memory), gradients.push_back(&dmemory);
-  const std::string types(projections.size(), 'E'), kept_type(1, is_block ? 'f' : 'E');
+  const std::string types(projections.size(), 'E');
   const std::map<std::string, std::vector<double>> options{{"num_heads", {kHeads}}, {"causal", {double(is_causal)}}};
-  const std::string name = is_block ? "block_attention" : "attention";
-  compare(name.c_str(), projections, types.c_str(), {&y, &kept}, ("E" + kept_type).c_str(), options);
-  for (std::size_t i = 0; i < kept.wide.size(); ++i) kept.narrow[i] = Bfloat16(kept.wide[i]);
+  compare("attention", projections, types.c_str(), {&y, &logsumexp}, "Ef", options);
   for (std::size_t i = 0; i < y.wide.size(); ++i) y.wide[i] = y.narrow[i];  // the gradient of y
-  projections.insert(projections.begin(), {&y, &kept});
-  compare((name + "_backward").c_str(), projections, ("E" + kept_type + types).c_str(), gradients, types.c_str(), options);
+  projections.insert(projections.begin(), {&y, &logsumexp});
+  compare("attention_backward", projections, ("Ef" + types).c_str(), gradients, types.c_str(), options);
 }
 
 void test_norms(std::int64_t rows, std::int64_t columns) {
@@ -125,16 +123,11 @@ void test_product(const Matmul& p) {
 
 int main() {
   for_threads([] {
-    for (const char* kind : {"block", "kept"}) {
-#ifndef SINGA_LITE_ONEDNN
-      if (kind[0] == 'k') continue;
-#endif
-      for (std::int64_t length : {1, 5, 33, 70})
-        for (std::int64_t d : {1, 7, 32}) {
-          for (bool is_causal : {false, true}) test_attention(kind, length, length, d, is_causal);
-          test_attention(kind, length, 40, d, false);
-        }
-    }
+    for (std::int64_t length : {1, 5, 33, 70})
+      for (std::int64_t d : {1, 7, 32}) {
+        for (bool is_causal : {false, true}) test_attention(length, length, d, is_causal);
+        test_attention(length, 40, d, false);
+      }
     for (std::int64_t columns : {1, 15, 300}) test_norms(70, columns);
 #ifdef SINGA_LITE_ONEDNN
     for (std::int64_t m : {1, 9, 300})

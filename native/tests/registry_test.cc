@@ -2,6 +2,8 @@
 // Registered kernels on arrays with nothing behind them, called as a binding calls them.
 #include "kernels/registry.h"
 
+#include <cmath>
+
 #include "check.h"
 
 using namespace singa_lite;
@@ -98,27 +100,30 @@ void test_softmax_backward(std::size_t rows, std::size_t columns) {
   }
 }
 
-#ifdef SINGA_LITE_ONEDNN
-// Rows of y are averages of rows of v, and sums of gradients over positions are those of one common vector.
+// Exponentials of scores less logsumexp add up to 1, rows of y are those averages of rows of v, and gradients of v add up to
+// those of y.
 void test_attention(std::int64_t heads, std::int64_t length, std::int64_t d, bool is_causal) {
   const std::int64_t width = heads * d;
   Floats qkv = random_floats(std::size_t(2 * length * 3 * width), 1), y(std::size_t(2 * length * width), 0, kNanF);
-  Floats weights(std::size_t(2 * heads * length * length), 0, kNanF), dy = random_floats(y.size(), 2);
+  Floats logsumexp(std::size_t(2 * heads * length), 0, kNanF), dy = random_floats(y.size(), 2);
   Floats dqkv(qkv.size(), 0, kNanF);
   const View x = view_of(qkv, {2, length, 3 * width}, 'f'), ys = view_of(y, {2, length, width}, 'f');
-  const View p = view_of(weights, {2, heads, length, length}, 'f');
+  const View logs = view_of(logsumexp, {2, heads, length}, 'f');
   const std::map<std::string, std::vector<double>> options{{"num_heads", {double(heads)}}, {"causal", {double(is_causal)}}};
-  run("attention", {{x}, {ys, p}, options});
+  run("attention", {{x}, {ys, logs}, options});
   run("attention_backward",
-      {{view_of(dy, {2, length, width}, 'f'), p, x}, {view_of(dqkv, {2, length, 3 * width}, 'f')}, options});
+      {{view_of(dy, {2, length, width}, 'f'), logs, x}, {view_of(dqkv, {2, length, 3 * width}, 'f')}, options});
   for (std::int64_t row = 0; row < 2 * heads * length; ++row) {
     const std::int64_t query = row % length, head = row / length % heads, batch = row / length / heads;
-    const float* weight = weights.data() + row * length;
     double total = 0, dot = 0, expected = 0;
-    for (std::int64_t key = 0; key < length; ++key) {
-      total += weight[key];
-      if (is_causal && key > query) CHECK(weight[key] == 0);
-      expected += double(weight[key]) * qkv[std::size_t(((batch * length + key) * 3 + 2) * width + head * d)];
+    for (std::int64_t key = 0; key < (is_causal ? query + 1 : length); ++key) {
+      const float* const keys = &qkv[std::size_t(((batch * length + key) * 3 + 1) * width + head * d)];
+      const float* const queries = &qkv[std::size_t((batch * length + query) * 3 * width + head * d)];
+      double score = 0;
+      for (std::int64_t i = 0; i < d; ++i) score += double(queries[i]) * keys[i];
+      const double weight = std::exp(score / std::sqrt(double(d)) - logsumexp[std::size_t(row)]);
+      total += weight;
+      expected += weight * keys[width];
     }
     CHECK_NEAR(total, 1, 1e-5);
     CHECK_NEAR(y[std::size_t((batch * length + query) * width + head * d)], expected, 1e-4);
@@ -134,7 +139,6 @@ void test_attention(std::int64_t heads, std::int64_t length, std::int64_t d, boo
     CHECK_NEAR(got, given, 1e-3);
   }
 }
-#endif
 
 }  // namespace
 
@@ -147,9 +151,7 @@ int main() {
       test_layer_norm(3, after);
       test_layer_norm(150, after);
       test_softmax_backward(40, after);
-#ifdef SINGA_LITE_ONEDNN
       for (const bool is_causal : {false, true}) test_attention(3, std::int64_t(after), 5, is_causal);
-#endif
     }
     for (const std::int64_t size : {1, 15, 16, 17, 130}) {
       test_transpose(size, 33);

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .. import autograd
-from ..autograd.ops.norm import channel_dtype, check_rates
+from ..autograd.ops.norm import check_rates
+from ..dtypes import accumulation_dtype
 from ..errors import OptionError, ShapeError, check_int
 from ..tensor import Tensor
 from .base import Layer
@@ -48,7 +49,7 @@ class BatchNorm2d(Layer):
     def initialize(self, x: Tensor) -> None:
         self._check(x)
         self.channels = x.shape[1]
-        like = Tensor((self.channels,), x.device, channel_dtype(x.dtype))
+        like = Tensor((self.channels,), x.device, accumulation_dtype(x.dtype))
         self.scale = self.new_parameter("scale", like.shape, like).set_value(1.0)
         self.bias = self.new_parameter("bias", like.shape, like)
         self.running_mean = Tensor(

@@ -44,13 +44,13 @@ def joined(*parts: np.ndarray) -> np.ndarray:
 
 attention_cases = given(
     seeds, st.tuples(*[st.integers(1, 3)] * 2, st.integers(1, 40)), st.tuples(*[st.integers(1, 140)] * 2),
-    st.sampled_from("scm"), st.booleans(),
+    st.sampled_from("scm"),
 )  # fmt: skip
 
 
 @quick
 @attention_cases
-def test_attention_and_its_gradient(seed, sizes, lengths, kind, is_block):
+def test_attention_and_its_gradient(seed, sizes, lengths, kind):
     batch, num_heads, d = sizes
     width, (queries, keys) = num_heads * d, lengths if kind == "m" else lengths[:1] * 2
     if kind == "m":
@@ -64,16 +64,12 @@ def test_attention_and_its_gradient(seed, sizes, lengths, kind, is_block):
     powers = np.exp(scores - scores.max(3, keepdims=True))
     weights = powers / powers.sum(3, keepdims=True)
     options = {"num_heads": num_heads, "causal": kind == "c"}
-    prefix, y = "block_" if is_block else "", like(batch, queries, width)
-    kept = like(*weights.shape[:3], dtype=F32) if is_block else like(*weights.shape)
-    assert getattr(KERNELS, f"{prefix}attention")(*inputs, out=(y, kept), **options)
+    y, logsumexp = like(batch, queries, width), like(*weights.shape[:3], dtype=F32)
+    assert KERNELS.attention(*inputs, out=(y, logsumexp), **options)
     assert_within(y, joined(weights @ v), joined(weights @ np.abs(v)), "y")
-    if not is_block:
-        assert_within(kept, weights, weights + 1e-6, "probabilities")
-        weights = wide(kept)  # the gradient is that of these
     dy, out = numbers(seed + 2, *y.shape), tuple(like(*x.shape) for x in inputs)
     single = out if len(out) > 1 else out[0]
-    assert getattr(KERNELS, f"{prefix}attention_backward")(dy, kept, *inputs, out=single, **options)
+    assert KERNELS.attention_backward(dy, logsumexp, *inputs, out=single, **options)
     (dys,) = heads(dy, num_heads, 1)
     dweights, largest = dys @ v.swapaxes(2, 3), np.abs(dys) @ np.abs(v).swapaxes(2, 3)
     dscores = weights * (dweights - (dweights * weights).sum(3, keepdims=True)) / np.sqrt(d)
@@ -94,11 +90,10 @@ def test_attention_takes_no_arrays_of_two_dtypes():
         ((x.astype("f"),), (y, sums)),
         ((x,), (y, sums.astype(bfloat16))),
     ):
-        assert not KERNELS.block_attention(*inputs, out=out, **options)
-    assert not KERNELS.attention(x, out=(y, weights.astype("f")), **options)
-    assert not KERNELS.block_attention_backward(wide_y, sums, x, out=like(*x.shape), **options)
-    assert not KERNELS.block_attention_backward(y, sums, x, out=like(*x.shape, dtype=F32), **options)
-    assert not KERNELS.block_attention_backward(y, weights, x, out=like(*x.shape), **options)
+        assert not KERNELS.attention(*inputs, out=out, **options)
+    assert not KERNELS.attention_backward(wide_y, sums, x, out=like(*x.shape), **options)
+    assert not KERNELS.attention_backward(y, sums, x, out=like(*x.shape, dtype=F32), **options)
+    assert not KERNELS.attention_backward(y, weights, x, out=like(*x.shape), **options)
 
 
 # ---- products that are finished row by row -------------------------------------------------------------

@@ -63,11 +63,11 @@ def test_a_lowered_transformer_has_the_kernels_of_float32_and_few_casts(monkeypa
     calls = lowered(monkeypatch)
     names = [call.name for call in calls]
     for name, count in (
-        ("block_attention", 2), ("block_attention_backward", 2), ("matmul_gelu", 2), ("matmul_mul", 2),
+        ("attention", 2), ("attention_backward", 2), ("matmul_gelu", 2), ("matmul_mul", 2),
         ("matmul_add_norm", 4), ("layer_norm", 1), ("layer_norm_backward_add", 4), ("layer_norm_backward", 1),
     ):  # fmt: skip
         assert names.count(name) == count, name
-    assert not {"gelu", "gelu_backward", "mul", "attention", "attention_backward"} & set(names)
+    assert not {"gelu", "gelu_backward", "mul"} & set(names)
     assert names.count("add") == 1  # of the two embeddings
     weights = 4 * 2 + 1
     residuals = 2 * 2  # gradients, for the products that made what was added

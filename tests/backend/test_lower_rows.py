@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowered transformers: attention without kept probabilities, products finished row by row, and their kernels."""
+"""Lowered transformers: products finished row by row, and their kernels."""
 
 from __future__ import annotations
 
@@ -133,8 +133,7 @@ def lowered_calls(monkeypatch, **options):
 def test_a_lowered_transformer_keeps_no_probabilities(monkeypatch):
     calls = lowered_calls(monkeypatch)
     names = [call.name for call in calls]
-    assert names.count("block_attention") == names.count("block_attention_backward") == 2
-    assert not {"attention", "attention_backward"} & set(names)
+    assert names.count("attention") == names.count("attention_backward") == 2
     square = 3 * 2 * 40 * 40 * 4
     assert not any(
         view.memory.num_bytes == square for call in calls for view in (*call.inputs, *call.outputs)
@@ -164,61 +163,6 @@ def reference(kernel: str, *inputs: np.ndarray, out: Any, **attributes: Any) -> 
 def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
     scale = max(1.0, np.abs(expected).max(initial=0))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=name)
-
-
-@quick
-@given(
-    seeds, st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 70)), st.tuples(*[st.integers(1, 150)] * 2),
-    st.sampled_from("scm"), st.sampled_from([1, 20]),
-)  # fmt: skip
-def test_block_attention_and_its_gradient(seed, sizes, lengths, kind, size):
-    batch, heads, head_size = sizes
-    width, (queries, keys) = heads * head_size, lengths if kind == "m" else lengths[:1] * 2
-    if kind == "m":
-        inputs = floats(seed, batch, queries, width), floats(seed + 1, batch, keys, 2 * width)
-    else:
-        inputs = (floats(seed, batch, queries, 3 * width),)
-    options = {"num_heads": heads, "causal": kind == "c"}
-    y, logsumexp = like(batch, queries, width), like(batch, heads, queries)
-    assert MODULE.block_attention(*inputs, out=(y, logsumexp), **options)
-    expected, weights = reference(
-        "attention", *inputs, out=(y.shape, (batch, heads, queries, keys)), **options
-    )
-    assert_close(y, expected, "y")
-    dy, out = floats(seed + 2, *y.shape) * np.float32(size), tuple(like(*x.shape) for x in inputs)
-    assert MODULE.block_attention_backward(dy, logsumexp, *inputs, out=out, **options)
-    grads = reference(
-        "attention_backward", dy, weights, *inputs, out=[array.shape for array in out], **options
-    )
-    for found, grad in zip(out, grads, strict=True):
-        assert_close(found, grad, "gradient")
-
-
-def test_block_attention_survives_large_scores_and_passes_nan_on():
-    x = floats(1, 1, 40, 12) * 60
-    y, logsumexp, dx = like(1, 40, 4), like(1, 1, 40), like(*x.shape)
-    options = {"num_heads": 1, "causal": True}
-    assert MODULE.block_attention(x, out=(y, logsumexp), **options)
-    assert_close(y, reference("attention", x, out=(y.shape, (1, 1, 40, 40)), **options)[0], "y")
-    x[0, 30, 5] = np.nan  # a key of position 30
-    assert MODULE.block_attention(x, out=(y, logsumexp), **options)
-    assert np.isfinite(y[0, :30]).all() and np.isnan(y[0, 30:]).all()
-    assert MODULE.block_attention_backward(y, logsumexp, x, out=dx, **options)
-    assert np.isnan(dx).any()
-
-
-def test_block_attention_takes_no_arrays_that_do_not_fit():
-    x, y, sums = floats(1, 2, 5, 12), like(2, 5, 4), like(2, 2, 5)
-    options = {"num_heads": 2, "causal": False}
-    for inputs, out in (
-        ((x,), (like(2, 5, 6), sums)),
-        ((x,), (y, like(2, 2, 5, 5))),
-        ((x[:, :, :11].copy(),), (y, sums)),
-        ((y, floats(2, 3, 5, 8)), (like(2, 5, 4), sums)),
-    ):
-        assert not MODULE.block_attention(*inputs, out=out, **options)
-    assert not MODULE.block_attention(x, out=(y, sums), num_heads=3, causal=False)
-    assert not MODULE.block_attention_backward(y.copy(), sums, x, out=(like(2, 5, 13),), **options)
 
 
 def test_products_of_a_lowered_transformer_are_finished_with_what_follows(monkeypatch):

@@ -45,11 +45,15 @@ def check(kernel: str, *inputs: np.ndarray, out: tuple[np.ndarray, ...], **attri
     single = out[0] if len(out) == 1 else out
     assert getattr(KERNELS, kernel)(*inputs, out=single, **attributes), f"{kernel} did not take the call"
     REFERENCE.run(kernel, *map(wide, inputs), out=expected[0] if len(out) == 1 else expected, **attributes)
-    for array, reference in zip(out, expected, strict=True):
-        scale = max(1.0, np.abs(reference).max(initial=0))
-        np.testing.assert_allclose(array, reference, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=kernel)
+    assert_close(out, expected, kernel)
     for array, original in zip(inputs, before, strict=True):
         np.testing.assert_array_equal(array, original)
+
+
+def assert_close(found: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...], kernel: str) -> None:
+    for array, reference in zip(found, expected, strict=True):
+        scale = max(1.0, np.abs(reference).max(initial=0))
+        np.testing.assert_allclose(array, reference, rtol=TOLERANCE, atol=TOLERANCE * scale, err_msg=kernel)
 
 
 def floats(seed: int, *shape: int) -> np.ndarray:
@@ -223,12 +227,12 @@ def test_softmax_of_masked_rows():
     assert not y[:, 7:].any()
 
 
-@pytest.mark.skipif(not HAS_ONEDNN, reason="compiled without oneDNN")
 @quick
 @given(
-    seeds, st.tuples(*[st.integers(1, 4)] * 3), st.tuples(*[st.integers(1, 150)] * 2), st.sampled_from("scm")
-)
-def test_attention_and_its_gradient(seed, sizes, lengths, kind):
+    seeds, st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 70)), st.tuples(*[st.integers(1, 150)] * 2),
+    st.sampled_from("scm"), st.sampled_from([1, 20]),
+)  # fmt: skip
+def test_attention_and_its_gradient(seed, sizes, lengths, kind, size):
     batch, heads, head_size = sizes
     width, (queries, keys) = heads * head_size, lengths if kind == "m" else lengths[:1] * 2
     if kind == "m":
@@ -236,19 +240,40 @@ def test_attention_and_its_gradient(seed, sizes, lengths, kind):
     else:
         inputs = (floats(seed, batch, queries, 3 * width),)
     options = {"num_heads": heads, "causal": kind == "c"}
-    y, probabilities = like(batch, queries, width), like(batch, heads, queries, keys)
-    check("attention", *inputs, out=(y, probabilities), **options)
-    dy, out = floats(seed + 2, *y.shape), tuple(like(*x.shape) for x in inputs)
-    check("attention_backward", dy, probabilities, *inputs, out=out, **options)
+    y, logsumexp = like(batch, queries, width), like(batch, heads, queries)
+    check("attention", *inputs, out=(y, logsumexp), **options)
+    dy, out = floats(seed + 2, *y.shape) * np.float32(size), tuple(like(*x.shape) for x in inputs)
+    assert KERNELS.attention_backward(dy, logsumexp, *inputs, out=out, **options)
+    exact, kept = (
+        tuple(map(wide, inputs)),
+        wide(logsumexp),
+    )  # rounded, kept makes dq of one key 0 times dy no more
+    REFERENCE.run("attention", *exact, out=(wide(y), kept), **options)
+    grads = tuple(map(wide, out))
+    REFERENCE.run(
+        "attention_backward", wide(dy), kept, *exact, out=grads if len(out) > 1 else grads[0], **options
+    )
+    assert_close(out, grads, "attention_backward")
 
 
-@pytest.mark.skipif(not HAS_ONEDNN, reason="compiled without oneDNN")
+def test_attention_survives_large_scores_and_passes_nan_on():
+    x = floats(1, 1, 40, 12) * 60
+    y, logsumexp, dx = like(1, 40, 4), like(1, 1, 40), like(*x.shape)
+    options = {"num_heads": 1, "causal": True}
+    check("attention", x, out=(y, logsumexp), **options)
+    x[0, 30, 5] = np.nan  # a key of position 30
+    assert KERNELS.attention(x, out=(y, logsumexp), **options)
+    assert np.isfinite(y[0, :30]).all() and np.isnan(y[0, 30:]).all()
+    assert KERNELS.attention_backward(y, logsumexp, x, out=dx, **options)
+    assert np.isnan(dx).any()
+
+
 def test_attention_takes_no_arrays_that_do_not_fit():
-    x, y, p = floats(1, 2, 5, 12), like(2, 5, 4), like(2, 2, 5, 5)
+    x, y, p = floats(1, 2, 5, 12), like(2, 5, 4), like(2, 2, 5)
     options = {"num_heads": 2, "causal": False}
     for inputs, out in (
         ((x,), (like(2, 5, 6), p)),
-        ((x,), (y, like(2, 2, 5, 4))),
+        ((x,), (y, like(2, 2, 5, 5))),
         ((x[:, :, :11].copy(),), (y, p)),
         ((y, floats(2, 2, 5, 4)), (like(2, 5, 4), p)),
         ((y, floats(2, 3, 5, 8)), (like(2, 5, 4), p)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import accumulation_dtype
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
@@ -258,24 +259,22 @@ class Attention(Operator):
                 )
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        (batch, length, columns), keys = inputs[0].shape, inputs[-1].shape[1]
+        batch, length, columns = inputs[0].shape
         width = columns // (3 if len(inputs) == 1 else 1)
         y = context.empty((batch, length, width), inputs[0].dtype)
-        probabilities = context.empty((batch, self.num_heads, length, keys), y.dtype)
-        context.run(
-            "attention", *inputs, out=(y, probabilities), num_heads=self.num_heads, causal=self.causal
-        )
-        context.save(probabilities, *inputs)
+        logsumexp = context.empty((batch, self.num_heads, length), accumulation_dtype(y.dtype))
+        context.run("attention", *inputs, out=(y, logsumexp), num_heads=self.num_heads, causal=self.causal)
+        context.save(logsumexp, *inputs)
         return y
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
-        probabilities, *inputs = context.saved
+        logsumexp, *inputs = context.saved
         out = tuple(context.empty(x.shape, x.dtype) for x in inputs)
         options = {"num_heads": self.num_heads, "causal": self.causal}
         context.run(
             "attention_backward",
             dys[0],
-            probabilities,
+            logsumexp,
             *inputs,
             out=out if len(out) > 1 else out[0],
             **options,

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...config import this_thread
-from ...dtypes import is_narrow
+from ...dtypes import accumulation_dtype
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
@@ -20,11 +18,6 @@ def check_rates(where: str, momentum: object, eps: object) -> tuple[float, float
     if check_number(where, "eps", eps, 0) == 0:
         raise OptionError(f"{where}: eps = {eps} must be > 0")
     return check_number(where, "momentum", momentum, 0, 1), check_number(where, "eps", eps)
-
-
-def channel_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of scale, bias and statistics beside ``x``: float32 if that has 16 bits, else the same."""
-    return np.dtype("float32") if is_narrow(dtype) else dtype
 
 
 class BatchNorm2d(Operator):
@@ -55,9 +48,9 @@ class BatchNorm2d(Operator):
                 raise ShapeError(
                     f"batchnorm_2d: {name} must have shape ({x.shape[1]},) for x {x.shape}, not {tensor.shape}"
                 )
-            if tensor.dtype != channel_dtype(x.dtype):
+            if tensor.dtype != accumulation_dtype(x.dtype):
                 raise DTypeError(
-                    f"batchnorm_2d: expected {channel_dtype(x.dtype)} {name} beside {x.dtype} x, got "
+                    f"batchnorm_2d: expected {accumulation_dtype(x.dtype)} {name} beside {x.dtype} x, got "
                     f"{tensor.dtype}; use as_type()"
                 )
             if tensor.device is not x.device:
@@ -148,7 +141,7 @@ class LayerNorm(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, scale, _ = inputs
-        wide = channel_dtype(x.dtype)
+        wide = accumulation_dtype(x.dtype)
         rows = x.shape[: x.ndim - scale.ndim]
         y, mean, inverse_std = (
             context.empty(x.shape, x.dtype),

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from ...dtypes import bfloat16, is_narrow
+from ...dtypes import accumulation_dtype, bfloat16, is_narrow
 from ..base import Array
 
 
@@ -20,11 +20,6 @@ def upcast(x: Array) -> Array:
 def upcast_beside(x: Array, w: Array) -> Array:
     """Return ``upcast(w)``, rounded to the dtype of ``x`` before where only that is float16 or bfloat16."""
     return upcast(w.astype(x.dtype) if is_narrow(x.dtype) else w)
-
-
-def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which arrays of ``dtype`` are summed."""
-    return np.dtype(np.float32) if is_narrow(dtype) else dtype
 
 
 def store(out: Array, values: Array) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...dtypes import accumulation_dtype
 from ..base import Array
-from ._accumulation import accumulation_dtype, upcast, upcast_beside
+from ._accumulation import upcast, upcast_beside
 
 # Of the unfolded batch, so that an evaluation batch of thousands doesn't take gigabytes. A step of the MNIST CNN
 # (batch 64, 1 thread, quiet machine) takes 24 ms with 16 MiB, 27 with 1 MiB, 31 with 4 MiB, 41 with 256 KiB.

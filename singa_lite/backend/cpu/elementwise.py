@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import accumulation_dtype, bfloat16
 from ..base import Array
 from ..formulas import FORMULAS, Formula
-from ._accumulation import accumulation_dtype, store, upcast
+from ._accumulation import store, upcast
 from .functions import FUNCTIONS
 
 COMPARISONS = {

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer kernels for recorded transformers: attention that keeps no probabilities, products finished row by row.
+"""Fewer kernels for recorded transformers: products finished row by row.
 
-The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; block_attention.cc, product.cc and
-layer_norm.cc in native/kernels say what they compute. That they take a call is checked here, as there is no other code
-for it.
+The kernels made here, ``LOWERED``, are compiled ones that no backend has otherwise; product.cc and layer_norm.cc in
+native/kernels say what they compute. That they take a call is checked here, as there is no other code for it.
 
 Note [casts]: in mixed precision a product of bfloat16 numbers, added up in float32, is rounded and widened again before
 it is added to float32 activations, and the norm of these is rounded for the next product. Those casts become part of
@@ -19,14 +18,12 @@ from typing import Any
 import numpy as np
 
 from ...dtypes import bfloat16
-from ...graph.memory import Memory, View, row_major
+from ...graph.memory import View, row_major
 from ...graph.nodes import Kernel
 from ...graph.rewrite import GraphRewriter
 
 LOWERED = frozenset(
     {
-        "block_attention",
-        "block_attention_backward",
         "layer_norm_backward_add",
         "matmul_add",
         "matmul_add_norm",
@@ -75,30 +72,6 @@ def _product(call: Kernel, num_inputs: int, *others: View) -> bool:
 def _linear(call: Kernel, *others: View) -> bool:
     """Return whether ``call`` is a product with a bias, neither matrix transposed; ``others`` as for ``_product``."""
     return _product(call, 3, *others) and not call.attributes.get("transpose_b")
-
-
-def attention_without_probabilities(graph: GraphRewriter, number: int) -> None:
-    """attention, attention_backward -> block_attention and its gradient, which computes probabilities again."""
-    call = graph.kernel(number, "attention")
-    if call is None or not _are_plain(*call.inputs, *call.outputs, dtype=call.inputs[0].dtype):
-        return
-    y, probabilities = call.outputs
-    readers = graph.readers(probabilities)
-    if probabilities.memory.owner is not None or len(readers) > 1:
-        return
-    gradient = graph.kernel(readers[0], "attention_backward") if readers else None
-    if readers and (
-        gradient is None
-        or gradient.inputs[1] != probabilities
-        or not _are_plain(*gradient.inputs, *gradient.outputs, dtype=y.dtype)
-    ):
-        return
-    shape, dtype = probabilities.shape[:3], np.dtype(np.float32)
-    logsumexp = View(Memory(math.prod(shape) * dtype.itemsize), 0, shape, dtype, row_major(shape, dtype))
-    graph.put(number, replace(call, name="block_attention", out=(y, logsumexp)))
-    if gradient is not None:
-        inputs = (gradient.inputs[0], logsumexp, *gradient.inputs[2:])
-        graph.put(readers[0], replace(gradient, name="block_attention_backward", inputs=inputs))
 
 
 def gelu_after_product(graph: GraphRewriter, last: int) -> None:
@@ -246,7 +219,6 @@ def cast_after_norm(graph: GraphRewriter, last: int) -> None:
 
 RULES = (
     cast_after_product,
-    attention_without_probabilities,
     gelu_after_product,
     multiply_after_product,
     add_after_product,

@@ -7,10 +7,10 @@ from math import prod
 
 import numpy as np
 
-from ...dtypes import is_narrow
+from ...dtypes import accumulation_dtype, is_narrow
 from ...errors import ShapeError
 from ..base import Array
-from ._accumulation import accumulation_dtype, pairwise_sum, store, upcast
+from ._accumulation import pairwise_sum, store, upcast
 
 
 class MoveKernels:

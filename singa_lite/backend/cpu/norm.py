@@ -30,6 +30,12 @@ def heads_of(inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
     return found
 
 
+def scores_of(queries: Array, keys: Array, causal: bool) -> Array:
+    """Return scaled products of queries and keys of heads (batch, heads, length, other length), -inf where masked."""
+    scores = np.matmul(queries, keys.swapaxes(2, 3)) / np.sqrt(queries.dtype.type(queries.shape[3]))
+    return np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf) if causal else scores
+
+
 def from_heads(*heads: Array) -> Array:
     """Return (batch, heads, length, d) arrays side by side as (batch, length, number of arrays * width)."""
     joined = np.stack(heads).transpose(1, 3, 0, 2, 4)
@@ -132,32 +138,33 @@ class NormKernels:
         store(out, y * (dy - inner))
 
     def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
-        """(qkv (B, T, 3 W)) or (q (B, T, W), kv (B, S, 2 W)) -> (y (B, T, W), probabilities (B, H, T, S)).
+        """(qkv (B, T, 3 W)) or (q (B, T, W), kv (B, S, 2 W)) -> (y (B, T, W), logsumexp (B, H, T)).
 
         y = probabilities V, probabilities = softmax(Q K^T / sqrt(W / H)); num_heads H, causal: zeros where s > t.
+        logsumexp, float32 or wider, is the log of the sum of exponentials of each row of scores: from it the gradient
+        computes probabilities again, as to keep them takes T x S elements for each head.
         """
-        y, probabilities = out
+        y, logsumexp = out
         queries, keys, values = heads_of(inputs, num_heads)
-        scores = np.matmul(queries, keys.swapaxes(2, 3)) / np.sqrt(queries.dtype.type(queries.shape[3]))
-        if causal:
-            scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
-        scores = np.exp(scores - scores.max(axis=3, keepdims=True))
-        scores /= scores.sum(axis=3, keepdims=True)
-        store(probabilities, scores)
-        store(y, from_heads(np.matmul(scores, values)))
+        scores = scores_of(queries, keys, causal)
+        largest = scores.max(axis=3, keepdims=True)
+        powers = np.exp(scores - largest)
+        total = powers.sum(axis=3, keepdims=True)
+        logsumexp[...] = (largest + np.log(total))[..., 0]
+        store(y, from_heads(np.matmul(powers / total, values)))
 
     def attention_backward(
         self,
         dy: Array,
-        probabilities: Array,
+        logsumexp: Array,
         *inputs: Array,
         out: Array | tuple[Array, Array],
         num_heads: int,
         causal: bool,
     ) -> None:
-        """(dy, probabilities, inputs of attention) -> dqkv or (dq, dkv); num_heads, causal."""
+        """(dy, logsumexp, inputs of attention) -> dqkv or (dq, dkv); num_heads, causal."""
         queries, keys, values = heads_of(inputs, num_heads)
-        weights = upcast(probabilities)
+        weights = np.exp(scores_of(queries, keys, causal) - logsumexp[..., None])
         (dys,) = upcast(dy).reshape(*dy.shape[:2], 1, num_heads, -1).transpose(2, 0, 3, 1, 4)
         dweights = np.matmul(dys, values.swapaxes(2, 3))
         dscores = weights * (dweights - np.sum(dweights * weights, axis=3, keepdims=True))

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import accumulation_dtype, bfloat16
 from ..base import Array
-from ._accumulation import accumulation_dtype, store, upcast
+from ._accumulation import store, upcast
 
 Pair = tuple[int, int]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import accumulation_dtype, bfloat16
 from ..base import Array
-from ._accumulation import accumulation_dtype, store, upcast
+from ._accumulation import store, upcast
 
 
 def generator(seed: int, counter: int) -> np.random.Generator:

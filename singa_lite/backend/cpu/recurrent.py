@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import accumulation_dtype
 from ..base import Array
 from ..recurrent import RnnConfig
-from ._accumulation import accumulation_dtype, pairwise_sum, upcast
+from ._accumulation import pairwise_sum, upcast
 from .cells import CELLS, Kept, sizes_kept
 
 Shape = tuple[int, ...]

@@ -1,33 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
 // Softmax and the losses of loss.py; U is the type of labels. One block a row.
 
-// ---- softmax of rows of n elements times scale, `step` apart ----------------------------------------------------
+// ---- softmax of rows of n elements, `step` apart ----------------------------------------------------------------
 
 __device__ inline Int first_of_row(Int n, Int step) { return blockIdx.x / step * n * step + blockIdx.x % step; }
 
-// queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
-KERNEL softmax(const T* x, U* y, Int n, Int step, double scale, Int queries) {
+KERNEL softmax(const T* x, T* y, Int n, Int step) {
   x += first_of_row(n, step);
   y += first_of_row(n, step);
-  const Int seen = queries && blockIdx.x % queries + 1 < n ? blockIdx.x % queries + 1 : n;
   A largest = widen(x[0]), total = 0;
-  EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(x[i * step])));
+  EACH_OF_ROW(i, n) largest = larger(largest, A(widen(x[i * step])));
   largest = over_block<Larger>(largest);
-  EACH_OF_ROW(i, seen) total += exp((widen(x[i * step]) - largest) * A(scale));
+  EACH_OF_ROW(i, n) total += exp(widen(x[i * step]) - largest);
   total = over_block<Add>(total);
-  EACH_OF_ROW(i, n)
-    y[i * step] = narrow<U>(A(i < seen ? exp((widen(x[i * step]) - largest) * A(scale)) / total : A(0)));
+  EACH_OF_ROW(i, n) y[i * step] = narrow<T>(A(exp(widen(x[i * step]) - largest) / total));
 }
 
-KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step, double scale) {
+KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
   const Int first = first_of_row(n, step);
   A total = 0;
   EACH_OF_ROW(i, n) total += widen(dy[first + i * step]) * widen(y[first + i * step]);
   total = over_block<Add>(total);
   EACH_OF_ROW(i, n) {
     const Int at = first + i * step;
-    dx[at] = narrow<T>(A(A(scale) * widen(y[at]) * (widen(dy[at]) - total)));
+    dx[at] = narrow<T>(A(widen(y[at]) * (widen(dy[at]) - total)));
   }
+}
+
+// ---- attention: rows of scores, which are multiplied by scale ---------------------------------------------------
+
+// queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
+__device__ inline Int seen_in_row(Int n, Int queries) {
+  return queries && blockIdx.x % queries + 1 < n ? blockIdx.x % queries + 1 : n;
+}
+
+// probabilities, and the log of the sum of exponentials of each row
+KERNEL attention(const T* scores, U* y, A* logsumexp, Int n, double scale, Int queries) {
+  scores += blockIdx.x * n;
+  y += blockIdx.x * n;
+  const Int seen = seen_in_row(n, queries);
+  A largest = widen(scores[0]), total = 0;
+  EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(scores[i])));
+  largest = over_block<Larger>(largest);
+  EACH_OF_ROW(i, seen) total += exp((widen(scores[i]) - largest) * A(scale));
+  total = over_block<Add>(total);
+  EACH_OF_ROW(i, n) y[i] = narrow<U>(A(i < seen ? exp((widen(scores[i]) - largest) * A(scale)) / total : A(0)));
+  if (threadIdx.x == 0) logsumexp[blockIdx.x] = largest * A(scale) + log(total);
+}
+
+// probabilities once more, and from their gradient dy that of scores, in its place
+KERNEL attention_backward(const T* scores, const A* logsumexp, U* y, U* dy, Int n, double scale, Int queries) {
+  scores += blockIdx.x * n;
+  y += blockIdx.x * n;
+  dy += blockIdx.x * n;
+  const Int seen = seen_in_row(n, queries);
+  const A log_total = logsumexp[blockIdx.x];
+  A total = 0;
+  EACH_OF_ROW(i, n) {
+    y[i] = narrow<U>(A(i < seen ? exp(widen(scores[i]) * A(scale) - log_total) : A(0)));
+    total += widen(dy[i]) * widen(y[i]);
+  }
+  total = over_block<Add>(total);
+  EACH_OF_ROW(i, n) dy[i] = narrow<U>(A(A(scale) * widen(y[i]) * (widen(dy[i]) - total)));
 }
 
 // ---- labels -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from math import prod
 
 import numpy as np
 
-from ...dtypes import bfloat16
+from ...dtypes import accumulation_dtype, bfloat16
 from ...errors import ShapeError
 from ..base import Array
 from .launch import Launcher, types_of
@@ -21,35 +21,30 @@ class LossKernels(Launcher):
     """softmax, attention, cross entropies and the mean squared error."""
 
     def softmax(self, x: Array, *, out: Array, axis: int) -> None:
-        self._softmax("softmax", axis, (x, out), 1.0, 0)
+        self._softmax("softmax", axis, x, out)
 
     def softmax_backward(self, dy: Array, y: Array, *, out: Array, axis: int) -> None:
-        self._softmax("softmax_backward", axis, (dy, y, out), 1.0)
+        self._softmax("softmax_backward", axis, dy, y, out)
 
-    def _softmax(self, name: str, axis: int, arrays: tuple[Array, ...], *numbers: float) -> None:
+    def _softmax(self, name: str, axis: int, *arrays: Array) -> None:
         x = arrays[0]
         if x.size:
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
-            given = (*arrays, length, step, *numbers)
-            self.each_row(f"loss.{name}", types_of(x, arrays[1]), x.size // length, length, *given)
+            self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *arrays, length, step)
 
     def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
-        """Made of transposes, cuBLAS's products and a softmax that scales and masks.
-
-        Products of queries and keys are float32 at least: before they are scaled float16 may not hold them.
-        """
-        y, probabilities = out
+        """Made of transposes, cuBLAS's products and a softmax that scales and masks."""
+        y, logsumexp = out
         queries, keys, values = self._heads(inputs, num_heads)
-        scores = self.empty(probabilities.shape, np.result_type(y.dtype, np.float32))
-        self._product(queries, keys, scores, transpose_b=True)
-        scale, rows = queries.shape[3] ** -0.5, scores.shape[2]
-        self._softmax("softmax", 3, (scores, probabilities), scale, rows if causal else 0)
+        scores = self._scores(queries, keys)
+        probabilities = self.empty(scores.shape, y.dtype)
+        self._each_score("attention", scores, causal, queries, probabilities, logsumexp)
         self._join_heads(y, self._product(probabilities, values)[None])
 
     def attention_backward(
         self,
         dy: Array,
-        probabilities: Array,
+        logsumexp: Array,
         *inputs: Array,
         out: Array | tuple[Array, Array],
         num_heads: int,
@@ -57,9 +52,9 @@ class LossKernels(Launcher):
     ) -> None:
         queries, keys, values = self._heads(inputs, num_heads)
         (dys,) = self._split_heads(dy, 1, num_heads)
-        dweights = self._product(dys, values, transpose_b=True)
-        dscores = self.empty(dweights.shape, dweights.dtype)
-        self._softmax("softmax_backward", 3, (dweights, probabilities, dscores), queries.shape[3] ** -0.5)
+        scores, dscores = self._scores(queries, keys), self._product(dys, values, transpose_b=True)
+        probabilities = self.empty(scores.shape, dy.dtype)
+        self._each_score("attention_backward", scores, causal, queries, logsumexp, probabilities, dscores)
         is_split = isinstance(out, tuple)
         dqueries = self.empty((1 if is_split else 3, *queries.shape), dy.dtype)
         dmemory = self.empty((2, *keys.shape), dy.dtype) if is_split else dqueries[1:]
@@ -68,6 +63,17 @@ class LossKernels(Launcher):
         self._product(probabilities, dys, dmemory[1], transpose_a=True)
         for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
             self._join_heads(array, grads)
+
+    def _scores(self, queries: Array, keys: Array) -> Array:
+        """Products of both, not scaled yet; float32 at least, as float16 may not hold them."""
+        shape = (*queries.shape[:3], keys.shape[2])
+        scores = self.empty(shape, accumulation_dtype(queries.dtype))
+        return self._product(queries, keys, scores, transpose_b=True)
+
+    def _each_score(self, name: str, scores: Array, causal: bool, queries: Array, *arrays: Array) -> None:
+        rows, (length, d) = scores.size // scores.shape[3], (scores.shape[3], queries.shape[3])
+        numbers = (length, d**-0.5, queries.shape[2] if causal else 0)
+        self.each_row(f"loss.{name}", types_of(scores, queries), rows, length, scores, *arrays, *numbers)
 
     def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
         """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
