@@ -91,8 +91,13 @@ def outcomes(transport: str, num_workers: int, num_servers: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_servers", [0, 1, 2])
-@pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize(
+    ("transport", "num_workers"),
+    [
+        ("shm", 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("shm", 2), ("mpi", 2), ("mpi", 3))),
+    ],
+)
 def test_a_trainer_ends_with_the_bits_of_dist_opt(transport: str, num_workers: int, num_servers: int) -> None:
     [expected, *others] = check_outcome(outcomes("shm", num_workers, 0), "bits_of_trainers")
     found = check_outcome(outcomes(transport, num_workers, num_servers), "bits_of_trainers")
