@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// attention and its gradient by blocks of queries: for each row of scores its log of the sum of exponentials is kept, from
-// which the gradient computes a block of probabilities again. Causal blocks that are all masked are left out. Projections,
-// y and their gradients are float32, or bfloat16, which a block or a head at a time is widened and rounded: all between
-// them is float32.
+// attention and its gradient by blocks of queries, whose probabilities the gradient computes again. Causal blocks that are
+// all masked are left out. Projections, y and their gradients are float32, or bfloat16, which a block or a head at a time is
+// widened and rounded: all between them is float32.
 #include <algorithm>
-#include <cmath>
 
 #include "kernels/attention.h"
 #include "kernels/clones.h"
@@ -17,8 +15,8 @@ namespace singa_lite {
 namespace attention_loops {
 
 // Note [whole vectors]: rows of scores have room for a multiple of kPanel, so that no loop has a rest, which would be
-// computed one by one and take longer than all before it. What is masked, of the last kPanel elements alone, takes part as
-// if its probability were 1, as the exponential of a small number would be subnormal and slow, and is 0 in the end.
+// computed one by one and take longer than all before it. What is masked, of the last kPanel elements alone, has the largest
+// score before the exponential, as that of a small number would be subnormal and slow, and is 0 behind it.
 
 // What is masked becomes `value`.
 ALWAYS_INLINE void mask(float* row, std::size_t seen, std::size_t count, float value) {
@@ -28,7 +26,7 @@ ALWAYS_INLINE void mask(float* row, std::size_t seen, std::size_t count, float v
 }
 
 // row = e^(scale * row - the largest of them), 0 behind `seen`; returns the sum. See Note [whole vectors].
-CLONES float powers(float* row, float scale, std::size_t seen, std::size_t count, float* largest) {
+CLONES float powers(float* row, float scale, std::size_t seen, std::size_t count) {
   float most = row[0], total = 0;
   mask(row, seen, count, most);
 #pragma omp simd reduction(max : most)
@@ -37,7 +35,6 @@ CLONES float powers(float* row, float scale, std::size_t seen, std::size_t count
   mask(row, seen, count, 0);
 #pragma omp simd reduction(+ : total)
   for (std::size_t i = 0; i < count; ++i) total += row[i];
-  *largest = most * scale;
   return total;
 }
 
@@ -49,19 +46,18 @@ CLONES void multiply(const float* from, std::int64_t from_step, float factor, fl
     for (std::int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
 }
 
-// From scores and the gradient of their probabilities: the probabilities, and the gradient of the scores; 0 behind `seen`.
-CLONES void backward(float* scores, float* grads, float scale, float logsumexp, std::size_t seen, std::size_t count) {
-  mask(scores, seen, count, logsumexp / scale);
-  mask(grads, seen, count, 0);
+// From powers, which add up to `sum`, and the gradient of probabilities: these, and the gradient of scores, 0 behind `seen`.
+CLONES void backward(float* powers, float* grads, float scale, float sum, std::size_t seen, std::size_t count) {
+  const float factor = 1 / sum;
   float total = 0;
+  mask(grads, seen, count, 0);
 #pragma omp simd reduction(+ : total)
   for (std::size_t i = 0; i < count; ++i) {
-    scores[i] = vector_math::exp(scores[i] * scale - logsumexp);
-    total += scores[i] * grads[i];
+    powers[i] *= factor;
+    total += powers[i] * grads[i];
   }
 #pragma GCC ivdep
-  for (std::size_t i = 0; i < count; ++i) grads[i] = scores[i] * (grads[i] - total) * scale;
-  mask(scores, seen, count, 0);
+  for (std::size_t i = 0; i < count; ++i) grads[i] = powers[i] * (grads[i] - total) * scale;
   mask(grads, seen, count, 0);
 }
 
@@ -85,7 +81,7 @@ void store(const float* from, const Part<Bfloat16>& to, std::int64_t rows, std::
 }
 
 template <class T>
-void forward(const Attention<T>& p, T* y, float* logsumexp) {
+void forward(const Attention<T>& p, T* y) {
   const std::int64_t width = p.heads * p.d, step = padded(p.keys);
   const std::size_t of_block = room_for<T>(kQueries, p.d);
   const std::initializer_list<std::size_t> sizes = {
@@ -94,19 +90,15 @@ void forward(const Attention<T>& p, T* y, float* logsumexp) {
   for_heads(p, sizes, [&](std::int64_t batch, std::int64_t head, float* const* scratch) {
     float *keys = scratch[0], *values = scratch[1], *scores = scratch[2], *totals = scratch[3];
     const Part<T> q = p.q.of(batch, head, p.d), to{y + batch * p.queries * width + head * p.d, width, 0};
-    float* logs = logsumexp + (batch * p.heads + head) * p.queries;
     pack_panels(columns_of(floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.d, p.keys, keys);
     pack_panels(rows_of(floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[4])), p.keys, p.d, values);
     for (std::int64_t start = 0; start < p.queries; start += kQueries) {
       const std::int64_t rows = std::min(kQueries, p.queries - start), seen = p.seen(start + rows);
       const Matrix queries = rows_of(floats_of(q, start, rows, p.d, scratch[5]));
       multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
-      for (std::int64_t row = 0; row < rows; ++row) {
-        float largest;
+      for (std::int64_t row = 0; row < rows; ++row)
         totals[row] = attention_loops::powers(scores + row * step, p.scale, std::size_t(p.seen(start + row + 1)),
-                                              std::size_t(padded(seen)), &largest);
-        logs[start + row] = largest + std::log(totals[row]);
-      }
+                                              std::size_t(padded(seen)));
       const Part<float> block = target_of(to, start, p.d, scratch[6]);
       multiply_panels({scores, step, 1}, {values, p.keys}, rows, p.d, seen, false, block.data, block.step);
       for (std::int64_t row = 0; row < rows; ++row)
@@ -118,7 +110,7 @@ void forward(const Attention<T>& p, T* y, float* logsumexp) {
 
 // The queries of a causal head from the last ones on: those reach all keys, whose gradients are then set, not added to.
 template <class T>
-void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, const float* logsumexp) {
+void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy) {
   const std::int64_t width = p.heads * p.d, step = padded(p.keys);
   const std::size_t across = panel_floats(p.d, p.keys), along = panel_floats(p.keys, p.d),
                     block = std::size_t(kQueries * step), few = panel_floats(kQueries, p.d),
@@ -130,7 +122,6 @@ void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, con
           *dscores = scratch[4], *right = scratch[5], *dk = scratch[6], *dv = scratch[7];
     const Part<T> q = p.q.of(batch, head, p.d), dq = grads.q.of(batch, head, p.d),
                   from{const_cast<T*>(dy) + batch * p.queries * width + head * p.d, width, 0};
-    const float* logs = logsumexp + (batch * p.heads + head) * p.queries;
     const Part<float> v = floats_of(p.v.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
     pack_panels(columns_of(v), p.d, p.keys, values);
     const Part<float> k = floats_of(p.k.of(batch, head, p.d), 0, p.keys, p.d, scratch[8]);
@@ -143,9 +134,11 @@ void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, con
                    queries = rows_of(floats_of(q, start, rows, p.d, scratch[10]));
       multiply_panels(queries, {keys, p.d}, rows, padded(seen), p.d, false, scores, step);
       multiply_panels(dys, {values, p.d}, rows, padded(seen), p.d, false, dscores, step);
-      for (std::int64_t row = 0; row < rows; ++row)
-        attention_loops::backward(scores + row * step, dscores + row * step, p.scale, logs[start + row],
-                                  std::size_t(p.seen(start + row + 1)), std::size_t(padded(seen)));
+      for (std::int64_t row = 0; row < rows; ++row) {
+        const auto visible = std::size_t(p.seen(start + row + 1)), count = std::size_t(padded(seen));
+        const float sum = attention_loops::powers(scores + row * step, p.scale, visible, count);
+        attention_loops::backward(scores + row * step, dscores + row * step, p.scale, sum, visible, count);
+      }
       const Part<float> to = target_of(dq, start, p.d, scratch[11]);
       multiply_panels({dscores, step, 1}, {key_rows, p.keys}, rows, p.d, seen, false, to.data, to.step);
       round(to, dq, start, rows, p.d);
@@ -160,32 +153,30 @@ void backward(const Attention<T>& p, const Attention<T>& grads, const T* dy, con
   });
 }
 
-// (projections) -> (y, logsumexp)
+// (projections) -> y
 template <class T>
 Step forward_step(const Call& call) {
   Attention<T> p;
-  if (!call.are_operands(call.inputs.size(), 2) || !p.read(call, call.inputs, 0)) return {};
-  const View &y = call.outputs[0], &logsumexp = call.outputs[1];
-  if (!are_arrays_of<T>(call.inputs, 0) || !are_arrays_of<T>(call.outputs, 0, 1) || !p.fits(y, logsumexp)) return {};
-  return [p, y = static_cast<T*>(y.data), logs = static_cast<float*>(logsumexp.data)] {
-    forward(p, y, logs);
+  if (!call.are_operands(call.inputs.size(), 1) || !p.read(call, call.inputs, 0) || !p.fits(call.outputs[0])) return {};
+  if (!are_arrays_of<T>(call.inputs) || !are_arrays_of<T>(call.outputs)) return {};
+  return [p, y = static_cast<T*>(call.outputs[0].data)] {
+    forward(p, y);
     return true;
   };
 }
 
-// (dy, logsumexp, projections) -> (gradients of the projections)
+// (dy, projections) -> gradients of the projections
 template <class T>
 Step backward_step(const Call& call) {
   Attention<T> p, grads;
   const std::size_t count = call.inputs.size();
-  if (count < 3 || !call.are_operands(count, count - 2)) return {};
-  if (!are_arrays_of<T>(call.inputs, 0, 1) || !are_arrays_of<T>(call.inputs, 2) || !are_arrays_of<T>(call.outputs, 0)) return {};
-  if (!p.read(call, call.inputs, 2) || !grads.read(call, call.outputs, 0)) return {};
+  if (count < 2 || !call.are_operands(count, count - 1)) return {};
+  if (!are_arrays_of<T>(call.inputs) || !are_arrays_of<T>(call.outputs)) return {};
+  if (!p.read(call, call.inputs, 1) || !grads.read(call, call.outputs, 0) || !p.fits(call.inputs[0])) return {};
   for (std::size_t i = 0; i < call.outputs.size(); ++i)
-    if (call.outputs[i].shape != call.inputs[i + 2].shape) return {};
-  if (!p.fits(call.inputs[0], call.inputs[1])) return {};
-  return [p, grads, dy = static_cast<const T*>(call.inputs[0].data), logs = static_cast<const float*>(call.inputs[1].data)] {
-    backward(p, grads, dy, logs);
+    if (call.outputs[i].shape != call.inputs[i + 1].shape) return {};
+  return [p, grads, dy = static_cast<const T*>(call.inputs[0].data)] {
+    backward(p, grads, dy);
     return true;
   };
 }

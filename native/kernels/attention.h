@@ -66,9 +66,8 @@ struct Attention {
     return true;
   }
 
-  bool fits(const View& y, const View& logsumexp) const {
-    return y.shape == Shape{batch, queries, heads * d} && logsumexp.is_floats() &&
-           logsumexp.shape == Shape{batch, heads, queries} && (!is_causal || queries == keys);
+  bool fits(const View& y) const {
+    return y.shape == Shape{batch, queries, heads * d} && (!is_causal || queries == keys);
   }
 };
 
@@ -133,11 +132,10 @@ inline void round(const Part<float>& from, const Part<Bfloat16>& to, std::int64_
   narrow_rows(from.data, from.step, to.row(start), to.step, rows, d);
 }
 
-// Whether arrays from number `first` on, `count` or all, are row-major ones of T.
+// Whether all are row-major ones of T.
 template <class T>
-bool are_arrays_of(const std::vector<View>& arrays, std::size_t first, std::size_t count = std::size_t(-1)) {
-  const auto begin = arrays.begin() + std::ptrdiff_t(first);
-  return std::all_of(begin, begin + std::ptrdiff_t(std::min(count, arrays.size() - first)), [](const View& view) {
+bool are_arrays_of(const std::vector<View>& arrays) {
+  return std::all_of(arrays.begin(), arrays.end(), [](const View& view) {
     return std::is_same_v<T, float> ? view.is_floats() : view.is_bfloat16s();
   });
 }

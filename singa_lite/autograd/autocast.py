@@ -189,8 +189,9 @@ class Autocast(Disabled):
     def written(self, out: Any) -> None:
         if self._copies:
             roots = {id(root_of(array)) for array in (out if isinstance(out, tuple) else (out,))}
-            for key in [key for key, (array, *_) in self._copies.items() if id(root_of(array)) in roots]:
-                del self._copies[key]
+            for key, (array, copy, _) in list(self._copies.items()):
+                if not roots.isdisjoint((id(root_of(array)), id(root_of(copy)))):
+                    del self._copies[key]
         super().written(out)
 
     def forget(self) -> None:

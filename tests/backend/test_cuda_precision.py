@@ -139,13 +139,26 @@ def test_attention_takes_products_that_float16_does_not_hold(precision: str, dev
     x = RNG.standard_normal((2, 6, 3 * 32)).astype("f")
     x[..., :64] = 64 + x[..., :64] / 64  # 16 products of 64 * 64 are 65536
     x = x.astype(low)
-    out = [backend.empty((2, 6, 32), low), backend.empty((2, 2, 6), np.dtype("f"))]
-    backend.run("attention", backend.asarray(x), out=tuple(out), num_heads=2, causal=True)
-    exact = np.zeros((2, 6, 32)), np.zeros((2, 2, 6))
+    out, exact = backend.empty((2, 6, 32), low), np.zeros((2, 6, 32))
+    backend.run("attention", backend.asarray(x), out=out, num_heads=2, causal=True)
     CPU.run("attention", x.astype(float), out=exact, num_heads=2, causal=True)
-    for array, wanted in zip(out, exact, strict=True):
-        tolerance = 8 * TOLERANCE[str(low)]
-        np.testing.assert_allclose(backend.to_numpy(array).astype(float), wanted, rtol=0, atol=tolerance)
+    found = backend.to_numpy(out).astype(float)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=8 * TOLERANCE[str(low)])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_of_attention_take_products_that_float16_does_not_hold(
+    precision: str, device: Device
+) -> None:
+    backend, low = device.backend, LOW_DTYPES[precision]
+    x, dy = RNG.standard_normal((2, 6, 96)).astype("f"), RNG.standard_normal((2, 6, 32)).astype("f")
+    x[..., 64:] = 64 + x[..., 64:] / 8
+    x, dy = x.astype(low), (64 + dy).astype(low)  # 16 products of 64 * 64 are 65536
+    out, exact = backend.empty(x.shape, low), np.zeros(x.shape)
+    backend.run("attention_backward", *map(backend.asarray, (dy, x)), out=out, num_heads=2, causal=True)
+    CPU.run("attention_backward", dy.astype(float), x.astype(float), out=exact, num_heads=2, causal=True)
+    found = backend.to_numpy(out).astype(float)
+    np.testing.assert_allclose(found, exact, rtol=0, atol=4 * TOLERANCE[str(low)] * abs(exact).max())
 
 
 def test_bfloat16_is_rounded_to_nearest_even_from_float32_and_float64(device: Device) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import accumulation_dtype
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
@@ -262,23 +261,16 @@ class Attention(Operator):
         batch, length, columns = inputs[0].shape
         width = columns // (3 if len(inputs) == 1 else 1)
         y = context.empty((batch, length, width), inputs[0].dtype)
-        logsumexp = context.empty((batch, self.num_heads, length), accumulation_dtype(y.dtype))
-        context.run("attention", *inputs, out=(y, logsumexp), num_heads=self.num_heads, causal=self.causal)
-        context.save(logsumexp, *inputs)
+        context.run("attention", *inputs, out=y, num_heads=self.num_heads, causal=self.causal)
+        context.save(*inputs)
         return y
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
-        logsumexp, *inputs = context.saved
+        inputs = context.saved
         out = tuple(context.empty(x.shape, x.dtype) for x in inputs)
         options = {"num_heads": self.num_heads, "causal": self.causal}
-        context.run(
-            "attention_backward",
-            dys[0],
-            logsumexp,
-            *inputs,
-            out=out if len(out) > 1 else out[0],
-            **options,
-        )
+        single = out if len(out) > 1 else out[0]
+        context.run("attention_backward", dys[0], *inputs, out=single, **options)
         return out
 
 

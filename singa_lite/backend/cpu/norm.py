@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch and layer normalisation, softmax, and attention, which is made with it."""
+"""Batch and layer normalisation, softmax and attention."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ def heads_of(inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
     return found
 
 
-def scores_of(queries: Array, keys: Array, causal: bool) -> Array:
-    """Return scaled products of queries and keys of heads (batch, heads, length, other length), -inf where masked."""
+def attention_weights(queries: Array, keys: Array, causal: bool) -> Array:
+    """Return softmax(Q K^T / sqrt(d)) of heads, (batch, heads, length, other length), 0 where masked."""
     scores = np.matmul(queries, keys.swapaxes(2, 3)) / np.sqrt(queries.dtype.type(queries.shape[3]))
-    return np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf) if causal else scores
+    if causal:
+        scores = np.where(np.tri(*scores.shape[2:]) > 0, scores, -np.inf)
+    powers = np.exp(scores - scores.max(axis=3, keepdims=True))
+    return powers / powers.sum(axis=3, keepdims=True)
 
 
 def from_heads(*heads: Array) -> Array:
@@ -137,34 +140,20 @@ class NormKernels:
         inner = pairwise_sum(dy * y, (axis,), keepdims=True)
         store(out, y * (dy - inner))
 
-    def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
-        """(qkv (B, T, 3 W)) or (q (B, T, W), kv (B, S, 2 W)) -> (y (B, T, W), logsumexp (B, H, T)).
+    def attention(self, *inputs: Array, out: Array, num_heads: int, causal: bool) -> None:
+        """(qkv (B, T, 3 W)) or (q (B, T, W), kv (B, S, 2 W)) -> y (B, T, W).
 
         y = probabilities V, probabilities = softmax(Q K^T / sqrt(W / H)); num_heads H, causal: zeros where s > t.
-        logsumexp, float32 or wider, is the log of the sum of exponentials of each row of scores: from it the gradient
-        computes probabilities again, as to keep them takes T x S elements for each head.
         """
-        y, logsumexp = out
         queries, keys, values = heads_of(inputs, num_heads)
-        scores = scores_of(queries, keys, causal)
-        largest = scores.max(axis=3, keepdims=True)
-        powers = np.exp(scores - largest)
-        total = powers.sum(axis=3, keepdims=True)
-        logsumexp[...] = (largest + np.log(total))[..., 0]
-        store(y, from_heads(np.matmul(powers / total, values)))
+        store(out, from_heads(np.matmul(attention_weights(queries, keys, causal), values)))
 
     def attention_backward(
-        self,
-        dy: Array,
-        logsumexp: Array,
-        *inputs: Array,
-        out: Array | tuple[Array, Array],
-        num_heads: int,
-        causal: bool,
+        self, dy: Array, *inputs: Array, out: Array | tuple[Array, Array], num_heads: int, causal: bool
     ) -> None:
-        """(dy, logsumexp, inputs of attention) -> dqkv or (dq, dkv); num_heads, causal."""
+        """(dy, inputs of attention) -> dqkv or (dq, dkv); num_heads, causal."""
         queries, keys, values = heads_of(inputs, num_heads)
-        weights = np.exp(scores_of(queries, keys, causal) - logsumexp[..., None])
+        weights = attention_weights(queries, keys, causal)
         (dys,) = upcast(dy).reshape(*dy.shape[:2], 1, num_heads, -1).transpose(2, 0, 3, 1, 4)
         dweights = np.matmul(dys, values.swapaxes(2, 3))
         dscores = weights * (dweights - np.sum(dweights * weights, axis=3, keepdims=True))

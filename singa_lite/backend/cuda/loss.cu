@@ -27,41 +27,44 @@ KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
   }
 }
 
-// ---- attention: rows of scores, which are multiplied by scale ---------------------------------------------------
+// ---- attention: softmax of rows of n scores, which are multiplied by scale --------------------------------------
 
-// queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
-__device__ inline Int seen_in_row(Int n, Int queries) {
-  return queries && blockIdx.x % queries + 1 < n ? blockIdx.x % queries + 1 : n;
+struct Scores {
+  const T* row;
+  Int seen;
+  A scale, largest, total;
+
+  // queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
+  __device__ Scores(const T* scores, Int n, double factor, Int queries)
+      : row(scores + blockIdx.x * n), seen(n), scale(factor), largest(widen(row[0])), total(0) {
+    if (queries && blockIdx.x % queries + 1 < n) seen = blockIdx.x % queries + 1;
+    EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(row[i])));
+    largest = over_block<Larger>(largest);
+    EACH_OF_ROW(i, seen) total += exp((widen(row[i]) - largest) * scale);
+    total = over_block<Add>(total);
+  }
+  __device__ A probability(Int i) const { return i < seen ? exp((widen(row[i]) - largest) * scale) / total : A(0); }
+};
+
+KERNEL attention(const T* scores, U* y, Int n, double scale, Int queries) {
+  const Scores row(scores, n, scale, queries);
+  EACH_OF_ROW(i, n) y[blockIdx.x * n + i] = narrow<U>(row.probability(i));
 }
 
-// probabilities, and the log of the sum of exponentials of each row
-KERNEL attention(const T* scores, U* y, A* logsumexp, Int n, double scale, Int queries) {
-  scores += blockIdx.x * n;
-  y += blockIdx.x * n;
-  const Int seen = seen_in_row(n, queries);
-  A largest = widen(scores[0]), total = 0;
-  EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(scores[i])));
-  largest = over_block<Larger>(largest);
-  EACH_OF_ROW(i, seen) total += exp((widen(scores[i]) - largest) * A(scale));
-  total = over_block<Add>(total);
-  EACH_OF_ROW(i, n) y[i] = narrow<U>(A(i < seen ? exp((widen(scores[i]) - largest) * A(scale)) / total : A(0)));
-  if (threadIdx.x == 0) logsumexp[blockIdx.x] = largest * A(scale) + log(total);
-}
-
-// probabilities once more, and from their gradient dy that of scores, in its place
-KERNEL attention_backward(const T* scores, const A* logsumexp, U* y, U* dy, Int n, double scale, Int queries) {
-  scores += blockIdx.x * n;
-  y += blockIdx.x * n;
-  dy += blockIdx.x * n;
-  const Int seen = seen_in_row(n, queries);
-  const A log_total = logsumexp[blockIdx.x];
+// y: the probabilities, dy: the gradient of them, dx: that of the products of queries and keys
+KERNEL attention_backward(const T* scores, const T* dy, U* y, U* dx, Int n, double scale, Int queries) {
+  const Scores row(scores, n, scale, queries);
   A total = 0;
   EACH_OF_ROW(i, n) {
-    y[i] = narrow<U>(A(i < seen ? exp(widen(scores[i]) * A(scale) - log_total) : A(0)));
-    total += widen(dy[i]) * widen(y[i]);
+    const A probability = row.probability(i);
+    y[blockIdx.x * n + i] = narrow<U>(probability);
+    total += probability * widen(dy[blockIdx.x * n + i]);
   }
   total = over_block<Add>(total);
-  EACH_OF_ROW(i, n) dy[i] = narrow<U>(A(A(scale) * widen(y[i]) * (widen(dy[i]) - total)));
+  EACH_OF_ROW(i, n) {
+    const Int at = blockIdx.x * n + i;
+    dx[at] = narrow<U>(A(A(scale) * row.probability(i) * (widen(dy[at]) - total)));
+  }
 }
 
 // ---- labels -----------------------------------------------------------------------------------------------------

@@ -32,29 +32,28 @@ class LossKernels(Launcher):
             length, step = x.shape[axis], prod(x.shape[axis % x.ndim + 1 :])
             self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *arrays, length, step)
 
-    def attention(self, *inputs: Array, out: tuple[Array, Array], num_heads: int, causal: bool) -> None:
-        """Made of transposes, cuBLAS's products and a softmax that scales and masks."""
-        y, logsumexp = out
+    def attention(self, *inputs: Array, out: Array, num_heads: int, causal: bool) -> None:
+        """Made of transposes, cuBLAS's products and a softmax that scales and masks.
+
+        Scores and the gradient of probabilities are float32 at least: before they are scaled, and before their mean is
+        taken away, float16 may not hold them.
+        """
         queries, keys, values = self._heads(inputs, num_heads)
-        scores = self._scores(queries, keys)
-        probabilities = self.empty(scores.shape, y.dtype)
-        self._each_score("attention", scores, causal, queries, probabilities, logsumexp)
-        self._join_heads(y, self._product(probabilities, values)[None])
+        scores = self._products_of_rows(queries, keys)
+        probabilities = self.empty(scores.shape, out.dtype)
+        self._each_score("attention", scores, causal, queries, probabilities)
+        self._join_heads(out, self._product(probabilities, values)[None])
 
     def attention_backward(
-        self,
-        dy: Array,
-        logsumexp: Array,
-        *inputs: Array,
-        out: Array | tuple[Array, Array],
-        num_heads: int,
-        causal: bool,
+        self, dy: Array, *inputs: Array, out: Array | tuple[Array, Array], num_heads: int, causal: bool
     ) -> None:
         queries, keys, values = self._heads(inputs, num_heads)
         (dys,) = self._split_heads(dy, 1, num_heads)
-        scores, dscores = self._scores(queries, keys), self._product(dys, values, transpose_b=True)
-        probabilities = self.empty(scores.shape, dy.dtype)
-        self._each_score("attention_backward", scores, causal, queries, logsumexp, probabilities, dscores)
+        scores, dprobabilities = self._products_of_rows(queries, keys), self._products_of_rows(dys, values)
+        probabilities, dscores = (self.empty(scores.shape, dy.dtype) for _ in range(2))
+        self._each_score(
+            "attention_backward", scores, causal, queries, dprobabilities, probabilities, dscores
+        )
         is_split = isinstance(out, tuple)
         dqueries = self.empty((1 if is_split else 3, *queries.shape), dy.dtype)
         dmemory = self.empty((2, *keys.shape), dy.dtype) if is_split else dqueries[1:]
@@ -64,16 +63,17 @@ class LossKernels(Launcher):
         for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
             self._join_heads(array, grads)
 
-    def _scores(self, queries: Array, keys: Array) -> Array:
-        """Products of both, not scaled yet; float32 at least, as float16 may not hold them."""
-        shape = (*queries.shape[:3], keys.shape[2])
-        scores = self.empty(shape, accumulation_dtype(queries.dtype))
-        return self._product(queries, keys, scores, transpose_b=True)
+    def _products_of_rows(self, a: Array, b: Array) -> Array:
+        """Multiply each row of ``a`` by each of ``b``, in float32 at least."""
+        out = self.empty((*a.shape[:3], b.shape[2]), accumulation_dtype(a.dtype))
+        return self._product(a, b, out, transpose_b=True)
 
     def _each_score(self, name: str, scores: Array, causal: bool, queries: Array, *arrays: Array) -> None:
-        rows, (length, d) = scores.size // scores.shape[3], (scores.shape[3], queries.shape[3])
-        numbers = (length, d**-0.5, queries.shape[2] if causal else 0)
-        self.each_row(f"loss.{name}", types_of(scores, queries), rows, length, scores, *arrays, *numbers)
+        """Start a kernel with a block for each row of ``scores``."""
+        length = scores.shape[3]
+        numbers = (length, queries.shape[3] ** -0.5, scores.shape[2] if causal else 0)
+        types, rows = types_of(scores, queries), scores.size // length
+        self.each_row(f"loss.{name}", types, rows, length, scores, *arrays, *numbers)
 
     def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
         """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
