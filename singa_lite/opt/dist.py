@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import inf
 from threading import TIMEOUT_MAX
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -195,6 +195,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._check_every = check_every
         self._must_compare = False  # states were loaded
+        # when the next call begins: an exception ended this one, of which other ranks may have made the update
+        self._is_updating = False
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._names: dict[Tensor, str] = {}
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
@@ -366,6 +368,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
+        self._is_updating = True
         self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
@@ -374,6 +377,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
+        self._is_updating = False
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
@@ -482,14 +486,17 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        self._must_compare = False
+        what = (
+            "their optimizers, as an exception ended a step" if self._is_updating else "their optimizers"
+        )
+        self._must_compare = self._is_updating = False
         values = None
         if scheme.keeps_equal if scheme else self.keeps_equal:
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
         settings = {**self.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
-        compare_progress(self.communicator, self.opt._step_counter, settings, values)
+        compare_progress(self.communicator, what, self.opt._step_counter, settings, values)
 
     @property
     def bytes_inside_hosts(self) -> int:
@@ -520,10 +527,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
-        if self._must_compare:
+        if self._must_compare or self._is_updating:
             with unrecorded():
                 self._compare_states(scheme)
-        guard((self, "states were loaded"), lambda: self._must_compare)
+        guard((self, "states may differ"), lambda: self._must_compare or self._is_updating)
 
     def _compare_if_due(self, scheme: Scheme | None) -> None:
         if self._check_every is not None and self.opt._step_counter % self._check_every == 0:
@@ -564,6 +571,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         own["check_finite"] = None if self._finite is None else self._finite.mode
         own |= {THREADS: threads_of(self._names)} if self._order == "fixed" else {}
         return {**self.opt.settings(), **own}
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OptionError(
+            "DistOpt: it cannot be copied or pickled, as it sends for this process; copy the optimizer that it wraps "
+            "(.opt), or a Model without one (model.optimizer = None)"
+        )
 
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""

@@ -53,6 +53,7 @@ def compare_models(
 
 def compare_progress(
     communicator: Communicator,
+    what: str,
     steps: int,
     optimizer: Mapping[str, Json],
     values: Mapping[str, np.ndarray] | None,
@@ -60,17 +61,20 @@ def compare_progress(
     """Compare the number of steps made, ``optimizer`` and, unless None, the bits of ``values``, as 8 bytes in all.
 
     Where these differ, the first array that does is named.
+
+    Args:
+        what: a name for the comparison of the first two, for the error.
     """
     cure = "load the same checkpoint on all ranks, each its own file of one step"
-    compare(communicator, "their optimizers", {"the number of steps made": steps, **optimizer}, cure)
+    compare(communicator, what, {"the number of steps made": steps, **optimizer}, cure)
     if values is None:
         return
-    what, mine = "their parameters and optimizer states", _digests(values)
+    states, mine = "their parameters and optimizer states", _digests(values)
     joined = bytes.fromhex(_digest("".join(mine.values()).encode()))
-    everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=what).wait()
+    everyone = communicator.all_gather(np.frombuffer(joined, np.int64).copy(), name=states).wait()
     assert everyone is not None
     if len(set(everyone.ravel().tolist())) > 1:
-        compare(communicator, what, mine, cure)
+        compare(communicator, states, mine, cure)
 
 
 def are_equal(communicator: Communicator, what: str, tensors: Iterable[Tensor]) -> bool:

@@ -143,3 +143,58 @@ def test_parameters_of_one_name_in_no_model_are_not_averaged_with_each_other(
     for error in errors:
         assert isinstance(error, CommError), error
     assert any("W'" in str(error) and "W#1'" in str(error) for error in errors), errors
+
+
+class Failing(opt.DecayScheduler):
+    """Is read between the exchange and the update, and raises then if told to."""
+
+    fails = False
+
+    def call(self, step: int) -> float:
+        if self.fails:
+            raise ArithmeticError("no rate")
+        return 0.1
+
+
+def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple[int, ...]) -> None:
+    rate = Failing(0.1)
+    net = Branches()
+    net.set_optimizer(opt.DistOpt(opt.SGD(rate), communicator=communicator, dist_option=dist_option))
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for step in range(7):
+        rate.fails = step == 3 and communicator.rank in ranks
+        try:
+            net(x, y)
+        except ArithmeticError:
+            assert rate.fails
+        else:
+            assert not rate.fails
+
+
+def cut_short_on_one(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    if (
+        dist_option != "hierarchical"
+    ):  # whose next sum is over another communicator: only the time-out ends it
+        cut_short(communicator, dist_option, use_graph, (1,))
+
+
+def cut_short_on_all(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    cut_short(communicator, dist_option, use_graph, (0, 1, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", [name for name in OPTIONS if name != "hierarchical"])
+def test_a_rank_that_an_exception_keeps_from_an_update_does_not_go_on_without_it(
+    dist_option: str, use_graph: bool, size: int
+) -> None:
+    for error in [found[dist_option, use_graph] for found in errors_of(cut_short_on_one, size)]:
+        assert isinstance(error, CommError) and "an exception ended a step" in str(error), error
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", OPTIONS)
+def test_ranks_that_all_are_kept_from_an_update_go_on(dist_option: str, use_graph: bool, size: int) -> None:
+    assert [found[dist_option, use_graph] for found in errors_of(cut_short_on_all, size)] == [None] * size
