@@ -100,7 +100,7 @@ template <class T>
 bool softmax_as(const py::handle& x_, const py::handle& out_, int axis) {
   const Array<const T> x(x_);
   const Array<T> out(out_);
-  if (!all(x, out) || x.size == 0 || x.size != out.size || (axis != -1 && axis != x.ndim - 1)) return false;
+  if (!all(x, out) || x.ndim == 0 || x.size == 0 || x.size != out.size || (axis != -1 && axis != x.ndim - 1)) return false;
   const auto columns = std::size_t(x.shape(x.ndim - 1));
   return run([=] { softmax(x.data(), out.data(), x.size / columns, columns); });
 }

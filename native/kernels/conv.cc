@@ -31,9 +31,14 @@ bool has_idle_tap(const Conv& c) {
 }
 
 // What the primitive computes in. oneDNN 3.2's gradient of weights by AVX-512 BF16 writes nothing where a row or column of
-// the filter meets no pixel (is idle), such as the outer ones of 3 x 3 with stride 2 and padding 1 on an image of 1 x 1.
+// the filter meets no pixel (is idle), such as the outer ones of 3 x 3 with stride 2 and padding 1 on an image of 1 x 1, and
+// reads behind x where a stride passes over pixels, such as one of 4 over 3 columns, and results are one pixel wide: a NaN
+// there reaches the gradient. Wider ones of 1 x 1, which networks have, do not.
 DataType type_for(const Conv& c, ConvKind kind) {
-  return kind == ConvKind::kBackwardWeight && has_idle_tap(c) ? DataType::f32 : computed_type(c.is_bfloat16);
+  const bool is_1x1 = c.kernel[0] * c.kernel[1] == 1;
+  const bool passes_over = (c.stride[0] > c.kernel[0] || c.stride[1] > c.kernel[1]) && (!is_1x1 || c.out_width == 1);
+  const bool is_wrong = kind == ConvKind::kBackwardWeight && (passes_over || has_idle_tap(c));
+  return is_wrong ? DataType::f32 : computed_type(c.is_bfloat16);
 }
 
 // The arrays of one convolution as oneDNN's descriptions: the caller's, and with a format for the primitive to choose.
@@ -132,10 +137,8 @@ using WeightDesc = dnnl::convolution_backward_weights::primitive_desc;
 constexpr auto kDirect = dnnl::algorithm::convolution_direct;
 
 ForwardDesc forward_desc(const Conv& c, const Shapes& s, Tag tag, bool has_bias) {
-  dnnl::post_ops after;
-  if (c.relu) after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
   dnnl::primitive_attr attributes;
-  attributes.set_post_ops(after);
+  if (c.relu) attributes.set_post_ops(relu_after());
   return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag),
           s.any_weights(s.computed), has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
 }
@@ -177,6 +180,7 @@ OnednnCall make_forward(const Conv& c, bool has_bias) {
   std::vector<OnednnCall::Slot> slots{x_slot(c, s, DNNL_ARG_SRC, pd.src_desc(), false),
                                 w_slot(c, s, pd.weights_desc()),
                                 y_slot(c, s, DNNL_ARG_DST, pd.dst_desc(), true)};
+  if (c.relu) slots.push_back(slope_slot(s.y.size()));
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
 }
@@ -249,7 +253,8 @@ bool conv_forward(Conv c, const void* x, const void* w, const float* b, void* y)
   if (is_winograd(c, ConvKind::kForward)) return winograd_forward(c, x, weights.data(), b, y);
   const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
-  call->run({x, weights.data(), y, b});
+  if (c.relu) call->run({x, weights.data(), y, &kSlope, b});
+  else call->run({x, weights.data(), y, b});
   return true;
 }
 

@@ -70,7 +70,7 @@ bool is_supported(const Call& call, const View& indices, const View& words) {
 const Registration pack_indices("pack_indices", [](const Call& call) -> Step {
   if (call.inputs.size() != 1 || call.outputs.size() != 1) return {};
   const View &indices = call.inputs[0], &words = call.outputs[0];
-  if (!is_supported(call, indices, words)) return {};
+  if (!is_supported(call, indices, words) || !call.outputs[0].is_writeable) return {};
   const Code code(indices.size(), std::size_t(call.number("low_bits")), words.size());
   Word* to = static_cast<Word*>(words.data);
   if (indices.type == 'i')
@@ -81,7 +81,7 @@ const Registration pack_indices("pack_indices", [](const Call& call) -> Step {
 const Registration unpack_indices("unpack_indices", [](const Call& call) -> Step {
   if (call.inputs.size() != 1 || call.outputs.size() != 1) return {};
   const View &words = call.inputs[0], &indices = call.outputs[0];
-  if (!is_supported(call, indices, words)) return {};
+  if (!is_supported(call, indices, words) || !call.outputs[0].is_writeable) return {};
   const Code code(indices.size(), std::size_t(call.number("low_bits")), words.size());
   const Word* from = static_cast<const Word*>(words.data);
   if (indices.type == 'i')

@@ -115,7 +115,7 @@ Step backward_step(const Call& call) {
   const View &dy = call.inputs[0], &y = call.inputs[1], &dx = call.outputs[0];
   if (!call.has_numbers({"axis"})) return {};
   const double axis = call.number("axis");
-  if (y.size() == 0 || dy.shape != y.shape || dx.shape != y.shape || (axis != -1 && axis != y.ndim() - 1)) return {};
+  if (y.ndim() == 0 || y.size() == 0 || dy.shape != y.shape || dx.shape != y.shape || (axis != -1 && axis != y.ndim() - 1)) return {};
   const auto columns = std::size_t(y.shape.back()), rows = y.size() / columns;
   return [rows, columns, dy = static_cast<const T*>(dy.data), y = static_cast<const T*>(y.data),
           dx = static_cast<T*>(dx.data)] {

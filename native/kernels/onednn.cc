@@ -103,6 +103,19 @@ void OnednnCall::run(const std::vector<const void*>& arrays) const {
   }
 }
 
+dnnl::post_ops relu_after() {
+  dnnl::post_ops after;
+  if (has_isa(dnnl::cpu_isa::avx2)) after.append_prelu(0);
+  else after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
+  return after;
+}
+
+OnednnCall::Slot slope_slot(std::size_t num_axes) {
+  const Dims ones(num_axes, 1);
+  const dnnl::memory::desc one(ones, DataType::f32, ones);
+  return {DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_WEIGHTS, one, one, false};
+}
+
 std::shared_ptr<const OnednnCall> cached_call(CallKey key, const std::function<OnednnCall()>& make) {
   static std::mutex mutex;
   static std::map<CallKey, std::shared_ptr<const OnednnCall>> calls;

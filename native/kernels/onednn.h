@@ -69,6 +69,15 @@ class OnednnCall {
 
 using Dims = dnnl::memory::dims;
 
+// A ReLU behind a primitive, which is the first of its post-ops: NaN stays, of which oneDNN's eltwise_relu makes 0, so that a
+// step would go on as if all were well. So it multiplies what is negative by a slope of 0 (-inf becomes NaN, and -1 is -0);
+// processors without AVX2, whose code for that takes up to 7 times as long, have oneDNN's.
+dnnl::post_ops relu_after();
+
+// The argument of that slope, beside results of so many axes, and its array.
+OnednnCall::Slot slope_slot(std::size_t num_axes);
+inline constexpr float kSlope = 0;
+
 // The description of (batch, channels, height, width) in blocks of b channels, see Note [memory formats] in layout.h.
 dnnl::memory::desc blocked(const Dims& dims, DataType type, std::int64_t block);
 

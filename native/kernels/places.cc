@@ -83,7 +83,7 @@ using places_loops::Permutation;
 const Registration random_indices("random_indices", [](const Call& call) -> Step {
   if (!call.inputs.empty() || call.outputs.size() != 1 || !call.has_numbers({"n", "seed", "counter"})) return {};
   const View& places = call.outputs[0];
-  if ((places.type != 'i' && places.type != 'l') || !places.is_row_major) return {};
+  if ((places.type != 'i' && places.type != 'l') || !places.is_row_major || !places.is_writeable) return {};
   for (const char* name : {"n", "seed", "counter"})
     if (!(call.number(name) >= 0 && call.number(name) < 0x1p53)) return {};
   const double n = call.number("n");

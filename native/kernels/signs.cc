@@ -56,7 +56,7 @@ bool are_bytes(const View& view, std::size_t num_elements) {
 const Registration pack_signs("pack_signs", [](const Call& call) -> Step {
   if (call.inputs.size() != 1 || call.outputs.size() != 1 || !call.has_numbers({})) return {};
   const View &x = call.inputs[0], &bits = call.outputs[0];
-  if (!x.is_floats() || !are_bytes(bits, x.size())) return {};
+  if (!x.is_floats() || !are_bytes(bits, x.size()) || !bits.is_writeable) return {};
   return [values = x.floats(), n = x.size(), to = static_cast<std::uint8_t*>(bits.data), size = bits.size()] {
     parallel_for(n / 8, kWork, [&](std::size_t begin, std::size_t end) {
       signs_loops::pack(values + 8 * begin, to + begin, end - begin);
@@ -70,7 +70,7 @@ const Registration pack_signs("pack_signs", [](const Call& call) -> Step {
 const Registration add_signs("add_signs", [](const Call& call) -> Step {
   if (call.inputs.size() != 3 || call.outputs.size() != 1 || !call.has_numbers({"factor"})) return {};
   const View &bits = call.inputs[0], &scales = call.inputs[1], &ends = call.inputs[2], &flat = call.outputs[0];
-  if (!flat.is_floats() || !scales.is_floats() || ends.type != 'l' || !ends.is_row_major) return {};
+  if (!flat.is_floats() || !flat.is_writeable || !scales.is_floats() || ends.type != 'l' || !ends.is_row_major) return {};
   if (!are_bytes(bits, flat.size()) || scales.size() != ends.size()) return {};
   return [from = static_cast<const std::uint8_t*>(bits.data), scale_of = scales.floats(), num_segments = scales.size(),
           end_of = static_cast<const std::int64_t*>(ends.data), values = flat.floats(), n = std::int64_t(flat.size()),

@@ -486,9 +486,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        what = (
-            "their optimizers, as an exception ended a step" if self._is_updating else "their optimizers"
-        )
+        what = "their optimizers, as an exception ended a step" if self._is_updating else "their optimizers"
         self._must_compare = self._is_updating = False
         values = None
         if scheme.keeps_equal if scheme else self.keeps_equal:

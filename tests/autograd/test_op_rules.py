@@ -465,6 +465,18 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
     ("mean of nothing", autograd.mean, ShapeError, "mean: expected at least one"),
     ("sum of shapes", lambda: autograd.sum(ones(2), ones(3)), ShapeError, "sum: tensors have the shapes"),
     ("softmax axis", lambda: autograd.softmax(ones(2)), ShapeError, "axis 1 is out of range for 1 axes"),
+    (
+        "conv2d of no weights",
+        lambda: autograd.conv2d(ones(1, 2, 4, 4), ones(3, 2, 0, 1)),
+        ShapeError,
+        "has no elements",
+    ),
+    (
+        "conv2d stride",
+        lambda: autograd.conv2d(ones(1, 2, 4, 4), ones(3, 2, 2, 2), stride=2**17),
+        OptionError,
+        "stride = 131072 .* <= 65536",
+    ),
     ("matmul inner", lambda: autograd.matmul(ones(2, 3), ones(2, 3)), ShapeError, "must agree in k"),
     ("matmul vector", lambda: autograd.matmul(ones(3), ones(3, 2)), ShapeError, "must agree in k"),
     ("matmul batch", lambda: autograd.matmul(ones(2, 1, 1), ones(3, 1, 1)), ShapeError, "do not broadcast"),

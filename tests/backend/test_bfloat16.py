@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -309,6 +310,53 @@ def test_weights_that_meet_no_pixel_have_a_gradient_of_0(size, kernel, stride):
             large, large, out=like(64, 64, kernel, kernel, dtype=np.float32), **given
         )
         check_convolution(seed, (2, 64, *size), (64, 64, kernel, kernel), (2, 64, *area), geometry)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("x", "w", "y", "stride"),
+    [
+        ((1, 1, 1, 3), (20, 1, 1, 3), (1, 20, 1, 1), (1, 4)),
+        ((2, 1, 11, 1), (2, 1, 4, 1), (2, 2, 3, 1), (3, 2)),
+        ((5, 1, 5, 2), (33, 1, 2, 2), (5, 33, 2, 1), (3, 3)),
+        ((1, 8, 13, 3), (16, 8, 5, 3), (1, 16, 3, 1), (3, 4)),
+    ],
+)
+def test_a_gradient_of_weights_does_not_depend_on_what_is_behind_the_image(x, w, y, stride):
+    memory, dw = np.full(4096, np.nan, bfloat16), like(*w, dtype=np.float32)
+    image = memory[: math.prod(x)].reshape(x)
+    image[...] = 1
+    geometry = {"stride": stride, "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    assert KERNELS.conv2d_backward_weight(np.ones(y, bfloat16), image, out=dw, **geometry)
+    np.testing.assert_array_equal(dw, np.full(w, y[0] * y[2] * y[3]))
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+@pytest.mark.parametrize("channels", [(1, 20), (16, 16), (20, 50), (64, 64), (3, 5)])
+def test_a_relu_behind_a_convolution_lets_nan_pass(dtype, channels):
+    x, w = numbers(1, 2, channels[0], 12, 12).astype(dtype), numbers(2, *channels[::-1], 3, 3).astype(dtype)
+    plain, rectified = (like(2, channels[1], 12, 12, dtype=dtype) for _ in range(2))
+    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
+    x[0, 0, 4, 4] = np.nan
+    assert KERNELS.conv2d(x, w, out=plain, **geometry)
+    assert KERNELS.conv2d(x, w, out=rectified, **geometry, relu=True)
+    assert np.isnan(plain.astype("f")).any()
+    np.testing.assert_array_equal(rectified.astype("f"), np.maximum(plain.astype("f"), 0))
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_relu_behind_a_product_lets_nan_pass(dtype, has_bias):
+    a, b = numbers(1, 7, 30).astype(dtype), numbers(2, 30, 9).astype(dtype)
+    bias = [np.ones(9, np.float32)] if has_bias else []
+    plain, rectified = (like(7, 9, dtype=dtype) for _ in range(2))
+    a[2, 3] = np.nan
+    assert KERNELS.matmul(a, b, *bias, out=plain)
+    assert KERNELS.matmul(a, b, *bias, out=rectified, relu=True)
+    assert np.isnan(plain.astype("f")[2]).all()
+    np.testing.assert_array_equal(rectified.astype("f"), np.maximum(plain.astype("f"), 0))
 
 
 def in_blocks(x: np.ndarray, block: int) -> np.ndarray:

@@ -919,6 +919,35 @@ def test_read_only_outputs_are_not_written():
     assert (y == 99).all()
 
 
+def test_read_only_messages_are_not_written():
+    def locked(*shape: int, dtype: str) -> np.ndarray:
+        made = like(*shape, dtype=dtype)
+        made.flags.writeable = False
+        return made
+
+    indices, words = np.arange(3), np.zeros(4, np.uint32)
+    code = {"low_bits": 1, "upper_bound": 8}
+    for kernel, inputs, out, options in (
+        ("pack_signs", (floats(1, 8),), locked(1, dtype="u1"), {}),
+        (
+            "add_signs",
+            (np.zeros(1, "u1"), floats(1, 1), np.array([8])),
+            locked(8, dtype="f"),
+            {"factor": 1.0},
+        ),
+        ("random_indices", (), locked(3, dtype="l"), {"n": 10, "seed": 1, "counter": 1}),
+        ("pack_indices", (indices,), locked(4, dtype="u4"), code),
+        ("unpack_indices", (words,), locked(3, dtype="l"), code),
+    ):
+        assert not getattr(KERNELS, kernel)(*inputs, out=out, **options)
+        assert (out == 99).all()
+
+
+def test_softmax_takes_no_array_without_axes():
+    assert not KERNELS.softmax(np.array(1, "f"), out=np.array(9, "f"), axis=-1)
+    assert not KERNELS.softmax_backward(np.array(1, "f"), np.array(1, "f"), out=np.array(9, "f"), axis=-1)
+
+
 def test_labels_out_of_range_are_left_to_numpy():
     out = (like(1), like(2, 3))
     for label in (-1, 3):

@@ -206,6 +206,12 @@ def test_the_log_keeps_the_first_and_last_of_a_part_that_prints_without_end(
     assert outcomes_in(tmp_path / "out")["loud"]["tail"][-1] == "last"
 
 
+def test_every_own_kernel_runs_by_itself():
+    command = [sys.executable, "-m", "tests.standin", sys.executable, "-m", "tools.gpu_check.kernels"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0 and "all met" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("tool", "asks_for_api_errors"), [("memcheck", False), ("racecheck", True)])
 def test_what_cupy_asks_the_driver_in_vain_is_no_finding_of_memcheck(
     tmp_path, monkeypatch, tool, asks_for_api_errors

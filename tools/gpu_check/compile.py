@@ -37,7 +37,7 @@ TYPES = {
         "signs": "el fl dl",
         "gather": "ei Ei fi di ii li el El fl dl il ll",
         "layer_norm": "e E f d ef Ef",
-        "low_rank": "f d",
+        "low_rank": "e f d",
     }.items()
 }
 # those of single kernels besides

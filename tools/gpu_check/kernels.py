@@ -5,8 +5,8 @@
     python -m tools.gpu_check.kernels --tool memcheck
     python -m tools.gpu_check.kernels --tool racecheck
 
-The calls are the samples of tests/backend/test_kernels.py in three dtypes, and larger arrays where a kernel cuts them
-in pieces. Every array is an allocation of its own, so that a write beside it is seen. A kernel of the .cu files that
+The calls are the samples of tests/backend/test_kernels.py in three dtypes, larger arrays where a kernel cuts them in pieces,
+and in bfloat16 what transformers have. Every array is an allocation of its own, so that a write beside it is seen. A kernel of the .cu files that
 nothing called is named. Exits 1 if there is one or the tool found something.
 """
 
@@ -124,6 +124,9 @@ def calls() -> Iterator[Call]:
         yield from formula_calls(np.random.default_rng(2), dtype)
         yield from large_calls(np.random.default_rng(3), dtype)
         yield from transformer_calls(np.random.default_rng(4), dtype)
+    yield from transformer_calls(np.random.default_rng(5), "bfloat16")
+    for kind in (np.int32, np.int64):
+        yield "random_indices", [], [np.zeros(500, kind)], {"n": LARGE, "seed": 1, "counter": 2}
 
 
 def formula_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
@@ -172,12 +175,14 @@ def large_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
 
 def transformer_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     """Layer norm and attention."""
-    wide = "float32" if dtype == "float16" else dtype
+    from singa_lite.dtypes import accumulation_dtype
+
+    wide = accumulation_dtype(np.dtype(dtype))
 
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
 
-    x, scale, bias = normal(50, 300), normal(300), normal(300)
+    x, scale, bias = normal(50, 300), normal(300).astype(wide), normal(300).astype(wide)
     mean, inverse_std = np.zeros(50, wide), np.ones(50, wide)
     yield "layer_norm", [x, scale, bias], [x.copy(), mean, inverse_std], {"eps": 1e-5}
     yield "layer_norm_backward", [x, x, scale, mean, inverse_std], [x.copy(), scale.copy(), bias.copy()], {}

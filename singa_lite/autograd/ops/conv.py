@@ -10,7 +10,7 @@ from ...errors import ShapeError, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
 from ._common import check_floats_beside, check_ndim
-from .window import output_size, pair
+from .window import LARGEST_OF_CONV, output_size, pair
 
 __all__ = ["conv2d"]
 
@@ -27,9 +27,9 @@ class Conv2d(Operator):
         dilation: int | Sequence[int] = 1,
         group: int = 1,
     ) -> None:
-        self.stride = pair("conv2d", "stride", stride, 1)
-        self.padding = pair("conv2d", "padding", padding, 0)
-        self.dilation = pair("conv2d", "dilation", dilation, 1)
+        self.stride = pair("conv2d", "stride", stride, 1, LARGEST_OF_CONV)
+        self.padding = pair("conv2d", "padding", padding, 0, LARGEST_OF_CONV)
+        self.dilation = pair("conv2d", "dilation", dilation, 1, LARGEST_OF_CONV)
         self.groups = check_int("conv2d", "group", group, 1)
 
     @property
@@ -46,6 +46,8 @@ class Conv2d(Operator):
         check_floats_beside("conv2d", 1, *inputs)
         check_ndim("conv2d", "x", x, 4, "(N, C, H, W)")
         check_ndim("conv2d", "W", w, 4, "(outputs, C / group, kh, kw)")
+        if w.size() == 0:
+            raise ShapeError(f"conv2d: W {w.shape} has no elements")
         channels, outputs = x.shape[1], w.shape[0]
         if channels % self.groups or outputs % self.groups:
             raise ShapeError(

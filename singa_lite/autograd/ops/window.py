@@ -10,15 +10,20 @@ from ...errors import OptionError, ShapeError, is_number
 
 Pair = tuple[int, int]
 LARGEST = 2**31 - 1  # of compiled kernels
+LARGEST_OF_CONV = (
+    2**16
+)  # oneDNN 3.2 makes code that grows with a stride: 5 s for 1e7, and wrong sums near LARGEST
 
 
-def pair(where: str, name: str, value: int | Sequence[int], smallest: int) -> tuple[int, int]:
-    """Return ``value`` as (height, width), one number standing for both; OptionError outside smallest .. LARGEST."""
+def pair(
+    where: str, name: str, value: int | Sequence[int], smallest: int, largest: int = LARGEST
+) -> tuple[int, int]:
+    """Return ``value`` as (height, width), one number standing for both; OptionError outside smallest .. largest."""
     both = tuple(value) if isinstance(value, Sequence) else (value, value)
     is_pair = len(both) == 2 and all(is_number(n, Integral) for n in both)
-    if not is_pair or not smallest <= min(both) <= max(both) <= LARGEST:
+    if not is_pair or not smallest <= min(both) <= max(both) <= largest:
         raise OptionError(
-            f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest} and <= {LARGEST}"
+            f"{where}: {name} = {value!r} must be an int or a pair of ints >= {smallest} and <= {largest}"
         )
     return int(both[0]), int(both[1])
 
