@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +194,28 @@ def test_two_views_of_one_memory_are_rounded_each() -> None:
     device.ResetGraph()
     for got, expected in ((y, both / 2), (z, both.T / 2), (u, both.T)):
         np.testing.assert_array_equal(to_numpy(got).astype(np.float32), expected)
+
+
+class Same(Operator):
+    """Returns its input, which under autocast is a rounded parameter."""
+
+    autocast = "low"
+
+    def forward(self, context: Any, x: Any) -> Any:
+        return x
+
+
+def test_a_rounded_parameter_that_is_written_is_rounded_again() -> None:
+    x, w, device = Tensor(data=np.eye(2)), param(2, 2), get_default_device()
+    with autograd.autocast():
+        device.EnableGraph(True)
+        with autograd.no_grad():
+            got = Same()(w)
+        got *= 2.0
+        y = autograd.matmul(x, w)
+        device.EnableGraph(False)
+    device.ResetGraph()
+    np.testing.assert_array_equal(to_numpy(y), to_numpy(w).astype(bfloat16))
 
 
 class Linear(model.Model):

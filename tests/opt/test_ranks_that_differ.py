@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.shm import ShmCommunicator
-from singa_lite.errors import CommError
+from singa_lite.errors import CommError, OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor
 from tests.ranks import run_ranks
@@ -105,6 +108,17 @@ def other_rate(communicator: Any) -> None:
 def test_ranks_whose_schedules_give_other_rates_get_an_error(size: int) -> None:
     for error in run_ranks(other_rate, size, return_exceptions=True):
         assert isinstance(error, CommError) and "their optimizers: lr is" in str(error), error
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_dist_opt_is_not_copied(duplicate: Any) -> None:
+    net = Branches()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World())))
+    with pytest.raises(OptionError, match=r"cannot be copied.*model\.optimizer = None"):
+        duplicate(net.optimizer)
+    if duplicate is copy.deepcopy:
+        with pytest.raises(OptionError, match="cannot be copied"):
+            copy.deepcopy(net)
 
 
 def other_layer(communicator: Any, dist_option: str, use_graph: bool) -> None:

@@ -5,9 +5,9 @@
     python -m tools.gpu_check.kernels --tool memcheck
     python -m tools.gpu_check.kernels --tool racecheck
 
-The calls are the samples of tests/backend/test_kernels.py in three dtypes, larger arrays where a kernel cuts them in pieces,
-and in bfloat16 what transformers have. Every array is an allocation of its own, so that a write beside it is seen. A kernel of the .cu files that
-nothing called is named. Exits 1 if there is one or the tool found something.
+The calls are the samples of tests/backend/test_kernels.py in three dtypes, larger arrays where a kernel cuts them in
+pieces, and in bfloat16 what transformers have. Every array is an allocation of its own, so that a write beside it is
+seen. A kernel of the .cu files that nothing called is named. Exits 1 if there is one or the tool found something.
 """
 
 from __future__ import annotations
