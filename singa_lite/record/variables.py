@@ -41,6 +41,7 @@ from ..graph.recorder import Recorder
 from ..layer.base import Layer
 from ..opt.base import Optimizer
 from ..opt.schedule import DecayScheduler
+from ..tensor import Tensor
 from ..tensor.pytree import PLAIN, flatten
 from .attributes import Absent, Attribute
 
@@ -75,7 +76,7 @@ class Variable(NamedTuple):
     Attributes:
         label, read: where it is.
         value: what it held.
-        content: what a container or an object held; None for what cannot change.
+        content: what a container or an object held, the array and flags of a Tensor; None for what cannot change.
     """
 
     label: str
@@ -262,7 +263,9 @@ class Variables:
     # ---- what they hold ------------------------------------------------------------------------------
 
     def _content(self, value: object) -> Hashable:
-        """Return what tells a changed container from an unchanged one; None for what has no content of its own."""
+        """Return what tells a changed container or Tensor from an unchanged one; None for what has no content."""
+        if isinstance(value, Tensor):
+            return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
             isinstance(value, BOUND) and not _items_of(value)
         )
