@@ -22,6 +22,7 @@ from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
+from singa_lite.record import attributes as record_attributes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
 
@@ -727,6 +728,51 @@ def test_a_plain_attribute_that_the_caller_changes_is_seen() -> None:
         return net(x, y)
 
     assert_alike(Weighs, STEPS - 2, call=call)
+
+
+SETTERS = {
+    "vars": lambda net, name, value: vars(net).update({name: value}),
+    "object": object.__setattr__,
+    "new vars": lambda net, name, value: setattr(net, "__dict__", vars(net) | {name: value}),
+    "a layer's vars": lambda net, name, value: vars(net.first).update({name: value}),
+    "deleted": lambda net, name, value: vars(net).pop(name) if value == 1.0 else setattr(net, name, value),
+}
+
+
+@pytest.mark.parametrize("how", SETTERS)
+def test_an_attribute_that_is_set_past_the_layer_is_seen(how: str) -> None:
+    class Weighs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.alpha = 0, 0.5
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            self.steps = (self.steps + 1) % 2
+            alpha = getattr(self.first, "alpha", getattr(self, "alpha", 2.0))
+            return super().loss_of(x, y) * (alpha + self.steps)
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step in (2, 4):
+            SETTERS[how](net, "alpha", step - 3.0)
+        return net(x, y)
+
+    assert_alike(Weighs, None, call=change)
+
+
+def test_replays_look_at_attributes_only_if_one_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    look = record_attributes.layers_of
+    monkeypatch.setattr(record_attributes, "layers_of", lambda model: looks.append(0) or look(model))
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        looks.clear()
+        if step == 4:
+            vars(net)["alpha"] = 1.0
+        result = net(x, y)
+        assert step == 0 or bool(looks) == (step in (1, 4, 5))
+        return result
+
+    trained(Net, True, call=change)
 
 
 def test_a_list_that_grows_with_the_steps_grows() -> None:

@@ -17,10 +17,10 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import is_dataclass
+from itertools import chain, compress
 from operator import is_
 from typing import Any, NamedTuple
 
-from ..config import state
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer, layers_of
@@ -145,7 +145,10 @@ class Attributes:
         self._states = [
             (t, t.array, t.stores_grad, t.requires_grad) for t in self._states_of_model().values()
         ]
-        self._generation, self._others = state.generation, self._find_others()
+        self._others = self._find_others()
+        self._layers: list[Layer] = []  # as of the last look at the others; these follow it
+        self._names: list[object] = [None]
+        self._is_other, self._objects = list[bool](), list[object]()
         return set_by_step
 
     def _states_of_model(self) -> dict[int, Tensor]:
@@ -199,7 +202,10 @@ class Attributes:
                 or tensor.requires_grad != requires_grad
             ):
                 return False
-        if state.generation != self._generation and not self._are_others_like():
+        found = list(map(vars, self._layers))  # without a call of Python
+        objects = compress(chain.from_iterable(map(dict.values, found)), self._is_other)
+        is_same = [*map(len, found), *chain.from_iterable(found)] == self._names
+        if not (is_same and all(map(is_, objects, self._objects))) and not self._are_others_like():
             return False
         current = []
         for change in self._changes.values():
@@ -213,13 +219,18 @@ class Attributes:
         return not (self._held or self._aliases) or _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
-        """Return whether the attributes that do not change are as they were; at once from now on, until one is set."""
-        generation, others = state.generation, self._find_others()
+        """Return whether the attributes that do not change are as they were; at once until one holds another object."""
+        others = self._find_others()
         is_same = others.keys() == self._others.keys() and all(
-            found.is_like(self._others[key]) for key, found in others.items()
+            other.is_like(self._others[key]) for key, other in others.items()
         )
         if is_same:
-            self._generation = generation
+            self._layers = [layer for _, layer in layers_of(self._model)]
+            found = list(map(vars, self._layers))
+            self._names = [*map(len, found), *chain.from_iterable(found)]
+            keys = [(id(layer), name) for layer in self._layers for name in vars(layer)]
+            self._is_other = [key in others for key in keys]
+            self._objects = [others[key].value for key in keys if key in others]
         return is_same
 
     def _find_others(self) -> dict[Hashable, Attribute]:
