@@ -71,7 +71,6 @@ class State:
 
     Attributes:
         numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
-        generation: grows when an attribute of any layer is set (layer.base), so that records look at them again.
         recorders: those that record a step now, each of another thread (graph.recorder.Recorder).
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
@@ -93,7 +92,6 @@ class State:
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
-    generation: int = 0
     recorders: set[Any] = field(default_factory=set)  # Any: a type of a module above
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a module above; comm/rendezvous.py owns it

@@ -5,6 +5,7 @@ import copy
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,6 +184,119 @@ def test_a_parameter_may_be_frozen_and_melted_between_steps(flag):
         setattr(net.conv.W, flag, not 2 <= step < 4)
 
     assert_alike(Net, between=between, steps=6)
+
+
+SCALE = Tensor((1,))  # replaced by tests
+
+
+class WithScale:
+    scale = SCALE
+
+
+def read_from(held):
+    return lambda: held.scale
+
+
+def in_layer(scale):
+    outside = layer.Layer()
+    outside.scale = scale
+    return outside
+
+
+OUTSIDE = {
+    "global": lambda scale: lambda: SCALE,
+    "class": lambda scale: lambda: WithScale.scale,
+    "closure": lambda scale: lambda: scale,
+    "object": lambda scale: read_from(SimpleNamespace(scale=scale)),
+    "layer": lambda scale: read_from(in_layer(scale)),
+}
+
+
+def scaling(kind):
+    """A model that trains a Tensor outside of it, and what the Tensor was after each step."""
+    global SCALE
+    SCALE = WithScale.scale = Tensor(data=np.ones(1), stores_grad=True, name="scale")
+    read = OUTSIDE[kind](SCALE)
+
+    class Scales(Net):
+        def features(self, x):
+            return super().features(x) * read()
+
+    return Scales()
+
+
+@pytest.mark.parametrize("flag", ["stores_grad", "requires_grad"])
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_tensor_outside_of_the_model_may_be_frozen_and_melted_between_steps(kind, flag):
+    seen = []
+
+    def between(net, step):
+        setattr(SCALE, flag, not 2 <= step < 4)
+        seen.append(to_numpy(SCALE).item())
+
+    net = assert_alike(lambda: scaling(kind), between=between, steps=7)
+    np.testing.assert_allclose(seen[7:], seen[:7], rtol=1e-4)
+    assert seen[2] == seen[3] == seen[4] != seen[1], seen
+    assert [info.break_reason for info in net.graph_info()] == [None, None]
+
+
+def test_a_layer_outside_of_the_model_may_be_frozen_and_melted_between_steps():
+    hidden, seen = None, []
+
+    class Hiding(Net):
+        def features(self, x):
+            return hidden(super().features(x))
+
+    def make():
+        nonlocal hidden
+        hidden = layer.BatchNorm2d()
+        return Hiding()
+
+    def between(net, step):
+        for tensor in hidden.get_params().values():
+            tensor.requires_grad = not 2 <= step < 4
+        seen.append(to_numpy(hidden.get_params()["scale"]))
+
+    net = assert_alike(make, between=between, steps=6)
+    np.testing.assert_allclose(seen[6:], seen[:6], rtol=1e-4)
+    assert [info.break_reason for info in net.graph_info()] == [None, None]
+
+
+class HasScale(Net):
+    def __init__(self):
+        super().__init__()
+        self.scale = Tensor(data=np.ones(1), name="scale")
+
+
+SWITCHED = {
+    "it changes the global variable SCALE": lambda net: SCALE,
+    "of a tensor in scale": lambda net: net.scale,
+}
+
+
+@pytest.mark.parametrize("reason", SWITCHED)
+@pytest.mark.parametrize("flag", ["stores_grad", "requires_grad"])
+def test_a_step_that_freezes_and_melts_a_tensor_runs_eagerly_and_says_so(flag, reason):
+    seen = []
+
+    class Switches(HasScale):
+        def features(self, x):
+            scale = SWITCHED[reason](self)
+            setattr(scale, flag, not getattr(scale, flag))
+            return super().features(x) * scale
+
+    def make():
+        global SCALE
+        SCALE = Tensor(data=np.ones(1), name="scale")
+        return Switches()
+
+    def between(net, step):
+        seen.append(to_numpy(SWITCHED[reason](net)).item())
+
+    net = assert_alike(make, between=between, steps=7)
+    np.testing.assert_allclose(seen[7:], seen[:7], rtol=1e-4)
+    (info,) = net.graph_info()
+    assert reason in info.break_reason
 
 
 def test_an_optimizer_that_is_assigned_is_the_one_that_updates():

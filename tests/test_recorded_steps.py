@@ -4,14 +4,17 @@ replayed."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
+import multiprocessing
 import random
-from collections import OrderedDict, deque, namedtuple
+import weakref
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial, partialmethod, singledispatch
 from queue import SimpleQueue
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
+from singa_lite.record import attributes as record_attributes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
 
@@ -729,6 +733,49 @@ def test_a_plain_attribute_that_the_caller_changes_is_seen() -> None:
     assert_alike(Weighs, STEPS - 2, call=call)
 
 
+SETTERS = {
+    "vars": lambda net, name, value: vars(net).update({name: value}),
+    "object": object.__setattr__,
+    "new vars": lambda net, name, value: setattr(net, "__dict__", vars(net) | {name: value}),
+    "a layer's vars": lambda net, name, value: vars(net.first).update({name: value}),
+    "deleted": lambda net, name, value: vars(net).pop(name),
+}
+
+
+@pytest.mark.parametrize("how", SETTERS)
+def test_an_attribute_that_is_set_past_the_layer_is_seen(how: str) -> None:
+    class Weighs(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alpha = 0.5
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * getattr(self.first, "alpha", getattr(self, "alpha", 2.0))
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 3:
+            SETTERS[how](net, "alpha", 0.25)
+        return net(x, y)
+
+    assert_alike(Weighs, STEPS - 2, call=change)
+
+
+def test_replays_look_at_attributes_only_if_one_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    look = record_attributes.layers_of
+    monkeypatch.setattr(record_attributes, "layers_of", lambda model: looks.append(0) or look(model))
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        looks.clear()
+        if step == 4:
+            vars(net)["alpha"] = 1.0
+        result = net(x, y)
+        assert step == 0 or bool(looks) == (step in (1, 4, 5))
+        return result
+
+    trained(Net, True, call=change)
+
+
 def test_a_list_that_grows_with_the_steps_grows() -> None:
     class Remembers(Net):
         def __init__(self) -> None:
@@ -1245,6 +1292,16 @@ HELD: dict[str, tuple[Any, Any, Any]] = {
         lambda c: float(c[7]),
         lambda c, step: c.__setitem__(7, float(step)),
     ),
+    "long mapping proxy": (
+        lambda: (held := dict.fromkeys(range(5000), 1.0), MappingProxyType(held)),
+        lambda c: c[1][7],
+        lambda c, step: c[0].__setitem__(7, float(step)),
+    ),
+    "released memoryview": (
+        lambda: [1.0, (view := memoryview(b"a"), view.release())[0]],
+        lambda c: c[0],
+        lambda c, step: c.__setitem__(0, float(step)),
+    ),
     "bytearray": (lambda: bytearray(9), lambda c: float(c[7]), lambda c, step: c.__setitem__(7, step)),
     "partial": (
         lambda: partial(scaled, SimpleNamespace(scale=1.0)),
@@ -1365,6 +1422,178 @@ def test_what_a_step_advances_is_not_frozen(kind: str) -> None:
             return super().loss_of(x, y) * float(read(self.held))
 
     assert_alike(Advances, 0, reason)
+
+
+class Base:
+    scale = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+class Other(Base):
+    scale = 2.0
+
+
+class Mangled:
+    __slots__ = ("__scale",)
+
+    def __init__(self) -> None:
+        self.__scale = 1.0
+
+    def value(self) -> float:
+        return self.__scale
+
+    def set(self, scale: float) -> None:
+        self.__scale = scale
+
+
+def with_defaults(scale: float = 1.0, *, other: float = 1.0) -> float:
+    return scale * other
+
+
+def doubled(scale: float = 1.0, *, other: float = 1.0) -> float:
+    return scale * other * 2
+
+
+@singledispatch
+def dispatched(value: object) -> float:
+    raise TypeError(value)
+
+
+@dispatched.register
+def _(value: float) -> float:
+    return value * TABLE["scale"][0]
+
+
+class WithDescriptors:
+    scaled = partialmethod(lambda self, factor: TABLE["scale"][0] * factor, factor=1.0)
+
+    @cached_property
+    def cached(self) -> float:
+        return TABLE["scale"][0]
+
+
+def set_table(scale: float) -> None:
+    TABLE["scale"][0] = scale
+
+
+# what the step reads, and what the caller does to it between steps
+OUTSIDE: dict[str, tuple[Any, Any]] = {
+    "class attribute set on a subclass": (lambda: Derived.scale, lambda: setattr(Derived, "scale", 2.0)),
+    "class attribute read by an object": (
+        lambda: HELD_OBJECT.scale,
+        lambda: setattr(Derived, "scale", 2.0),
+    ),
+    "class of an object": (lambda: HELD_OBJECT.scale, lambda: set_class_of(HELD_OBJECT)),
+    "mangled slot": (lambda: MANGLED.value(), lambda: MANGLED.set(2.0)),
+    "new global": (lambda: new_global() if "NEW" in globals() else 1.0, lambda: globals().update(NEW=2.0)),
+    "defaults": (lambda: with_defaults(), lambda: setattr(with_defaults, "__defaults__", (2.0,))),
+    "defaults by keyword": (
+        lambda: with_defaults(),
+        lambda: setattr(with_defaults, "__kwdefaults__", {"other": 2.0}),
+    ),
+    "code": (lambda: with_defaults(), lambda: setattr(with_defaults, "__code__", doubled.__code__)),
+    "partialmethod": (lambda: WithDescriptors().scaled(), lambda: set_table(2.0)),  # type: ignore[call-arg]
+    "cached_property": (lambda: WithDescriptors().cached, lambda: set_table(2.0)),
+    "singledispatch": (lambda: dispatched(1.0), lambda: set_table(2.0)),
+    "function registered later": (
+        lambda: dispatched(1.0),
+        lambda: dispatched.register(float, lambda value: 2.0),
+    ),
+    "array of objects": (lambda: OBJECTS[0]["scale"], lambda: OBJECTS[0].update(scale=2.0)),
+    "key of a dict": (lambda: next(iter(KEYS)).scale, lambda: setattr(next(iter(KEYS)), "scale", 2.0)),
+    "element of a set": (
+        lambda: next(iter(ELEMENTS)).scale,
+        lambda: setattr(next(iter(ELEMENTS)), "scale", 2.0),
+    ),
+    "UserDict": (lambda: USER_DICT["scale"], lambda: USER_DICT.update(scale=2.0)),
+    "UserList": (lambda: USER_LIST[0], lambda: USER_LIST.__setitem__(0, 2.0)),
+    "ChainMap": (lambda: CHAIN["scale"], lambda: CHAIN.update(scale=2.0)),
+    "mapping proxy": (lambda: PROXY["scale"], lambda: PROXIED.update(scale=2.0)),
+    "weak reference": (lambda: WEAK().scale, lambda: setattr(HELD_OBJECT, "scale", 2.0)),
+    "value of ctypes": (lambda: C_VALUE.value, lambda: setattr(C_VALUE, "value", 2.0)),
+    "value of multiprocessing": (lambda: SHARED.value, lambda: setattr(SHARED, "value", 2.0)),
+    "memoryview": (lambda: float(VIEW[0]), lambda: VIEWED.__setitem__(0, 2)),
+}
+
+
+def new_global() -> float:
+    return NEW  # type: ignore[name-defined, no-any-return]  # noqa: F821
+
+
+def set_class_of(held: Any) -> None:
+    held.__class__ = Other
+
+
+def renew_outside() -> None:
+    global HELD_OBJECT, MANGLED, OBJECTS, KEYS, ELEMENTS, USER_DICT, USER_LIST, CHAIN, PROXIED, PROXY, WEAK
+    global C_VALUE, SHARED, VIEWED, VIEW
+    if "scale" in vars(Derived):
+        del Derived.scale
+    globals().pop("NEW", None)
+    HELD_OBJECT, MANGLED = Derived(), Mangled()
+    with_defaults.__code__, with_defaults.__defaults__ = ORIGINAL, (1.0,)
+    with_defaults.__kwdefaults__ = {"other": 1.0}
+    dispatched.register(float, lambda value: value * TABLE["scale"][0])
+    set_table(1.0)
+    OBJECTS, KEYS, ELEMENTS = np.array([{"scale": 1.0}], object), {Derived(): 1}, {Derived()}
+    USER_DICT, USER_LIST, CHAIN = UserDict(scale=1.0), UserList([1.0]), ChainMap({"scale": 1.0})
+    PROXIED, WEAK = {"scale": 1.0}, weakref.ref(HELD_OBJECT)
+    PROXY, C_VALUE, SHARED = MappingProxyType(PROXIED), ctypes.c_float(1.0), multiprocessing.Value("d", 1.0)
+    VIEWED = bytearray([1])
+    VIEW = memoryview(VIEWED)
+
+
+ORIGINAL = with_defaults.__code__
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_what_a_step_reads_by_a_roundabout_way_may_be_changed_by_the_caller(kind: str) -> None:
+    read, change = OUTSIDE[kind]
+
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * read()
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            renew_outside()
+        if step == 3:
+            change()
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+@pytest.mark.parametrize("changed", ["class", "method", "class attribute"])
+def test_the_class_of_a_layer_may_be_changed_between_steps(changed: str) -> None:
+    class Parent(Net):
+        scale = 1.0
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * self.scale
+
+    class Child(Parent):
+        pass
+
+    class Doubled(Parent):
+        scale = 2.0
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        if step == 0:
+            for name in {"scale", "forward"} & vars(Child).keys():
+                delattr(Child, name)
+        if step == 3 and changed == "class":
+            net.__class__ = Doubled
+        elif step == 3 and changed == "method":
+            Child.forward = lambda self, x: self.second(self.first(x))  # type: ignore[method-assign]
+        elif step == 3:
+            Child.scale = 2.0
+        return net(x, y)
+
+    assert_alike(Child, STEPS - 2, call=call)
 
 
 class Multiplied(autograd.Operator):

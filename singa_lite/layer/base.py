@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state, this_thread
+from ..config import this_thread
 from ..dtypes import bfloat16, is_float, is_narrow
 from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
 from ..tensor import Tensor, float32, to_numpy
@@ -101,11 +101,6 @@ class Layer:
             if layer.name is None:
                 object.__setattr__(layer, "name", path)
         object.__setattr__(self, name, value)
-        state.generation += 1
-
-    def __delattr__(self, name: str) -> None:
-        object.__delattr__(self, name)
-        state.generation += 1
 
     def __getattr__(self, name: str) -> Any:  # only called when there is no such attribute
         hint = "" if self._is_initialized else "; parameters are made at the first call, or by Model.compile"
@@ -224,7 +219,6 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
             if type(self).initialize is not Layer.initialize:
                 vars(self).clear()
                 vars(self).update(before)
-                state.generation += 1
             raise
 
     return wrapped

@@ -17,10 +17,10 @@ import weakref
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import is_dataclass
+from itertools import chain, compress
 from operator import is_
 from typing import Any, NamedTuple
 
-from ..config import state
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer, layers_of
@@ -41,7 +41,7 @@ class Attribute:
     Attributes:
         layer, name, label: where it is, and its path for people.
         structure, tensors: what pytree.flatten gives of the value.
-        arrays: the raw arrays of ``tensors`` at that moment.
+        arrays, flags: the raw arrays of ``tensors`` at that moment, and whether they wanted and stored gradients.
         objects: what is neither a Tensor nor a plain value in it.
     """
 
@@ -50,6 +50,7 @@ class Attribute:
         self.objects: list[object] = []
         self.structure, self.tensors = flatten(value, self._describe)
         self.arrays = [tensor.array for tensor in self.tensors]
+        self.flags = list(map(_flags_of, self.tensors))
 
     def _describe(self, value: object) -> Hashable:
         self.objects.append(value)
@@ -121,6 +122,10 @@ class Attributes:
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
         set_by_step = _new_tensors(before, after)
         states = self._states_of_model()
+        if (label := _with_other_flags(before)) is not None:
+            recorder.break_graph(
+                f"it set requires_grad or stores_grad of a tensor in {label}", is_lasting=False
+            )
         changed: dict[Hashable, tuple[Attribute, Attribute]] = {}
         for key, new in after.items():
             old = before.get(key) or Attribute(new.layer, new.name, new.label, Absent)
@@ -140,7 +145,10 @@ class Attributes:
         self._states = [
             (t, t.array, t.stores_grad, t.requires_grad) for t in self._states_of_model().values()
         ]
-        self._generation, self._others = state.generation, self._find_others()
+        self._others = self._find_others()
+        self._layers: list[Layer] = []  # as of the last look at the others; these follow it
+        self._names: list[object] = [None]
+        self._is_other, self._objects = list[bool](), list[object]()
         return set_by_step
 
     def _states_of_model(self) -> dict[int, Tensor]:
@@ -194,7 +202,10 @@ class Attributes:
                 or tensor.requires_grad != requires_grad
             ):
                 return False
-        if state.generation != self._generation and not self._are_others_like():
+        found = list(map(vars, self._layers))  # without a call of Python
+        objects = compress(chain.from_iterable(map(dict.values, found)), self._is_other)
+        is_same = [*map(len, found), *chain.from_iterable(found)] == self._names
+        if not (is_same and all(map(is_, objects, self._objects))) and not self._are_others_like():
             return False
         current = []
         for change in self._changes.values():
@@ -208,13 +219,18 @@ class Attributes:
         return not (self._held or self._aliases) or _aliases(self._held) == self._aliases
 
     def _are_others_like(self) -> bool:
-        """Return whether the attributes that do not change are as they were; at once from now on, until one is set."""
-        generation, others = state.generation, self._find_others()
+        """Return whether the attributes that do not change are as they were; at once until one holds another object."""
+        others = self._find_others()
         is_same = others.keys() == self._others.keys() and all(
-            found.is_like(self._others[key]) for key, found in others.items()
+            other.is_like(self._others[key]) for key, other in others.items()
         )
         if is_same:
-            self._generation = generation
+            self._layers = [layer for _, layer in layers_of(self._model)]
+            found = list(map(vars, self._layers))
+            self._names = [*map(len, found), *chain.from_iterable(found)]
+            keys = [(id(layer), name) for layer in self._layers for name in vars(layer)]
+            self._is_other = [key in others for key in keys]
+            self._objects = [others[key].value for key in keys if key in others]
         return is_same
 
     def _find_others(self) -> dict[Hashable, Attribute]:
@@ -253,6 +269,18 @@ def _new_tensors(
     """Return the Tensors that attributes hold after a step and did not before, without keeping them alive."""
     known = {id(tensor) for tensor in _tensors_of(before.values())}
     return [weakref.ref(tensor) for tensor in _tensors_of(after.values()) if id(tensor) not in known]
+
+
+def _with_other_flags(attributes: dict[Hashable, Attribute]) -> str | None:
+    """Return the label of an attribute one of whose Tensors has other flags than it had, or None."""
+    changed = (
+        found.label for found in attributes.values() if list(map(_flags_of, found.tensors)) != found.flags
+    )
+    return next(changed, None)
+
+
+def _flags_of(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.requires_grad, tensor.stores_grad
 
 
 def _may_change_unset(value: object) -> bool:

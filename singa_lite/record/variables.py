@@ -4,36 +4,40 @@
 A replay runs no Python, so all of it must be what it was when the step was recorded, and the step must not change it.
 
 Note [variables]: the functions of the user's classes are read, and those that they name: global variables, variables of
-closures, defaults of parameters, attributes of functions, classes, modules and objects. Of an object those attributes
-count that such a function names, at any depth: the functions of the class of what an attribute or a container holds are
-read too. A container of up to MAX_ITEMS is compared with all that it holds; of a list, dict (its values) or deque of up
-to MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared
-by content, larger ones by identity. What installed packages and Python's own modules read is not looked at, nor are
-clocks, files and print, names that only exist at run time (eval, globals(), getattr of a computed name, imports inside
-functions), and attributes that an object did not have when the step was recorded.
+closures, code and defaults of functions, attributes of functions, classes, modules and objects. Of an object its class
+counts, and those attributes that such a function names, at any depth: the functions of the class of what an attribute
+or a container holds are read too. A container of up to MAX_ITEMS is compared with all that it holds; of a list, dict
+(its values) or deque of up to MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of
+up to MAX_BYTES are compared by content, larger ones by identity. What installed packages and Python's own modules read
+is not looked at, nor are clocks, files and print, names that only exist at run time (eval, globals(), getattr of a
+computed name, imports inside functions), and attributes that an object did not have when the step was recorded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import itertools
 import random
 import sys
 from array import array
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from functools import cache, partial
-from operator import is_
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
+from operator import attrgetter, is_
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     MethodWrapperType,
     ModuleType,
 )
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -41,6 +45,7 @@ from ..graph.recorder import Recorder
 from ..layer.base import Layer
 from ..opt.base import Optimizer
 from ..opt.schedule import DecayScheduler
+from ..tensor import Tensor
 from ..tensor.pytree import PLAIN, flatten
 from .attributes import Absent, Attribute
 
@@ -51,7 +56,12 @@ MAX_IDENTITIES = (
     100_000  # which takes 0.8 ms for 50,000; beyond, a container is compared by identity and length
 )
 MAX_BYTES = 1 << 20  # of an array, which takes 0.1 ms; a larger one is compared by identity
+CData: Any = ctypes.Structure.__base__  # of all values of ctypes
 UNCHANGING = (*PLAIN, FunctionType, ModuleType)
+WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
+DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
+LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
+PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # such as [1].pop, iter([1]).__next__
 
 
@@ -60,7 +70,8 @@ def containers() -> tuple[type, ...]:
     """Return the types whose values can change without being replaced."""
     return (
         list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
-        random.Random, itertools.count, partial, MethodType, bytearray, array, *BOUND,
+        random.Random, itertools.count, partial, MethodType, bytearray, array, MappingProxyType, ref, memoryview,
+        CData, *BOUND,
     )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
 
 
@@ -75,7 +86,7 @@ class Variable(NamedTuple):
     Attributes:
         label, read: where it is.
         value: what it held.
-        content: what a container or an object held; None for what cannot change.
+        content: what a container or an object held, the array and flags of a Tensor; None for what cannot change.
     """
 
     label: str
@@ -134,12 +145,16 @@ class Variables:
         attributes: of the layers.
     """
 
-    def __init__(self, layers: Iterable[Layer], attributes: Iterable[Attribute]) -> None:
+    def __init__(self, layers: Collection[Layer], attributes: Iterable[Attribute]) -> None:
         self._layers = {id(layer) for layer in layers}
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
         self._seen: set[int] = set()
-        self._locations: list[Location] = []
+        self._functions: list[FunctionType] = []  # of the user
+        self._globals: set[tuple[int, str]] = set()  # that have a location, by namespace and name
+        self._locations: list[Location] = [
+            (f"the class of {type(layer).__name__}", partial(type, layer)) for layer in layers
+        ]
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         held = [(found, value) for found in attributes for value in _objects_in(found)]
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
@@ -156,6 +171,7 @@ class Variables:
             Variable(label, read, value := read(), self._content(value))
             for label, read in (*self._locations, *nested)
         ]
+        self._parts = list(map(PARTS, self._functions))
 
     def finish(self, recorder: Recorder) -> None:
         """Break the graph of a step that has changed a variable, or may have advanced an iterator."""
@@ -175,6 +191,11 @@ class Variables:
                 content is not None and self._content(now) != content
             ):
                 return label
+        for function, now, then in zip(
+            self._functions, map(PARTS, self._functions), self._parts, strict=True
+        ):
+            if not all(map(is_, now, then)):
+                return f"the code or the defaults of {function.__name__}"
         return None
 
     # ---- which variables there are -------------------------------------------------------------------
@@ -194,6 +215,9 @@ class Variables:
                 expanded.add(id(value))
                 if isinstance(value, containers()):
                     within += [(label, itertools.repeat(item).__next__) for item in _items_of(value)]
+                    for key in _keys_of(value):
+                        self._follow(key)
+                        nested += [(label, itertools.repeat(key).__next__), *self._attributes(label, key)]
                 else:
                     (within if locations is within else nested).extend(self._attributes(label, value))
 
@@ -208,14 +232,18 @@ class Variables:
             if _is_users(value):
                 self._follow_function(value)
             self._follow(getattr(value, "__wrapped__", None))
+            if isinstance(registry := getattr(value, "registry", None), MappingProxyType):
+                label = f"what {value.__name__} calls by type"  # of functools.singledispatch
+                self._locations.append((label, itertools.repeat(registry).__next__))
+                self._follow(registry)
         elif isinstance(value, type):
             for kind in filter(_is_users, value.__mro__):
                 self._follow_class(kind)
         elif isinstance(value, containers()):
             for item in _items_of(value):
                 self._follow(item)
-        elif isinstance(value, (property, classmethod, staticmethod)):
-            for part in ("fget", "__func__", "__wrapped__"):
+        elif isinstance(value, DESCRIPTORS):
+            for part in ("fget", "fset", "func", "dispatcher", "__func__", "__wrapped__"):
                 self._follow(getattr(value, part, None))
         elif not isinstance(value, ModuleType):
             self._follow(getattr(value, "__wrapped__", None))
@@ -227,17 +255,23 @@ class Variables:
 
     def _follow_class(self, kind: type) -> None:
         for name, value in vars(kind).items():
-            if name != "__init__":
-                self._follow(value)
-            if not name.startswith("__"):
+            if name == "__init__":
+                continue
+            self._follow(value)
+            if not name.startswith("__") or isinstance(value, FunctionType):
                 self._add(f"{kind.__name__}.{name}", vars(kind), name)
+        known = frozenset((*vars(kind), *LAZY))
+        self._locations.append((f"the attributes of {kind.__name__}", partial(known.issuperset, vars(kind))))
 
     def _follow_function(self, function: FunctionType) -> None:
         names, attributes = _names_of(function.__code__)
         self._names |= attributes
-        for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            self._add(f"the global variable {name}", function.__globals__, name)
+        self._functions.append(function)
+        for name in sorted(names):
+            if (id(function.__globals__), name) not in self._globals:
+                self._globals.add((id(function.__globals__), name))
+                self._add(f"the global variable {name}", function.__globals__, name)
+            value = function.__globals__.get(name)
             self._follow(value)
             if isinstance(value, ModuleType) and _is_users(value):
                 for attribute in sorted(attributes & vars(value).keys()):
@@ -262,7 +296,9 @@ class Variables:
     # ---- what they hold ------------------------------------------------------------------------------
 
     def _content(self, value: object) -> Hashable:
-        """Return what tells a changed container from an unchanged one; None for what has no content of its own."""
+        """Return what tells a changed container or Tensor from an unchanged one; None for what has no content."""
+        if isinstance(value, Tensor):
+            return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
             isinstance(value, BOUND) and not _items_of(value)
         )
@@ -281,6 +317,15 @@ class Variables:
             return Same(value), self._describe(list(value), within)
         if isinstance(value, deque):
             return _describe_large(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
+            return Same(value), self._describe(value.tolist(), within)
+        if isinstance(value, MappingProxyType):
+            is_large = len(value) > MAX_ITEMS
+            return _describe_large(value) if is_large else (Same(value), self._describe(dict(value), within))
+        if isinstance(value, ref):
+            return Same(value), self._describe(value(), within)
+        if isinstance(value, (memoryview, CData)):
+            return Same(value), _bytes_of(value)
         if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
             return Same(value), value.tobytes()
         if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
@@ -312,17 +357,21 @@ class Variables:
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
+        elif isinstance(value, WRAPPERS) or type(value).__module__ == "multiprocessing.sharedctypes":
+            names |= held.keys() & {"data", "maps", "_obj"}
         elif isinstance(value, DecayScheduler) and "call" in self._names:
             names |= held.keys()
-        in_slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
         return [
-            (
-                f"{label}.{name}",
-                partial(getattr, value, name, Absent)
-                if name in in_slots
-                else partial(held.get, name, Absent),
-            )
-            for name in sorted(names)
+            (f"the class of {label}", partial(type, value)),
+            *(
+                (
+                    f"{label}.{name}",
+                    partial(getattr, value, name, Absent)
+                    if isinstance(getattr(type(value), name, None), MemberDescriptorType)  # in a slot
+                    else partial(held.get, name, Absent),
+                )
+                for name in sorted(names)
+            ),
         ]
 
 
@@ -342,8 +391,17 @@ def _bound_to(function: Any) -> object:
 
 def _describe_large(value: Any) -> Hashable:
     """Return what tells a large list, dict or deque from a changed one, by what it holds and not what that holds."""
-    items = value.values() if isinstance(value, dict) else value
+    items = value.values() if isinstance(value, (dict, MappingProxyType)) else value
     return Same(value), SameItems(items) if len(value) <= MAX_IDENTITIES else len(value)
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    """Return the bytes of a memoryview or a value of ctypes; None of a large or a released one."""
+    try:
+        view = memoryview(value)
+    except ValueError:
+        return None
+    return view.tobytes() if view.nbytes <= MAX_BYTES else None
 
 
 def _items_of(value: Any) -> Iterable[Any]:
@@ -354,9 +412,22 @@ def _items_of(value: Any) -> Iterable[Any]:
         return value.__func__, value.__self__
     if isinstance(value, BOUND):
         return () if (bound_to := _bound_to(value)) is None else (bound_to,)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
+        return value.ravel().tolist()  # type: ignore[no-any-return]
+    if isinstance(value, MappingProxyType):
+        return _items_of(dict(value))
+    if isinstance(value, ref):
+        return (value(),)
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MAX_ITEMS:
         return value.values() if isinstance(value, dict) else value
     return ()
+
+
+def _keys_of(value: object) -> list[Any]:
+    """Return the keys of a dict and the elements of a set that are objects, whose own attributes may change."""
+    if isinstance(value, (dict, set, frozenset)) and len(value) <= MAX_ITEMS:
+        return [key for key in value if not isinstance(key, (*UNCHANGING, *containers(), Layer))]
+    return []
 
 
 def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
