@@ -1000,6 +1000,21 @@ def test_a_tensor_put_aside_is_a_new_one_at_every_step() -> None:
     assert len({to_numpy(value).item() for value in kept}) == STEPS
 
 
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", ["save_states", "snapshot"])
+def test_a_step_that_saves_the_model_runs_eagerly_and_says_so(save: str, tmp_path: Any) -> None:
+    class Saves(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            getattr(self, save)(*([tmp_path / "net.zip"] if save == "save_states" else []))
+            return loss
+
+    net = assert_alike(Saves, 0, "reads values")
+    assert len(net.graph_info()) == 1
+
+
 # ---- numpy -----------------------------------------------------------------------------------------------------------
 
 

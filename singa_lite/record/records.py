@@ -229,6 +229,7 @@ class Kind:
         misses: recordings since the last replay.
         retries: of steps that broke, but need not the next time.
         break_reason: why such calls run eagerly for good.
+        is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
     """
 
     label: str
@@ -236,6 +237,7 @@ class Kind:
     misses: int = 0
     retries: int = 0
     break_reason: str | None = None
+    is_settled: bool = False
 
 
 class Records:
@@ -244,6 +246,7 @@ class Records:
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
+        self._recorded: Kind | None = None  # of the step that is being recorded
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
@@ -267,7 +270,11 @@ class Records:
                 kind.records.clear()
         if kind.break_reason is not None:
             return model.run_train_one_batch(*arguments, **options)
-        record = Record(model, arguments, options, self._arenas)
+        self._recorded = kind
+        try:
+            record = Record(model, arguments, options, self._arenas)
+        finally:
+            self._recorded = None
         if record.break_reason is None:
             kind.misses += 1
             kind.records.insert(0, record)
@@ -275,9 +282,9 @@ class Records:
         elif record.changes_containers:  # so the next call has other ones
             self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each is not kind)
             self._kinds[_types_of(arguments, options)] = kind
-            kind.break_reason = record.break_reason
+            kind.break_reason, kind.is_settled = record.break_reason, True
         elif record.is_lasting or kind.retries == MAX_RETRIES:
-            kind.break_reason = record.break_reason
+            kind.break_reason, kind.is_settled = record.break_reason, record.is_lasting
         elif not record.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
         result, record.result = record.result, None
@@ -328,7 +335,13 @@ class Records:
 
         There that step is recorded, which rounds as an eager one does; those behind it are replayed in both.
         """
-        self._kinds = OrderedDict((key, kind) for key, kind in self._kinds.items() if kind.records)
+        self._kinds = OrderedDict(
+            (key, kind)
+            for key, kind in self._kinds.items()
+            if kind.records
+            or kind.is_settled
+            or kind is self._recorded  # whose record tells about the saving
+        )
         for kind in self._kinds.values():
             kind.misses = kind.retries = 0
             for record in kind.records:
