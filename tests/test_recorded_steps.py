@@ -11,7 +11,7 @@ import multiprocessing
 import random
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatch
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
@@ -116,6 +116,8 @@ def values_of(result: Any) -> Any:
         return {key: values_of(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):
         return [type(result).__name__, *map(values_of, result)]
+    if is_dataclass(result):
+        return [values_of(value) for value in vars(result).values()]
     return result
 
 
@@ -448,6 +450,221 @@ def test_an_input_that_is_changed_in_place_changes_for_the_caller() -> None:
         return net(x, y), x
 
     assert_alike(Doubles, 0, "changes an input in place", call=call)
+
+
+@dataclass
+class Noted:
+    x: Tensor
+    seen: Any = None
+
+
+def of_a_list(given: Any, loss: Tensor) -> None:
+    given["losses"].append(loss)
+
+
+def of_a_nested_list(given: Any, loss: Tensor) -> None:
+    given["pair"][1].insert(0, (given["x"], loss))
+
+
+def of_a_list_that_shrinks(given: Any, loss: Tensor) -> None:
+    given["more"].pop()
+
+
+def of_a_dict(given: Any, loss: Tensor) -> None:
+    given["stats"]["steps"] += 1
+    given["stats"].pop("first", None)
+
+
+def of_the_dict_that_holds_all(given: Any, loss: Tensor) -> None:
+    given["loss"] = loss
+
+
+def of_a_dataclass(given: Any, loss: Tensor) -> None:
+    given["noted"].seen = loss
+
+
+def of_a_frozen_dataclass(given: Any, loss: Tensor) -> None:
+    object.__setattr__(given["batch"], "y", loss)
+
+
+def beside_the_fields(given: Any, loss: Tensor) -> None:
+    given["noted"].more = loss
+
+
+def of_a_tensor(given: Any, loss: Tensor) -> None:
+    given["x"].requires_grad, given["x"].name = False, "x"
+
+
+def in_two_places(given: Any, loss: Tensor) -> None:
+    given["losses"].append(given["x"])
+    given["stats"]["losses"] = given["losses"]
+
+
+CHANGES = [
+    of_a_list,
+    of_a_nested_list,
+    of_a_list_that_shrinks,
+    of_a_dict,
+    of_the_dict_that_holds_all,
+    of_a_dataclass,
+    of_a_frozen_dataclass,
+    beside_the_fields,
+    of_a_tensor,
+    in_two_places,
+]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_a_step_changes_of_its_arguments_the_caller_sees_once(change: Any, stays: bool) -> None:
+    class Changes(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, given: Any) -> Any:  # type: ignore[override]
+            loss = super().train_one_batch(x, y)
+            change(given, loss.clone())
+            return loss
+
+    def new(x: Tensor, y: Tensor) -> Any:
+        pair = (2, [3])
+        return {
+            "x": x, "losses": [], "more": list(range(9)), "stats": {"steps": 0, "first": 1}, "pair": pair,
+            "noted": Noted(x), "batch": Batch(x, y),
+        }  # fmt: skip
+
+    found: list[Any] = []
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        given = found[-1] if stays and step else new(x, y)
+        found.append(given)
+        inner = [given["pair"], given["pair"][1], given["losses"], given["noted"], given["x"]]
+        result = net(given["x"], y, given)
+        now = [given["pair"], given["pair"][1], given["losses"], given["noted"], given["x"]]
+        assert all(a is b for a, b in zip(inner, now, strict=True))
+        assert change is not in_two_places or given["stats"]["losses"] is given["losses"]
+        assert change is not in_two_places or given["losses"][-1] is given["x"]
+        return result, values_of(given), given["x"].requires_grad, given["x"].name
+
+    sets_again = change is of_a_tensor and stays  # the values that are there since the first step
+    net = assert_alike(Changes, STEPS - 2 if sets_again else 0, "it changes an argument", call=call)
+    assert len(net.graph_info()) == 1 + sets_again
+
+
+def test_a_container_that_is_given_twice_is_one_in_the_step() -> None:
+    class Appends(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, a: Any, b: Any) -> Any:  # type: ignore[override]
+            loss = super().train_one_batch(x, y)
+            a.append(1)
+            b.append(len(a))
+            return loss
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        both: list[int] = []
+        return net(x, y, both, both), both
+
+    net = assert_alike(Appends, 0, "it changes an argument, a list", call=call)
+    assert len(net.graph_info()) == 1
+
+
+def test_a_step_that_fails_has_changed_its_arguments() -> None:
+    class Fails(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, seen: Any) -> Any:  # type: ignore[override]
+            seen.append(1)
+            x *= 2.0
+            loss = super().train_one_batch(x, y)
+            if len(seen) % 2:
+                raise RuntimeError("odd")
+            return loss
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        seen = [0] * step
+        try:
+            result = net(x, y, seen)
+        except RuntimeError as error:
+            result = str(error)
+        return result, x, seen
+
+    assert_alike(Fails, 0, "it changes an argument, a list", call=call)
+
+
+def test_a_dataclass_is_copied_without_making_it_again() -> None:
+    @dataclass
+    class Scaled:
+        x: Tensor
+        y: Tensor
+
+        def __post_init__(self) -> None:
+            self.x = self.x * 2.0
+
+    class OfScaled(Net):
+        def train_one_batch(self, given: Any) -> Any:  # type: ignore[override]
+            return Batch(super().train_one_batch(given.x, given.y), given.x)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        autograd.training = False
+        result = net(Scaled(x, y))
+        return result.x, result.y
+
+    assert_alike(OfScaled, STEPS - 1, call=call)
+
+
+def test_an_argument_given_twice_is_one_tensor_in_the_step() -> None:
+    class Compares(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, z: Tensor) -> Any:  # type: ignore[override]
+            return super().train_one_batch(x * (2.0 if z is x else 3.0) + z, y)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        return net(x, y, x if step % 2 else x.clone())
+
+    assert_alike(Compares, STEPS - 2, call=call)
+
+
+def test_an_argument_given_twice_is_changed_in_place_once() -> None:
+    class Doubles(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, z: Tensor) -> Any:  # type: ignore[override]
+            x *= 2.0
+            return super().train_one_batch(z, y)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        return net(x, y, x), x
+
+    assert_alike(Doubles, 0, "changes an input in place", call=call)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_arguments_that_share_memory_run_eagerly_and_say_so(is_changed: bool) -> None:
+    class Doubles(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, z: Tensor) -> Any:  # type: ignore[override]
+            if is_changed:
+                z *= 2.0
+            return super().train_one_batch(x, y)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        return net(x, y, x.copy()), x
+
+    assert_alike(Doubles, 0, "share memory", call=call)
+
+
+def test_the_name_of_an_argument_is_seen() -> None:
+    class Reads(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            return super().train_one_batch(x * 2.0 if x.name == "even" else x, y)
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        x.name = "even" if step % 2 == 0 else "odd"
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=call)
+
+
+def test_an_attribute_that_the_caller_gives_a_tensor_is_not_frozen() -> None:
+    class Reads(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            return super().train_one_batch(x * x.weight, y)  # type: ignore[attr-defined]
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        x.weight = 1.0 + step  # type: ignore[attr-defined]
+        return net(x, y)
+
+    assert_alike(Reads, 0, "an attribute weight of its own", call=call)
 
 
 def test_an_input_that_was_computed_keeps_its_gradient() -> None:
@@ -828,6 +1045,21 @@ def test_a_tensor_put_aside_is_a_new_one_at_every_step() -> None:
 
     assert_alike(PutsAside, STEPS - 2, call=call)  # the first step finds no such attribute
     assert len({to_numpy(value).item() for value in kept}) == STEPS
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", ["save_states", "snapshot"])
+def test_a_step_that_saves_the_model_runs_eagerly_and_says_so(save: str, tmp_path: Any) -> None:
+    class Saves(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            loss = super().train_one_batch(x, y)
+            getattr(self, save)(*([tmp_path / "net.zip"] if save == "save_states" else []))
+            return loss
+
+    net = assert_alike(Saves, 0, "reads values")
+    assert len(net.graph_info()) == 1
 
 
 # ---- numpy -----------------------------------------------------------------------------------------------------------

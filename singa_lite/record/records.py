@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from ..layer.base import layers_of
 from ..profile import TimeProfile
 from ..tensor import Tensor
 from ..tensor.pytree import OpaqueLeafError, flatten, leaves, rebuild
+from .arguments import Arguments, repeats
 from .attributes import Attributes, pinned
 from .variables import Variables
 
@@ -41,6 +43,8 @@ TOO_MANY_MISSES = (
     "(an attribute of the model, a variable, a schedule)"
 )
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
+name_of = attrgetter("name")
+GRADIENT = {"_grad", "_has_fresh_grad"}  # attributes that some Tensors have
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
 
 
@@ -80,6 +84,7 @@ class Record:
     Attributes:
         result: what the step returned, for the caller of this call.
         is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
+        changes_containers: whether the step has changed a list, dict or dataclass among its arguments.
         break_reason, is_lasting, is_partial: the Recorder's.
     """
 
@@ -88,24 +93,31 @@ class Record:
     ) -> None:  # model: model.Model, of a module above
         self.is_postponed = False
         recorder = Recorder(leaves)
-        given = leaves((arguments, options))
-        inputs = [tensor.clone() for tensor in given]
+        copies = Arguments((arguments, options))
+        inputs = copies.tensors
         recorder.take_inputs([tensor.array for tensor in inputs])
         self._device = inputs[0].device if inputs else get_default_device()
         self._attributes = Attributes(model)
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
         )
-        copied_arguments, copied_options = rebuild((arguments, options), iter(inputs))
-        with recorder.recording():
-            self.result = model.run_train_one_batch(*copied_arguments, **copied_options)
-        del copied_arguments, copied_options
+        try:
+            with recorder.recording():
+                self.result = model.run_train_one_batch(*copies.value[0], **copies.value[1])
+        except BaseException:
+            recorder.break_graph("it raises an error")
+            copies.give_back(recorder)
+            copies.give_values_back(recorder)
+            raise
+        copies.give_back(recorder)
         recorder.finish()
         self._variables.finish(recorder)
-        _restore_inputs(recorder, inputs, given)
+        copies.give_values_back(recorder)
+        self.changes_containers = copies.changes_containers
         _check_result(self.result, (arguments, options), recorder)
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self._attributes.finish(recorder)
+        del copies
         if recorder.break_reason is None:
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
             self._result = rebuild(self.result, iter(self._results))
@@ -217,6 +229,7 @@ class Kind:
         misses: recordings since the last replay.
         retries: of steps that broke, but need not the next time.
         break_reason: why such calls run eagerly for good.
+        is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
     """
 
     label: str
@@ -224,14 +237,16 @@ class Kind:
     misses: int = 0
     retries: int = 0
     break_reason: str | None = None
+    is_settled: bool = False
 
 
 class Records:
-    """The records of one model, by what a call is made of."""
+    """The records of one model, by what a call is made of; by its types alone if the step changes containers there."""
 
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
+        self._recorded: Kind | None = None  # of the step that is being recorded
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
@@ -255,13 +270,21 @@ class Records:
                 kind.records.clear()
         if kind.break_reason is not None:
             return model.run_train_one_batch(*arguments, **options)
-        record = Record(model, arguments, options, self._arenas)
+        self._recorded = kind
+        try:
+            record = Record(model, arguments, options, self._arenas)
+        finally:
+            self._recorded = None
         if record.break_reason is None:
             kind.misses += 1
             kind.records.insert(0, record)
             self._drop_oldest()
+        elif record.changes_containers:  # so the next call has other ones
+            self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each is not kind)
+            self._kinds[_types_of(arguments, options)] = kind
+            kind.break_reason, kind.is_settled = record.break_reason, True
         elif record.is_lasting or kind.retries == MAX_RETRIES:
-            kind.break_reason = record.break_reason
+            kind.break_reason, kind.is_settled = record.break_reason, record.is_lasting
         elif not record.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
         result, record.result = record.result, None
@@ -278,6 +301,9 @@ class Records:
         self, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
     ) -> tuple[Kind, list[Tensor]]:
         """Return the kind of a call, and the Tensors of its arguments."""
+        types = _types_of(arguments, options)
+        if types in self._kinds:
+            return self._kinds[types], []
         reason, tensors = None, list[Tensor]()
         try:
             key, tensors = flatten((arguments, options))
@@ -286,13 +312,14 @@ class Records:
                 f"arguments of type {error} do not distinguish calls; pass Tensors, plain values, or lists, "
                 "tuples, dicts and dataclasses of them"
             )
-        key = key, precision
+        shared = repeats(tensors)
+        key = key, precision, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
         if key not in self._kinds:
-            reason = reason or _unfit(tensors)
+            reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
             self._kinds[key] = Kind(label, break_reason=reason)
         self._kinds.move_to_end(key)
-        return self._kinds[key], tensors
+        return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
 
     def info(self) -> list[RecordInfo]:
         """Return one entry a record, the least recently used kind first, and one a kind that runs eagerly."""
@@ -308,7 +335,13 @@ class Records:
 
         There that step is recorded, which rounds as an eager one does; those behind it are replayed in both.
         """
-        self._kinds = OrderedDict((key, kind) for key, kind in self._kinds.items() if kind.records)
+        self._kinds = OrderedDict(
+            (key, kind)
+            for key, kind in self._kinds.items()
+            if kind.records
+            or kind.is_settled
+            or kind is self._recorded  # whose record tells about the saving
+        )
         for kind in self._kinds.values():
             kind.misses = kind.retries = 0
             for record in kind.records:
@@ -322,6 +355,10 @@ class Records:
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """Start a copy or a pickle of a model without records: they hold arrays of the original."""
         return Records, ()
+
+
+def _types_of(arguments: tuple[Any, ...], options: dict[str, Any]) -> Hashable:
+    return *map(type, arguments), *options, *map(type, options.values())
 
 
 def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -342,20 +379,16 @@ def _described(node: Node) -> str:
     return f"{node.name} -> {outputs}{extras}"
 
 
-def _unfit(tensors: list[Tensor]) -> str | None:
+def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:
     """Why a step on such inputs cannot be recorded: a record works on copies, through which no gradient flows."""
     if any(tensor.creator is not None for tensor in tensors):
         return "an input was made by a recorded operator; pass x.clone()"
+    if has_overlap:
+        return "two inputs share memory; pass x.clone()"
+    for tensor in tensors:
+        for name in vars(tensor).keys() - vars(Tensor.wrap(tensor.array, tensor.device)).keys() - GRADIENT:
+            return f"an input has an attribute {name} of its own, which may be another one at the next call"
     return "an input stores its gradient" if any(tensor.stores_grad for tensor in tensors) else None
-
-
-def _restore_inputs(recorder: Recorder, inputs: list[Tensor], given: list[Tensor]) -> None:
-    """Break the graph if the step has changed its inputs in place; after any break, change the caller's Tensors too."""
-    if any(recorder.writes(copy.array) for copy in inputs):
-        recorder.break_graph("it changes an input in place")
-    if recorder.break_reason is not None:  # which may be that it read the array of an input
-        for copy, tensor in zip(inputs, given, strict=True):
-            tensor.copy_data(copy)
 
 
 def _check_result(result: Any, arguments: Any, recorder: Recorder) -> None:

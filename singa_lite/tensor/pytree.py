@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import types
 from collections.abc import Callable, Hashable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from .core import Tensor
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, np.generic, np.dtype, type, range)
+
+BUILTIN = (list, tuple, dict)
 
 
 class OpaqueLeafError(Exception):
@@ -45,7 +47,8 @@ def flatten(
         value: the pytree. Its other leaves are plain values: numbers, text, None, enums, types, functions without a
             closure and bound to no object, and objects whose class has ``is_static = True``, which count as equal where
             they are the same.
-        describe: called with any other object, returns what represents it; None raises.
+        describe: called with any other object, or a dict or dataclass with attributes beside its items or fields,
+            returns what represents it; None raises.
 
     Returns:
         (structure, Tensors): two pytrees with equal structures differ in the values of their Tensors alone; shapes,
@@ -60,20 +63,26 @@ def flatten(
 
 def rebuild(value: Any, tensors: Iterator[Any]) -> Any:
     """Return the pytree ``value`` with the next of ``tensors`` for each of its Tensors; nothing else is copied."""
-    form = _form_of(value.__class__)
-    if form == "tensor":
+    if isinstance(value, Tensor):
         return next(tensors)
-    if form == "dict":
-        new = copy.copy(value)  # of the same class
-        for key, item in value.items():
-            new[key] = rebuild(item, tensors)
-        return new
+    return mapped(value, partial(rebuild, tensors=tensors))
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a list, tuple, dict or dataclass like ``value`` with ``change(item)`` for each item; else ``value``."""
+    form = _form_of(value.__class__)
     if form == "sequence":
-        return type(value)([rebuild(item, tensors) for item in value])
+        return type(value)(map(change, value))
     if form == "namedtuple":
-        return type(value)(*[rebuild(item, tensors) for item in value])
-    if form == "dataclass":
-        return dataclasses.replace(value, **{name: rebuild(item, tensors) for name, item in _fields(value)})
+        return type(value)(*map(change, value))
+    if form in ("dict", "dataclass"):
+        new = copy.copy(value)  # of the same class
+        for key, item in value.items() if form == "dict" else _fields(value):
+            if form == "dict":
+                new[key] = change(item)
+            else:
+                object.__setattr__(new, key, change(item))  # of a frozen one, too
+        return new
     return value
 
 
@@ -85,13 +94,14 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
     if form == "plain" or (form == "function" and _is_free(value)):
         return type(value), value
+    if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
+        return describe(value)
+    walk = partial(_walk, found=found, describe=describe)
     if form == "dict":
-        return type(value), tuple([(_key(key), _walk(item, found, describe)) for key, item in value.items()])
-    if form in ("sequence", "namedtuple"):
-        return type(value), tuple([_walk(item, found, describe) for item in value])
+        return type(value), (*map(_key, value), *map(walk, value.values()))
     if form == "dataclass":
-        return type(value), tuple([(name, _walk(item, found, describe)) for name, item in _fields(value)])
-    return describe(value)
+        return type(value), tuple([(name, walk(item)) for name, item in _fields(value)])
+    return type(value), tuple(map(walk, value))
 
 
 @lru_cache(maxsize=1000)  # a bound for classes that are made again and again
@@ -118,6 +128,16 @@ def _is_free(function: Any) -> bool:
     return not getattr(function, "__closure__", None) and isinstance(
         bound_to, (type(None), type, types.ModuleType)
     )
+
+
+def _has_more(value: Any, form: str) -> bool:
+    """Return whether an object has attributes beside its items or fields."""
+    attributes = getattr(value, "__dict__", {})
+    if form == "dataclass":
+        return len(attributes) > len(dataclasses.fields(value)) or any(
+            name not in value.__dataclass_fields__ for name in attributes
+        )
+    return bool(attributes)
 
 
 def _key(key: Hashable) -> Hashable:
