@@ -138,7 +138,7 @@ constexpr auto kDirect = dnnl::algorithm::convolution_direct;
 
 ForwardDesc forward_desc(const Conv& c, const Shapes& s, Tag tag, bool has_bias) {
   dnnl::primitive_attr attributes;
-  if (c.relu) attributes.set_post_ops(relu_after());
+  if (c.relu) attributes.set_post_ops(relu_post_ops());
   return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag),
           s.any_weights(s.computed), has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
 }
@@ -180,7 +180,7 @@ OnednnCall make_forward(const Conv& c, bool has_bias) {
   std::vector<OnednnCall::Slot> slots{x_slot(c, s, DNNL_ARG_SRC, pd.src_desc(), false),
                                 w_slot(c, s, pd.weights_desc()),
                                 y_slot(c, s, DNNL_ARG_DST, pd.dst_desc(), true)};
-  if (c.relu) slots.push_back(slope_slot(s.y.size()));
+  if (c.relu) slots.push_back(prelu_weight_slot(s.y.size()));
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
   return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
 }
@@ -253,7 +253,7 @@ bool conv_forward(Conv c, const void* x, const void* w, const float* b, void* y)
   if (is_winograd(c, ConvKind::kForward)) return winograd_forward(c, x, weights.data(), b, y);
   const auto call = cached_call(key_of(ConvKind::kForward, c, b), [&] { return make_forward(c, b); });
   if (!call) return false;
-  if (c.relu) call->run({x, weights.data(), y, &kSlope, b});
+  if (c.relu) call->run({x, weights.data(), y, &kPreluWeight, b});
   else call->run({x, weights.data(), y, b});
   return true;
 }

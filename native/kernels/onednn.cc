@@ -103,14 +103,14 @@ void OnednnCall::run(const std::vector<const void*>& arrays) const {
   }
 }
 
-dnnl::post_ops relu_after() {
+dnnl::post_ops relu_post_ops() {
   dnnl::post_ops after;
   if (has_isa(dnnl::cpu_isa::avx2)) after.append_prelu(0);
   else after.append_eltwise(dnnl::algorithm::eltwise_relu, 0, 0);
   return after;
 }
 
-OnednnCall::Slot slope_slot(std::size_t num_axes) {
+OnednnCall::Slot prelu_weight_slot(std::size_t num_axes) {
   const Dims ones(num_axes, 1);
   const dnnl::memory::desc one(ones, DataType::f32, ones);
   return {DNNL_ARG_ATTR_MULTIPLE_POST_OP(0) | DNNL_ARG_WEIGHTS, one, one, false};

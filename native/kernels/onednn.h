@@ -69,14 +69,14 @@ class OnednnCall {
 
 using Dims = dnnl::memory::dims;
 
-// A ReLU behind a primitive, which is the first of its post-ops: NaN stays, of which oneDNN's eltwise_relu makes 0, so that a
-// step would go on as if all were well. So it multiplies what is negative by a slope of 0 (-inf becomes NaN, and -1 is -0);
-// processors without AVX2, whose code for that takes up to 7 times as long, have oneDNN's.
-dnnl::post_ops relu_after();
+// A ReLU as the first post-op of a primitive: PReLU with a weight of 0, which keeps NaN, while oneDNN's eltwise_relu gives 0 for
+// it and hides that a model has diverged. -inf becomes NaN, and a negative number -0. Processors without AVX2, on which PReLU
+// takes up to 7 times as long, have eltwise_relu.
+dnnl::post_ops relu_post_ops();
 
-// The argument of that slope, beside results of so many axes, and its array.
-OnednnCall::Slot slope_slot(std::size_t num_axes);
-inline constexpr float kSlope = 0;
+// The argument for the weight of that PReLU, beside results of so many axes, and the array to pass.
+OnednnCall::Slot prelu_weight_slot(std::size_t num_axes);
+inline constexpr float kPreluWeight = 0;
 
 // The description of (batch, channels, height, width) in blocks of b channels, see Note [memory formats] in layout.h.
 dnnl::memory::desc blocked(const Dims& dims, DataType type, std::int64_t block);
