@@ -89,6 +89,8 @@ class State:
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.
         has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
+        rounded: the step whose copies of parameters are fresh (graph.rounded.RoundedCopies), else None.
+        exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
 
@@ -113,6 +115,8 @@ class State:
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     has_looked_for_bfloat16: bool = False
+    rounded: Any = None  # Any: likewise; graph/rounded.py owns it
+    exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
 
 

@@ -50,6 +50,12 @@ py::array empty(const py::handle& shape_, const py::object& dtype_) {
   return py::array(dtype, shape, block, owner);
 }
 
+// numpy itself gives a flag that it took away back to no array whose memory belongs to something else.
+void set_writeable(const py::array& array, bool is_writeable) {
+  int& flags = py::detail::array_proxy(array.ptr())->flags;
+  flags = is_writeable ? flags | py::detail::npy_api::NPY_ARRAY_WRITEABLE_ : flags & ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+}
+
 // ---- element by element ----------------------------------------------------------------------------------------------
 
 // The axes of x, adjacent ones joined that are both summed or both kept; nothing if one is empty.
@@ -276,6 +282,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("fuses_multiply_add", &fuses_multiply_add, "Whether cloned functions run as compiled for x86-64-v3 or above.");
 
   m.def("empty", &empty, "shape"_a, "dtype"_a, "An array of undefined content whose memory is reused.");
+  m.def("set_writeable", &set_writeable, "array"_a, "is_writeable"_a, "Set whether numpy may write to an array.");
   m.def("release_cached_memory", [] {
     release_thread_scratch();
     memory_pool().release_cached_memory();

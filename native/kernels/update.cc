@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "kernels/clones.h"
+#include "kernels/elementwise.h"
 #include "kernels/parts.h"
 #include "kernels/registry.h"
 #include "kernels/vector_math.h"
@@ -60,13 +61,34 @@ const std::vector<Update>& updates() {
   return all;
 }
 
+namespace {
+constexpr std::size_t kPiece = 4096;  // elements that are still in the first cache when they are rounded
+}
+
 void apply(const Update& update, const std::vector<UpdatePart>& parts, const float* numbers) {
   parallel_for_parts(parts, [&](const UpdatePart& part, std::size_t begin, std::size_t end) {
-    update.loop(part, begin, end - begin, numbers);
+    const std::size_t piece = part.rounded ? kPiece : end - begin;
+    for (; begin < end; begin += piece) {
+      const std::size_t count = std::min(piece, end - begin);
+      update.loop(part, begin, count, numbers);
+      if (part.rounded) to_bfloat16(part.param + begin, part.rounded + begin, count);
+    }
   });
 }
 
 namespace {
+
+// Give the parameters of these numbers their copies; false if one does not fit.
+bool add_copies(const std::vector<View>& copies, const std::vector<double>& numbers, std::vector<UpdatePart>* parts) {
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    const View& copy = copies[i];
+    const auto number = std::size_t(numbers[i]);
+    if (!copy.is_bfloat16s() || !copy.is_writeable || number >= parts->size() || copy.size() != (*parts)[number].count)
+      return false;
+    (*parts)[number].rounded = copy.bfloat16s();
+  }
+  return true;
+}
 
 // The tensors of a step from (grad, ...) and (param, ..., each state of all ...); nothing if two outputs share memory,
 // which threads must not write at once, or if sizes differ.
@@ -90,12 +112,18 @@ std::optional<std::vector<UpdatePart>> parts_of(const Call& call) {
   return parts;
 }
 
-Step prepare(const Update& update, const Call& call) {
-  const std::size_t count = call.inputs.size();
-  if (count == 0 || !call.are_floats(count, count * (1 + update.num_states))) return {};
+Step prepare(const Update& update, Call call) {
+  const auto found = call.attributes.find("rounded");
+  const std::vector<double> rounded = found == call.attributes.end() ? std::vector<double>() : found->second;
+  call.attributes.erase("rounded");
+  const std::size_t count = call.inputs.size(), end = count * (1 + update.num_states);
+  if (count == 0 || call.outputs.size() != end + rounded.size()) return {};
+  const std::vector<View> copies(call.outputs.begin() + end, call.outputs.end());
+  call.outputs.resize(end);
+  if (!call.are_floats(count, end)) return {};
   const auto numbers = call.read_numbers<kMostNumbers>(update.numbers, {"weight_decay"});
   auto parts = parts_of(call);
-  if (!parts || !numbers) return {};
+  if (!parts || !numbers || !add_copies(copies, rounded, &*parts)) return {};
   return [&update, parts = std::move(*parts), numbers = *numbers] {
     apply(update, parts, numbers.data());
     return true;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace singa_lite {
 
 constexpr std::size_t kMostStates = 2, kMostNumbers = 8;
@@ -15,6 +17,7 @@ struct UpdatePart {
   float* param;
   float* states[kMostStates];
   std::size_t count;
+  Bfloat16* rounded = nullptr;  // a copy of the new param; null: none is wanted
 };
 
 // An update, compiled.

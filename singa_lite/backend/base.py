@@ -26,6 +26,8 @@ Note [lowered calls]: ``lower`` alone makes these, each backend those that it kn
   ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
 - Memory formats, channels per block, 1 for row-major (layout.py): ``memory_formats`` of a convolution, of x and y or
   of their gradients; ``memory_format`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
+- ``rounded`` of an optimizer step, on the CPU: numbers of parameters, each of which has a bfloat16 copy behind the
+  states in out, which is written as well (graph/rounded.py).
 - Kernels with names of their own, on the CPU: cpu/fuse_rows.py.
 """
 
@@ -42,7 +44,8 @@ import numpy as np
 
 from ..config import state, this_thread
 from ..errors import OptionError
-from ..graph.nodes import Node
+from ..graph.memory import View
+from ..graph.nodes import Kernel, Node
 from ..graph.recorder import Recorder, break_graph, tell_other_threads
 from .formulas import FORMULAS, UPDATES
 
@@ -181,6 +184,8 @@ class Backend(ABC):
             tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
         if this_thread.autocast is not None:
             this_thread.autocast.written(out)
+        if state.rounded is not None:
+            state.rounded.written(out if isinstance(out, tuple) else (out,))
         self.execute(kernel, inputs, out, attributes)
 
     def execute(
@@ -236,6 +241,14 @@ class Backend(ABC):
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
         """Return what a replay runs, in order, for nodes on arrays that stay; the default runs them one by one."""
         return list(nodes)
+
+    def rounds_updates(self, update: Kernel, param: View) -> bool:
+        """Return whether ``update`` updates ``param`` and can write a rounded copy of it; see Note [lowered calls]."""
+        return False
+
+    def set_writeable(self, array: Array, is_writeable: bool) -> None:
+        """Set whether Python may write to ``array``, where ``rounds_updates`` may be True."""
+        raise NotImplementedError
 
     def recurrent_reserve_bytes(self, x_shape: tuple[int, ...], dtype: Any, **attributes: Any) -> int:
         """Size of the uint8 array that a call of the kernel ``recurrent`` fills; dtype: x's; its attributes."""

@@ -27,6 +27,7 @@ from ..errors import (
     check_ints,
     check_number,
 )
+from ..graph.rounded import note_written
 from .flight_recorder import FlightRecorder
 from .gpu_arrays import address_of, is_cuda_array
 from .hosts import this_host
@@ -455,6 +456,8 @@ class Communicator(ABC):
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
         self._check_kind(array)
+        if writes:
+            note_written(array)
         dtype, flags = array.dtype, array.flags
         if dtype not in (_MOVED if op is None else _COMBINED):
             known = ", ".join(str(dtype) for dtype in DTYPES)

@@ -22,6 +22,7 @@ from ..config import this_thread
 from ..errors import CommError, DTypeError, OptionError, ShapeError
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
+from ..graph.rounded import note_written
 from .base import DTYPES, TIMEOUT_S
 from .work import Array, Work
 
@@ -421,6 +422,7 @@ class Messenger(ABC):
                 raise DTypeError(f"{self.name}: {where}: expected an array of {dtype}, got {array.dtype}")
             if array.shape != shape:
                 raise ShapeError(f"{self.name}: {where}: expected shape {shape}, got {array.shape}")
+            note_written(array)
             if not array.flags.writeable:
                 raise ShapeError(f"{self.name}: {where}: array of shape {shape} is read-only; pass another")
 

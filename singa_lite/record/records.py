@@ -27,6 +27,7 @@ from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
+from ..graph.rounded import RoundedCopies, keep_copies, use_copies
 from ..layer.base import layers_of
 from ..profile import TimeProfile
 from ..tensor import Tensor
@@ -80,6 +81,7 @@ class Record:
     Args:
         model: whose step is run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
         arenas: memory that the records of a model share; another piece is appended where none is large enough.
+        copies: of parameters, which they share too (graph/rounded.py); more are added.
 
     Attributes:
         result: what the step returned, for the caller of this call.
@@ -89,12 +91,17 @@ class Record:
     """
 
     def __init__(
-        self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], arenas: list[Any]
+        self,
+        model: Any,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        arenas: list[Any],
+        copies: dict[int, Any],
     ) -> None:  # model: model.Model, of a module above
         self.is_postponed = False
         recorder = Recorder(leaves)
-        copies = Arguments((arguments, options))
-        inputs = copies.tensors
+        given = Arguments((arguments, options))
+        inputs = given.tensors
         recorder.take_inputs([tensor.array for tensor in inputs])
         self._device = inputs[0].device if inputs else get_default_device()
         self._attributes = Attributes(model)
@@ -103,21 +110,21 @@ class Record:
         )
         try:
             with recorder.recording():
-                self.result = model.run_train_one_batch(*copies.value[0], **copies.value[1])
+                self.result = model.run_train_one_batch(*given.value[0], **given.value[1])
         except BaseException:
             recorder.break_graph("it raises an error")
-            copies.give_back(recorder)
-            copies.give_values_back(recorder)
+            given.give_back(recorder)
+            given.give_values_back(recorder)
             raise
-        copies.give_back(recorder)
+        given.give_back(recorder)
         recorder.finish()
         self._variables.finish(recorder)
-        copies.give_values_back(recorder)
-        self.changes_containers = copies.changes_containers
+        given.give_values_back(recorder)
+        self.changes_containers = given.changes_containers
         _check_result(self.result, (arguments, options), recorder)
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self._attributes.finish(recorder)
-        del copies
+        del given
         if recorder.break_reason is None:
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
             self._result = rebuild(self.result, iter(self._results))
@@ -133,13 +140,17 @@ class Record:
             recorder.updates_in_parts
         )  # or Ctrl-C would leave some parameters a step ahead of others
         if self.break_reason is None:
-            self._compile(recorder, [*inputs, *self._attributes.inputs], arenas)
+            self._compile(recorder, [*inputs, *self._attributes.inputs], arenas, copies)
 
-    def _compile(self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any]) -> None:
+    def _compile(
+        self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: dict[int, Any]
+    ) -> None:
         """Turn the tape into what a replay runs."""
         backend = self._device.backend
         views = [recorder.view(tensor.array) for tensor in inputs]
         nodes = without_empty_laps(backend.lower(pack_in_place(recorder.nodes)))
+        known = [view.memory for view in views if view]
+        nodes, num_casts, params = keep_copies(nodes, known, copies)
 
         def make(num_bytes: int) -> Any:
             found = next((arena for arena in arenas if arena.nbytes >= num_bytes), None)
@@ -149,14 +160,19 @@ class Record:
                 arenas.append(found)
             return found
 
-        array_of, self._num_bytes = share_memory(nodes, [view.memory for view in views if view], make)
+        array_of, self._num_bytes = share_memory(nodes, known, make)
         self._number = next(state.numbers)  # in the tables of profiles
         self._nodes = [node.mapped(array_of) for node in nodes]
         self._inputs = [None if view is None else array_of(view) for view in views]
         self._communicators = list(
             dict.fromkeys(node.communicator for node in nodes if isinstance(node, Collective))
         )
-        self._replay_nodes = backend.compile(self._nodes)
+        self._replay_nodes = backend.compile(self._nodes[num_casts:])
+        self._copies: RoundedCopies | None = None
+        if params:
+            casts = backend.compile(self._nodes[:num_casts])
+            self._copies = RoundedCopies(casts, params, backend.set_writeable)
+            weakref.finalize(self, self._copies.forget).atexit = False
         self._nodes = [node for node in self._nodes if not isinstance(node, ClockCall)]
 
     def fits(self, known: Known) -> bool:
@@ -185,10 +201,17 @@ class Record:
 
     def _run(self) -> None:
         profile = self._device.profile
-        if profile.verbosity:
-            self._replay_timed(profile)
-        else:
-            run_steps(self._replay_nodes)
+        copies = None if profile.verbosity else self._copies
+        try:
+            if state.rounded is not copies:
+                use_copies(copies)
+            if profile.verbosity:
+                self._replay_timed(profile)
+            else:
+                run_steps(self._replay_nodes)
+        except BaseException:
+            use_copies(None)
+            raise
 
     def _new_result(self) -> Any:
         return rebuild(self._result, map(Tensor.clone, self._results))
@@ -246,6 +269,7 @@ class Records:
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
+        self._copies: dict[int, Any] = {}
         self._recorded: Kind | None = None  # of the step that is being recorded
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
@@ -272,7 +296,7 @@ class Records:
             return model.run_train_one_batch(*arguments, **options)
         self._recorded = kind
         try:
-            record = Record(model, arguments, options, self._arenas)
+            record = Record(model, arguments, options, self._arenas, self._copies)
         finally:
             self._recorded = None
         if record.break_reason is None:
@@ -351,6 +375,7 @@ class Records:
         """Forget all records."""
         self._kinds.clear()
         self._arenas.clear()
+        self._copies.clear()
 
     def __reduce__(self) -> tuple[type[Records], tuple[()]]:
         """Start a copy or a pickle of a model without records: they hold arrays of the original."""

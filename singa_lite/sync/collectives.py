@@ -20,6 +20,7 @@ from ..device import Device, create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import persist
+from ..graph.rounded import note_written
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
@@ -224,6 +225,8 @@ def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
         persist(array)
     if not isinstance(array, np.ndarray) and not is_cuda_array(array):
         raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
+    if writes:
+        note_written(array)
     if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
         raise ShapeError(
             f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"

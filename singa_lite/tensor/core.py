@@ -24,6 +24,7 @@ from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
+from ..graph.rounded import expose
 from .checks import (
     as_axis,
     as_dtype,
@@ -124,9 +125,11 @@ class Tensor:
         """The raw row-major array (numpy.ndarray on the CPU); assigning replaces it.
 
         What is done with it is not recorded, so a recorded step that reads it runs eagerly. Operators and
-        synchronisation schemes give ``array``, the same, to kernels and collectives, which are recorded.
+        synchronisation schemes give ``array``, the same, to kernels and collectives, which are recorded; Python may
+        find it read-only (graph/rounded.py).
         """
         break_graph("it reads Tensor.data, and a replay would not do what is done with that array")
+        expose(self.array)
         return self.array
 
     @data.setter
@@ -140,6 +143,7 @@ class Tensor:
                 f"Tensor.data: cannot replace {self.dtype}{self.shape} by {array.dtype}{array.shape}"
             )
         break_graph("it replaces Tensor.data, which a replay would not do")
+        expose(array)
         self.array = array
 
     @property

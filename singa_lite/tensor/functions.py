@@ -22,6 +22,7 @@ import numpy as np
 from ..device import Device, get_default_device
 from ..dtypes import is_narrow
 from ..errors import DTypeError, ShapeError, check_number
+from ..graph.rounded import expose
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
 from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32, listed
 from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
@@ -94,6 +95,7 @@ def from_raw_tensor(t: Any) -> Tensor:
     as_dtype(getattr(t, "dtype", None))
     if not isinstance(t, type(device.backend.allocate((), float32))):
         raise DTypeError(f"from_raw_tensor: expected a raw array of {device}, got {type(t).__name__}")
+    expose(t)
     return Tensor.wrap(t, device)
 
 

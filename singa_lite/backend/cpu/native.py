@@ -16,8 +16,10 @@ from typing import Any
 from ..._native import load
 from ...config import env
 from ...errors import OptionError
+from ...graph.memory import View
 from ...graph.nodes import Host, Kernel, Node
 from ..base import Array, Backend, is_kernel
+from ..formulas import UPDATES
 from ..layout import choose_formats
 from .fuse import fuse, is_compiled_dtype
 from .fuse_rows import LOWERED
@@ -37,6 +39,7 @@ class NativeKernels(Backend):
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
+        self._set_writeable = getattr(module, "set_writeable", None)
         winograd = env("SINGA_LITE_WINOGRAD", "")
         if winograd not in ("", "on", "off"):
             raise OptionError(f"SINGA_LITE_WINOGRAD={winograd}: expected on or off")
@@ -67,6 +70,14 @@ class NativeKernels(Backend):
             if self._conv_formats is None
             else choose_formats(fuse(nodes), self._conv_formats, is_compiled_dtype)
         )
+
+    def rounds_updates(self, update: Kernel, param: View) -> bool:
+        is_update = update.name in UPDATES and param in update.outputs[: len(update.inputs)]
+        return self._set_writeable is not None and is_update and is_compiled_dtype(param)
+
+    def set_writeable(self, array: Array, is_writeable: bool) -> None:
+        assert self._set_writeable is not None
+        self._set_writeable(array, is_writeable)
 
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
         if self._make_plan is None:

@@ -29,23 +29,27 @@ def _kernel_of(update: Update) -> Callable[..., None]:
         *grads: Array,
         out: Array | tuple[Array, ...],
         weight_decay: float = 0.0,
+        rounded: tuple[int, ...] = (),
         **numbers: float,
     ) -> None:
-        for grad, param, *states in _by_tensor(grads, out, len(update.states)):
+        arrays = out if isinstance(out, tuple) else (out,)
+        end = len(arrays) - len(rounded)
+        for grad, param, *states in _by_tensor(grads, arrays[:end], len(update.states)):
             p = upcast(param)
             g = upcast(grad) + weight_decay * p if weight_decay else upcast(grad)
             for value, target in zip(values, (*states, param), strict=True):
                 store(target, value(g, p, *map(upcast, states), **numbers))
+        for number, copy in zip(rounded, arrays[end:], strict=True):
+            store(copy, arrays[number])
 
     kernel.__name__, kernel.__doc__ = update.name, update.signature
     return kernel
 
 
 def _by_tensor(
-    grads: tuple[Array, ...], out: Array | tuple[Array, ...], num_states: int
+    grads: tuple[Array, ...], out: tuple[Array, ...], num_states: int
 ) -> Iterator[tuple[Array, ...]]:
     """Return (grad, param, state, ...) of each tensor; ``out`` holds all params, then all of each state."""
-    out = out if isinstance(out, tuple) else (out,)
     count = len(grads)
     if count == 0 or len(out) != count * (1 + num_states):
         raise ShapeError(

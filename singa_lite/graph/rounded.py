@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounded copies of parameters that stay from one replay of a step to the next.
+
+What lives here: which casts of a tape need not run at every replay, and knowing whether a copy is still that of its
+parameter. What does not: rounding (``Backend.rounds_updates`` says whose updates write copies).
+
+Note [fresh copies]: in a step that rounds a parameter to 16 bits, computes with the copy and updates the parameter at
+its end, the update writes the copy as well, so the next replay of that step needs no cast. That holds as long as nobody
+else writes the parameter. Kernels outside of the replay, collectives and messages that do are told apart by the memory
+they write; a replay of another step may write any. Each has the next replay cast again. What Python does with a raw
+array is not seen: an array that ``Tensor.data`` has given out is never kept, as its holder may write to it at any time,
+and one whose copy is fresh is read-only for numpy, so that writing to it in another way is an error and not lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from ..config import state
+from .memory import Array, Memory, root_of
+from .nodes import Host, Kernel, Node, StreamSwitch, run_steps
+
+SetWriteable = Callable[[Array, bool], None]
+
+
+class RoundedCopies:
+    """The copies of one recorded step, see Note [fresh copies].
+
+    Args:
+        casts: what makes all of them.
+        params: the arrays of the parameters.
+        set_writeable: sets whether numpy may write to an array.
+    """
+
+    def __init__(
+        self, casts: Sequence[Callable[[], None]], params: list[Array], set_writeable: SetWriteable
+    ) -> None:
+        self._casts = casts
+        self._params = {id(param): param for param in params}
+        self._set_writeable = set_writeable
+
+    def refresh(self) -> None:
+        """Make all copies, and know them to be fresh until ``forget``, if nobody else may write the parameters."""
+        if self._params.keys().isdisjoint(state.exposed):
+            state.rounded = self
+            for param in self._params.values():
+                self._set_writeable(param, False)
+        run_steps(self._casts)
+
+    def forget(self) -> None:
+        """Have the next replay make all copies again."""
+        if state.rounded is self:
+            state.rounded = None
+            for param in self._params.values():
+                self._set_writeable(param, True)
+
+    def written(self, arrays: Iterable[Array]) -> None:
+        """Do so if ``arrays``, which will be written, are memory of a parameter."""
+        found = [array for array in arrays if id(root_of(array)) in self._params]
+        if found:
+            self.forget()
+            for array in found:  # a view has a flag of its own
+                self._set_writeable(array, True)
+
+
+def use_copies(copies: RoundedCopies | None) -> None:
+    """Have ``copies`` made for a replay, and others forgotten; None: it keeps none, or has failed."""
+    if state.rounded is not None:
+        state.rounded.forget()
+    if copies is not None:
+        copies.refresh()
+
+
+def note_written(*arrays: Array) -> None:
+    """Say that ``arrays`` are about to be written by something that is no kernel."""
+    if state.rounded is not None:
+        state.rounded.written(arrays)
+
+
+def expose(array: Array) -> None:
+    """Say that Python has the raw ``array`` from now on, and may write to its memory at any time."""
+    root = root_of(array)
+    if state.rounded is not None:
+        state.rounded.written((root,))
+    key = id(root)
+    if key not in state.exposed:
+        state.exposed[key] = weakref.ref(root, lambda _: state.exposed.pop(key))
+
+
+def keep_copies(
+    nodes: list[Node], inputs: list[Memory], copies: dict[int, Array]
+) -> tuple[list[Node], int, list[Array]]:
+    """Have updates write the rounded copies that a tape makes of their parameters.
+
+    Args:
+        nodes: a tape.
+        inputs: memory that is written before a replay.
+        copies: arrays of copies, which the records of a model share, by the ids of their parameters' arrays.
+
+    Returns:
+        (the nodes, first the casts that this makes needless as long as copies are fresh; how many these are; the arrays
+        of their parameters).
+    """
+    if any(isinstance(node, StreamSwitch) or (isinstance(node, Host) and node.sees_arrays) for node in nodes):
+        return nodes, 0, []
+    readers, writers = _uses(nodes, inputs)
+    casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
+    changed = list(nodes)
+    for number, cast in enumerate(nodes):
+        if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype.itemsize != 2:
+            continue
+        (param,), copy = cast.inputs, cast.out
+        owner = param.memory.owner
+        if owner is None or copy.memory.owner is not None or owner.shape != param.shape or not copy.is_whole:
+            continue
+        last = writers[param.memory][-1:]
+        update = changed[last[0]] if last else None
+        if (
+            isinstance(update, Kernel)
+            and cast.backend.rounds_updates(update, param)
+            and writers[param.memory] == last
+            and writers[copy.memory] == [number]
+            and max(readers[copy.memory], default=number) < last[0]
+        ):
+            position = update.outputs.index(param)
+            rounded = (*update.attributes.get("rounded", ()), position)
+            attributes = {**update.attributes, "rounded": rounded}
+            changed[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
+            casts[number] = owner
+            known = copies.get(id(owner))
+            if known is None or (known.shape, known.dtype) != (copy.shape, copy.dtype):
+                known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
+            copy.memory.owner = known
+    rest = [node for number, node in enumerate(changed) if number not in casts]
+    return [*(changed[number] for number in casts), *rest], len(casts), list(casts.values())
+
+
+def _uses(nodes: list[Node], inputs: list[Memory]) -> tuple[dict[Memory, list[int]], dict[Memory, list[int]]]:
+    """Return the numbers of the nodes that read each piece of memory, and of those that write it; -1: before all."""
+    readers, writers = defaultdict[Memory, list[int]](list), defaultdict[Memory, list[int]](list)
+    for memory in inputs:
+        writers[memory].append(-1)
+    for number, node in enumerate(nodes):
+        for view in node.inputs:
+            readers[view.memory].append(number)
+        for view in node.outputs:
+            writers[view.memory].append(number)
+    return readers, writers
