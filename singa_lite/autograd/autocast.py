@@ -12,7 +12,8 @@ Note [rules]: ``autocast`` of an operator's class says in which dtype it compute
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
 Note [copies of parameters]: in a recorded step the rounded copy of a parameter is made once inside a ``with`` block,
 and again when a kernel has written the parameter, or a collective or a host node has run or backward has begun, which
-may change it; what of that a replay does is in graph/rounded.py. Eager operators round a parameter at each use, as anybody may write to it in between.
+may change it; graph/rounded.py says which of these casts replays do. Eager operators round a parameter at each use, as
+anybody may write to it in between.
 """
 
 from __future__ import annotations
