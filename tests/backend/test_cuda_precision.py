@@ -161,6 +161,48 @@ def test_gradients_of_attention_take_products_that_float16_does_not_hold(
     np.testing.assert_allclose(found, exact, rtol=0, atol=4 * TOLERANCE[str(low)] * abs(exact).max())
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_and_its_gradients_are_rounded_once(precision: str, causal: bool, device: Device) -> None:
+    backend, low, options = device.backend, LOW_DTYPES[precision], {"num_heads": 2, "causal": causal}
+    for length, width in ((1, 4), (5, 32), (70, 16), (33, 6)):
+        x, dy = (RNG.standard_normal((2, length, count * width)).astype(low) for count in (3, 1))
+        y, dx = backend.empty(dy.shape, low), backend.empty(x.shape, low)
+        backend.run("attention", backend.asarray(x), out=y, **options)
+        backend.run("attention_backward", backend.asarray(dy), backend.asarray(x), out=dx, **options)
+        for found, (wanted, magnitudes) in zip((y, dx), _attention(x, dy, **options), strict=True):
+            errors = abs(backend.to_numpy(found).astype(float) - wanted)
+            assert (
+                errors <= TOLERANCE[str(low)] * magnitudes + 1e-7
+            ).all()  # where float16 is subnormal: 6e-8
+
+
+def _attention(
+    x: np.ndarray, dy: np.ndarray, num_heads: int, causal: bool
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return y and dx in float64, each with the sums of the magnitudes of its last products' terms."""
+    batch, length, width = dy.shape
+
+    def split(array: np.ndarray, count: int) -> np.ndarray:
+        return array.astype(float).reshape(batch, length, count, num_heads, -1).transpose(2, 0, 3, 1, 4)
+
+    def join(*heads: np.ndarray) -> np.ndarray:
+        return np.stack(heads).transpose(1, 3, 0, 2, 4).reshape(batch, length, len(heads) * width)
+
+    (q, k, v), (dout,) = split(x, 3), split(dy, 1)
+    scale = q.shape[-1] ** -0.5
+    scores = scale * q @ k.swapaxes(-1, -2)
+    if causal:
+        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = dout @ v.swapaxes(-1, -2)
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+    grads = (ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout)
+    sums = (abs(ds) @ abs(k), abs(ds).swapaxes(-1, -2) @ abs(q), p.swapaxes(-1, -2) @ abs(dout))
+    return [(join(p @ v), join(p @ abs(v))), (join(*grads), join(*sums))]
+
+
 def test_bfloat16_is_rounded_to_nearest_even_from_float32_and_float64(device: Device) -> None:
     backend, bits = device.backend, RNG.integers(0, 2**32, 20_000, np.uint64).astype(np.uint32)
     bits[:4096] &= np.uint32(0xFFFF0000)  # ties, and numbers that stay

@@ -46,24 +46,24 @@ struct Scores {
   __device__ A probability(Int i) const { return i < seen ? exp((widen(row[i]) - largest) * scale) / total : A(0); }
 };
 
-KERNEL attention(const T* scores, U* y, Int n, double scale, Int queries) {
+KERNEL attention(const T* scores, T* y, Int n, double scale, Int queries) {
   const Scores row(scores, n, scale, queries);
-  EACH_OF_ROW(i, n) y[blockIdx.x * n + i] = narrow<U>(row.probability(i));
+  EACH_OF_ROW(i, n) y[blockIdx.x * n + i] = narrow<T>(row.probability(i));
 }
 
 // y: the probabilities, dy: the gradient of them, dx: that of the products of queries and keys
-KERNEL attention_backward(const T* scores, const T* dy, U* y, U* dx, Int n, double scale, Int queries) {
+KERNEL attention_backward(const T* scores, const T* dy, T* y, T* dx, Int n, double scale, Int queries) {
   const Scores row(scores, n, scale, queries);
   A total = 0;
   EACH_OF_ROW(i, n) {
     const A probability = row.probability(i);
-    y[blockIdx.x * n + i] = narrow<U>(probability);
+    y[blockIdx.x * n + i] = narrow<T>(probability);
     total += probability * widen(dy[blockIdx.x * n + i]);
   }
   total = over_block<Add>(total);
   EACH_OF_ROW(i, n) {
     const Int at = blockIdx.x * n + i;
-    dx[at] = narrow<U>(A(A(scale) * row.probability(i) * (widen(dy[at]) - total)));
+    dx[at] = narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[at]) - total)));
   }
 }
 

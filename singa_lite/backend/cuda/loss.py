@@ -14,7 +14,7 @@ import numpy as np
 from ...dtypes import accumulation_dtype, bfloat16
 from ...errors import ShapeError
 from ..base import Array
-from .launch import Launcher, types_of
+from .launch import Launcher
 
 
 class LossKernels(Launcher):
@@ -35,12 +35,12 @@ class LossKernels(Launcher):
     def attention(self, *inputs: Array, out: Array, num_heads: int, causal: bool) -> None:
         """Made of transposes, cuBLAS's products and a softmax that scales and masks.
 
-        Scores and the gradient of probabilities are float32 at least: before they are scaled, and before their mean is
-        taken away, float16 may not hold them.
+        Of inputs of 16 bits scores, probabilities and their gradients are float32: float16 may not hold scores before
+        they are scaled, and rounded to bfloat16 they would cost the result as much again as its own rounding does.
         """
         queries, keys, values = self._heads(inputs, num_heads)
         scores = self._products_of_rows(queries, keys)
-        probabilities = self.empty(scores.shape, out.dtype)
+        probabilities = self.empty(scores.shape, scores.dtype)
         self._each_score("attention", scores, causal, queries, probabilities)
         self._join_heads(out, self._product(probabilities, values)[None])
 
@@ -50,13 +50,13 @@ class LossKernels(Launcher):
         queries, keys, values = self._heads(inputs, num_heads)
         (dys,) = self._split_heads(dy, 1, num_heads)
         scores, dprobabilities = self._products_of_rows(queries, keys), self._products_of_rows(dys, values)
-        probabilities, dscores = (self.empty(scores.shape, dy.dtype) for _ in range(2))
+        probabilities, dscores = (self.empty(scores.shape, scores.dtype) for _ in range(2))
         self._each_score(
             "attention_backward", scores, causal, queries, dprobabilities, probabilities, dscores
         )
         is_split = isinstance(out, tuple)
-        dqueries = self.empty((1 if is_split else 3, *queries.shape), dy.dtype)
-        dmemory = self.empty((2, *keys.shape), dy.dtype) if is_split else dqueries[1:]
+        dqueries = self.empty((1 if is_split else 3, *queries.shape), scores.dtype)
+        dmemory = self.empty((2, *keys.shape), scores.dtype) if is_split else dqueries[1:]
         self._product(dscores, keys, dqueries[0])
         self._product(dscores, queries, dmemory[0], transpose_a=True)
         self._product(probabilities, dys, dmemory[1], transpose_a=True)
@@ -66,14 +66,15 @@ class LossKernels(Launcher):
     def _products_of_rows(self, a: Array, b: Array) -> Array:
         """Multiply each row of ``a`` by each of ``b``, in float32 at least."""
         out = self.empty((*a.shape[:3], b.shape[2]), accumulation_dtype(a.dtype))
-        return self._product(a, b, out, transpose_b=True)
+        self.find("matmul")(a, b, out=out, transpose_b=True)
+        return out
 
     def _each_score(self, name: str, scores: Array, causal: bool, queries: Array, *arrays: Array) -> None:
         """Start a kernel with a block for each row of ``scores``."""
         length = scores.shape[3]
         numbers = (length, queries.shape[3] ** -0.5, scores.shape[2] if causal else 0)
-        types, rows = types_of(scores, queries), scores.size // length
-        self.each_row(f"loss.{name}", types, rows, length, scores, *arrays, *numbers)
+        rows = scores.size // length
+        self.each_row(f"loss.{name}", scores.dtype.char, rows, length, scores, *arrays, *numbers)
 
     def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
         """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
@@ -89,17 +90,22 @@ class LossKernels(Launcher):
         return heads
 
     def _join_heads(self, out: Array, heads: Array) -> None:
-        """Write (count, batch, heads, length, d) to (batch, length, count * width)."""
+        """Write (count, batch, heads, length, d) to (batch, length, count * width), rounded if that has 16 bits."""
         shape = tuple(heads.shape[axis] for axis in (1, 3, 0, 2, 4))
-        self.find("transpose")(heads, out=out.reshape(shape), axes=(1, 3, 0, 2, 4))
+        joined = out.reshape(shape) if out.dtype == heads.dtype else self.empty(shape, heads.dtype)
+        self.find("transpose")(heads, out=joined, axes=(1, 3, 0, 2, 4))
+        if out.dtype != heads.dtype:
+            self.find("cast")(joined, out=out.reshape(shape))
 
-    def _product(self, a: Array, b: Array, out: Array | None = None, **transposed: bool) -> Array:
-        """Multiply the matrices of each sample and head."""
-        options = {"transpose_a": False, "transpose_b": False, **transposed}
+    def _product(self, a: Array, b: Array, out: Array | None = None, transpose_a: bool = False) -> Array:
+        """Multiply the matrices of each sample and head: those of 16 bits are widened, and fit in TF32."""
+        is_widened = b.dtype != a.dtype
+        if is_widened:
+            b, narrow = self.empty(b.shape, a.dtype), b
+            self.find("cast")(narrow, out=b)
         if out is None:
-            rows, columns = a.shape[2], b.shape[2 if options["transpose_b"] else 3]
-            out = self.empty((*a.shape[:2], rows, columns), a.dtype)
-        self.find("matmul")(a, b, out=out, **options)
+            out = self.empty((*a.shape[:3], b.shape[3]), a.dtype)
+        self.find("matmul")(a, b, out=out, transpose_a=transpose_a, allows_tf32=is_widened)
         return out
 
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:

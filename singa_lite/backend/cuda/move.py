@@ -156,9 +156,19 @@ class MoveKernels(Launcher):
     # ---- products ----------------------------------------------------------------------------------------
 
     def matmul(
-        self, a: Array, b: Array, *, out: Array, transpose_a: bool = False, transpose_b: bool = False
+        self,
+        a: Array,
+        b: Array,
+        *,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        allows_tf32: bool = False,
     ) -> None:
-        """Multiply by cuBLAS, without copies, 16 bits to float32 too; TF32 only with ``device.allow_tf32``."""
+        """Multiply by cuBLAS, without copies, 16 bits to float32 too.
+
+        TF32 only with ``allows_tf32``, or ``device.allow_tf32``.
+        """
         if out.dtype.char not in GEMM_TYPES:
             raise DTypeError(f"matmul: a CUDA device multiplies float matrices, not {out.dtype}")
         if not out.size:
@@ -168,7 +178,7 @@ class MoveKernels(Launcher):
         if batch > 1 and not transpose_a and b.size == k * n:  # one b for all: the rows of a are one matrix
             m, batch = m * batch, 1
         element, compute, one, size = GEMM_TYPES[a.dtype.char]
-        if a.dtype.char == "f" and state.allow_tf32:
+        if a.dtype.char == "f" and (allows_tf32 or state.allow_tf32):
             compute = COMPUTE_32F_FAST_TF32
         if max(m, n, k, batch) >= 2**31:
             raise ShapeError(f"matmul: {out.shape} and {k} products each are more than cuBLAS counts")
