@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, opt
+from singa_lite import autograd, layer, model, opt
 from singa_lite.autograd.autocast import LOW as LOW_DTYPES
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
-from singa_lite.dtypes import bfloat16
+from singa_lite.dtypes import accumulation_dtype, bfloat16
 from singa_lite.errors import DeviceError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
@@ -159,6 +159,77 @@ def test_gradients_of_attention_take_products_that_float16_does_not_hold(
     CPU.run("attention_backward", dy.astype(float), x.astype(float), out=exact, num_heads=2, causal=True)
     found = backend.to_numpy(out).astype(float)
     np.testing.assert_allclose(found, exact, rtol=0, atol=4 * TOLERANCE[str(low)] * abs(exact).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", *map(str, LOW_DTYPES.values())])
+def test_fused_sums_have_the_bits_of_two_kernels(dtype: str, device: Device) -> None:
+    run, empty, asarray = device.backend.run, device.backend.empty, device.backend.asarray
+    wide = accumulation_dtype(np.dtype(dtype))
+    for rows, columns in ((1, 1), (7, 33), (40, 300)):
+        a, b = (asarray(RNG.standard_normal((rows, columns)).astype(dtype)) for _ in range(2))
+        row, scale, bias = (asarray(RNG.standard_normal(columns).astype(wide)) for _ in range(3))
+        for other in (b, row):
+            two, one = ([empty(a.shape, dtype) for _ in range(2)] for _ in range(2))
+            run("add", a, other, out=two[1])
+            run("gelu", two[1], out=two[0])
+            run("add", a, other, out=tuple(one), gelu=True)
+            _same_bits(device, one, two)
+        two, one = (
+            [empty(a.shape, dtype), *(empty((rows,), wide) for _ in range(2)), empty(a.shape, dtype)]
+            for _ in range(2)
+        )
+        run("add", a, b, out=two[3])
+        run("layer_norm", two[3], scale, bias, out=tuple(two[:3]), eps=1e-5)
+        run("layer_norm", a, scale, bias, b, out=tuple(one), eps=1e-5)
+        _same_bits(device, one, two)
+
+
+class Block(model.Model):
+    """What a transformer is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = layer.MultiHeadAttention(2), layer.LayerNorm()
+        self.up, self.down = layer.Linear(32), layer.Linear(16)
+        self.last, self.out = layer.LayerNorm(), layer.Linear(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        x = x + self.down(autograd.gelu(self.up(self.norm(x))))
+        return autograd.reshape(self.out(self.last(x)), (-1, 5))
+
+    def train_one_batch(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = autograd.softmax_cross_entropy(self.forward(x), labels)
+        self.optimizer(loss)
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", *PRECISIONS])
+def test_a_recorded_transformer_has_fused_sums_and_the_bits_of_an_eager_one(
+    precision: str, device: Device
+) -> None:
+    rng, losses = np.random.default_rng(0), []
+    x = Tensor(data=rng.standard_normal((3, 7, 16)).astype("f"), device=device)
+    labels = Tensor(data=rng.integers(0, 5, 21).astype("i"), device=device)
+    for use_graph in (False, True):
+        device.SetRandSeed(1)
+        net = Block()
+        communicator = LocalCommunicator(World())
+        net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator, check_finite="skip"))
+        net.compile([x], use_graph=use_graph, precision=precision)
+        net.train()
+        losses.append([net(x, labels).item() for _ in range(4)])
+    assert losses[0] == losses[1]
+    (info,) = net.graph_info()
+    assert info.break_reason is None
+    outputs = [node.count("[") for node in info.nodes if node.startswith(("layer_norm ", "add "))]
+    assert (outputs.count(4), outputs.count(2)) == (2, 1)
+    assert not any(node.startswith("gelu ") for node in info.nodes)
+
+
+def _same_bits(device: Device, found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert device.backend.to_numpy(one).tobytes() == device.backend.to_numpy(other).tobytes()
 
 
 @pytest.mark.parametrize("causal", [False, True])

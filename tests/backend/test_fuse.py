@@ -192,6 +192,41 @@ def test_on_cuda_a_relu_stays_apart(lower, calls):
     assert lower(calls) == calls
 
 
+activated = call("gelu", (y,), z)
+rows = call("layer_norm", (y, scale, bias), (z, mean, inverse_std), eps=1e-5)
+
+
+def test_on_cuda_a_gelu_and_a_norm_take_the_addition_before_them_and_keep_its_sum(lower):
+    later = [host(True), call("gelu_backward", (dy, y), grad)]
+    for between in ([], [host(False)]):
+        assert lower([addition, *between, activated, *later]) == [
+            *between,
+            replace(addition, out=(z, y), attributes={"gelu": True}),
+            *later,
+        ]
+        *_, fused, _, _ = lower([addition, *between, rows, *later])
+        assert fused == replace(rows, inputs=(x, scale, bias, elsewhere), out=(*rows.out, y))
+
+
+row_of_y = array(ROW)
+CUDA_SUMS_APART = {
+    "a reader before it": [addition, call("copy", (y,), array()), activated],
+    "Python in between": [addition, host(True), rows],
+    "its input changes": [addition, call("copy", (array(),), x), rows],
+    "the sum is the input of the other too": [replace(addition, inputs=(y, x)), activated],
+    "a row is added before a norm": [replace(addition, inputs=(x, row_of_y)), rows],
+    "another shape": [addition, call("gelu", (array((32, 16), y.memory),), array((32, 16)))],
+    "a sum with a ReLU": [replace(addition, attributes={"relu": True}), activated],
+    "another dtype": [addition, call("gelu", (y,), replace(z, dtype=np.dtype("f2")))],
+    "other dtypes": [replace(addition, inputs=(x, replace(elsewhere, dtype=np.dtype("f2")))), rows],
+}
+
+
+@pytest.mark.parametrize("calls", CUDA_SUMS_APART.values(), ids=CUDA_SUMS_APART)
+def test_on_cuda_a_sum_stays_apart(lower, calls):
+    assert lower(calls) == calls
+
+
 def test_on_cuda_a_relus_gradient_moves_to_the_smaller_side_of_a_pooling(lower):
     small, indices, masked = array((2, 16, 2, 2)), array((2, 16, 2, 2)), array((2, 16, 2, 2))
     forward = call("max_pool_2d", (y,), (small, indices))

@@ -41,7 +41,7 @@ TYPES = {
     }.items()
 }
 # those of single kernels besides
-MORE_TYPES = {f"elementwise.{name}_formula": ["ef", "Ef"] for name in ("add", "add_relu")}
+MORE_TYPES = {f"elementwise.{name}_formula": ["ef", "Ef"] for name in ("add", "add_relu", "add_gelu")}
 
 
 def main() -> int:

@@ -89,6 +89,26 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
     map_two<type>(with_numbers<name##_value, type>(numbers), first, second, to, n, axes);  \
   }
 
+// value of a and b, which is kept too, rounded, and ``then`` of it as x
+#define BINARY_THEN(name, type, a, b, value, result, x, then)                              \
+  FORMULA(name, type, (type a, type b), value)                                             \
+  FORMULA(name##_then, result, (result x), then)                                           \
+  KERNEL name##_formula(const T* from_a, const U* from_b, T* to, T* kept, Int n, Broadcast axes) { \
+    const name##_value formula = {};                                                       \
+    const name##_then_value behind = {};                                                   \
+    BATCHES(n) {                                                                           \
+      T values[4];                                                                         \
+      IN_BATCH(i, n) {                                                                     \
+        OFFSETS(axes, i, n, offset_a, offset_b);                                           \
+        values[u] = narrow<T>(formula(widen(from_a[offset_a]), widen(from_b[offset_b]))); \
+      }                                                                                    \
+      IN_BATCH(i, n) {                                                                     \
+        kept[i] = values[u];                                                               \
+        to[i] = narrow<T>(behind(static_cast<result>(widen(values[u]))));                  \
+      }                                                                                    \
+    }                                                                                      \
+  }
+
 #define TERNARY(name, type, c, a, b, value, ...)                                           \
   FORMULA(name, type, (type c, type a, type b), value, ##__VA_ARGS__)                      \
   KERNEL name##_formula(const T* first, const T* second, const T* third, T* to, Int n, Broadcast axes, Numbers numbers) { \

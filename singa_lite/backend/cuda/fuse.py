@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer and smaller kernels for a recorded step: a ReLU becomes part of the addition before it.
+"""Fewer and smaller kernels for a recorded step: what follows an addition becomes part of it.
 
 The calls made here are in Note [lowered calls] in ../base.py.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...dtypes import is_float
 from ...graph.memory import View
-from ...graph.nodes import Node
+from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import relu_before_pooling
 
@@ -18,7 +18,7 @@ from ..fuse import relu_before_pooling
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels, the same bits."""
     graph = GraphRewriter(nodes, lambda view: is_float(view.dtype))
-    for rule in (relu_before_pooling, _bias_and_relu, _add_and_relu):
+    for rule in (relu_before_pooling, _bias_and_relu, _add_and_relu, _add_and_gelu, _add_and_norm):
         for number in range(len(nodes)):
             rule(graph, number)
     return graph.rest()
@@ -45,3 +45,37 @@ def _add_and_relu(graph: GraphRewriter, last: int) -> None:
     if pair is not None and pair[1].out == pair[2].inputs[0]:
         first, add, relu = pair
         graph.merge(first, last, replace(add, out=relu.out, attributes={"relu": True}))
+
+
+def _add_and_gelu(graph: GraphRewriter, last: int) -> None:
+    """add, gelu -> add with GELU, which keeps the sum for the gradient."""
+    found = _sum_before(graph, last, "gelu")
+    if found is not None and found[2].out.dtype == found[1].out.dtype:
+        first, add, gelu = found
+        fused = replace(add, out=(gelu.out, add.out), attributes={"gelu": True})
+        graph.merge(first, last, fused)
+
+
+def _add_and_norm(graph: GraphRewriter, last: int) -> None:
+    """add, layer_norm -> layer_norm of two summands, which keeps the sum."""
+    found = _sum_before(graph, last, "layer_norm")
+    if found is None:
+        return
+    first, add, norm = found
+    x, residual = add.inputs
+    if all((view.shape, view.dtype) == (add.out.shape, add.out.dtype) for view in (x, residual)):
+        inputs, out = (x, *norm.inputs[1:], residual), (*norm.out, add.out)
+        graph.merge(first, last, replace(norm, inputs=inputs, out=out))
+
+
+def _sum_before(graph: GraphRewriter, last: int, name: str) -> tuple[int, Kernel, Kernel] | None:
+    """Return an addition whose result is what ``name`` at the number ``last`` begins with, if it may run there."""
+    node = graph.kernel(last, name)
+    found = None if node is None else graph.maker(node.inputs[0], "add")
+    if node is None or found is None:
+        return None
+    first, add = found
+    is_same = add.out == node.inputs[0] and not add.attributes and graph.can_move(first, last)
+    return (
+        (first, add, node) if is_same and add.out.memory not in {view.memory for view in add.inputs} else None
+    )

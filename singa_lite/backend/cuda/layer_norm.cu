@@ -2,9 +2,8 @@
 // layer_norm and its gradient, for norm.py: a block for each row of n elements; scale and bias are of type U, mean and
 // inverse_std of type A.
 
-KERNEL layer_norm(const T* x, const U* scale, const U* bias, T* y, A* mean, A* inverse_std, Int n, double eps) {
-  x += blockIdx.x * n;
-  y += blockIdx.x * n;
+// of one row at x
+__device__ void norm_of_row(const T* x, const U* scale, const U* bias, T* y, A* mean, A* inverse_std, Int n, double eps) {
   A sum = 0, squares = 0;
   EACH_OF_ROW(i, n) sum += widen(x[i]);
   const A centre = over_block<Add>(sum) / A(n);
@@ -19,6 +18,18 @@ KERNEL layer_norm(const T* x, const U* scale, const U* bias, T* y, A* mean, A* i
     mean[blockIdx.x] = centre;
     inverse_std[blockIdx.x] = factor;
   }
+}
+
+KERNEL layer_norm(const T* x, const U* scale, const U* bias, T* y, A* mean, A* inverse_std, Int n, double eps) {
+  norm_of_row(x + blockIdx.x * n, scale, bias, y + blockIdx.x * n, mean, inverse_std, n, eps);
+}
+
+// of the sum of x and residual, rounded, which is written too
+KERNEL layer_norm_of_sum(const T* x, const T* residual, const U* scale, const U* bias, T* y, A* mean, A* inverse_std,
+                         T* sums, Int n, double eps) {
+  const Int row = blockIdx.x * n;
+  EACH_OF_ROW(i, n) sums[row + i] = narrow<T>(A(widen(x[row + i]) + widen(residual[row + i])));
+  norm_of_row(sums + row, scale, bias, y + row, mean, inverse_std, n, eps);  // each thread reads what it has written
 }
 
 // products: dy normal, whose sums over the rows are the gradient of scale

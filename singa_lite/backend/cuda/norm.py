@@ -82,12 +82,19 @@ class NormKernels(CudnnCaller):
         self._deliver(target, dx)
 
     def layer_norm(
-        self, x: Array, scale: Array, bias: Array, *, out: tuple[Array, Array, Array], eps: float
+        self,
+        x: Array,
+        scale: Array,
+        bias: Array,
+        residual: Array | None = None,
+        *,
+        out: tuple[Array, ...],
+        eps: float,
     ) -> None:
         """Run layer_norm.cu, as its gradient does: cuDNN has it in its graphs alone."""
-        y, mean, inverse_std = out
-        given = (x, scale, bias, y, mean, inverse_std, scale.size, float(eps))
-        self.each_row("layer_norm.layer_norm", types_of(x, scale), mean.size, scale.size, *given)
+        name = "layer_norm.layer_norm" if residual is None else "layer_norm.layer_norm_of_sum"
+        given = (x, *(() if residual is None else (residual,)), scale, bias, *out, scale.size, float(eps))
+        self.each_row(name, types_of(x, scale), out[1].size, scale.size, *given)
 
     def layer_norm_backward(
         self,
