@@ -30,7 +30,7 @@ OPERATORS = {
     "gather_backward": 5,
 }
 # recorded steps in fewer kernels, which no operator needs
-FUSED = {"fuse_rows.py", "product.cc"}
+FUSED = {"fuse.py", "fuse_rows.py", "product.cc"}
 OPTIMIZERS = ("adagrad_update", "adamw_update", "rmsprop_update")  # the rules
 LAYERS = ("Embedding", "Gemm", "LayerNorm", "MultiHeadAttention", "SeparableConv2d")
 

@@ -20,8 +20,8 @@ allocated by the caller with the right shape and dtype) and plain attributes as 
 So a training step is a list of (kernel, arrays, attributes) that can be recorded, replayed and lowered.
 
 Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.
-- On CUDA (cuda/fuse.py): ``relu`` of add, True where the result goes through a ReLU, or ``gelu``, where out is (GELU of
-  the sum, sum); one more input ``residual`` of layer_norm, which gives its sum with x behind the other outputs.
+- On CUDA (cuda/fuse.py): ``relu`` of add, True where the result goes through a ReLU; add_gelu, "(a, b) -> (GELU of the
+  sum, sum)"; one more input ``residual`` of layer_norm, which gives its sum with x behind the other outputs.
 - On the CPU (cpu/fuse.py, compiled kernels only): ``relu`` of conv2d, matmul and batchnorm_2d_train. One more input,
   there too: ``bias`` of matmul, a row; ``residual`` of batchnorm_2d_train, added before the ReLU; ``bias`` of
   batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.

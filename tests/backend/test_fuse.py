@@ -201,7 +201,7 @@ def test_on_cuda_a_gelu_and_a_norm_take_the_addition_before_them_and_keep_its_su
     for between in ([], [host(False)]):
         assert lower([addition, *between, activated, *later]) == [
             *between,
-            replace(addition, out=(z, y), attributes={"gelu": True}),
+            replace(addition, name="add_gelu", out=(z, y)),
             *later,
         ]
         *_, fused, _, _ = lower([addition, *between, rows, *later])

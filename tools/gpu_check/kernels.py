@@ -186,7 +186,7 @@ def transformer_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     mean, inverse_std = np.zeros(50, wide), np.ones(50, wide)
     yield "layer_norm", [x, scale, bias], [x.copy(), mean, inverse_std], {"eps": 1e-5}
     yield "layer_norm", [x, scale, bias, x], [x.copy(), mean, inverse_std, x.copy()], {"eps": 1e-5}
-    yield "add", [x, bias], [x.copy(), x.copy()], {"gelu": True}
+    yield "add_gelu", [x, bias], [x.copy(), x.copy()], {}
     yield "layer_norm_backward", [x, x, scale, mean, inverse_std], [x.copy(), scale.copy(), bias.copy()], {}
     options = {"num_heads": 2, "causal": True}
     projections, y = normal(3, 40, 3 * 16), normal(3, 40, 16)

@@ -3,7 +3,7 @@
 // functions.cuh and formulas.h before this.
 
 BINARY(add_relu, A, a, b, where(widen(narrow<T>(A(a + b))) < 0, A(0), a + b))  // add, then relu, each with its rounding
-BINARY_THEN(add_gelu, A, a, b, a + b, Real, x, x * normal_cdf(x))  // add, and gelu of the sum, each with its rounding
+BINARY_THEN(add_gelu, A, a, b, a + b, Real, x, x * normal_cdf(x))  // add, and GELU of the sum, each with its rounding
 
 KERNEL fill(T* to, Int n, Number<double> number) {
   const T value = narrow<T>(number.get());

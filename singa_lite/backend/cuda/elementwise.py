@@ -22,15 +22,13 @@ NO_NUMBERS = np.frombuffer(bytes(32), "V32")  # Numbers in functions.cuh
 class ElementwiseKernels(Launcher):
     """A method for each of FORMULAS, and compare, clip and fill."""
 
-    def add(
-        self, a: Array, b: Array, *, out: Array | tuple[Array, Array], relu: bool = False, gelu: bool = False
-    ) -> None:
-        if gelu:
-            y, total = out
-            axes, types = broadcast(y.shape, a.shape, b.shape), types_of(a, b)
-            self.each("elementwise.add_gelu_formula", types, y.size, a, b, y, total, y.size, axes)
-        else:
-            self.formula("add_relu" if relu else "add", (a, b), out)
+    def add(self, a: Array, b: Array, *, out: Array, relu: bool = False) -> None:
+        self.formula("add_relu" if relu else "add", (a, b), out)
+
+    def add_gelu(self, a: Array, b: Array, *, out: tuple[Array, Array]) -> None:
+        y, total = out
+        axes = broadcast(y.shape, a.shape, b.shape)
+        self.each("elementwise.add_gelu_formula", types_of(a, b), y.size, a, b, y, total, y.size, axes)
 
     def compare(self, a: Array, b: Array, *, out: Array, relation: str) -> None:
         axes, types = broadcast(out.shape, a.shape, b.shape), a.dtype.char + out.dtype.char

@@ -48,12 +48,11 @@ def _add_and_relu(graph: GraphRewriter, last: int) -> None:
 
 
 def _add_and_gelu(graph: GraphRewriter, last: int) -> None:
-    """add, gelu -> add with GELU, which keeps the sum for the gradient."""
+    """add, gelu -> add_gelu, which keeps the sum for the gradient."""
     found = _sum_before(graph, last, "gelu")
     if found is not None and found[2].out.dtype == found[1].out.dtype:
         first, add, gelu = found
-        fused = replace(add, out=(gelu.out, add.out), attributes={"gelu": True})
-        graph.merge(first, last, fused)
+        graph.merge(first, last, replace(add, name="add_gelu", out=(gelu.out, add.out)))
 
 
 def _add_and_norm(graph: GraphRewriter, last: int) -> None:
