@@ -90,6 +90,8 @@ class State:
         cuda_devices: GPU number -> its device, likewise.
         has_looked_for_bfloat16: whether a CPU without instructions for it has been reported (autograd.autocast).
         rounded: the step whose copies of parameters are fresh (graph.rounded.RoundedCopies), else None.
+        rounded_lock: held while a step's copies become fresh or are forgotten.
+        works_in_flight: ids of collectives that were started and not waited for (comm.base.Work).
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
     """
@@ -116,6 +118,8 @@ class State:
     cuda_devices: dict[int, Any] = field(default_factory=dict)
     has_looked_for_bfloat16: bool = False
     rounded: Any = None  # Any: likewise; graph/rounded.py owns it
+    rounded_lock: Any = field(default_factory=threading.RLock)  # Any: a function's result on Python 3.10
+    works_in_flight: set[int] = field(default_factory=set)
     exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
 

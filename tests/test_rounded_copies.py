@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt, tensor
-from singa_lite.backend.cpu import CpuBackend
+from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state
 from singa_lite.device import get_default_device
 from singa_lite.dtypes import bfloat16
+from singa_lite.errors import ShapeError
 from singa_lite.graph.nodes import Kernel
 from singa_lite.record.records import Record
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.comm.processes import wait_until
 from tests.ranks import run_ranks
 
 OPTIMIZERS = {
@@ -288,6 +292,47 @@ def test_a_dropped_model_leaves_no_parameters_behind() -> None:
     assert watch() is None and state.rounded is None
 
 
+def test_a_pickled_model_may_be_written() -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        net = make()
+        train(net, range(3))
+        assert is_fresh(net)
+        weight = pickle.loads(pickle.dumps(net.get_params()["first.W"], protocol))
+        weight *= 2.0
+        weight.data[0, 0] = 7
+        assert to_numpy(net.get_params()["first.W"])[0, 0] != 7
+
+
+@pytest.mark.parametrize("is_freezing", [False, True])
+def test_an_interrupt_leaves_no_parameter_read_only(
+    is_freezing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make()
+    train(net, range(3))
+    if is_freezing:
+        state.rounded.forget()
+    set_writeable, calls = CpuBackend.set_writeable, list[int]()
+
+    def interrupt(self: CpuBackend, array: Any, is_writeable: bool) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        set_writeable(self, array, is_writeable)
+
+    copies = record_of(net)._copies
+    assert copies is not None
+    monkeypatch.setattr(copies, "_set_writeable", partial(interrupt, get_default_device().backend))
+    weight = net.get_params()["first.W"]
+    with pytest.raises(KeyboardInterrupt):
+        if is_freezing:
+            train(net, range(1))
+        else:
+            weight *= 2.0
+    for param in net.get_params().values():
+        param *= 0.5
+        param.data[...] = 1.0
+
+
 def test_two_models_in_turns_train_as_each_by_itself() -> None:
     alone = [make(kind=kind) for kind in OPTIMIZERS]
     for net in alone:
@@ -362,7 +407,13 @@ class KeepsACopy(Net):
         return super().train_one_batch(x, labels)
 
 
-STEPS = [DecaysAfterwards, DecaysBefore, LooksAgain, TrainsTwice, UsesAWeightTwice]
+class MakesAFloat16Copy(Net):
+    def train_one_batch(self, x: Tensor, labels: Tensor) -> Tensor:
+        total = tensor.sum(self.first.W.as_type("float16").as_type("float32"))
+        return super().train_one_batch(x, labels) + total
+
+
+STEPS = [MakesAFloat16Copy, DecaysAfterwards, DecaysBefore, LooksAgain, TrainsTwice, UsesAWeightTwice]
 STEPS += [ReadsACopyAfterwards, ReturnsACopy, KeepsACopy]
 
 
@@ -411,6 +462,34 @@ def ranks_train(communicator: Communicator, dist_option: str) -> list[Any]:
     return found
 
 
+def ranks_train_beside_a_collective(communicator: Communicator, folder: Path) -> list[Any]:
+    found = []
+    for is_kept in (True, False):
+        net, flag = make(is_kept), folder / str(is_kept)
+        weight = net.get_params()["first.W"]
+        train(net, range(4))
+        was_fresh = False
+        if communicator.rank == 0:
+            weight *= 0.0
+            wait_until(flag.exists, "rank 1 has trained")
+            communicator.broadcast(weight.array, root=0).wait()
+        else:
+            work = communicator.broadcast(weight.array, root=0)
+            train(net, range(4, 6))  # the weights may land at any time from here on
+            was_fresh = is_fresh(net)
+            flag.touch()
+            work.wait()
+        train(net, range(6, 9))
+        found.append((was_fresh, is_fresh(net), bits(net), to_numpy(weight)[0, 0]))
+    return found
+
+
+def test_a_step_beside_a_collective_that_writes_a_parameter_casts(tmp_path: Path) -> None:
+    for kept, casts in run_ranks(ranks_train_beside_a_collective, 2, tmp_path):
+        assert kept[:2] == (False, True) and casts[:2] == (False, False)
+        assert kept[2:] == casts[2:]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dist_option", ["fp32", "bf16", "partialUpdate", "sparseTopK"])
 def test_ranks_hold_the_bits_of_ranks_that_cast_at_every_replay(dist_option: str, size: int) -> None:
@@ -434,6 +513,28 @@ def test_an_update_rounds_as_a_cast_does() -> None:
         backend.execute("cast", (other,), wanted, {})
         assert param.tobytes() == other.tobytes() and v.tobytes() == states.tobytes()
         assert copy.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("rounded", [(-1,), (2,), (0.5,), (0, 0), (1e30,), (0, 1, 0), (float("nan"),)])
+@pytest.mark.parametrize("backend", [CpuBackend, NumpyBackend])
+def test_an_update_refuses_copies_that_do_not_fit(
+    backend: type[NumpyBackend], rounded: tuple[Any, ...]
+) -> None:
+    grads, params = ([np.ones(n, "float32") for n in (5, 7)] for _ in range(2))
+    copies = [np.zeros(5, bfloat16) for _ in rounded]
+    with pytest.raises((ShapeError, TypeError)):
+        backend().execute("sgd_update", tuple(grads), (*params, *copies), {"lr": 0.1, "rounded": rounded})
+    assert (params[0] == 1).all()
+
+
+def test_an_update_refuses_a_copy_in_a_parameter() -> None:
+    param = np.ones(8, "float32")
+    copy = param.view(np.uint16)[:8].view(bfloat16)
+    with pytest.raises(ShapeError, match="memory"):
+        get_default_device().backend.execute(
+            "sgd_update", (np.ones(8, "float32"),), (param, copy), {"lr": 0.1, "rounded": (0,)}
+        )
+    assert (param == 1).all()
 
 
 def test_a_step_with_python_that_sees_arrays_casts_at_every_replay() -> None:

@@ -78,52 +78,61 @@ void apply(const Update& update, const std::vector<UpdatePart>& parts, const flo
 
 namespace {
 
-// Give the parameters of these numbers their copies; false if one does not fit.
-bool add_copies(const std::vector<View>& copies, const std::vector<double>& numbers, std::vector<UpdatePart>* parts) {
-  for (std::size_t i = 0; i < copies.size(); ++i) {
-    const View& copy = copies[i];
-    const auto number = std::size_t(numbers[i]);
-    if (!copy.is_bfloat16s() || !copy.is_writeable || number >= parts->size() || copy.size() != (*parts)[number].count)
-      return false;
-    (*parts)[number].rounded = copy.bfloat16s();
-  }
+// Bytes that a call writes.
+using Range = std::pair<const char*, const char*>;
+
+Range range_of(const View& view, std::size_t element_bytes) {
+  const auto begin = static_cast<const char*>(view.data);
+  return {begin, begin + view.size() * element_bytes};
+}
+
+// Whether threads may write to all of them at once.
+bool are_apart(std::vector<Range> ranges) {
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i)
+    if (ranges[i].first < ranges[i - 1].second) return false;
   return true;
 }
 
-// The tensors of a step from (grad, ...) and (param, ..., each state of all ...); nothing if two outputs share memory,
-// which threads must not write at once, or if sizes differ.
-std::optional<std::vector<UpdatePart>> parts_of(const Call& call) {
-  const std::size_t count = call.inputs.size();
+// The tensors of a step from (grad, ...) and (param, ..., each state of all ..., a copy for each number in rounded);
+// nothing if an array is not as it should be, or two outputs share memory.
+std::optional<std::vector<UpdatePart>> parts_of(const Call& call, std::size_t num_states, const std::vector<double>& rounded) {
+  const std::size_t count = call.inputs.size(), num_floats = count * (1 + num_states);
   std::vector<UpdatePart> parts(count);
-  std::vector<std::pair<const float*, const float*>> written;
+  std::vector<Range> written;
   for (std::size_t i = 0; i < call.outputs.size(); ++i) {
     const View& out = call.outputs[i];
-    UpdatePart& part = parts[i % count];
-    if (i < count)
+    const bool is_copy = i >= num_floats;
+    const double number = is_copy ? rounded[i - num_floats] : double(i % count);
+    if (!out.is_writeable || !(is_copy ? out.is_bfloat16s() : out.is_floats()) || !(number >= 0 && number < double(count)))
+      return {};
+    UpdatePart& part = parts[std::size_t(number)];
+    if (is_copy) {
+      if (part.rounded || number != double(std::size_t(number))) return {};
+      part.rounded = out.bfloat16s();
+    } else if (i < count) {
+      if (!call.inputs[i].is_floats()) return {};
       part = {call.inputs[i].floats(), out.floats(), {}, call.inputs[i].size()};
-    else
+    } else {
       part.states[i / count - 1] = out.floats();
+    }
     if (out.size() != part.count) return {};
-    if (part.count) written.emplace_back(out.floats(), out.floats() + part.count);
+    if (part.count) written.push_back(range_of(out, is_copy ? sizeof(Bfloat16) : sizeof(float)));
   }
-  std::sort(written.begin(), written.end());
-  for (std::size_t i = 1; i < written.size(); ++i)
-    if (written[i].first < written[i - 1].second) return {};
+  if (!are_apart(std::move(written))) return {};
   return parts;
 }
 
-Step prepare(const Update& update, Call call) {
-  const auto found = call.attributes.find("rounded");
-  const std::vector<double> rounded = found == call.attributes.end() ? std::vector<double>() : found->second;
-  call.attributes.erase("rounded");
-  const std::size_t count = call.inputs.size(), end = count * (1 + update.num_states);
-  if (count == 0 || call.outputs.size() != end + rounded.size()) return {};
-  const std::vector<View> copies(call.outputs.begin() + end, call.outputs.end());
-  call.outputs.resize(end);
-  if (!call.are_floats(count, end)) return {};
-  const auto numbers = call.read_numbers<kMostNumbers>(update.numbers, {"weight_decay"});
-  auto parts = parts_of(call);
-  if (!parts || !numbers || !add_copies(copies, rounded, &*parts)) return {};
+Step prepare(const Update& update, const Call& call) {
+  Call named;
+  named.attributes = call.attributes;
+  const auto found = named.attributes.extract("rounded");
+  const std::vector<double> rounded = found ? found.mapped() : std::vector<double>();
+  const std::size_t count = call.inputs.size();
+  if (count == 0 || call.outputs.size() != count * (1 + update.num_states) + rounded.size()) return {};
+  const auto numbers = named.read_numbers<kMostNumbers>(update.numbers, {"weight_decay"});
+  auto parts = parts_of(call, update.num_states, rounded);
+  if (!parts || !numbers) return {};
   return [&update, parts = std::move(*parts), numbers = *numbers] {
     apply(update, parts, numbers.data());
     return true;

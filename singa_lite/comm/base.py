@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from ..config import this_thread
+from ..config import state, this_thread
 from ..errors import (
     CommError,
     DTypeError,
@@ -419,10 +419,14 @@ class Communicator(ABC):
         self.traffic.bytes_payload += payload
         self.traffic.bytes_sent += work.bytes_sent
         if len(self._works) > MAX_DROPPED:
+            state.works_in_flight -= self._works.keys()
             self._works = {key: other for key, other in self._works.items() if not other._is_done()}
+            state.works_in_flight |= self._works.keys()
         self._works[id(work)] = work
         if isinstance(work, FinishedWork):
             self.traffic.wait_s += work.report_call()
+        else:
+            state.works_in_flight.add(id(work))
         if this_thread.recorder is not None:
             inputs = (array,) if scale is None else (array, scale)
             this_thread.recorder.collective(self, operation, inputs, out, work)
@@ -431,6 +435,7 @@ class Communicator(ABC):
     def _forget(self, work: Work, seconds: float) -> None:
         """Count the time that the host waited for ``work``, which has ended."""
         self._works.pop(id(work), None)
+        state.works_in_flight.discard(id(work))
         work._arrays = ()
         self.traffic.wait_s += seconds
 

@@ -7,9 +7,11 @@ parameter. What does not: rounding (``Backend.rounds_updates`` says whose update
 Note [fresh copies]: in a step that rounds a parameter to 16 bits, computes with the copy and updates the parameter at
 its end, the update writes the copy as well, so the next replay of that step needs no cast. That holds as long as nobody
 else writes the parameter. Kernels outside of the replay, collectives and messages that do are told apart by the memory
-they write; a replay of another step may write any. Each has the next replay cast again. What Python does with a raw
-array is not seen: an array that ``Tensor.data`` has given out is never kept, as its holder may write to it at any time,
-and one whose copy is fresh is read-only for numpy, so that writing to it in another way is an error and not lost.
+they write; a replay of another step may write any. Each has the next replay cast again, and so have collectives in
+flight, which write at a time of their own. What Python does with a raw array is not seen: an array that ``Tensor.data``
+has given out is never kept, as its holder may write to it at any time, and one whose copy is fresh is read-only for
+numpy, so that writing to it in another way is an error and not lost. Views of ``Tensor.array`` that were made before
+have a flag of their own, so what is written to these is lost on the copy.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..config import state
+from ..dtypes import bfloat16
 from .memory import Array, Memory, root_of
 from .nodes import Host, Kernel, Node, StreamSwitch, run_steps
 
@@ -44,18 +47,17 @@ class RoundedCopies:
 
     def refresh(self) -> None:
         """Make all copies, and know them to be fresh until ``forget``, if nobody else may write the parameters."""
-        if self._params.keys().isdisjoint(state.exposed):
-            state.rounded = self
-            for param in self._params.values():
-                self._set_writeable(param, False)
+        if not state.works_in_flight and self._params.keys().isdisjoint(state.exposed):
+            state.rounded = self  # first, so that what interrupts this can be undone
+            self._set_all_writeable(False)
         run_steps(self._casts)
 
     def forget(self) -> None:
         """Have the next replay make all copies again."""
-        if state.rounded is self:
-            state.rounded = None
-            for param in self._params.values():
-                self._set_writeable(param, True)
+        with state.rounded_lock:
+            if state.rounded is self:
+                self._set_all_writeable(True)
+                state.rounded = None  # last, likewise
 
     def written(self, arrays: Iterable[Array]) -> None:
         """Do so if ``arrays``, which will be written, are memory of a parameter."""
@@ -65,13 +67,18 @@ class RoundedCopies:
             for array in found:  # a view has a flag of its own
                 self._set_writeable(array, True)
 
+    def _set_all_writeable(self, is_writeable: bool) -> None:
+        for param in self._params.values():
+            self._set_writeable(param, is_writeable)
+
 
 def use_copies(copies: RoundedCopies | None) -> None:
     """Have ``copies`` made for a replay, and others forgotten; None: it keeps none, or has failed."""
-    if state.rounded is not None:
-        state.rounded.forget()
-    if copies is not None:
-        copies.refresh()
+    with state.rounded_lock:
+        if state.rounded is not None:
+            state.rounded.forget()
+        if copies is not None:
+            copies.refresh()
 
 
 def note_written(*arrays: Array) -> None:
@@ -110,7 +117,7 @@ def keep_copies(
     casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
     changed = list(nodes)
     for number, cast in enumerate(nodes):
-        if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype.itemsize != 2:
+        if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype != bfloat16:
             continue
         (param,), copy = cast.inputs, cast.out
         owner = param.memory.owner
@@ -134,6 +141,7 @@ def keep_copies(
             if known is None or (known.shape, known.dtype) != (copy.shape, copy.dtype):
                 known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
             copy.memory.owner = known
+            changed[number] = replace(cast, phase="Forward")
     rest = [node for number, node in enumerate(changed) if number not in casts]
     return [*(changed[number] for number in casts), *rest], len(casts), list(casts.values())
 

@@ -24,7 +24,7 @@ from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
-from ..graph.rounded import expose
+from ..graph.rounded import expose, note_written
 from .checks import (
     as_axis,
     as_dtype,
@@ -116,6 +116,7 @@ class Tensor:
         break_graph(
             "it copies a Tensor with Python's copy or pickle, which a replay would not do; use clone()"
         )
+        note_written(self.array)  # or numpy would make a read-only copy of a read-only array
         return super().__reduce_ex__(protocol)
 
     # ---- what it is --------------------------------------------------------------------------------

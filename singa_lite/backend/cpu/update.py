@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from ...errors import ShapeError
 from ..base import Array
 from ..formulas import UPDATES, Update
@@ -34,6 +36,7 @@ def _kernel_of(update: Update) -> Callable[..., None]:
     ) -> None:
         arrays = out if isinstance(out, tuple) else (out,)
         end = len(arrays) - len(rounded)
+        _check_copies(update.name, rounded, arrays[: len(grads)], arrays[end:])
         for grad, param, *states in _by_tensor(grads, arrays[:end], len(update.states)):
             p = upcast(param)
             g = upcast(grad) + weight_decay * p if weight_decay else upcast(grad)
@@ -44,6 +47,17 @@ def _kernel_of(update: Update) -> Callable[..., None]:
 
     kernel.__name__, kernel.__doc__ = update.name, update.signature
     return kernel
+
+
+def _check_copies(
+    name: str, numbers: tuple[int, ...], params: tuple[Array, ...], copies: tuple[Array, ...]
+) -> None:
+    """Raise a ShapeError unless each number is of a parameter, once, which its copy is like and apart from."""
+    is_known = len(set(numbers)) == len(numbers) and all(number in range(len(params)) for number in numbers)
+    if not is_known or any(c.shape != params[n].shape for n, c in zip(numbers, copies, strict=True)):
+        raise ShapeError(f"{name}: rounded = {numbers} names no parameters of the copies' shapes")
+    if any(np.may_share_memory(param, copy) for param in params for copy in copies):
+        raise ShapeError(f"{name}: a copy shares memory with a parameter")
 
 
 def _by_tensor(
