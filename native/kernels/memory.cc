@@ -7,6 +7,9 @@
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace singa_lite {
 namespace {
@@ -21,6 +24,26 @@ std::size_t rounded(std::size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
+#ifdef __linux__
+// Large blocks have pages of their own: malloc would put them between others, where freed ones leave holes.
+constexpr std::size_t kOwnPages = 1 << 20;
+
+void* allocate(std::size_t bytes) {
+  if (bytes < kOwnPages) return ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment));
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return memory;
+}
+
+void deallocate(void* memory, std::size_t bytes) {
+  if (bytes < kOwnPages) ::operator delete(memory, std::align_val_t(MemoryPool::kAlignment));
+  else munmap(memory, bytes);
+}
+#else
+void* allocate(std::size_t bytes) { return ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment)); }
+void deallocate(void* memory, std::size_t) { ::operator delete(memory, std::align_val_t(MemoryPool::kAlignment)); }
+#endif
+
 }  // namespace
 
 MemoryPool::~MemoryPool() {
@@ -29,7 +52,7 @@ MemoryPool::~MemoryPool() {
 
 void MemoryPool::drop_oldest() {
   const Block block = kept_.front();
-  ::operator delete(block.memory, std::align_val_t(kAlignment));
+  deallocate(block.memory, block.bytes);
   kept_bytes_ -= block.bytes;
   kept_.pop_front();
 }
@@ -48,7 +71,7 @@ void* MemoryPool::acquire(std::size_t bytes) {
     kept_.erase(std::prev(fit.base()));
   } else {
     while (!kept_.empty() && used_bytes_ + kept_bytes_ + size > limit()) drop_oldest();
-    memory = ::operator new(size, std::align_val_t(kAlignment));
+    memory = allocate(size);
   }
   used_bytes_ += size;
   most_used_bytes_ = std::max(most_used_bytes_, used_bytes_);
