@@ -8,7 +8,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,17 +310,17 @@ def test_an_interrupt_leaves_no_parameter_read_only(
     train(net, range(3))
     if is_freezing:
         state.rounded.forget()
-    set_writeable, calls = CpuBackend.set_writeable, list[int]()
+    copies, calls = record_of(net)._copies, list[int]()
+    assert copies is not None
+    set_writeable = copies._set_writeable
 
-    def interrupt(self: CpuBackend, array: Any, is_writeable: bool) -> None:
+    def interrupt(array: Any, is_writeable: bool) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        set_writeable(self, array, is_writeable)
+        set_writeable(array, is_writeable)
 
-    copies = record_of(net)._copies
-    assert copies is not None
-    monkeypatch.setattr(copies, "_set_writeable", partial(interrupt, get_default_device().backend))
+    monkeypatch.setattr(copies, "_set_writeable", interrupt)
     weight = net.get_params()["first.W"]
     with pytest.raises(KeyboardInterrupt):
         if is_freezing:

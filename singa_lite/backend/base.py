@@ -162,6 +162,8 @@ class Backend(ABC):
     alignment_bytes = 1  # where an array in a larger one should begin
     # "bf16" or "fp16": why its kernels do not compute products in it, and what to do
     missing_precisions: Mapping[str, str] = {}
+    # sets whether Python may write to an array; None: not needed, as ``rounds_updates`` is never True
+    set_writeable: Callable[[Array, bool], None] | None = None
     runs_behind_host = False  # whether a kernel may still run when its call has returned
 
     def run(
@@ -246,10 +248,6 @@ class Backend(ABC):
     def rounds_updates(self, update: Kernel, param: View) -> bool:
         """Return whether ``update`` updates ``param`` and can write a rounded copy of it; see Note [lowered calls]."""
         return False
-
-    def set_writeable(self, array: Array, is_writeable: bool) -> None:
-        """Set whether Python may write to ``array``, where ``rounds_updates`` may be True."""
-        raise NotImplementedError
 
     def recurrent_reserve_bytes(self, x_shape: tuple[int, ...], dtype: Any, **attributes: Any) -> int:
         """Size of the uint8 array that a call of the kernel ``recurrent`` fills; dtype: x's; its attributes."""

@@ -6,9 +6,9 @@ parameter. What does not: rounding (``Backend.rounds_updates`` says whose update
 
 Note [fresh copies]: in a step that rounds a parameter to 16 bits, computes with the copy and updates the parameter at
 its end, the update writes the copy as well, so the next replay of that step needs no cast. That holds as long as nobody
-else writes the parameter. Kernels outside of the replay, collectives and messages that do are told apart by the memory
-they write; a replay of another step may write any. Each has the next replay cast again, and so have collectives in
-flight, which write at a time of their own. What Python does with a raw array is not seen: an array that ``Tensor.data``
+else writes the parameter. Kernels outside of the replay, collectives and messages say which memory they write, and a
+replay of another step may write any: each has the next replay cast again, and so have collectives in flight, which
+write at a time of their own. What Python does with a raw array is not seen: an array that ``Tensor.data``
 has given out is never kept, as its holder may write to it at any time, and one whose copy is fresh is read-only for
 numpy, so that writing to it in another way is an error and not lost. Views of ``Tensor.array`` that were made before
 have a flag of their own, so what is written to these is lost on the copy.

@@ -171,6 +171,7 @@ class Record:
         self._copies: RoundedCopies | None = None
         if params:
             casts = backend.compile(self._nodes[:num_casts])
+            assert backend.set_writeable is not None  # as it rounds updates
             self._copies = RoundedCopies(casts, params, backend.set_writeable)
             weakref.finalize(self, self._copies.forget).atexit = False
         self._nodes = [node for node in self._nodes if not isinstance(node, ClockCall)]

@@ -39,7 +39,7 @@ class NativeKernels(Backend):
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
-        self._set_writeable = getattr(module, "set_writeable", None)
+        self.set_writeable = getattr(module, "set_writeable", None)
         winograd = env("SINGA_LITE_WINOGRAD", "")
         if winograd not in ("", "on", "off"):
             raise OptionError(f"SINGA_LITE_WINOGRAD={winograd}: expected on or off")
@@ -73,11 +73,7 @@ class NativeKernels(Backend):
 
     def rounds_updates(self, update: Kernel, param: View) -> bool:
         is_update = update.name in UPDATES and param in update.outputs[: len(update.inputs)]
-        return self._set_writeable is not None and is_update and is_compiled_dtype(param)
-
-    def set_writeable(self, array: Array, is_writeable: bool) -> None:
-        assert self._set_writeable is not None
-        self._set_writeable(array, is_writeable)
+        return self.set_writeable is not None and is_update and is_compiled_dtype(param)
 
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
         if self._make_plan is None:
