@@ -10,10 +10,9 @@ Note [rules]: ``autocast`` of an operator's class says in which dtype it compute
 - "widest": in the widest dtype of its float inputs.
 - "keep": inputs are taken as they are.
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
-Note [copies of parameters]: in a recorded step the rounded copy of a parameter is made once inside a ``with`` block,
-and again when a kernel has written the parameter, or a collective or a host node has run or backward has begun, which
-may change it; graph/rounded.py says which of these casts replays do. Eager operators round a parameter at each use, as
-anybody may write to it in between.
+Note [copies of parameters]: a recorded step rounds a parameter once, and again when a node may have written it
+(``Recorder.cast``); graph/rounded.py says which of these casts replays do. Eager operators round a parameter at each
+use, as anybody may write to it in between.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from ..config import state, this_thread
 from ..device import Device
 from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
-from ..graph.memory import root_of
 from ..tensor import Tensor, float32
 
 RULES = ("low", "float32", "widest", "keep")
@@ -102,10 +100,7 @@ def _report_slow_cpu() -> None:
 @contextmanager
 def _inside(precision: str) -> Iterator[None]:
     outer = this_thread.autocast
-    if precision != "fp32":
-        this_thread.autocast = Autocast(outer, precision)
-    elif outer is not None:
-        this_thread.autocast = Disabled(outer)
+    this_thread.autocast = Autocast(precision) if precision != "fp32" else None
     try:
         yield
     finally:
@@ -120,54 +115,22 @@ def precision_of(precision: str) -> str:
 
 
 def autocast_like(precision: str) -> AbstractContextManager[None]:
-    """Return a block of ``precision_of(precision)`` whose copies of parameters end with it."""
-    if precision == "fp32" and this_thread.autocast is None:
-        return nullcontext()
-    return autocast(precision_of(precision))
+    """Return a block of ``precision_of(precision)``."""
+    return nullcontext() if precision == "fp32" else autocast(precision)
 
 
-class Disabled:
-    """A block inside another in which no input is cast.
-
-    Args:
-        outer: that of the block around this one, whose copies become old here too.
-    """
-
-    precision: str = "fp32"
-
-    def __init__(self, outer: Disabled | None) -> None:
-        self._outer = outer
-
-    def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what the operator ``op`` computes with instead of its inputs: these."""
-        return inputs
-
-    def written(self, out: Any) -> None:
-        """Forget the copies of arrays that a kernel has written, an array or a tuple of them."""
-        if self._outer is not None:
-            self._outer.written(out)
-
-    def forget(self) -> None:
-        """Forget all copies."""
-        if self._outer is not None:
-            self._outer.forget()
-
-
-class Autocast(Disabled):
+class Autocast:
     """A block in which inputs are cast by Note [rules].
 
     Args:
-        outer: as of Disabled.
         precision: of LOW.
     """
 
-    def __init__(self, outer: Disabled | None, precision: str) -> None:
-        super().__init__(outer)
+    def __init__(self, precision: str) -> None:
         self.precision, self._dtype = precision, LOW[precision]
-        # by the id of a parameter's array: that, which keeps the id, the copy, and the recorder of the step
-        self._copies: dict[int, tuple[Any, Any, Any]] = {}
 
     def cast(self, op: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what the operator ``op`` computes with instead of its inputs: these where none is cast."""
         name, rule = type(op).__name__, op.autocast
         if rule not in RULES:
             came = "has no rule" if rule is None else f"has the unknown rule {rule!r}"
@@ -187,18 +150,6 @@ class Autocast(Disabled):
             return inputs
         return tuple(_cast(tensor, float32) if _dtype(tensor) == self._dtype else tensor for tensor in inputs)
 
-    def written(self, out: Any) -> None:
-        if self._copies:
-            roots = {id(root_of(array)) for array in (out if isinstance(out, tuple) else (out,))}
-            for key, (array, copy, _) in list(self._copies.items()):
-                if not roots.isdisjoint((id(root_of(array)), id(root_of(copy)))):
-                    del self._copies[key]
-        super().written(out)
-
-    def forget(self) -> None:
-        self._copies.clear()
-        super().forget()
-
     def _check(self, name: str, tensor: Any) -> None:
         """Raise a typed error for a Tensor that no rule is about; what is no Tensor the operator itself refuses."""
         dtype = _dtype(tensor)
@@ -212,18 +163,8 @@ class Autocast(Disabled):
         _check_device(name, self.precision, tensor.device)
 
     def _low(self, tensor: Any) -> Any:
-        """Return a float32 Tensor rounded to 16 bits, see Note [copies of parameters]; any other as it is."""
-        if _dtype(tensor) != float32:
-            return tensor
-        recorder = this_thread.recorder
-        is_parameter = tensor.stores_grad and tensor.creator is None
-        if not is_parameter or recorder is None or recorder.break_reason is not None:
-            return _cast(tensor, self._dtype)
-        _, copy, known = self._copies.get(id(tensor.array), (None, None, None))
-        if known is not recorder:
-            copy = _cast(tensor, self._dtype).array
-            self._copies[id(tensor.array)] = tensor.array, copy, recorder
-        return Tensor.wrap(copy, tensor.device)
+        """Return a float32 Tensor rounded to 16 bits; any other as it is."""
+        return _cast(tensor, self._dtype) if _dtype(tensor) == float32 else tensor
 
 
 def _dtype(value: Any) -> Any:
@@ -232,6 +173,9 @@ def _dtype(value: Any) -> Any:
 
 
 def _cast(tensor: Tensor, dtype: Any) -> Tensor:
-    array = tensor.device.backend.empty(tensor.shape, dtype)
-    tensor.device.backend.run("cast", tensor.array, out=array)
-    return Tensor.wrap(array, tensor.device)
+    array, backend, recorder = tensor.array, tensor.device.backend, this_thread.recorder
+    if recorder is not None and tensor.stores_grad and tensor.creator is None:
+        return Tensor.wrap(recorder.cast(backend, array, dtype), tensor.device)
+    cast = backend.empty(tensor.shape, dtype)
+    backend.run("cast", array, out=cast)
+    return Tensor.wrap(cast, tensor.device)

@@ -310,8 +310,6 @@ def nodes_behind(root: Node) -> list[Node]:
 
 
 def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor, Tensor]]:
-    if this_thread.autocast is not None:
-        this_thread.autocast.forget()  # see Note [copies of parameters] in autocast.py
     uses: dict[Tensor, int] = {}  # leaf -> recorded uses not yet visited
     for node in nodes:
         for source in node.sources:

@@ -185,8 +185,6 @@ class Backend(ABC):
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
         elif state.recorders:
             tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
-        if this_thread.autocast is not None:
-            this_thread.autocast.written(out)
         if state.rounded is not None:
             state.rounded.written(out if isinstance(out, tuple) else (out,))
         self.execute(kernel, inputs, out, attributes)

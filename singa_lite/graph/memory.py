@@ -24,15 +24,15 @@ class Memory:
         num_bytes: its size.
         owner: the array to use at every replay; None for memory that only the step itself needs, which then gets a
             part of the arena.
-        is_written: whether a node of the tape has written to it.
+        version: raised by every node of the tape that writes to it; 0: it holds nothing yet.
     """
 
-    __slots__ = ("is_written", "num_bytes", "owner")
+    __slots__ = ("num_bytes", "owner", "version")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.owner: Array = None
-        self.is_written = False
+        self.version = 0
 
 
 @dataclass(frozen=True)

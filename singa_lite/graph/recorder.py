@@ -58,6 +58,9 @@ class Recorder:
         self._watches: list[Any] = []  # weak references to those arrays
         self._tensors_in = tensors_in
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
+        self._num_hosts = 0  # of host nodes, each of which may write to any array
+        # by what was cast, and to which dtype: a weak reference to the result, and the versions of both then
+        self._casts: dict[tuple[View, Any], tuple[Any, tuple[int, ...]]] = {}
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
         self.joins: list[Join] = []  # of forks that have not ended
         # by the id of an array's root: what another thread has done to it, and a weak reference to it
@@ -83,10 +86,10 @@ class Recorder:
         if "counter" in attributes and not isinstance(attributes["counter"], Scalar):
             self.break_graph(f"{name} draws random numbers that come from no device")
         for array in inputs:
-            if not self._known_or_kept(array).is_written:
+            if not self._known_or_kept(array).version:
                 self.break_graph(f"{name} reads an array that no kernel of the step has written")
         for array in out if isinstance(out, tuple) else (out,):
-            self._known_or_kept(array).is_written = True
+            self._known_or_kept(array).version += 1
         self.nodes.append(Kernel(backend, name, inputs, out, attributes, self.phase).mapped(self._view))
         return {key: value.value if isinstance(value, Scalar) else value for key, value in attributes.items()}
 
@@ -99,16 +102,16 @@ class Recorder:
                 f"{operation.kind} {operation.name} of an array that no kernel of the step has made"
             )
         node = Collective(communicator, operation, inputs, out, Flight()).mapped(self._view)
-        node.out.memory.is_written = True
+        node.out.memory.version += 1
         node.flight.work = work  # until finish, so that its id is not used again
         self.nodes.append(node)
         self._in_flight[id(work)] = node
 
     def wait(self, work: Any, timeout_s: float | None) -> None:
         """Record waiting for ``work``."""
-        _forget_rounded_parameters()
         node = self._in_flight.pop(id(work), None)
         if node is not None:
+            node.out.memory.version += 1
             self.nodes.append(Wait(node.flight, node.inputs, node.out, timeout_s))
         elif not any(isinstance(other, Collective) and other.flight.work is work for other in self.nodes):
             self.break_graph("it waits for a collective that was started before the step")
@@ -118,11 +121,25 @@ class Recorder:
         self.nodes.append(node)
         for tensor in self._tensors_in(node.arguments):
             memory = self._known_or_kept(tensor.array)
-            memory.is_written = True
+            memory.version += 1
             self._passed.append((tensor, memory))
-        _forget_rounded_parameters()
+        self._num_hosts += 1
         with unrecorded():
             return node.function(*node.arguments)
+
+    def cast(self, backend: Any, array: Array, dtype: Any) -> Array:
+        """Return ``array`` in ``dtype``: the result of a cast before, if no node may have written to either since."""
+        source, key = self._known_or_kept(array), (self._view(array), dtype)
+        watch, versions = self._casts.get(key, (lambda: None, ()))
+        found = watch()
+        if found is None or self.break_reason is not None or versions != self._versions(source, found):
+            found = backend.empty(array.shape, dtype)
+            backend.run("cast", array, out=found)
+            self._casts[key] = weakref.ref(found), self._versions(source, found)
+        return found
+
+    def _versions(self, source: Memory, result: Array) -> tuple[int, ...]:
+        return source.version, self._memory(result).version, self._num_hosts
 
     # ---- memory ------------------------------------------------------------------------------------
 
@@ -135,7 +152,7 @@ class Recorder:
         """Have replays read and write ``array`` where it is."""
         root = root_of(array)
         memory = self._memory(root)
-        memory.owner, memory.is_written = root, True
+        memory.owner, memory.version = root, max(1, memory.version)
         return memory
 
     def keep_alive_arrays(self) -> None:
@@ -147,7 +164,7 @@ class Recorder:
         """Have every replay bring new values for ``arrays``, into memory of the step alone."""
         for array in arrays:
             memory = self._memory(root_of(array))
-            memory.owner, memory.is_written = None, True
+            memory.owner, memory.version = None, memory.version + 1
 
     def view(self, array: Array) -> View | None:
         """Return the View of an array that the step has used, else None."""
@@ -163,7 +180,7 @@ class Recorder:
         roots = {id(root_of(array)) for array in given}
         for array in outputs:
             memory = self._known(array)
-            if id(root_of(array)) not in roots and (memory is None or not memory.is_written):
+            if id(root_of(array)) not in roots and (memory is None or not memory.version):
                 self.break_graph(f"{where} computes outside of the backend's kernels")
 
     def note_elsewhere(self, what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
@@ -247,11 +264,6 @@ class Recorder:
             self._memories[key] = Memory(root.nbytes)
             self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
         return self._memories[key]
-
-
-def _forget_rounded_parameters() -> None:
-    if this_thread.autocast is not None:
-        this_thread.autocast.forget()
 
 
 # ---- what code of a step reports to the recorder, if there is one ----------------------------------------

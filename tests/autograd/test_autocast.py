@@ -22,7 +22,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state, this_thread
 from singa_lite.device import get_default_device
 from singa_lite.errors import DeviceError, DTypeError, OptionError
-from singa_lite.graph.recorder import host
+from singa_lite.graph.recorder import break_graph, host
 from singa_lite.tensor import Tensor, bfloat16, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
 
@@ -151,22 +151,28 @@ def test_a_recorded_step_casts_a_parameter_once_and_again_when_it_has_changed(ke
         y = autograd.matmul(autograd.matmul(x, w), w)
         assert kernels.count("cast") == 1 + 1  # and as_type
         w *= 2.0
-        autograd.matmul(x, w)
+        held = autograd.matmul(x, w)
+        assert kernels.count("cast") == 3
         autograd.matmul(x, w)
         assert kernels.count("cast") == 3
         with autograd.autocast(enabled=False):
             w += 1.0  # the block around sees it
         z = autograd.matmul(x, w)
         assert kernels.count("cast") == 4
-        alone.all_reduce(w.array, "sum").wait()
-        autograd.matmul(x, w)
+        work = alone.all_reduce(w.array, "sum")
+        held = autograd.matmul(x, w)
         assert kernels.count("cast") == 5
-        host(lambda tensor: tensor.data.fill(2.0), w)
+        work.wait()
+        held = autograd.matmul(x, w)
+        assert kernels.count("cast") == 6
+        host(lambda: w.data.fill(2.0))
         u = autograd.matmul(x, w)
+        assert kernels.count("cast") == 7
         list(autograd.backward(y, Tensor(y.shape, dtype=bfloat16)))
         casts = kernels.count("cast")
         autograd.matmul(x, w)
-        assert kernels.count("cast") == casts + 1
+        assert kernels.count("cast") == casts
+        del held
         device.EnableGraph(False)
     w.copy_from_numpy(was)
     device.RunGraph()
@@ -175,6 +181,19 @@ def test_a_recorded_step_casts_a_parameter_once_and_again_when_it_has_changed(ke
     for got, weights in ((z, 2 * was + 1), (u, np.full((3, 3), 2.0))):
         expected = wide @ weights.astype(bfloat16).astype(float)
         np.testing.assert_allclose(to_numpy(got).astype(float), expected, rtol=2**-8, atol=1e-2)
+
+
+def test_a_step_that_runs_eagerly_in_the_end_rounds_at_each_use() -> None:
+    x, w, device = Tensor(data=np.eye(3)), param(3, 3), get_default_device()
+    with autograd.autocast():
+        device.EnableGraph(True)
+        held = autograd.matmul(x, w)
+        break_graph("numpy writes a parameter")
+        w.array[...] = 2.0
+        y = autograd.matmul(x, w)
+        device.EnableGraph(False)
+    device.ResetGraph()
+    assert (to_numpy(y) == 2).all() and (to_numpy(held) != 2).any()
 
 
 def test_two_views_of_one_memory_are_rounded_each() -> None:
