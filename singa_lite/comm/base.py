@@ -130,6 +130,7 @@ class Communicator(ABC):
 
     Attributes:
         traffic: what was sent so far.
+        num_optimizers: DistOpts whose parameters the ranks have compared over it, in an order that all ranks share.
         flight_recorder: keeps the last collectives for reports of failures; None: nothing does.
         stop_requests: what the collectives carry beside their data, but for those over NCCL.
         transport: the word of ``World.transport`` for this class; "" for one that only wraps others.
@@ -152,6 +153,7 @@ class Communicator(ABC):
         self.world = world
         self.timeout_s = float(timeout_s)
         self.traffic = Traffic()
+        self.num_optimizers = 0
         self.flight_recorder: FlightRecorder | None = None
         self.stop_requests = StopRequests()
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id

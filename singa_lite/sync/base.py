@@ -10,10 +10,11 @@ that change from step to step reach kernels through ``scalar``; what decides whi
 ``step_key``; what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``.
 Memory that stays from step to step is ParamState's (state.py), or is made within ``unrecorded``.
 
-Note [options in names]: options that one rank alone changes between steps may leave every collective's kind and size as
-they are. So its name begins with the step's options, and transports compare names: the ranks get a CommError with both
-texts, without a message more. A recorded step has its options for good, but those that ``read_again`` names; a scheme
-that has such ones starts a collective from the host whose name has their values.
+Note [options in names]: options that one rank alone changes between steps, or a step of another DistOpt, may leave the
+kind and size of every collective as they are. So its name begins with the DistOpt, if that is not the first, and the
+step's options, and transports compare names: the ranks get a CommError with both texts, without a message more. A
+recorded step has its options for good, but those that ``read_again`` names; a scheme that has such ones starts a
+collective from the host whose name has their values.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class MomentumRule(Protocol):
 
 class OptimizerView(Protocol):
     """What a scheme sees of DistOpt and of the optimizer that it wraps; ``step`` is the number of steps before one."""
+
+    @property
+    def label(self) -> str:
+        """What names of collectives have in common, equal on all ranks."""
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param``, equal on all ranks and different from all other parameters'."""
@@ -228,7 +233,8 @@ class Scheme:
         """
         self.options = step.options
         if self.names:
-            self._options_text = f"{self.names[0]}{text_of(step.options, self.read_again)}: "
+            options = text_of(step.options, self.read_again)
+            self._options_text = f"{self.optimizer.label}{self.names[0]}{options}: "
         self.follow(read or (lambda: step))
         self._pairs = []
         self.state.begin()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -87,6 +88,65 @@ def test_ranks_that_step_other_parameters_of_equal_size_get_an_error(
     for error in errors:
         assert isinstance(error, CommError), error
     assert any("left.W" in str(error) and "right.W" in str(error) for error in errors), errors
+
+
+def other_model(communicator: Any, dist_option: str, use_graph: bool) -> None:
+    if dist_option == "hierarchical" and communicator.timeout_s > 20:
+        return  # it takes that long, see below
+    nets = []
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    for _ in range(2):
+        net = Branches()
+        net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option=dist_option))
+        net.compile([x], is_train=True, use_graph=use_graph)
+        nets.append(net)
+    for step in range(6):
+        for net in reversed(nets) if step >= 3 and communicator.rank == 1 else nets:
+            net(x, y)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", [name for name in OPTIONS if name != "hierarchical"])
+def test_ranks_that_train_models_of_one_class_in_another_order_get_an_error(
+    dist_option: str, use_graph: bool, size: int
+) -> None:
+    errors = [found[dist_option, use_graph] for found in errors_of(other_model, size)]
+    for error in errors:
+        assert isinstance(error, CommError), error
+    assert any("DistOpt 2: " in str(error) for error in errors), errors
+
+
+def test_hierarchical_whose_communicators_are_each_dist_opts_own_gives_that_error_after_the_time_out() -> None:
+    errors = run_ranks(
+        other_model, 2, "hierarchical", True, communicator_timeout_s=5, return_exceptions=True
+    )
+    assert all(isinstance(error, CommError) and "waited 5 s" in str(error) for error in errors), errors
+
+
+def label_of(communicator: Any) -> list[str]:
+    """The labels of four DistOpts, of which rank 1 prepares the second and third in another order.
+
+    One of them fails to compare, on all ranks; of the last one, updated by hand, the parameters are compared late.
+    """
+    params = [Tensor(data=np.ones(2), stores_grad=True, name="w") for _ in range(4)]
+    every = [opt.DistOpt(opt.SGD(0.1), communicator=communicator) for _ in params]
+    with pytest.raises(CommError) if communicator.size > 1 else contextlib.nullcontext():
+        every[0].prepare({str(communicator.rank): params[0]}, {})
+    order = [2, 1, 0] if communicator.rank == 1 else [1, 2, 0]
+    for number in order:
+        every[number].prepare({"w": params[number]}, {})
+        every[number].prepare({"w": params[number]}, {})
+    with autograd.record():
+        every[3](autograd.mse_loss(params[3], Tensor(data=np.zeros(2))))
+    return [every[number].label for number in (*order, 3)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_dist_opts_are_numbered_as_the_ranks_compare_them(size: int) -> None:
+    expected = ["DistOpt 2: ", "DistOpt 3: ", "", "DistOpt 4: "]
+    for labels in run_ranks(label_of, size):
+        assert labels == (expected if size == 1 else ["", *expected[:2], expected[3]])
 
 
 class Hidden(opt.DecayScheduler):
