@@ -1388,6 +1388,35 @@ class Slotted:
     __slots__ = ("scale",)
 
 
+class Gate(layer.Layer):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Inherits(Gate):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Gate, Inherits])
+def test_attributes_of_layers_in_slots_are_not_frozen(kind: Any) -> None:
+    class Gated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = kind()
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            self.gate.scale *= 0.5
+            return self.gate(super().loss_of(x, y))
+
+    assert_alike(Gated, 0, "gate.scale is in __slots__")
+
+
 class WithClass:
     scale = 1.0
 

@@ -19,6 +19,7 @@ from collections.abc import Container, Hashable, Iterable
 from dataclasses import is_dataclass
 from itertools import chain, compress
 from operator import is_
+from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
 from ..graph.memory import root_of
@@ -118,6 +119,8 @@ class Attributes:
 
     def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
         """Find what the step has changed and set it as replays will; return the Tensors that the step had set."""
+        if (label := _in_slots(self._model)) is not None:
+            recorder.break_graph(f"{label} is in __slots__, where a replay does not see it change")
         before, self.before = self.before, {}
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
         set_by_step = _new_tensors(before, after)
@@ -257,6 +260,18 @@ def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:
         for name, value in list(vars(layer).items())
         if name not in layer.unrecorded_attributes
     }
+
+
+def _in_slots(model: Layer) -> str | None:
+    """Return the label of an attribute of a layer that a class keeps in slots, or None."""
+    labels = (
+        f"{path}.{name}" if path else name
+        for path, layer in layers_of(model)
+        for kind in type(layer).__mro__
+        for name, value in vars(kind).items()
+        if isinstance(value, MemberDescriptorType)
+    )
+    return next(labels, None)
 
 
 def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:
