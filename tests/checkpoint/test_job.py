@@ -27,7 +27,7 @@ from singa_lite.data import ShardedSampler, prefetch
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from singa_lite.files import PART_SUFFIX
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
-from tests.comm.processes import fresh_environment, run_ranks_of, write_script
+from tests.comm.processes import fresh_environment, run_ranks_of, wait_until, write_script
 from tests.limits import LIMIT_S
 from tests.ranks import mpi_missing, run_ranks
 
@@ -190,16 +190,22 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_the_last_one_stays
         assert (whole, step) == (["step-00000001"], 1)
 
 
-def removed_while_saving(communicator: Communicator, folder: str) -> str:
+def removed_while_saving(communicator: Communicator, folder: str, what: str) -> str:
+    """Rank 0 removes the folder before any rank writes, or a file that rank 1 has written."""
     net = saved(communicator, folder, 1)
-    write = saving.write_arrays
+    write, saving.SEEN_S = saving.write_arrays, 0.5
 
-    def slow(path: Path, arrays: Any) -> Any:
-        if communicator.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    def interrupted(path: Path, arrays: Any) -> Any:
+        if what == "folder":
+            if communicator.rank == 0:
+                shutil.rmtree(folder)
+            wait_until(lambda: not Path(folder).exists(), "no folder")
+        elif communicator.rank == 0:
+            wait_until(path.with_name(generation.rank_file(1)).exists, "a file of rank 1")
+            path.with_name(generation.rank_file(1)).unlink()
         return write(path, arrays)
 
-    saving.write_arrays = slow
+    saving.write_arrays = interrupted
     try:
         checkpoint.save_job(folder, net)
     except CheckpointError as error:
@@ -209,9 +215,12 @@ def removed_while_saving(communicator: Communicator, folder: str) -> str:
     return "no error"
 
 
-def test_a_folder_that_is_removed_while_it_is_written_is_an_error_on_all(tmp_path: Path) -> None:
-    for error in run_ranks(removed_while_saving, 3, str(tmp_path / "job")):
-        assert "cannot write" in error or "lacks" in error
+@pytest.mark.parametrize(("what", "text"), [("folder", "cannot write"), ("file", "lacks")])
+def test_what_is_removed_while_it_is_written_is_an_error_on_all(
+    tmp_path: Path, what: str, text: str
+) -> None:
+    for error in run_ranks(removed_while_saving, 3, str(tmp_path / "job"), what):
+        assert text in error
 
 
 def damaged(communicator: Communicator, folder: str, name: str) -> tuple[str, int, list[str]]:
