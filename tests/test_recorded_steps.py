@@ -1417,6 +1417,27 @@ def test_attributes_of_layers_in_slots_are_not_frozen(kind: Any) -> None:
     assert_alike(Gated, 0, "gate.scale is in __slots__")
 
 
+class Failure(layer.Layer, Exception):
+    """Has no slots, but attributes of its base that look like them."""
+
+    __slots__ = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+def test_layers_without_slots_are_replayed_whatever_their_bases() -> None:
+    class Fails(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failure = Failure()
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.failure(super().loss_of(x, y))
+
+    assert_alike(Fails, STEPS - 1)
+
+
 class WithClass:
     scale = 1.0
 

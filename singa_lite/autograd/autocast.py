@@ -10,9 +10,9 @@ Note [rules]: ``autocast`` of an operator's class says in which dtype it compute
 - "widest": in the widest dtype of its float inputs.
 - "keep": inputs are taken as they are.
 Integer and boolean inputs are never cast. A class without a rule is an error: a guess would be a silent one.
-Note [copies of parameters]: a recorded step rounds a parameter once, and again when a node may have written it
-(``Recorder.cast``); graph/rounded.py says which of these casts replays do. Eager operators round a parameter at each
-use, as anybody may write to it in between.
+Note [copies of parameters]: operators of a recorded step share the rounded copy of a parameter as long as one of them
+keeps it for backward and nothing may have written the parameter (``Recorder.cast``); graph/rounded.py says which casts
+replays do. Eager operators round a parameter at each use, as anybody may write to it in between.
 """
 
 from __future__ import annotations

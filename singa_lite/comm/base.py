@@ -130,7 +130,7 @@ class Communicator(ABC):
 
     Attributes:
         traffic: what was sent so far.
-        num_optimizers: DistOpts whose parameters the ranks have compared over it, in an order that all ranks share.
+        num_optimizers: DistOpts that have made collectives over it.
         flight_recorder: keeps the last collectives for reports of failures; None: nothing does.
         stop_requests: what the collectives carry beside their data, but for those over NCCL.
         transport: the word of ``World.transport`` for this class; "" for one that only wraps others.

@@ -58,7 +58,7 @@ class Recorder:
         self._watches: list[Any] = []  # weak references to those arrays
         self._tensors_in = tensors_in
         self._passed: list[tuple[Any, Memory]] = []  # tensors given to host nodes, and their memory then
-        self._num_hosts = 0  # of host nodes, each of which may write to any array
+        self._num_hosts = 0  # of host nodes that see arrays, each of which may write to any
         # by what was cast, and to which dtype: a weak reference to the result, and the versions of both then
         self._casts: dict[tuple[View, Any], tuple[Any, tuple[int, ...]]] = {}
         self._in_flight: dict[int, Collective] = {}  # by the id of a Work that nobody has waited for
@@ -123,16 +123,20 @@ class Recorder:
             memory = self._known_or_kept(tensor.array)
             memory.version += 1
             self._passed.append((tensor, memory))
-        self._num_hosts += 1
+        self._num_hosts += node.sees_arrays
         with unrecorded():
             return node.function(*node.arguments)
 
     def cast(self, backend: Any, array: Array, dtype: Any) -> Array:
-        """Return ``array`` in ``dtype``: the result of a cast before, if no node may have written to either since."""
+        """Return ``array`` in ``dtype``: the result of a cast before, if nothing may have written to either since.
+
+        Nor if nobody holds that any more. An array that ``Tensor.data`` has given out may be written at any time.
+        """
         source, key = self._known_or_kept(array), (self._view(array), dtype)
         watch, versions = self._casts.get(key, (lambda: None, ()))
         found = watch()
-        if found is None or self.break_reason is not None or versions != self._versions(source, found):
+        is_exposed = self.break_reason is not None or id(root_of(array)) in state.exposed
+        if found is None or is_exposed or versions != self._versions(source, found):
             found = backend.empty(array.shape, dtype)
             backend.run("cast", array, out=found)
             self._casts[key] = weakref.ref(found), self._versions(source, found)

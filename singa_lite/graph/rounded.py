@@ -115,6 +115,9 @@ def keep_copies(
         return nodes, 0, []
     readers, writers = _uses(nodes, inputs)
     casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
+    repeated: set[int] = (
+        set()
+    )  # numbers of casts of what an earlier one has cast, which stays until the update
     changed = list(nodes)
     for number, cast in enumerate(nodes):
         if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype != bfloat16:
@@ -133,7 +136,12 @@ def keep_copies(
             and max(readers[copy.memory], default=number) < last[0]
         ):
             position = update.outputs.index(param)
-            rounded = (*update.attributes.get("rounded", ()), position)
+            rounded = update.attributes.get("rounded", ())
+            if position in rounded:
+                copy.memory.owner = copies[id(owner)]
+                repeated.add(number)
+                continue
+            rounded = (*rounded, position)
             attributes = {**update.attributes, "rounded": rounded}
             changed[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
             casts[number] = owner
@@ -142,7 +150,7 @@ def keep_copies(
                 known = copies[id(owner)] = cast.backend.empty(copy.shape, copy.dtype)
             copy.memory.owner = known
             changed[number] = replace(cast, phase="Forward")
-    rest = [node for number, node in enumerate(changed) if number not in casts]
+    rest = [node for number, node in enumerate(changed) if number not in casts and number not in repeated]
     return [*(changed[number] for number in casts), *rest], len(casts), list(casts.values())
 
 

@@ -60,6 +60,11 @@ class Layer:
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if issubclass(cls, (list, tuple, dict)):
+            raise DTypeError(
+                f"{cls.__name__}: a Layer cannot be a list, tuple or dict too, whose entries alone would be looked at; "
+                "keep one in an attribute"
+            )
         if "forward" in cls.__dict__:  # so that a direct call of forward() makes the parameters too
             cls.forward = _initializing(cls.__dict__["forward"])  # type: ignore[method-assign]
 
@@ -167,8 +172,7 @@ class Layer:
         small for 16 bits, so copies of parameters are rounded instead.
         """
         check_tensor("new_parameter", like)
-        autocast = this_thread.autocast
-        is_mixed = autocast is not None and autocast.precision != "fp32" and is_narrow(like.dtype)
+        is_mixed = this_thread.autocast is not None and is_narrow(like.dtype)
         dtype = float32 if is_mixed or like.dtype == bfloat16 else like.dtype
         return Tensor(shape, like.device, dtype, requires_grad=True, stores_grad=True, name=name)
 

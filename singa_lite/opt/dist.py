@@ -199,7 +199,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._is_updating = False
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._names: dict[Tensor, str] = {}
-        self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has no parameters yet
+        self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
         self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._inside, self._between = Traffic(), Traffic()  # of the last step
@@ -440,7 +440,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             )
         compare_models(self.communicator, states, self.settings())
         self.broadcast(states.values())
-        self._take_number()
         self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
         if self._order == "fixed":
             self._place_streams()
@@ -458,7 +457,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             self._names = unique_names([*self._names, *params])
             states = {self._names[param]: param for param in params}
             compare_models(self.communicator, states, self.settings())
-            self._take_number()
             if not are_equal(self.communicator, "parameter values", params):
                 warnings.warn(
                     "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
@@ -466,12 +464,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                     stacklevel=4,
                 )
                 self.broadcast(params)
-
-    def _take_number(self) -> None:
-        """Count this DistOpt at its first parameters, where all ranks are: models of one class have the same names."""
-        if not self._number:
-            self.communicator.num_optimizers += 1
-            self._number = self.communicator.num_optimizers
 
     def _compare_options(self, name: str, scheme: Scheme, given: dict[str, Option]) -> None:
         """Compare, at the first step of ``scheme``, its options with the other ranks'.
@@ -573,10 +565,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             raise OptionError(f"DistOpt: name_of: {param!r} is no parameter that it has updated or prepared")
         return name
 
-    @property
-    def label(self) -> str:
-        """What distinguishes it from other DistOpts of its communicator, equal on all ranks; empty for the first."""
-        return f"DistOpt {self._number}: " if self._number > 1 else ""
+    def collective_name(self, name: str) -> str:
+        """Return ``name`` with what tells the DistOpts of a communicator apart: the order of their first collectives.
+
+        That is the same on all ranks.
+        """
+        if not self._number:
+            self.communicator.num_optimizers += 1
+            self._number = self.communicator.num_optimizers
+        mine = [] if self._number == 1 else [f"DistOpt {self._number}"]
+        return " ".join([*mine, name] if name else mine)
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}

@@ -119,8 +119,8 @@ class Attributes:
 
     def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
         """Find what the step has changed and set it as replays will; return the Tensors that the step had set."""
-        if (label := _in_slots(self._model)) is not None:
-            recorder.break_graph(f"{label} is in __slots__, where a replay does not see it change")
+        if (reason := _why_unseen(self._model)) is not None:
+            recorder.break_graph(reason)
         before, self.before = self.before, {}
         after = {key: old.now() for key, old in before.items()} | _attributes_of(self._model)
         set_by_step = _new_tensors(before, after)
@@ -262,16 +262,15 @@ def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:
     }
 
 
-def _in_slots(model: Layer) -> str | None:
-    """Return the label of an attribute of a layer that a class keeps in slots, or None."""
-    labels = (
-        f"{path}.{name}" if path else name
-        for path, layer in layers_of(model)
-        for kind in type(layer).__mro__
-        for name, value in vars(kind).items()
-        if isinstance(value, MemberDescriptorType)
-    )
-    return next(labels, None)
+def _why_unseen(model: Layer) -> str | None:
+    """Why a layer may change without ``vars`` showing it, or None."""
+    for path, layer in layers_of(model):
+        label = path or type(layer).__name__
+        for kind in type(layer).__mro__:
+            for name, value in vars(kind).items() if "__slots__" in vars(kind) else ():
+                if isinstance(value, MemberDescriptorType):
+                    return f"{label}.{name} is in __slots__, where a replay does not see it change"
+    return None
 
 
 def _tensors_of(attributes: Iterable[Attribute]) -> list[Tensor]:

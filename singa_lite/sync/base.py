@@ -56,9 +56,8 @@ class MomentumRule(Protocol):
 class OptimizerView(Protocol):
     """What a scheme sees of DistOpt and of the optimizer that it wraps; ``step`` is the number of steps before one."""
 
-    @property
-    def label(self) -> str:
-        """What names of collectives have in common, equal on all ranks."""
+    def collective_name(self, name: str) -> str:
+        """Return ``name`` with what tells this optimizer from others, equal on all ranks."""
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param``, equal on all ranks and different from all other parameters'."""
@@ -234,7 +233,7 @@ class Scheme:
         self.options = step.options
         if self.names:
             options = text_of(step.options, self.read_again)
-            self._options_text = f"{self.optimizer.label}{self.names[0]}{options}: "
+            self._options_text = self.optimizer.collective_name(f"{self.names[0]}{options}: ")
         self.follow(read or (lambda: step))
         self._pairs = []
         self.state.begin()

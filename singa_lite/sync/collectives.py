@@ -49,6 +49,10 @@ class ArrayCollectives:
         self._times: StepTimes | None = None
         self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
 
+    def collective_name(self, name: str) -> str:
+        """Return what a collective called ``name`` is called; a subclass may say whose it is."""
+        return name
+
     def _compare_if_loaded(self) -> None:
         """Compare the ranks where they have loaded states."""
 
@@ -98,14 +102,14 @@ class ArrayCollectives:
 
     def broadcast(self, params: Iterable[Tensor]) -> None:
         """Copy rank 0's values of ``params`` to every rank."""
-        self.communicator.broadcast(_lasting(params), 0, name="parameters").wait()
+        self.communicator.broadcast(_lasting(params), 0, name=self.collective_name("parameters")).wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""
         if not hasattr(model, "get_states"):
             raise OptionError(f"DistOpt: synchronize: expected a Model or Layer, got {type(model).__name__}")
         arrays = _lasting(model.get_states().values())
-        self.communicator.all_reduce(arrays, "mean", name="synchronize").wait()
+        self.communicator.all_reduce(arrays, "mean", name=self.collective_name("synchronize")).wait()
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
@@ -113,7 +117,7 @@ class ArrayCollectives:
         self._compare_if_loaded()
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
             tensor.device.backend.activate()
-        self.communicator.all_reduce(array, "sum").wait()
+        self.communicator.all_reduce(array, "sum", name=self.collective_name("")).wait()
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
@@ -121,7 +125,7 @@ class ArrayCollectives:
 
     def _sum(self, array: Any, backend: Backend) -> None:
         self._compare_if_loaded()
-        self.communicator.all_reduce(array, "sum").wait()
+        self.communicator.all_reduce(array, "sum", name=self.collective_name("")).wait()
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Do ``all_reduce`` through float16 (sync/fp16.py, Note [half scale])."""
@@ -129,7 +133,7 @@ class ArrayCollectives:
 
     def _sum_half(self, array: Any, backend: Backend) -> None:
         self._compare_if_loaded()
-        message = HalfMessage(self.communicator, backend, array, "all_reduce_half")
+        message = HalfMessage(self.communicator, backend, array, self.collective_name("all_reduce_half"))
         message.measure().wait()
         message.send("sum").wait()
 
@@ -180,7 +184,8 @@ class ArrayCollectives:
         self._compare_if_loaded()
         if residual is not None:
             backend.run("add", flat, residual, out=flat)
-        message = SparseMessage(self.communicator, backend, flat, residual, "sparsification")
+        name = self.collective_name("sparsification")
+        message = SparseMessage(self.communicator, backend, flat, residual, name)
         if topK:
             send_top_k(message, spars)
         else:

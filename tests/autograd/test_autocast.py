@@ -165,7 +165,7 @@ def test_a_recorded_step_casts_a_parameter_once_and_again_when_it_has_changed(ke
         work.wait()
         held = autograd.matmul(x, w)
         assert kernels.count("cast") == 6
-        host(lambda: w.data.fill(2.0))
+        host(lambda: w.array.fill(2.0))
         u = autograd.matmul(x, w)
         assert kernels.count("cast") == 7
         list(autograd.backward(y, Tensor(y.shape, dtype=bfloat16)))
@@ -181,6 +181,19 @@ def test_a_recorded_step_casts_a_parameter_once_and_again_when_it_has_changed(ke
     for got, weights in ((z, 2 * was + 1), (u, np.full((3, 3), 2.0))):
         expected = wide @ weights.astype(bfloat16).astype(float)
         np.testing.assert_allclose(to_numpy(got).astype(float), expected, rtol=2**-8, atol=1e-2)
+
+
+def test_a_parameter_whose_array_was_given_out_is_rounded_at_each_use() -> None:
+    x, w, device = Tensor(data=np.eye(3)), param(3, 3), get_default_device()
+    raw = w.data
+    with autograd.autocast():
+        device.EnableGraph(True)
+        held = autograd.matmul(x, w)
+        raw[...] = 2.0
+        y = autograd.matmul(x, w)
+        device.EnableGraph(False)
+    device.ResetGraph()
+    assert (to_numpy(y) == 2).all() and (to_numpy(held) != 2).any()
 
 
 def test_a_step_that_runs_eagerly_in_the_end_rounds_at_each_use() -> None:

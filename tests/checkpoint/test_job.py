@@ -216,9 +216,7 @@ def removed_while_saving(communicator: Communicator, folder: str, what: str) -> 
 
 
 @pytest.mark.parametrize(("what", "text"), [("folder", "cannot write"), ("file", "lacks")])
-def test_what_is_removed_while_it_is_written_is_an_error_on_all(
-    tmp_path: Path, what: str, text: str
-) -> None:
+def test_what_is_removed_while_it_is_written_is_an_error_on_all(tmp_path: Path, what: str, text: str) -> None:
     for error in run_ranks(removed_while_saving, 3, str(tmp_path / "job"), what):
         assert text in error
 

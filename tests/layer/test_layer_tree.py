@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer
-from singa_lite.errors import CheckpointError, ShapeError
+from singa_lite.errors import CheckpointError, DTypeError, ShapeError
 from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -212,3 +212,9 @@ def test_print_of_a_layer_before_its_first_call_says_when_it_has_parameters() ->
     parent.child = Linear(2)
     parent.child.parent = parent
     assert "child: Linear, 0 parameters" in str(parent)
+
+
+@pytest.mark.parametrize("base", [list, tuple, dict])
+def test_a_layer_that_is_a_list_too_is_refused_as_its_own_attributes_would_be_lost(base: type) -> None:
+    with pytest.raises(DTypeError, match=r"Blocks: a Layer cannot be a list, tuple or dict too"):
+        type("Blocks", (Layer, base), {})

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -114,39 +113,95 @@ def test_ranks_that_train_models_of_one_class_in_another_order_get_an_error(
     errors = [found[dist_option, use_graph] for found in errors_of(other_model, size)]
     for error in errors:
         assert isinstance(error, CommError), error
-    assert any("DistOpt 2: " in str(error) for error in errors), errors
+    assert any("DistOpt 2" in str(error) for error in errors), errors
 
 
-def test_hierarchical_whose_communicators_are_each_dist_opts_own_gives_that_error_after_the_time_out() -> None:
-    errors = run_ranks(
-        other_model, 2, "hierarchical", True, communicator_timeout_s=5, return_exceptions=True
-    )
+def test_hierarchical_whose_communicators_are_each_dist_opts_own_gives_that_error_after_the_time_out() -> (
+    None
+):
+    errors = run_ranks(other_model, 2, "hierarchical", True, communicator_timeout_s=5, return_exceptions=True)
     assert all(isinstance(error, CommError) and "waited 5 s" in str(error) for error in errors), errors
 
 
-def label_of(communicator: Any) -> list[str]:
-    """The labels of four DistOpts, of which rank 1 prepares the second and third in another order.
+def average(sgd: Any, param: Tensor, call: str) -> None:
+    """Make a collective of ``param`` by one of SINGA's calls."""
+    gradient = Tensor(data=np.ones(2))
+    if call in ("all_reduce", "all_reduce_half"):
+        getattr(sgd, call)(gradient)
+    elif call in ("broadcast", "fused_all_reduce", "fused_all_reduce_half"):
+        getattr(sgd, call)([param if call == "broadcast" else gradient])
+    elif call == "synchronize":
+        net = layer.Linear(1)
+        net.w = param
+        sgd.synchronize(net)
+    elif call == "sparsification":
+        sgd.sparsification(gradient, None, 0.5, True)
+    else:
+        with autograd.record():
+            sgd(autograd.mse_loss(param, Tensor(data=np.zeros(2))))
 
-    One of them fails to compare, on all ranks; of the last one, updated by hand, the parameters are compared late.
+
+CALLS = ["all_reduce", "all_reduce_half", "broadcast", "fused_all_reduce", "fused_all_reduce_half"]
+CALLS += ["synchronize", "sparsification", "__call__"]
+
+
+def in_another_order(communicator: Any, call: str) -> str:
+    params = [Tensor(data=np.ones(2), stores_grad=True, name="w") for _ in range(2)]
+    every = [opt.DistOpt(opt.SGD(0.1), communicator=communicator) for _ in params]
+    for number in [0, 1, 0, 1] + ([1, 0] if communicator.rank == 1 else [0, 1]):
+        average(every[number], params[number], call)
+    return "no error"
+
+
+def run_calls(world: World) -> list[str]:
+    found = []
+    for number, call in enumerate(CALLS):
+        own = replace(world, rendezvous_id=f"{world.rendezvous_id}-{number}", transport="shm")
+        communicator = ShmCommunicator(own, 200)
+        try:
+            found.append(in_another_order(communicator, call))
+        except CommError as error:
+            found.append(str(error))
+            communicator.abort("it differs")
+        communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_of_two_dist_opts_in_another_order_are_an_error(size: int) -> None:
+    for found in run_ranks(run_calls, size, transport="none"):
+        assert all("the ranks disagree" in text and "DistOpt 2" in text for text in found), found
+
+
+def names_of(communicator: Any) -> list[list[str]]:
+    """The names of one collective of four DistOpts, of which rank 1 prepares the second and third in another order.
+
+    One fails to compare, on all ranks; the last one has no Model: its first call compares.
     """
     params = [Tensor(data=np.ones(2), stores_grad=True, name="w") for _ in range(4)]
     every = [opt.DistOpt(opt.SGD(0.1), communicator=communicator) for _ in params]
-    with pytest.raises(CommError) if communicator.size > 1 else contextlib.nullcontext():
+    with pytest.raises(CommError):
         every[0].prepare({str(communicator.rank): params[0]}, {})
     order = [2, 1, 0] if communicator.rank == 1 else [1, 2, 0]
-    for number in order:
+    for number in (*order, *order):
         every[number].prepare({"w": params[number]}, {})
-        every[number].prepare({"w": params[number]}, {})
-    with autograd.record():
-        every[3](autograd.mse_loss(params[3], Tensor(data=np.zeros(2))))
-    return [every[number].label for number in (*order, 3)]
+    sent, all_reduce = list[str](), communicator.all_reduce
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        sent.append(options["name"])
+        return all_reduce(*arguments, **options)
+
+    communicator.all_reduce = noted
+    for number in (*order, 3, 3):
+        average(every[number], params[number], "__call__")
+    return sent
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_dist_opts_are_numbered_as_the_ranks_compare_them(size: int) -> None:
-    expected = ["DistOpt 2: ", "DistOpt 3: ", "", "DistOpt 4: "]
-    for labels in run_ranks(label_of, size):
-        assert labels == (expected if size == 1 else ["", *expected[:2], expected[3]])
+@pytest.mark.parametrize("size", [2, 3])
+def test_dist_opts_are_numbered_in_the_order_of_their_first_collectives(size: int) -> None:
+    numbered = [f"DistOpt {number} fp32: w" for number in (2, 3, 4, 4)]
+    for names in run_ranks(names_of, size):
+        assert names == ["fp32: w", *numbered]
 
 
 class Hidden(opt.DecayScheduler):

@@ -19,7 +19,8 @@ class NoMomentum(NamedTuple):
 class NoOptimizer:
     """An OptimizerView without an optimizer; parameters need names of their own."""
 
-    label = ""
+    def collective_name(self, name: str) -> str:
+        return name
 
     def name_of(self, param: Tensor) -> str:
         return param.name or "unnamed"
