@@ -52,6 +52,8 @@ class Program(model.Model):
         self.result = one_of("tensor", "tuple", "dict", "none")
         self.form = one_of("plain", "tuple", "dict")
         self.between = one_of(None, None, "lr", "ratio", "freeze", "evaluate", "reset", "spars")
+        self.precision = one_of("fp32", "bf16")
+        self.without_grad = one_of(None, None, "before", "after")
         self.total, self.state = Tensor((1,)), (Tensor((4, 6)), None)
         self.kept = Tensor((1,))
         self.sums: dict[Tensor, Tensor] = {}
@@ -74,6 +76,9 @@ class Program(model.Model):
 
     def train_one_batch(self, given: Any) -> Any:
         x, y = (given["x"], given["y"]) if isinstance(given, dict) else given
+        if self.without_grad == "before":
+            with autograd.no_grad():
+                y = y + 0.1 * self.forward(x).as_type("float32")
         loss = self.loss_of(x, y)
         if self.on_host == "item" and loss.item() > 1e6:
             return loss
@@ -92,6 +97,9 @@ class Program(model.Model):
         if self.on_host == "to_numpy":
             self.total = self.total * float(to_numpy(loss)[0] > 0)
         self.put(loss)
+        if self.without_grad == "after":
+            with autograd.no_grad():
+                loss = self.loss_of(x, y)
         return {"tensor": loss, "tuple": (loss, [loss * 2.0]), "dict": {"loss": loss}, "none": None}[
             self.result
         ]
@@ -168,7 +176,8 @@ def run(seed: int, use_graph: bool, communicator: Any = None) -> tuple[list[Any]
         x, y = (from_numpy(rng.standard_normal(shape).astype(np.float32)) for shape in ((4, 3), (4, 1)))
         return {"plain": [x, y], "tuple": (x, y), "dict": {"x": x, "y": y}}[net.form]
 
-    net.compile([from_numpy(np.zeros((4, 3), np.float32))], use_graph=use_graph)
+    example = from_numpy(np.zeros((4, 3), np.float32))
+    net.compile([example], use_graph=use_graph, precision=net.precision)
     OUTSIDE.clear()
     found: list[Any] = []
     for step in range(STEPS):
