@@ -573,8 +573,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if not self._number:
             self.communicator.num_optimizers += 1
             self._number = self.communicator.num_optimizers
-        mine = [] if self._number == 1 else [f"DistOpt {self._number}"]
-        return " ".join([*mine, name] if name else mine)
+        return name if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}

@@ -233,7 +233,7 @@ class Scheme:
         self.options = step.options
         if self.names:
             options = text_of(step.options, self.read_again)
-            self._options_text = self.optimizer.collective_name(f"{self.names[0]}{options}: ")
+            self._options_text = self.optimizer.collective_name(f"{self.names[0]}{options}") + ": "
         self.follow(read or (lambda: step))
         self._pairs = []
         self.state.begin()
