@@ -391,6 +391,73 @@ def test_an_interrupt_leaves_no_parameter_read_only(
         param.data[...] = 1.0
 
 
+def test_a_copy_whose_forgetting_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make()
+    train(net, range(3))
+    copies = record_of(net)._copies
+    assert copies is not None
+    set_writeable = copies._set_writeable
+
+    def interrupt(array: Any, is_writeable: bool) -> None:
+        set_writeable(array, is_writeable)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copies, "_set_writeable", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        copies.forget()
+    monkeypatch.undo()
+    train(net, range(3, 4))
+    assert is_fresh(net)
+    for name in ("first.W", "second.W"):
+        with pytest.raises(ValueError, match="read-only"):
+            net.get_params()[name].array[...] = 0.0
+
+
+@pytest.mark.parametrize("way", ["method", "operator"])
+def test_views_of_parameters_made_while_copies_are_fresh_may_be_written(way: str) -> None:
+    kept, casts = make(), make(is_kept=False)
+    for net in (casts, kept):
+        train(net, range(3))
+        assert is_fresh(net) == (net is kept)
+        with autograd.no_grad():
+            reshape = Tensor.reshape if way == "method" else autograd.reshape
+            views = [reshape(param, (-1,)) for param in net.get_params().values()]
+        for step in range(3, 6):
+            for view in views:
+                view *= 0.9
+            train(net, range(step, step + 1))
+        views[0].data[:3] = 0.0
+        train(net, range(6, 8))
+    assert bits(kept) == bits(casts)
+
+
+def test_a_tensor_unpickled_on_the_memory_of_a_parameter_may_be_written() -> None:
+    kept, casts = make(), make(is_kept=False)
+    for net in (casts, kept):
+        train(net, range(3))
+        buffers: list[pickle.PickleBuffer] = []
+        weight = net.get_params()["first.W"]
+        other = pickle.loads(pickle.dumps(weight, 5, buffer_callback=buffers.append), buffers=buffers)
+        assert np.shares_memory(other.array, weight.array)
+        train(net, range(3, 5))
+        other *= 0.5
+        train(net, range(5, 7))
+    assert bits(kept) == bits(casts)
+
+
+def test_copies_of_parameters_that_no_record_uses_are_freed() -> None:
+    net = make()
+    train(net, range(3))
+    assert len(net._records._copies) == 2
+    for step in range(5):
+        weight = net.get_params()["first.W"]
+        weight.data = to_numpy(weight)
+        train(net, range(step, step + 2))
+    net._records._kinds.clear()
+    gc.collect()
+    assert not net._records._copies
+
+
 def test_two_models_in_turns_train_as_each_by_itself() -> None:
     alone = [make(kind=kind) for kind in OPTIMIZERS]
     for net in alone:

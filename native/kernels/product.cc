@@ -139,6 +139,10 @@ const Registration matmul_add_norm("matmul_add_norm", [](const Call& call) -> St
     const auto columns = std::size_t(p.n);
     multiply_into(p, [&](std::size_t place, float* sums, float* room) {
       product_loops::add(bias, residual.read(place, columns, room), sums, columns);
+      if (p.y.is_bfloat16) {  // its gradient is computed from the rounded sums, whose mean and variance are needed then
+        p.y.write(place, columns, sums);
+        p.y.read(place, columns, sums);
+      }
       float* const to = normal.target(place, room);
       layer_norm_loops::forward(sums, scale, shift, to, columns, eps, mean + place / columns,
                                 inverse_std + place / columns);

@@ -22,6 +22,8 @@ def relu_before_pooling(graph: GraphRewriter, last: int) -> None:
     forward = graph.maker(indices, "max_pool_2d")
     if forward is None or forward[1].inputs[0] != relu.inputs[1]:
         return
+    if any(graph.is_changed(view, forward[0], last) for view in (relu.inputs[1], forward[1].outputs[0])):
+        return
     masked = View(Memory(grad.memory.num_bytes), grad.offset, grad.shape, grad.dtype, grad.strides)
     graph.put(first, replace(relu, inputs=(grad, forward[1].outputs[0]), out=masked))
     graph.put(last, replace(pooling, inputs=(masked, indices), out=relu.out))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 
 from ..config import state
@@ -32,6 +32,9 @@ SetWriteable = Callable[[Array, bool], None]
 class RoundedCopies:
     """The copies of one recorded step, see Note [fresh copies].
 
+    Attributes:
+        are_fresh: whether a replay may use them as they are.
+
     Args:
         casts: what makes all of them.
         params: the arrays of the parameters.
@@ -44,6 +47,7 @@ class RoundedCopies:
         self._casts = casts
         self._params = {id(param): param for param in params}
         self._set_writeable = set_writeable
+        self.are_fresh = False
 
     def refresh(self) -> None:
         """Make all copies, and know them to be fresh until ``forget``, if nobody else may write the parameters."""
@@ -51,11 +55,13 @@ class RoundedCopies:
             state.rounded = self  # first, so that what interrupts this can be undone
             self._set_all_writeable(False)
         run_steps(self._casts)
+        self.are_fresh = state.rounded is self
 
     def forget(self) -> None:
         """Have the next replay make all copies again."""
         with state.rounded_lock:
             if state.rounded is self:
+                self.are_fresh = False
                 self._set_all_writeable(True)
                 state.rounded = None  # last, likewise
 
@@ -98,7 +104,7 @@ def expose(array: Array) -> None:
 
 
 def keep_copies(
-    nodes: list[Node], inputs: list[Memory], copies: dict[int, Array]
+    nodes: list[Node], inputs: list[Memory], copies: MutableMapping[int, Array]
 ) -> tuple[list[Node], int, list[Array]]:
     """Have updates write the rounded copies that a tape makes of their parameters.
 

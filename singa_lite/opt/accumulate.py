@@ -48,7 +48,7 @@ class GradientSums:
         self._calls = 0  # since this was made, or the number in the sum that was loaded
         self._sums: dict[Tensor, Array] = {}
         self._pending: dict[Tensor, None] = {}  # parameters of the unfinished sum, in the order they came
-        self._at_start: tuple[int, ...] = ()  # see ``guard``
+        self._at_start = frozenset[int]()  # see ``guard``
         self._factors: dict[tuple[Device, str], Array] = {}  # 1 / num_batches
 
     @property
@@ -70,14 +70,15 @@ class GradientSums:
             self._at_start = self._pending_ids()
         guard_ahead(self, ahead, partial(self._kind, ahead, self._at_start))
 
-    def _kind(self, ahead_when_recorded: int, at_start: tuple[int, ...], ahead: int) -> Hashable:
+    def _kind(self, ahead_when_recorded: int, at_start: frozenset[int], ahead: int) -> Hashable:
         """Return what decides the kernels of the call after ``ahead`` others: the sums pending as the step starts."""
         if (self._calls + ahead + 1) % self.num_batches:
             return None
         return at_start if ahead != ahead_when_recorded else self._pending_ids()
 
-    def _pending_ids(self) -> tuple[int, ...]:
-        return tuple(map(id, self._pending))
+    def _pending_ids(self) -> frozenset[int]:
+        """Return the ids of the parameters that have a sum, whose order is another one where states were loaded."""
+        return frozenset(map(id, self._pending))
 
     # ---- one call ----------------------------------------------------------------------------------------
 

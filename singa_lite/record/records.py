@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -96,7 +96,7 @@ class Record:
         arguments: tuple[Any, ...],
         options: dict[str, Any],
         arenas: list[Any],
-        copies: dict[int, Any],
+        copies: MutableMapping[int, Any],
     ) -> None:  # model: model.Model, of a module above
         self.is_postponed = False
         recorder = Recorder(leaves)
@@ -143,7 +143,7 @@ class Record:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas, copies)
 
     def _compile(
-        self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: dict[int, Any]
+        self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: MutableMapping[int, Any]
     ) -> None:
         """Turn the tape into what a replay runs."""
         backend = self._device.backend
@@ -204,7 +204,7 @@ class Record:
         profile = self._device.profile
         copies = None if profile.verbosity else self._copies
         try:
-            if state.rounded is not copies:
+            if state.rounded is not copies or not (copies is None or copies.are_fresh):
                 use_copies(copies)
             if profile.verbosity:
                 self._replay_timed(profile)
@@ -270,7 +270,7 @@ class Records:
     def __init__(self) -> None:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
-        self._copies: dict[int, Any] = {}
+        self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it
         self._recorded: Kind | None = None  # of the step that is being recorded
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:

@@ -24,7 +24,7 @@ from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
-from ..graph.rounded import expose, note_written
+from ..graph.rounded import expose
 from .checks import (
     as_axis,
     as_dtype,
@@ -116,7 +116,9 @@ class Tensor:
         break_graph(
             "it copies a Tensor with Python's copy or pickle, which a replay would not do; use clone()"
         )
-        note_written(self.array)  # or numpy would make a read-only copy of a read-only array
+        expose(
+            self.array
+        )  # pickle may give its memory out, and numpy makes a read-only copy of a read-only array
         return super().__reduce_ex__(protocol)
 
     # ---- what it is --------------------------------------------------------------------------------
@@ -346,7 +348,9 @@ class Tensor:
 
         One size may be -1. ShapeError: another number of elements.
         """
-        return Tensor.wrap(self.array.reshape(resolve_shape("reshape", self.shape, shape)), self.device)
+        size = resolve_shape("reshape", self.shape, shape)
+        expose(self.array)  # the view's own flag says whether it is writeable (graph/rounded.py)
+        return Tensor.wrap(self.array.reshape(size), self.device)
 
     def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
         """Return a leaf with permuted axes (None: reversed), copied to row-major order.

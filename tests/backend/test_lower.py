@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, model, opt
+from singa_lite import autograd, layer, model, opt, tensor
 from singa_lite._native import load
 from singa_lite.backend.cpu import CpuBackend, NumpyBackend
 from singa_lite.comm.base import World
@@ -50,6 +50,54 @@ class Block(layer.Layer):
     def forward(self, x):
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         return self.relu(y + (self.bn3(self.conv3(x)) if self.is_projected else x))
+
+
+class Overwrites(model.Model):
+    """Changes the sign of what an operator has made, where no gradient sees it, before backward."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.conv, self.norm, self.last = layer.Conv2d(8, 3, padding=1), layer.BatchNorm2d(), layer.Linear(5)
+
+    def forward(self, x):
+        made = {"conv": self.conv(x)}
+        made["norm"] = self.norm(made["conv"])
+        made["relu"] = autograd.relu(made["norm"])
+        pool = autograd.avg_pool_2d if self.what == "conv" else autograd.max_pool_2d
+        made["pool"] = pool(made["relu"], 2, 2, 0)
+        if self.what == "copy_data_to_from":
+            out = made["pool"]
+            tensor.copy_data_to_from(out, out.clone() * -1.0, out.size())
+        elif self.what is not None:
+            with autograd.no_grad():
+                alias = autograd.reshape(made[self.what], made[self.what].shape)
+                alias *= -1.0
+        return self.last(autograd.flatten(made["pool"]))
+
+    def train_one_batch(self, x, y):
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+@needs_onednn
+@pytest.mark.parametrize("what", [None, "conv", "norm", "relu", "pool", "copy_data_to_from"])
+def test_what_a_step_overwrites_before_backward_is_seen(what):
+    states = []
+    for use_graph in (False, True):
+        get_default_device().SetRandSeed(1)
+        rng = np.random.default_rng(0)
+        x, y = (from_numpy(rng.standard_normal(s).astype(np.float32)) for s in ((4, 3, 8, 8), (4, 5)))
+        net = Overwrites(what)
+        net.set_optimizer(opt.SGD(lr=0.01))
+        net.compile([x], use_graph=use_graph)
+        for _ in range(3):
+            net(x, y)
+        assert all(info.break_reason is None for info in net.graph_info())
+        states.append({name: to_numpy(value) for name, value in net.get_states().items()})
+    for name, eager in states[0].items():
+        np.testing.assert_allclose(states[1][name], eager, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 class Trained(model.Model):

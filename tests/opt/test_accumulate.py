@@ -128,6 +128,21 @@ def test_a_run_resumed_within_a_sum_goes_on_bit_for_bit(size: int) -> None:
     run_ranks(resume_mid_sum, size, transport="local" if size == 1 else "shm")
 
 
+def test_a_sum_that_was_loaded_in_another_order_fits_the_record_of_its_update() -> None:
+    whole, second = (
+        made(LocalCommunicator(World()), True, dist_option="fp32", accumulate=2) for _ in range(2)
+    )
+    trained(whole, 0, 0, 3)
+    states = whole.optimizer.get_states()
+    assert len(states) > 3  # two sums at least
+    second.set_params(values(whole))
+    second.optimizer.set_states(dict(reversed(states.items())))
+    for net in (whole, second):
+        trained(net, 0, 3, 9)
+    assert len(second.graph_info()) == len(whole.graph_info()) == 2
+    assert everything(second) == everything(whole)
+
+
 def test_states_without_a_sum_begin_a_new_one() -> None:
     first, second = (made(alone(), False, accumulate=3) for _ in range(2))
     start, states = values(first), first.optimizer.get_states()

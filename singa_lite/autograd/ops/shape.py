@@ -10,6 +10,7 @@ import numpy as np
 
 from ...dtypes import is_float
 from ...errors import DTypeError, OptionError, ShapeError, check_choice, check_int, check_ints, check_number
+from ...graph.rounded import note_written
 from ...tensor import Tensor, as_axes, as_axis, as_index, as_permutation, product, resolve_shape
 from ...tensor.checks import listed
 from ..engine import Array, Context, Operator
@@ -30,6 +31,7 @@ class Reshape(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(inputs[0].shape)
+        note_written(inputs[0])  # or the view would be read-only for good (graph/rounded.py)
         return inputs[0].reshape(resolve_shape("reshape", inputs[0].shape, self.shape))
 
     def backward(self, context: Context, *dys: Array) -> Array:

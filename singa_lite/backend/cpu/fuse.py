@@ -108,8 +108,6 @@ def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
     if (
         is_alike
         and forward.inputs[0] == norm.inputs[1]
-        and not any(
-            graph.is_changed(view, forward_number, last) for view in (forward.inputs[1], forward.inputs[2])
-        )
+        and not any(graph.is_changed(view, forward_number, last) for view in forward.inputs)
     ):
         graph.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))
