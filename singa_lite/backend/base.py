@@ -185,8 +185,8 @@ class Backend(ABC):
             attributes = recorder.kernel(self, kernel, inputs, out, attributes)
         elif state.recorders:
             tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
-        if state.rounded is not None:
-            state.rounded.written(out if isinstance(out, tuple) else (out,))
+        if (rounded := state.rounded) is not None:  # which another thread may set to None meanwhile
+            rounded.written(out if isinstance(out, tuple) else (out,))
         self.execute(kernel, inputs, out, attributes)
 
     def execute(

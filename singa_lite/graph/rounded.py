@@ -89,15 +89,14 @@ def use_copies(copies: RoundedCopies | None) -> None:
 
 def note_written(*arrays: Array) -> None:
     """Say that ``arrays`` are about to be written by something that is no kernel."""
-    if state.rounded is not None:
-        state.rounded.written(arrays)
+    if (rounded := state.rounded) is not None:
+        rounded.written(arrays)
 
 
 def expose(array: Array) -> None:
     """Say that Python has the raw ``array`` from now on, and may write to its memory at any time."""
     root = root_of(array)
-    if state.rounded is not None:
-        state.rounded.written((root,))
+    note_written(root)
     key = id(root)
     if key not in state.exposed:
         state.exposed[key] = weakref.ref(root, lambda _: state.exposed.pop(key))
