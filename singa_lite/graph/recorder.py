@@ -266,7 +266,8 @@ class Recorder:
             if watch is not None and watch() is root:
                 self._break_for_thread(what)
             self._memories[key] = Memory(root.nbytes)
-            self._watches.append(weakref.ref(root, lambda _: self._memories.pop(key)))
+            # called without Python in between, where Ctrl-C would be lost and the entry stay
+            self._watches.append(weakref.ref(root, partial(self._memories.pop, key)))
         return self._memories[key]
 
 

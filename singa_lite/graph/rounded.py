@@ -20,6 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..config import state
 from ..dtypes import bfloat16
@@ -99,7 +100,7 @@ def expose(array: Array) -> None:
     note_written(root)
     key = id(root)
     if key not in state.exposed:
-        state.exposed[key] = weakref.ref(root, lambda _: state.exposed.pop(key))
+        state.exposed[key] = weakref.ref(root, partial(state.exposed.pop, key))
 
 
 def keep_copies(
