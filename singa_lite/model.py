@@ -17,7 +17,7 @@ from .config import this_thread
 from .device import Device
 from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
-from .layer.base import Layer
+from .layer.base import Layer, layers_of
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
@@ -254,7 +254,8 @@ class Model(Layer):
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
         optimizer = None if self.optimizer is None else self.optimizer.get_states()
-        self._records.postpone()
+        for records in self._all_records():
+            records.postpone()
         return Checkpoint(states, {}, random_states, optimizer)
 
     def restore(self, checkpoint: Checkpoint, where: str = "restore") -> None:
@@ -295,7 +296,12 @@ class Model(Layer):
             device.set_random_state(random_state)
         if self.optimizer is not None:
             self.optimizer.states_loaded()
-        self._records.clear()
+        for records in self._all_records():
+            records.clear()
+
+    def _all_records(self) -> list[Records]:
+        """Return the records of this model and of those among its layers."""
+        return [layer._records for _, layer in layers_of(self) if isinstance(layer, Model)]
 
     def _compiled_states(self, where: str) -> dict[str, Tensor]:
         if not self._is_compiled:

@@ -33,6 +33,7 @@ OPTIMIZER_FILE = "optimizer.npz"
 AUX_PREFIX = "aux."
 RANDOM_STATE = "random_state"
 
+MAX_NAME_BYTES = 60_000  # of an array; ZIP has room for 65535
 SPARE_BYTES = 1 << 20  # read beside arrays: headers and directories
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack without a limit, see _unpacked
 
@@ -98,13 +99,21 @@ def _npz(arrays: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
         for name, array in arrays.items():
             if array.dtype == bfloat16:  # which npy files have no name for
                 raise CheckpointError(f"save_states: {name!r} is bfloat16; save it as float32")
-            if array.dtype.hasobject or array.dtype.names or "\0" in name:
+            if array.dtype.hasobject or array.dtype.names or not _is_name(name):
                 raise CheckpointError(
                     f"save_states: {name!r} is not an array of numbers with a plain name; keep it elsewhere"
                 )
             with archive.open(name + ".npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, (1, 0), allow_pickle=False)
     return buffer.getvalue()
+
+
+def _is_name(name: str) -> bool:
+    """Return whether a ZIP archive can have a member of that name."""
+    try:
+        return "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES
+    except UnicodeEncodeError:
+        return False
 
 
 # ---- reading -------------------------------------------------------------------------------------------

@@ -65,6 +65,47 @@ def everything(net):
     return states, slots, get_default_device().get_random_state()
 
 
+@pytest.mark.parametrize("name", ["\udc80", "a" * 70_000])
+def test_a_name_that_no_archive_can_have_is_a_checkpoint_error(name, tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(CheckpointError, match="plain name"):
+        compiled().save_states(str(path), {name: np.zeros(2)})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_saving_and_loading_forget_the_records_of_models_within(loads, tmp_path):
+    class Outer(model.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.calls = Net(), []
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def train_one_batch(self, x, y):
+            return self.inner(x, y)
+
+    outer = Outer()
+    inner = outer.inner
+    for net in (outer, inner):
+        net.set_optimizer(opt.SGD(lr=0.1))
+        net.compile([batch(0)[0]], use_graph=net is inner)
+    for step in range(3):
+        outer(*batch(step))
+    assert [record.is_postponed for record in records_of(inner)] == [False]
+    outer.save_states(str(tmp_path / "file"))
+    assert [record.is_postponed for record in records_of(inner)] == [True]
+    if loads:
+        outer.load_states(str(tmp_path / "file"))
+        assert not records_of(inner)
+    outer.eval()
+
+
+def records_of(net):
+    return [record for kind in net._records._kinds.values() for record in kind.records]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The bytes of a checkpoint file and what it holds."""

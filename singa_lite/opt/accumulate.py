@@ -96,8 +96,11 @@ class GradientSums:
             device.backend.run("sgd_update", *grads, out=tuple(totals), lr=-1.0, weight_decay=0.0)
         bookkeep(partial(self._count, [param for param, _ in pairs]))
 
-    def means(self, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the means for the update: as the gradients of its call come, then those of parameters without one."""
+    def means(self, gradients: Gradients, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the means for the update: as the gradients of its call come, then those of parameters without one.
+
+        The latter in the order of ``params``, all parameters: that of their sums is not in a checkpoint.
+        """
         if self.num_batches == 1:
             yield from gradients
             return
@@ -105,7 +108,9 @@ class GradientSums:
         for param, grad in gradients:
             yield param, self._mean(param, grad, has_sum=param in rest)
             rest.pop(param, None)
-        for param in rest:
+        for param in params:
+            if param not in rest:
+                continue
             backend, total = param.device.backend, self._sums[param]
             grad = Tensor.wrap(backend.empty(param.shape, param.dtype), param.device)
             scaled = grad.array if total.dtype == param.dtype else backend.empty(param.shape, total.dtype)

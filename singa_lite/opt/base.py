@@ -438,11 +438,15 @@ def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
     """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
     names: dict[Tensor, str] = {}
     counts: dict[str, int] = {}
+    taken: set[str] = set()
     for param in params:
         name = param.name or "unnamed"
         count = counts.get(name, 0)
+        while (own := f"{name}#{count}" if count else name) in taken:  # by one that its owner has called so
+            count += 1
         counts[name] = count + 1
-        names[param] = f"{name}#{count}" if count else name
+        names[param] = own
+        taken.add(own)
     return names
 
 

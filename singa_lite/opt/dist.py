@@ -283,7 +283,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             lap("backward")
             pause_step()
             return
-        gradients: Iterable[tuple[Tensor, Tensor]] = self._sums.means(self._gradients(loss))
+        gradients: Iterable[tuple[Tensor, Tensor]] = self._sums.means(self._gradients(loss), self._names)
         if self._finite is None:
             self._update(scheme, given, gradients, loss.device)
             return

@@ -60,7 +60,7 @@ class FixedOrderSums(GradientSums):
             param.device.backend.run("copy", grad.array, out=self._level(param, level))
         bookkeep(self._count, [param for param, _ in pairs])
 
-    def means(self, gradients: Gradients) -> Iterator[tuple[Tensor, Tensor]]:
+    def means(self, gradients: Gradients, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the sums of the call that makes the update; the scheme divides by the number of microbatches."""
         if self.num_batches == 1:
             yield from gradients

@@ -510,6 +510,26 @@ def test_a_folder_never_finished_is_removed_unless_it_has_files_of_others(tmp_pa
         assert stays and names == ["step-00000001", "step-00000001.1"]
 
 
+def other_sampler(communicator: Communicator, folder: str) -> tuple[str, bool]:
+    """The error where one rank's sampler is of another data set, and whether nothing has changed."""
+    rank, size = communicator.rank, communicator.size
+    samplers = [ShardedSampler(24, 2, rank, size), ShardedSampler(24 + 6 * (rank == 1), 2, rank, size)]
+    net = compiled(communicator, "fp32", False)
+    checkpoint.save_job(folder, net, sampler=samplers[0])
+    train(net, range(2))
+    next(iter(samplers[1]))
+    before = bits(net), samplers[1].state_dict()
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load_job(folder, net, sampler=samplers[1])
+    return str(error.value), (bits(net), samplers[1].state_dict()) == before
+
+
+def test_a_sampler_that_does_not_fit_on_one_rank_leaves_all_ranks_as_they_were(tmp_path: Path) -> None:
+    for error, is_unchanged in run_ranks(other_sampler, 3, str(tmp_path / "job")):
+        assert is_unchanged, error
+        assert "num_samples" in error
+
+
 def disagree(communicator: Communicator, folder: str) -> list[str]:
     net, errors = compiled(communicator, "fp32", False), []
     first = communicator.rank == 0

@@ -243,6 +243,25 @@ def test_a_parameter_that_a_batch_does_not_use_counts_as_zeros_for_it() -> None:
     np.testing.assert_allclose(to_numpy(net.heads[0]), to_numpy(other.heads[0]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("text", ["int8", "sparseTopK:0.3"])
+def test_parameters_without_a_gradient_in_the_last_call_come_in_an_order_that_loading_keeps(
+    text: str,
+) -> None:
+    whole, *others = (
+        made(alone(), False, Heads, dist_option=text, accumulate=2, clip_norm=0.01) for _ in range(3)
+    )
+    whole(*batch(0, 0), 2, 1)
+    states = whole.optimizer.get_states()
+    for net, items in zip(others, (states.items(), reversed(states.items())), strict=True):
+        net.set_params(values(whole))
+        net.optimizer.set_states(dict(items))
+    for number, used in enumerate([(0,), (1, 2), (0,)]):
+        for net in (whole, *others):
+            net(*batch(0, number), *used)
+    autograd.training = False
+    assert everything(others[0]) == everything(others[1]) == everything(whole)
+
+
 class ThreeCalls(Net):
     """A recorded step of three calls: where accumulate is 2, of one or two updates."""
 

@@ -13,6 +13,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.dtypes import bfloat16
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
+from singa_lite.opt.base import unique_names
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
@@ -598,3 +599,11 @@ def test_the_threshold_may_be_set_before_a_scheme_has_run():
     dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=LocalCommunicator(World()))
     dist.threshold = 7
     assert dist._scheme(find_schemes()["sparseTopK"], None).threshold == 7
+
+
+def test_names_of_parameters_are_unique_whatever_their_own_are() -> None:
+    for own in (["W", "W", "W#1"], ["W", "W#1", "W"], ["W#1", "W", "W"], [None, "unnamed#1", None]):
+        params = [Tensor(data=np.ones(1), name=name) for name in own]
+        names = unique_names(params)
+        assert list(names) == params and len(set(names.values())) == 3
+        assert list(unique_names(params[:2]).values()) == list(names.values())[:2]
