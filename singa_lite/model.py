@@ -190,7 +190,8 @@ class Model(Layer):
         continue with the same bits.
 
         Hides no collective: each rank that calls it writes a file, so call it on rank 0, or give every rank a
-        path of its own to keep residuals too. An existing file is replaced; SINGA raises.
+        path of its own to keep residuals, and in recorded bfloat16 the bits, too. An existing file is replaced; SINGA
+        raises.
 
         Args:
             fpath: where to.
