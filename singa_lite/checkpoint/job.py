@@ -388,22 +388,25 @@ def _go_on(
         mine = trainer.get_states()
         together(communicator, "load_job", lambda: _check_trainer(mine, states, communicator.rank, where))
 
-    def begin() -> None:
+    before: Json = None  # of the sampler
+
+    def restore_sampler() -> None:
+        nonlocal before
         if trainer is None:
             check_threads(manifest.optimizer, model.optimizer.settings(), where)
+        before = None if sampler is None else sampler.state_dict()
         _restore_sampler(manifest, saver, sampler, where)
 
-    def restore() -> None:
+    def restore_model() -> None:
         model.restore(Checkpoint(_part(arrays, MODEL), {}, (), states if trainer is None else None), where)
         for device, random_state in zip(model.devices(), restore_streams(arrays), strict=False):
             device.set_random_state(random_state)
         if trainer is None:
             model.optimizer.states_loaded()
 
-    before = None if sampler is None else sampler.state_dict()
     try:
-        together(communicator, "load_job", begin)
-        together(communicator, "load_job", restore)
+        together(communicator, "load_job", restore_sampler)
+        together(communicator, "load_job", restore_model)
     except CheckpointError:
         if sampler is not None and before is not None:
             sampler.load_state_dict(before)

@@ -128,9 +128,10 @@ class Recorder:
             return node.function(*node.arguments)
 
     def cast(self, backend: Any, array: Array, dtype: Any) -> Array:
-        """Return ``array`` in ``dtype``: the result of a cast before, if nothing may have written to either since.
+        """Return ``array`` in ``dtype``.
 
-        Nor if nobody holds that any more. An array that ``Tensor.data`` has given out may be written at any time.
+        That is the result of an earlier cast if somebody still holds it and nothing may have written to either since;
+        an array that ``Tensor.data`` has given out may have been written at any time.
         """
         source, key = self._known_or_kept(array), (self._view(array), dtype)
         watch, versions = self._casts.get(key, (lambda: None, ()))

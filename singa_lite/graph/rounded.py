@@ -121,9 +121,7 @@ def keep_copies(
         return nodes, 0, []
     readers, writers = _uses(nodes, inputs)
     casts: dict[int, Array] = {}  # parameters, by the numbers of their casts
-    repeated: set[int] = (
-        set()
-    )  # numbers of casts of what an earlier one has cast, which stays until the update
+    repeated: set[int] = set()  # numbers of casts whose result is that of one in ``casts``
     changed = list(nodes)
     for number, cast in enumerate(nodes):
         if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype != bfloat16:

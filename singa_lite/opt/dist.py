@@ -566,9 +566,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return name
 
     def collective_name(self, name: str) -> str:
-        """Return ``name`` with what tells the DistOpts of a communicator apart: the order of their first collectives.
+        """Return ``name``, of all but the communicator's first DistOpt behind "DistOpt <number>".
 
-        That is the same on all ranks.
+        They are numbered in the order of their first collectives, which is the same on all ranks.
         """
         if not self._number:
             self.communicator.num_optimizers += 1

@@ -61,7 +61,10 @@ class FixedOrderSums(GradientSums):
         bookkeep(self._count, [param for param, _ in pairs])
 
     def means(self, gradients: Gradients, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the sums of the call that makes the update; the scheme divides by the number of microbatches."""
+        """Yield the sums of the call that makes the update; the scheme divides by the number of microbatches.
+
+        Every call has gradients of all parameters, so ``params`` is not used.
+        """
         if self.num_batches == 1:
             yield from gradients
             return

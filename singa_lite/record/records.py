@@ -204,7 +204,8 @@ class Record:
         profile = self._device.profile
         copies = None if profile.verbosity else self._copies
         try:
-            if state.rounded is not copies or not (copies is None or copies.are_fresh):
+            is_ready = state.rounded is copies and (copies is None or copies.are_fresh)
+            if not is_ready:
                 use_copies(copies)
             if profile.verbosity:
                 self._replay_timed(profile)

@@ -57,7 +57,7 @@ class OptimizerView(Protocol):
     """What a scheme sees of DistOpt and of the optimizer that it wraps; ``step`` is the number of steps before one."""
 
     def collective_name(self, name: str) -> str:
-        """Return ``name`` with what tells this optimizer from others, equal on all ranks."""
+        """Return ``name`` with a prefix that identifies this optimizer among several, equal on all ranks."""
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param``, equal on all ranks and different from all other parameters'."""

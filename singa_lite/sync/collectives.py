@@ -113,11 +113,10 @@ class ArrayCollectives:
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
-        array = _raw(tensor)
-        self._compare_if_loaded()
+        array, backend = _raw(tensor), _backend(tensor)
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
-            tensor.device.backend.activate()
-        self.communicator.all_reduce(array, "sum", name=self.collective_name("")).wait()
+            backend.activate()
+        self._sum(array, backend)
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""

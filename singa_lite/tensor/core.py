@@ -116,9 +116,8 @@ class Tensor:
         break_graph(
             "it copies a Tensor with Python's copy or pickle, which a replay would not do; use clone()"
         )
-        expose(
-            self.array
-        )  # pickle may give its memory out, and numpy makes a read-only copy of a read-only array
+        # pickle may give the memory out, and numpy would make a read-only copy of a read-only array
+        expose(self.array)
         return super().__reduce_ex__(protocol)
 
     # ---- what it is --------------------------------------------------------------------------------

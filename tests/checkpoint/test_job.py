@@ -530,6 +530,28 @@ def test_a_sampler_that_does_not_fit_on_one_rank_leaves_all_ranks_as_they_were(t
         assert "num_samples" in error
 
 
+def inside_a_loop(communicator: Communicator, folder: str) -> str:
+    """The error where one rank loads while a thread runs its sampler ahead."""
+    sampler = ShardedSampler(24, 2, communicator.rank, communicator.size)
+    net = compiled(communicator, "fp32", False)
+    checkpoint.save_job(folder, net, sampler=sampler)
+    taken = prefetch(sampler, 1)
+    try:
+        if communicator.rank == 1:
+            next(taken)
+        checkpoint.load_job(folder, net, sampler=sampler)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        taken.close()
+    return ""
+
+
+def test_a_sampler_whose_state_is_not_known_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for error in run_ranks(inside_a_loop, 3, str(tmp_path / "job"), communicator_timeout_s=30):
+        assert "prefetch" in error
+
+
 def disagree(communicator: Communicator, folder: str) -> list[str]:
     net, errors = compiled(communicator, "fp32", False), []
     first = communicator.rank == 0
