@@ -2,6 +2,7 @@
 #include "kernels/memory.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <new>
 
 #ifdef __GLIBC__
@@ -9,6 +10,7 @@
 #endif
 #ifdef __linux__
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace singa_lite {
@@ -57,7 +59,9 @@ void MemoryPool::drop_oldest() {
   kept_.pop_front();
 }
 
-std::size_t MemoryPool::limit() const { return most_used_bytes_ + std::max(kSlack, most_used_bytes_ / 4); }
+std::size_t MemoryPool::limit() const {
+  return most_used_bytes_ + (savers_ ? 0 : std::max(kSlack, most_used_bytes_ / 4));
+}
 
 void* MemoryPool::acquire(std::size_t bytes) {
   const std::size_t size = rounded(bytes);
@@ -89,9 +93,15 @@ void MemoryPool::release(void* block, std::size_t bytes) {
 void MemoryPool::release_cached_memory() {
   const std::lock_guard<std::mutex> lock(mutex_);
   while (!kept_.empty()) drop_oldest();
+  most_used_bytes_ = used_bytes_;
 #ifdef __GLIBC__
   malloc_trim(0);  // freed memory below what is still in use goes back as well
 #endif
+}
+
+void MemoryPool::save_memory(bool begins) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  savers_ += begins ? 1 : -1;
 }
 
 std::size_t MemoryPool::bytes_held() const {
@@ -104,6 +114,16 @@ MemoryPool& memory_pool() {
   return *pool;
 }
 
+void discard_pages(void* memory, std::size_t bytes) {
+#ifdef __linux__
+  const auto page = std::uintptr_t(sysconf(_SC_PAGESIZE)), start = std::uintptr_t(memory);
+  const std::uintptr_t first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+  (void)memory, (void)bytes;
+#endif
+}
+
 namespace {
 
 struct ThreadScratch {
@@ -112,7 +132,7 @@ struct ThreadScratch {
 
   ~ThreadScratch() { release(); }
   void release() {
-    ::operator delete(memory, std::align_val_t(MemoryPool::kAlignment));
+    if (memory) deallocate(memory, bytes);
     memory = nullptr;
     bytes = 0;
   }
@@ -125,7 +145,7 @@ thread_local ThreadScratch thread_memory;
 void* thread_scratch(std::size_t bytes) {
   if (bytes > thread_memory.bytes) {
     thread_memory.release();
-    thread_memory.memory = ::operator new(bytes, std::align_val_t(MemoryPool::kAlignment));
+    thread_memory.memory = allocate(bytes);
     thread_memory.bytes = bytes;
   }
   return thread_memory.memory;

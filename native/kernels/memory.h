@@ -10,8 +10,9 @@
 namespace singa_lite {
 
 // Blocks freed are kept for later requests of their size. In use and kept together the pool holds at most a quarter (or
-// kSlack) more than was ever in use at once: before a new block would pass that, those unused for longest are released.
-// Without the slack a step that needs three large blocks now and ten small ones later would trade them at every step.
+// kSlack) more than was in use at once since the last release: before a new block would pass that, those unused for
+// longest are released. Without the slack a step that needs three large blocks now and ten small ones later would trade
+// them at every step.
 class MemoryPool {
  public:
   static constexpr std::size_t kAlignment = 64;      // a cache line, and the widest vector
@@ -21,6 +22,7 @@ class MemoryPool {
   void* acquire(std::size_t bytes);  // throws std::bad_alloc
   void release(void* block, std::size_t bytes);
   void release_cached_memory();  // all of it, to the system
+  void save_memory(bool begins);  // between true and false, which nest, there is no slack: for steps that run once
 
   std::size_t bytes_held() const;  // in use and kept
 
@@ -35,9 +37,13 @@ class MemoryPool {
   mutable std::mutex mutex_;
   std::deque<Block> kept_;  // in the order they were freed
   std::size_t kept_bytes_ = 0, used_bytes_ = 0, most_used_bytes_ = 0;
+  int savers_ = 0;
 };
 
 MemoryPool& memory_pool();
+
+// Lets the system take the whole pages among these bytes, which then are zeros (or, in some systems, as before).
+void discard_pages(void* memory, std::size_t bytes);
 
 // Bytes of the pool, for as long as this lives; of none data() is null.
 class PoolBlock {

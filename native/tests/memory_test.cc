@@ -47,6 +47,47 @@ void test_what_is_kept_stays_below_the_limit() {
   }
 }
 
+void test_nothing_more_is_kept_while_memory_is_saved() {
+  MemoryPool pool;
+  constexpr std::size_t kMega = 1 << 20;
+  pool.save_memory(true);
+  pool.save_memory(true);
+  pool.save_memory(false);  // it nests
+  for (std::size_t mega = 1; mega <= 16; ++mega) {  // every size once
+    pool.release(pool.acquire(mega * kMega), mega * kMega);
+    CHECK_EQUAL(pool.bytes_held(), mega * kMega);
+  }
+  pool.save_memory(false);
+  pool.release(pool.acquire(kMega), kMega);
+  CHECK_EQUAL(pool.bytes_held(), 17 * kMega);
+}
+
+void test_the_limit_follows_what_was_used_since_the_last_release() {
+  MemoryPool pool;
+  constexpr std::size_t kMega = 1 << 20;
+  pool.release(pool.acquire(256 * kMega), 256 * kMega);
+  pool.release_cached_memory();
+  for (std::size_t mega = 1; mega <= 8; ++mega) pool.release(pool.acquire(mega * kMega), mega * kMega);
+  CHECK(pool.bytes_held() <= 8 * kMega + MemoryPool::kSlack);
+}
+
+void test_only_whole_pages_are_discarded() {
+  MemoryPool pool;
+  constexpr std::size_t kBytes = 1 << 20;
+  auto* block = static_cast<unsigned char*>(pool.acquire(kBytes));
+  std::memset(block, 7, kBytes);
+  discard_pages(block + 1, kBytes - 2);
+  CHECK_EQUAL(block[0], 7);
+  CHECK_EQUAL(block[kBytes - 1], 7);
+#ifdef __linux__
+  CHECK_EQUAL(block[kBytes / 2], 0);
+#endif
+  discard_pages(block, 10);  // less than a page
+  CHECK_EQUAL(block[0], 7);
+  discard_pages(nullptr, 0);
+  pool.release(block, kBytes);
+}
+
 void test_what_is_given_back_is_no_longer_held() {
   MemoryPool pool;
   constexpr std::size_t kBytes = 1 << 20;
@@ -108,6 +149,9 @@ int main() {
   test_a_freed_block_comes_again();
   test_a_block_fits_sizes_near_its_own();
   test_what_is_kept_stays_below_the_limit();
+  test_nothing_more_is_kept_while_memory_is_saved();
+  test_the_limit_follows_what_was_used_since_the_last_release();
+  test_only_whole_pages_are_discarded();
   test_what_is_given_back_is_no_longer_held();
   test_scratch_grows();
   test_too_much_is_bad_alloc_and_changes_nothing();

@@ -235,6 +235,14 @@ class Backend(ABC):
         """Give memory that is kept for reuse to the system; the default keeps none."""
         return None
 
+    def saving_memory(self, idle: list[Array]) -> AbstractContextManager[None]:
+        """Return a context for a step that runs once, in little memory; the default changes nothing.
+
+        Args:
+            idle: arrays that nothing reads or writes within, and whose values are not needed behind it.
+        """
+        return nullcontext()
+
     def lower(self, nodes: list[Node]) -> list[Node]:
         """Return the nodes of a recorded step in a form that this backend runs faster; the default changes nothing."""
         return nodes

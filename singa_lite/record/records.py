@@ -80,10 +80,12 @@ class Record:
 
     Args:
         model: whose step is run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
-        arenas: memory that the records of a model share; another piece is appended where none is large enough.
+        arenas: memory that the records of a model share, idle; another piece is appended where none is large enough.
         copies: of parameters, which they share too (graph/rounded.py); more are added.
 
     Attributes:
+        device: on which the step ran.
+        communicators: of its collectives.
         result: what the step returned, for the caller of this call.
         is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
         changes_containers: whether the step has changed a list, dict or dataclass among its arguments.
@@ -103,13 +105,13 @@ class Record:
         given = Arguments((arguments, options))
         inputs = given.tensors
         recorder.take_inputs([tensor.array for tensor in inputs])
-        self._device = inputs[0].device if inputs else get_default_device()
+        self.device = inputs[0].device if inputs else get_default_device()
         self._attributes = Attributes(model)
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
         )
         try:
-            with recorder.recording():
+            with self.device.backend.saving_memory(arenas), recorder.recording():
                 self.result = model.run_train_one_batch(*given.value[0], **given.value[1])
         except BaseException:
             recorder.break_graph("it raises an error")
@@ -146,16 +148,16 @@ class Record:
         self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: MutableMapping[int, Any]
     ) -> None:
         """Turn the tape into what a replay runs."""
-        backend = self._device.backend
+        backend = self.device.backend
         views = [recorder.view(tensor.array) for tensor in inputs]
         nodes = without_empty_laps(backend.lower(pack_in_place(recorder.nodes)))
         known = [view.memory for view in views if view]
         nodes, num_casts, params = keep_copies(nodes, known, copies)
 
         def make(num_bytes: int) -> Any:
+            backend.release_cached_memory()  # what the recorded step used, or both would be held at once
             found = next((arena for arena in arenas if arena.nbytes >= num_bytes), None)
             if found is None:
-                backend.release_cached_memory()  # what the recorded step used, or both would be held at once
                 found = backend.empty((num_bytes,), "uint8")
                 arenas.append(found)
             return found
@@ -164,7 +166,7 @@ class Record:
         self._number = next(state.numbers)  # in the tables of profiles
         self._nodes = [node.mapped(array_of) for node in nodes]
         self._inputs = [None if view is None else array_of(view) for view in views]
-        self._communicators = list(
+        self.communicators = list(
             dict.fromkeys(node.communicator for node in nodes if isinstance(node, Collective))
         )
         self._replay_nodes = backend.compile(self._nodes[num_casts:])
@@ -189,19 +191,19 @@ class Record:
 
     def replay(self, given: list[Tensor]) -> Any:
         """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""
-        for communicator in self._communicators:
+        for communicator in self.communicators:
             communicator.wait_all()
-        execute = self._device.backend.execute
+        execute = self.device.backend.execute
         for array, tensor in zip(self._inputs, (*given, *self._attributes.now()), strict=True):
             if array is not None:
                 execute("copy", (tensor.array,), array, {})
-        with deferred_interrupts() if self._is_whole and not self._communicators else nullcontext():
+        with deferred_interrupts() if self._is_whole and not self.communicators else nullcontext():
             self._run()
         self._attributes.repeat()
         return self._new_result()
 
     def _run(self) -> None:
-        profile = self._device.profile
+        profile = self.device.profile
         copies = None if profile.verbosity else self._copies
         try:
             is_ready = state.rounded is copies and (copies is None or copies.are_fresh)
@@ -223,7 +225,7 @@ class Record:
         times = [time.perf_counter()]
 
         def note_time() -> None:
-            self._device.Sync()
+            self.device.Sync()
             times.append(time.perf_counter())
 
         run_steps(self._nodes, note_time)
@@ -287,7 +289,8 @@ class Records:
                     kind.misses = 0
                     if record.is_postponed:
                         this_thread.has_left_out = False
-                        result = model.run_train_one_batch(*arguments, **options)
+                        with record.device.backend.saving_memory(self._idle_arenas()):
+                            result = model.run_train_one_batch(*arguments, **options)
                         record.is_postponed = this_thread.has_left_out  # there it would not be kept
                         return result
                     return record.replay(tensors)
@@ -298,7 +301,7 @@ class Records:
             return model.run_train_one_batch(*arguments, **options)
         self._recorded = kind
         try:
-            record = Record(model, arguments, options, self._arenas, self._copies)
+            record = Record(model, arguments, options, self._idle_arenas(), self._copies)
         finally:
             self._recorded = None
         if record.break_reason is None:
@@ -315,6 +318,13 @@ class Records:
             kind.retries += 1
         result, record.result = record.result, None
         return result
+
+    def _idle_arenas(self) -> list[Any]:
+        """Return the arenas, after the collectives in flight: those of a step that has failed still use them."""
+        records = [record for kind in self._kinds.values() for record in kind.records]
+        for communicator in dict.fromkeys(each for record in records for each in record.communicators):
+            communicator.wait_all()
+        return self._arenas
 
     def _drop_oldest(self) -> None:
         if sum(len(kind.records) for kind in self._kinds.values()) > MAX_RECORDS:

@@ -9,7 +9,8 @@ where nothing was compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ class NativeKernels(Backend):
             if is_kernel(type(self), name) or name in LOWERED
         }
         self._release = getattr(module, "release_cached_memory", None)
+        self._save_memory = getattr(module, "save_memory", None)
+        self._discard_pages = getattr(module, "discard_pages", None)
         self._make_plan = getattr(module, "Plan", None)
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
@@ -63,6 +66,20 @@ class NativeKernels(Backend):
     def release_cached_memory(self) -> None:
         if self._release is not None:
             self._release()
+
+    @contextmanager
+    def saving_memory(self, idle: list[Array]) -> Iterator[None]:
+        if self._save_memory is None or self._discard_pages is None:
+            yield
+            return
+        for array in idle:
+            self._discard_pages(array)
+        self._save_memory(True)
+        try:
+            yield
+        finally:
+            self._save_memory(False)
+            self.release_cached_memory()
 
     def lower(self, nodes: list[Node]) -> list[Node]:
         return (
