@@ -53,6 +53,7 @@ class OfThread(threading.local):
         autocast: the precision of its operators (autograd.autocast.Autocast), else None.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
+        model: whose step runs (model.Model), else None.
         has_left_out: set True where a part of a step was left out (graph.recorder.fork).
     """
 
@@ -62,6 +63,7 @@ class OfThread(threading.local):
     autocast: Any = None
     capture: Any = None
     clock: Any = None
+    model: Any = None
     has_left_out: bool = False
 
 

@@ -21,6 +21,7 @@ from .layer.base import Layer, layers_of
 from .opt.base import Optimizer
 from .record.records import RecordInfo, Records
 from .tensor import Tensor, to_numpy
+from .tensor.pytree import leaves
 
 if TYPE_CHECKING:
     from .model_file import Checkpoint
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class Model(Layer):
     """Base of a user's model: write ``__init__``, ``forward`` and ``train_one_batch``.
 
-    Calling the model trains one batch in training mode and runs ``forward`` in evaluation mode.
+    Calling the model trains one batch in training mode and runs ``forward`` in evaluation mode. In the step of
+    another model, one that was never compiled or put into a mode is a layer like others, and its ``forward`` trains.
 
     Example:
         >>> class Regression(Model):
@@ -49,6 +51,7 @@ class Model(Layer):
     def __init__(self) -> None:
         super().__init__()
         self.training = False
+        self._has_mode = False  # whether train, eval or compile has chosen one
         self._is_compiled = False
         self._use_graph = False
         self._precision = "fp32"
@@ -70,11 +73,12 @@ class Model(Layer):
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
         self._is_prepared = False  # whether it knows the parameters
+        self._prepared = frozenset[int]()  # their id()
         self._records.clear()
 
     def compile(
         self,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Any],  # Any: what forward takes
         is_train: bool = True,
         use_graph: bool = False,
         sequential: bool = False,
@@ -83,7 +87,8 @@ class Model(Layer):
         """Create all parameters by one forward pass on ``inputs``, and agree on their values with other ranks.
 
         Args:
-            inputs: tensors of the shapes and dtypes to train on; their values do not matter.
+            inputs: tensors of the shapes and dtypes to train on, or lists, tuples and dicts of them where ``forward``
+                takes such; their values do not matter.
             is_train: the mode to start in.
             use_graph: record the step of each combination of shapes, dtypes and options at its first call and
                 replay it afterwards (record/); ``graph_info`` lists what was recorded.
@@ -96,21 +101,23 @@ class Model(Layer):
             OptionError: an argument is not what it should be, another ``precision``, or ``forward`` does not take so
                 many inputs. Nothing has changed then.
             DeviceError: ``precision`` is not there on the device of an input; nor has anything changed then.
+            GraphError: layers were replaced since a ``compile`` before, whose parameters the optimizer knows.
         """
-        if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
+        if not isinstance(inputs, (list, tuple)) or not all(map(leaves, inputs)):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
         try:
             signature(self.forward).bind(*inputs)
         except TypeError as error:
             raise OptionError(
-                f"compile: inputs are {len(inputs)} Tensors, which {type(self).__name__}.forward does not take: {error}"
+                f"compile: {type(self).__name__}.forward does not take these {len(inputs)} inputs: {error}"
             ) from None
         check_bool("compile", "is_train", is_train)
         check_bool("compile", "use_graph", use_graph)
-        precision = check_precision("compile", precision, (x.device for x in inputs))
+        precision = check_precision("compile", precision, (x.device for x in leaves(inputs)))
         before, self._precision = self._precision, precision
         try:
             self._evaluate(*inputs)
+            self._check_prepared()
         except BaseException:
             self._precision = before
             raise
@@ -125,7 +132,20 @@ class Model(Layer):
         params = self.get_params()
         buffers = {name: value for name, value in self.get_states().items() if name not in params}
         self.optimizer.prepare(params, buffers)
+        self._prepared = frozenset(map(id, params.values()))
         self._is_prepared = True
+
+    def _check_prepared(self) -> None:
+        """Have the optimizer prepared again if there are more parameters; GraphError if some it knows are gone."""
+        if not self._is_prepared:
+            return
+        now = set(map(id, self.get_params().values()))
+        if self._prepared - now:
+            raise GraphError(
+                f"compile: {type(self).__name__} has lost parameters that its optimizer keeps states of; call "
+                "set_optimizer with a new one after replacing layers"
+            )
+        self._is_prepared = now == self._prepared
 
     def graph(self, mode: bool = True, sequential: bool = False) -> None:
         """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""
@@ -139,6 +159,7 @@ class Model(Layer):
     def train(self, mode: bool = True) -> None:
         """Switch to training mode, or with False to evaluation mode; sets ``autograd.training`` of this thread too."""
         self.training = this_thread.training = check_bool("train", "mode", mode)
+        self._has_mode = True
 
     def eval(self) -> None:
         """Switch to evaluation mode. Hides no collective: see ``DistOpt.synchronize``."""
@@ -160,7 +181,12 @@ class Model(Layer):
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """``train_one_batch`` in training mode, ``forward`` in evaluation mode."""
         if not self.training:
-            return self._evaluate(*inputs, **options)
+            is_layer = this_thread.model is not None and not self._has_mode
+            return (self.forward if is_layer else self._evaluate)(*inputs, **options)
+        if this_thread.model is self:
+            raise GraphError(
+                f"{type(self).__name__}: its step calls the model, which would train it; call forward"
+            )
         if not self._is_compiled:
             raise GraphError(f"{type(self).__name__}: call compile([inputs]) before training")
         begin_step()
@@ -176,8 +202,12 @@ class Model(Layer):
 
     def run_train_one_batch(self, *inputs: Any, **options: Any) -> Any:
         """Run ``train_one_batch`` in the model's precision, unrecorded; what records of steps run, too."""
-        with autocast_like(self._precision):
-            return self.train_one_batch(*inputs, **options)
+        outer, this_thread.model = this_thread.model, self
+        try:
+            with autocast_like(self._precision):
+                return self.train_one_batch(*inputs, **options)
+        finally:
+            this_thread.model = outer
 
     # ---- checkpoints -------------------------------------------------------------------------------
 

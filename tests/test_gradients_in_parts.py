@@ -78,6 +78,8 @@ class ReadsAView(ReadLater):
 class KeepsOnItself(autograd.Operator):
     """A product as SINGA's operators are written, with what backward needs on the operator."""
 
+    is_recordable = True
+
     def forward(self, context: Any, *inputs: Any) -> Any:
         self.inputs = inputs
         out = context.empty((inputs[0].shape[0], inputs[1].shape[1]), inputs[0].dtype)

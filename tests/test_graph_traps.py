@@ -126,6 +126,8 @@ def test_an_update_between_two_losses_changes_no_gradient_of_a_relu():
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
     class Shifted(autograd.Operator):
+        is_recordable = True  # which is wrong
+
         def forward(self, context, *inputs):
             return inputs[0] if is_backward else np.sin(inputs[0])
 

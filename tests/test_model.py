@@ -326,6 +326,112 @@ def test_wrong_arguments_raise():
         lazy(batch(0)[0])
 
 
+class Part(layer.Layer):
+    """What trains: products, dropout and statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropout = layer.Linear(72), layer.Dropout(0.3)
+
+    def forward(self, x):
+        return self.dropout(self.linear(x))
+
+
+class PartModel(model.Model, Part):
+    """The same, as a Model."""
+
+
+def with_part(kind):
+    class Whole(Net):
+        def __init__(self):
+            super().__init__()
+            self.part = kind()
+
+        def forward(self, x):
+            y = self.flatten(self.relu(self.norm(self.conv(x))))
+            return self.linear(self.part(y))
+
+    return Whole
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_model_in_the_step_of_another_one_trains_as_a_layer_does(use_graph):
+    found = []
+    for kind in (Part, PartModel):
+        net = compiled(kind=with_part(kind), use_graph=use_graph)
+        for step in range(4):
+            net(*batch(step))
+        found.append(values(net))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_a_model_that_was_put_into_evaluation_stays_in_it_in_the_step_of_another_one(use_graph):
+    net = compiled(kind=with_part(PartModel), use_graph=use_graph)
+    net.part.eval()
+    net.train()
+    before = to_numpy(net.part.linear.W)
+    for step in range(4):
+        net(*batch(step))
+    np.testing.assert_array_equal(to_numpy(net.part.linear.W), before)
+
+
+def test_a_step_that_calls_its_own_model_says_so():
+    class Calls(Net):
+        def train_one_batch(self, x, y):
+            return self(x, y)
+
+    with pytest.raises(GraphError, match="call forward"):
+        compiled(kind=Calls)(*batch(0))
+
+
+def test_a_model_whose_layers_were_replaced_needs_a_new_optimizer():
+    net = compiled()
+    net(*batch(0))
+    net.linear = layer.Linear(4)
+    with pytest.raises(GraphError, match="set_optimizer"):
+        net.compile([batch(0)[0]])
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([batch(0)[0]])
+    net.optimizer.zero_grad()
+
+
+def test_layers_that_were_added_are_known_after_compile():
+    class Grows(Net):
+        more = staticmethod(lambda x: x)
+
+        def forward(self, x):
+            return self.more(super().forward(x))
+
+        def train_one_batch(self, x, y):
+            self.optimizer.zero_grad()
+            self.loss(self.forward(x), y).backward()
+            return to_numpy(self.linear.W.grad), to_numpy(self.get_params()["more.W"].grad)
+
+    net = Grows()
+    net.set_optimizer(opt.SGD(lr=0.1))
+    net.compile([batch(0)[0]])
+    net.more = layer.Linear(4)
+    net.compile([batch(0)[0]])
+    net.dropout = layer.Dropout(0.0)
+    first, again = net(*batch(0)), net(*batch(0))
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one, other)  # and not twice as large
+
+
+def test_a_model_may_take_lists_and_dicts_of_tensors():
+    class Takes(Net):
+        def forward(self, xs, more):
+            return super().forward(xs[0] + more["x"])
+
+    net, x = Takes(), batch(0)[0]
+    net.compile([[x], {"x": x}], is_train=False)
+    assert net([x], {"x": x}).shape == (8, 4)
+    for wrong in ([[]], [{"x": 1}], [x, 3], x):
+        with pytest.raises(OptionError, match="compile"):
+            net.compile(wrong)
+
+
 def ranks_train(communicator):
     get_default_device().SetRandSeed(communicator.rank)
     net = Net()

@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import itertools
 import multiprocessing
+import os
 import random
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
@@ -1881,6 +1882,7 @@ def test_the_class_of_a_layer_may_be_changed_between_steps(changed: str) -> None
 class Multiplied(autograd.Operator):
     """x times a number of its own."""
 
+    is_recordable = True
     factor = 1.0
 
     def forward(self, context: Any, x: Any) -> Any:
@@ -1910,6 +1912,98 @@ def test_a_number_of_an_own_operator_is_seen() -> None:
         return net(x, y)
 
     assert_alike(Operates, STEPS - 2, call=call)
+
+
+class AddsInNumpy(Multiplied):
+    def forward(self, context: Any, x: Any) -> Any:
+        y = super().forward(context, x)
+        y += 1  # in an array that a kernel made
+        return y
+
+
+class ClipsInNumpy(Multiplied):
+    def backward(self, context: Any, dy: Any) -> Any:
+        dx = super().backward(context, dy)
+        return np.clip(dx, -1e-2, 1e-2, out=dx)
+
+
+class Decides(Multiplied):
+    def forward(self, context: Any, x: Any) -> Any:
+        self.factor = 1.0 if x.sum() > 0 else 0.5
+        return super().forward(context, x)
+
+
+@pytest.mark.parametrize("operator", [AddsInNumpy, ClipsInNumpy, Decides])
+def test_operators_from_outside_run_eagerly_unless_they_say_that_they_can_be_recorded(operator: Any) -> None:
+    class Operates(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return operator()(super().forward(x))
+
+    assert_alike(Operates, 0, "set is_recordable = True")
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: np.random.default_rng().random(), "default_rng"),
+        (lambda: random.Random().random(), "Random"),
+        (lambda: np.random.RandomState().rand(), "RandomState"),
+        (lambda: random.SystemRandom().random(), "SystemRandom"),
+        (lambda: os.urandom(1)[0] / 256, "urandom"),
+    ],
+)
+def test_numbers_of_generators_that_a_step_makes_are_not_frozen(draw: Any, name: str) -> None:
+    class Draws(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
+            super().train_one_batch(x, y)
+            return draw()
+
+    results, _, net = trained(Draws, True)
+    assert len(set(results)) == STEPS
+    assert f"numbers from {name}," in net.graph_info()[0].break_reason
+
+
+def test_a_layer_may_make_a_generator_for_its_parameters() -> None:
+    class Starts(layer.Linear):
+        def initialize(self, x: Tensor) -> None:
+            super().initialize(x)
+            self.W.copy_from_numpy(np.random.default_rng(3).random(self.W.shape, np.float32))
+
+    class Nets(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Starts(6)
+
+    assert_alike(Nets, STEPS - 1)
+
+
+BITS = np.random.PCG64(3)
+
+
+def test_numbers_drawn_from_a_bit_generator_are_not_frozen() -> None:
+    class Draws(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * BITS.random_raw() * 2.0**-64
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        global BITS
+        BITS = np.random.PCG64(3) if step == 0 else BITS
+        return net(x, y)
+
+    assert_alike(Draws, 0, "variable BITS", call=call)
+
+
+def test_a_number_that_every_call_gives_anew_ends_up_eager_and_says_why(monkeypatch: Any) -> None:
+    monkeypatch.setattr("singa_lite.record.records.MAX_MISSES", 2)
+
+    class Numbered(Net):
+        def train_one_batch(self, x: Tensor, y: Tensor, step: int) -> Any:  # type: ignore[override]
+            return super().train_one_batch(x, y)
+
+    net = assert_alike(
+        Numbered, 0, "a number among the arguments", call=lambda net, step, x, y: net(x, y, step)
+    )
+    assert len(net.graph_info()) == 1
 
 
 def test_a_variable_of_an_own_module_is_seen(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

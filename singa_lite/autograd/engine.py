@@ -29,6 +29,12 @@ from ..tensor.core import check_alike, check_tensor
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
 
+NOT_RECORDABLE = (
+    "{0} is an operator whose Python a replay would not run; if it only runs kernels by Context.run, and no value "
+    "decides which, set is_recordable = True in its class"
+)
+
+
 class Context:
     """What one call of an operator knows and keeps.
 
@@ -97,13 +103,21 @@ class Operator:
     is none or ``context.needs_grad`` is False). Arrays given to either are never written to.
 
     Attributes:
+        is_recordable: whether replays may leave its Python out, as all that it does is to run kernels and no value
+            decides which; a class outside of singa_lite must say so itself, or steps with it run eagerly.
         autocast: the rule by which its inputs are cast inside ``autocast`` (Note [rules] in autocast.py); with None it
             cannot be called there.
         autocast_inputs: how many inputs the rule "low" is about, the first ones; None: all.
     """
 
+    is_recordable: ClassVar[bool] = True
     autocast: ClassVar[Literal["low", "float32", "widest", "keep"] | None] = None
     autocast_inputs: ClassVar[int | None] = None
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            cls.is_recordable = vars(cls).get("is_recordable", False)
 
     def check(self, *inputs: Tensor) -> None:
         """Raise a typed error if the inputs do not fit; the default accepts all."""
@@ -134,6 +148,8 @@ class Operator:
         arrays = result if isinstance(result, tuple) else (result,)
         if recorder is not None:
             given = tuple(tensor.array for tensor in used)
+            if not self.is_recordable:
+                recorder.break_graph(NOT_RECORDABLE.format(type(self).__name__))
             recorder.check_outputs(type(self).__name__, arrays, given)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:

@@ -10,6 +10,7 @@ assignment, so it is the same on every rank; a tensor two layers share counts on
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from ..config import this_thread
 from ..dtypes import bfloat16, is_float, is_narrow
-from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
+from ..errors import CheckpointError, DeviceError, DTypeError, GraphError, ShapeError
 from ..tensor import Tensor, float32, to_numpy
 from ..tensor.checks import as_numbers
 from ..tensor.core import check_tensor
@@ -114,12 +115,16 @@ class Layer:
     # ---- parameters and states ---------------------------------------------------------------------
 
     def get_params(self) -> dict[str, Tensor]:
-        """Return all parameters by name, see Note [what is a state]; the Tensors themselves, no copies."""
-        return {name: tensor for name, tensor, is_param in self._walk() if is_param}
+        """Return all parameters by name, see Note [what is a state]; the Tensors themselves, no copies.
+
+        Raises:
+            GraphError: two have one name, such as the path "a.0" of an entry of ``a`` and of an attribute called "a.0".
+        """
+        return self._by_name((name, tensor) for name, tensor, is_param in self._walk() if is_param)
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers by name; the Tensors themselves, no copies."""
-        return {name: tensor for name, tensor, _ in self._walk()}
+        """Return all parameters and buffers by name; the Tensors themselves, no copies. Raises as ``get_params``."""
+        return self._by_name((name, tensor) for name, tensor, _ in self._walk())
 
     def set_params(self, parameters: Values) -> None:
         """Copy values into all parameters.
@@ -138,9 +143,13 @@ class Layer:
         self._assign("set_states", self.get_states(), states)
 
     def register_layers(self, *layers: Layer) -> None:
-        """Add sub-layers as ``<Class>_<number>``; kept for SINGA scripts, as lists are searched anyway."""
-        for number, layer in enumerate(layers):
-            setattr(self, f"{type(layer).__name__}_{number}", layer)
+        """Add sub-layers as ``<Class>_<number>``, which is the place in ``layers`` or the next that is free.
+
+        Kept for SINGA scripts, as lists are searched anyway.
+        """
+        for place, layer in enumerate(layers):
+            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(place))
+            setattr(self, next(name for name in names if name not in vars(self)), layer)
 
     def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:
         if not isinstance(values, Mapping):
@@ -158,6 +167,16 @@ class Layer:
                 raise ShapeError(f"{where}: {name} has shape {targets[name].shape}, not {array.shape}")
         for name, array in arrays.items():
             targets[name].copy_from_numpy(array)
+
+    def _by_name(self, found: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        states: dict[str, Tensor] = {}
+        for name, tensor in found:
+            if name in states:
+                raise GraphError(
+                    f"{self!r}: two of its parameters or buffers are called {name!r}; rename one"
+                )
+            states[name] = tensor
+        return states
 
     def _walk(self) -> Iterator[tuple[str, Tensor, bool]]:
         """(name, tensor, whether it is a parameter) of every state, each tensor and layer once."""

@@ -41,7 +41,7 @@ MAX_MISSES = 64  # recordings of one kind of call without a replay, until it run
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
 TOO_MANY_MISSES = (
     "{} steps in a row were recorded and none could be replayed: what decides which nodes it has changes at every step "
-    "(an attribute of the model, a variable, a schedule)"
+    "(a number among the arguments, an attribute of the model, a variable, a schedule)"
 )
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
 name_of = attrgetter("name")
@@ -252,6 +252,7 @@ class Kind:
 
     Attributes:
         label: for people.
+        types: of the arguments.
         records: they differ in their guards and in the attributes they found.
         misses: recordings since the last replay.
         retries: of steps that broke, but need not the next time.
@@ -260,6 +261,7 @@ class Kind:
     """
 
     label: str
+    types: Hashable
     records: list[Record] = field(default_factory=list)
     misses: int = 0
     retries: int = 0
@@ -274,6 +276,8 @@ class Records:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it
+        self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
+        self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
@@ -286,7 +290,7 @@ class Records:
             for number, record in enumerate(kind.records):
                 if record.fits(known):
                     kind.records.insert(0, kind.records.pop(number))
-                    kind.misses = 0
+                    kind.misses = self._misses = 0
                     if record.is_postponed:
                         this_thread.has_left_out = False
                         with record.device.backend.saving_memory(self._idle_arenas()):
@@ -299,6 +303,12 @@ class Records:
                 kind.records.clear()
         if kind.break_reason is not None:
             return model.run_train_one_batch(*arguments, **options)
+        if (shapes := [tensor.shape for tensor in tensors]) != self._shapes:
+            self._shapes, self._misses = shapes, 0
+        if self._misses == MAX_MISSES:  # such calls are all of other kinds
+            self._join_kinds(arguments, options, kind, TOO_MANY_MISSES.format(MAX_MISSES))
+            return model.run_train_one_batch(*arguments, **options)
+        self._misses += 1
         self._recorded = kind
         try:
             record = Record(model, arguments, options, self._idle_arenas(), self._copies)
@@ -309,15 +319,24 @@ class Records:
             kind.records.insert(0, record)
             self._drop_oldest()
         elif record.changes_containers:  # so the next call has other ones
-            self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each is not kind)
-            self._kinds[_types_of(arguments, options)] = kind
-            kind.break_reason, kind.is_settled = record.break_reason, True
+            self._join_kinds(arguments, options, kind, record.break_reason)
+            kind.is_settled = True
         elif record.is_lasting or kind.retries == MAX_RETRIES:
             kind.break_reason, kind.is_settled = record.break_reason, record.is_lasting
         elif not record.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
         result, record.result = record.result, None
         return result
+
+    def _join_kinds(
+        self, arguments: tuple[Any, ...], options: dict[str, Any], kind: Kind, break_reason: str | None
+    ) -> None:
+        """Have all calls of the types of this one run eagerly, as ``kind``."""
+        types, self._misses = _types_of(arguments, options), 0
+        self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each.types != types)
+        self._kinds[types] = kind
+        kind.break_reason = break_reason
+        kind.records.clear()
 
     def _idle_arenas(self) -> list[Any]:
         """Return the arenas, after the collectives in flight: those of a step that has failed still use them."""
@@ -353,7 +372,7 @@ class Records:
         if key not in self._kinds:
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
-            self._kinds[key] = Kind(label, break_reason=reason)
+            self._kinds[key] = Kind(label, types, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
 
@@ -378,6 +397,7 @@ class Records:
             or kind.is_settled
             or kind is self._recorded  # whose record tells about the saving
         )
+        self._misses = 0
         for kind in self._kinds.values():
             kind.misses = kind.retries = 0
             for record in kind.records:

@@ -11,6 +11,7 @@ or a container holds are read too. A container of up to MAX_ITEMS is compared wi
 up to MAX_BYTES are compared by content, larger ones by identity. What installed packages and Python's own modules read
 is not looked at, nor are clocks, files and print, names that only exist at run time (eval, globals(), getattr of a
 computed name, imports inside functions), and attributes that an object did not have when the step was recorded.
+Functions that make a generator without a seed, or ask the system for numbers, break the graph.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ CData: Any = ctypes.Structure.__base__  # of all values of ctypes
 UNCHANGING = (*PLAIN, FunctionType, ModuleType)
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
+GENERATORS = {
+    "default_rng",
+    "RandomState",
+    "Random",
+}  # which draw new numbers if they are made without a seed
+SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 BOUND = (BuiltinFunctionType, MethodWrapperType)  # such as [1].pop, iter([1]).__next__
@@ -70,8 +77,8 @@ def containers() -> tuple[type, ...]:
     """Return the types whose values can change without being replaced."""
     return (
         list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
-        random.Random, itertools.count, partial, MethodType, bytearray, array, MappingProxyType, ref, memoryview,
-        CData, *BOUND,
+        np.random.BitGenerator, np.random.SeedSequence, random.Random, itertools.count, partial, MethodType, bytearray,
+        array, MappingProxyType, ref, memoryview, CData, *BOUND,
     )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
 
 
@@ -149,6 +156,7 @@ class Variables:
         self._layers = {id(layer) for layer in layers}
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
+        self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
         self._functions: list[FunctionType] = []  # of the user
         self._globals: set[tuple[int, str]] = set()  # that have a location, by namespace and name
@@ -180,6 +188,11 @@ class Variables:
         changed = next(drawn, None) or self.changed()
         if changed is not None:
             recorder.break_graph(f"it changes {changed}", is_lasting=False)
+        for name, function in self._unseeded.items():
+            recorder.break_graph(
+                f"{function} has numbers from {name}, which a replay would not draw; make a generator once, for an "
+                "attribute or a global variable"
+            )
         for label in self._iterators:  # the position of one cannot be compared
             recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
@@ -266,6 +279,8 @@ class Variables:
     def _follow_function(self, function: FunctionType) -> None:
         names, attributes = _names_of(function.__code__)
         self._names |= attributes
+        if function.__name__ != "initialize":
+            self._unseeded |= dict.fromkeys(_unseeded_calls(function.__code__), function.__qualname__)
         self._functions.append(function)
         for name in sorted(names):
             if (id(function.__globals__), name) not in self._globals:
@@ -334,6 +349,8 @@ class Variables:
             return Same(value), self._describe(_bound_to(value), within)
         if isinstance(value, np.random.Generator):
             return Same(value), repr(value.bit_generator.state)
+        if isinstance(value, (np.random.BitGenerator, np.random.SeedSequence)):
+            return Same(value), repr(value.state)
         if isinstance(value, np.random.RandomState):
             return Same(value), repr(value.get_state(legacy=False))
         if isinstance(value, random.Random):
@@ -445,6 +462,23 @@ def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
         elif isinstance(constant, str):
             attributes.add(constant)  # of getattr
     return names, attributes
+
+
+def _unseeded_calls(code: CodeType) -> set[str]:
+    """Return the calls in ``code``, and in what it defines, of GENERATORS without a seed and of SYSTEMS_NUMBERS."""
+    found = set[str]().union(
+        *(_unseeded_calls(part) for part in code.co_consts if isinstance(part, CodeType))
+    )
+    shown = [
+        each for each in dis.get_instructions(code) if each.opname not in ("PRECALL", "PUSH_NULL", "CACHE")
+    ]
+    for named, then in itertools.pairwise(shown):
+        name = str(named.argval)
+        if name in SYSTEMS_NUMBERS or (
+            name in GENERATORS and then.opname.startswith("CALL") and not then.arg
+        ):
+            found.add(name)
+    return found
 
 
 def _is_users(value: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..comm.work import Work
-from ..errors import DTypeError
+from ..errors import DTypeError, OptionError
 from ..graph.clock import lap
 from ..graph.recorder import host, unrecorded
 from ..tensor import Tensor
@@ -119,6 +119,10 @@ class BucketInFlight:
     def _advance(self, result: Any) -> None:
         try:
             self.pending = self._steps.send(result)
+            if not isinstance(self.pending, (Work, Soon, OnHost)):
+                raise OptionError(
+                    f"{self._steps.__qualname__} yielded {type(self.pending).__name__}, not a Work, Soon or OnHost"
+                )
         except StopIteration:
             self.pending = None
         lap("compress" if self.pending is not None else "decompress", self.bucket.name)
@@ -208,7 +212,12 @@ class BucketedSync(Scheme, ABC):
         bucket = self._buckets[params]
         bucket.name = self.collective_name(bucket.key)
         self.check(bucket)
-        in_flight = BucketInFlight(bucket, self.exchange(bucket))
+        steps = self.exchange(bucket)
+        if not isinstance(steps, Generator):
+            raise OptionError(
+                f"{type(self).__name__}: exchange must yield the Works that it starts, see docs/sync.md"
+            )
+        in_flight = BucketInFlight(bucket, steps)
         in_flight.start([grad for _, grad in group])
         for earlier in self._in_flight:
             earlier.advance_soon()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer
-from singa_lite.errors import CheckpointError, DTypeError, ShapeError
+from singa_lite.errors import CheckpointError, DTypeError, GraphError, ShapeError
 from singa_lite.layer import BatchNorm2d, Conv2d, Layer, Linear, ReLU
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -106,6 +106,25 @@ def test_registered_layers_are_found() -> None:
     holder.register_layers(Linear(2), ReLU(), Linear(1))
     holder.Linear_2(holder.Linear_0(Tensor((1, 3))))
     assert list(holder.get_params()) == ["Linear_0.W", "Linear_0.b", "Linear_2.W", "Linear_2.b"]
+
+
+def test_layers_registered_later_take_no_name_away() -> None:
+    holder = Layer()
+    for _ in range(2):
+        holder.register_layers(Linear(2), ReLU())
+    holder.Linear_1(holder.Linear_0(Tensor((1, 3))))
+    assert list(holder.get_params()) == ["Linear_0.W", "Linear_0.b", "Linear_1.W", "Linear_1.b"]
+    assert len(vars(holder)) == 4
+
+
+def test_two_parameters_of_one_name_are_an_error() -> None:
+    holder = Layer()
+    holder.parts = {1: Linear(2), "1": Linear(2)}
+    for part in holder.parts.values():
+        part(Tensor((1, 3)))
+    for call in (holder.get_params, holder.get_states):
+        with pytest.raises(GraphError, match=r"are called 'parts\.1\.W'"):
+            call()
 
 
 def test_layers_carry_the_name_they_are_held_under(net: Net) -> None:

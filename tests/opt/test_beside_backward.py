@@ -16,6 +16,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import Device
+from singa_lite.errors import OptionError
 from singa_lite.sync import find_schemes
 from singa_lite.sync.base import option_names
 from singa_lite.sync.buckets import Bucket, BucketedSync, Exchange
@@ -247,6 +248,33 @@ class Feedback(BucketedSync):
         yield self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name)
         self.kept[bucket] = bucket.backend.empty(bucket.flat.shape, bucket.dtype)
         bucket.backend.run("copy", bucket.flat, out=self.kept[bucket])
+
+
+class NoGenerator(BucketedSync):
+    def exchange(self, bucket: Bucket) -> Exchange:  # type: ignore[return]
+        self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name)
+
+
+class YieldsAnArray(BucketedSync):
+    def exchange(self, bucket: Bucket) -> Exchange:
+        yield bucket.flat  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (NoGenerator, "NoGenerator: exchange must yield"),
+        (YieldsAnArray, r"YieldsAnArray.exchange yielded ndarray"),
+    ],
+)
+def test_an_exchange_that_yields_no_works_says_so(kind: Any, text: str) -> None:
+    scheme = kind(LocalCommunicator(World()), 1, 1, NoOptimizer())
+    begin(scheme)
+    with pytest.raises(OptionError, match=text):
+        scheme.add_gradient(
+            Tensor(data=np.ones(4, np.float32), requires_grad=True, stores_grad=True, name="w"),
+            Tensor(data=np.ones(4, np.float32)),
+        )
 
 
 def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None:
