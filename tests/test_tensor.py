@@ -16,6 +16,7 @@ from singa_lite import autograd, tensor
 from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, SingaLiteError
 from singa_lite.tensor import Tensor, from_numpy, functions, to_numpy
+from singa_lite.tensor.checks import check_raw
 
 pytestmark = pytest.mark.usefixtures("device")  # all of it on each kind of device
 
@@ -412,6 +413,8 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: autograd.softmax(t(2, 0)), ShapeError, "is empty"),
     (lambda: tensor.sizeof("int8"), DTypeError, "cannot hold int8"),
     (lambda: tensor.from_raw_tensor(np.zeros(2, "int8")), DTypeError, "cannot hold int8"),
+    (lambda: tensor.from_raw_tensor(t(2, 4).array[:, :2]), ShapeError, "from_raw_tensor: .*row-major"),
+    (lambda: setattr(t(2, 2), "data", t(2, 4).array[:, :2]), ShapeError, r"Tensor.data: .*array.copy\(\)"),
 ]
 
 
@@ -421,6 +424,13 @@ def test_bad_input_raises_a_typed_error(
 ) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_raw_arrays_are_row_major_aligned_and_writeable() -> None:
+    numbers = bytes(9)
+    for array in (np.zeros(4, "f")[::2], np.frombuffer(numbers, "f", 2, 1), np.frombuffer(numbers, "f", 2)):
+        with pytest.raises(ShapeError, match="expected a row-major, aligned and writeable array"):
+            check_raw("here", array)
 
 
 # ---- print ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def relu_before_pooling(graph: GraphRewriter, last: int) -> None:
     first, pooling, relu = pair
     grad, indices = pooling.inputs
     forward = graph.maker(indices, "max_pool_2d")
-    if forward is None or forward[1].inputs[0] != relu.inputs[1]:
+    if forward is None or forward[1].inputs[0] != relu.inputs[1] or relu.inputs[0] != pooling.out:
         return
     if any(graph.is_changed(view, forward[0], last) for view in (relu.inputs[1], forward[1].outputs[0])):
         return

@@ -67,6 +67,10 @@ def _is_image(view: View) -> bool:
     return len(view.shape) == 4 and view.memory.num_bytes > 0 and view.is_whole
 
 
+def _is_row_major(call: Kernel) -> bool:
+    return all(view.is_row_major for view in (*call.inputs, *call.outputs))
+
+
 class _Layout:
     def __init__(self, calls: list[Node], conv_formats: ConvFormats, accepts: Callable[[View], bool]) -> None:
         self._conv_formats, self._accepts = conv_formats, accepts
@@ -91,12 +95,13 @@ class _Layout:
         views = [call.inputs[index] for index in inputs if index < len(call.inputs)]
         views += [call.outputs[index] for index in outputs]
         is_alike = call.name != "add" or call.inputs[0].shape == call.inputs[1].shape
-        return is_alike and all(map(_is_image, views)) and self._accepts(call.outputs[0])
+        is_image = all(map(_is_image, views)) and _is_row_major(call)
+        return is_alike and is_image and self._accepts(call.outputs[0])
 
     def _convolution(self, call: Kernel) -> None:
         x, w, y, geometry = _of_convolution(call)
         wanted = None
-        if self._accepts(x) and self._accepts(w) and all(map(_is_image, (x, y))):
+        if self._accepts(x) and self._accepts(w) and all(map(_is_image, (x, y))) and _is_row_major(call):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_formats(
                 call.name, x.shape, w.shape, y.shape, has_bias, dtype=x.dtype, **geometry

@@ -52,14 +52,16 @@ class View:
     strides: tuple[int, ...]
 
     @property
+    def is_row_major(self) -> bool:
+        """Whether it is in row-major order, at a multiple of its elements' size: compiled kernels take no other."""
+        strides = zip(row_major(self.shape, self.dtype), self.strides, self.shape, strict=True)
+        return self.offset % self.dtype.itemsize == 0 and all(a == b or n == 1 for a, b, n in strides)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is all of its memory, in row-major order."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        strides = row_major(self.shape, self.dtype)
-        is_row_major = all(
-            a == b or n == 1 for a, b, n in zip(strides, self.strides, self.shape, strict=True)
-        )
-        return self.offset == 0 and num_bytes == self.memory.num_bytes and is_row_major
+        return self.offset == 0 and num_bytes == self.memory.num_bytes and self.is_row_major
 
 
 def row_major(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:

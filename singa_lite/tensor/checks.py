@@ -112,6 +112,20 @@ def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarra
     return convert(values, dtype, where, rounds=True)
 
 
+def is_row_major(array: Any) -> bool:
+    """Return whether a raw array is in row-major order and aligned, as kernels want it."""
+    return bool(array.flags.c_contiguous and getattr(array.flags, "aligned", True))  # cupy's always are
+
+
+def check_raw(where: str, array: Any) -> None:
+    """Raise ShapeError for a raw array of which a Tensor cannot be made without a copy."""
+    if not (is_row_major(array) and getattr(array.flags, "writeable", True)):
+        raise ShapeError(
+            f"{where}: expected a row-major, aligned and writeable array, got one of shape {array.shape} with strides "
+            f"{array.strides} that is not; pass a copy, array.copy()"
+        )
+
+
 # ---- shapes and axes -------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,7 @@ from .checks import (
     as_shape,
     as_slice,
     broadcast_shape,
+    check_raw,
     convert,
     convert_number,
     float32,
@@ -124,7 +125,7 @@ class Tensor:
 
     @property
     def data(self) -> Any:
-        """The raw row-major array (numpy.ndarray on the CPU); assigning replaces it.
+        """The raw row-major array (numpy.ndarray on the CPU); assigning another such array replaces it.
 
         What is done with it is not recorded, so a recorded step that reads it runs eagerly. Operators and
         synchronisation schemes give ``array``, the same, to kernels and collectives, which are recorded; Python may
@@ -146,6 +147,7 @@ class Tensor:
             )
         break_graph("it replaces Tensor.data, which a replay would not do")
         expose(array)
+        check_raw("Tensor.data", array)
         self.array = array
 
     @property

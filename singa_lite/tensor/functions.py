@@ -24,7 +24,7 @@ from ..dtypes import is_narrow
 from ..errors import DTypeError, ShapeError, check_number
 from ..graph.rounded import expose
 from .calls import binary, check_floats, check_matrix, check_pair, check_target, elementwise, reduce, run
-from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, float32, listed
+from .checks import as_axes, as_axis, as_dtype, as_index, broadcast_shape, check_raw, float32, listed
 from .core import Number, Tensor, check_tensor, check_vector, compare, to_numpy
 
 __all__ = [
@@ -90,12 +90,16 @@ def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
 
 
 def from_raw_tensor(t: Any) -> Tensor:
-    """Return a Tensor around the raw array ``t`` of the CPU backend, sharing its memory."""
+    """Return a Tensor around the raw array ``t`` of the CPU backend, sharing its memory.
+
+    ShapeError: ``t`` is not row-major, aligned and writeable.
+    """
     device = get_default_device()
     as_dtype(getattr(t, "dtype", None))
     if not isinstance(t, type(device.backend.allocate((), float32))):
         raise DTypeError(f"from_raw_tensor: expected a raw array of {device}, got {type(t).__name__}")
     expose(t)
+    check_raw("from_raw_tensor", t)
     return Tensor.wrap(t, device)
 
 

@@ -216,7 +216,7 @@ def test_two_views_of_one_memory_are_rounded_each() -> None:
         get_default_device(),
     )
     w, turned = param(4, 4), param(4, 4)
-    w.data, turned.data = both, both.T
+    w.array, turned.array = both, both.T
     with autograd.autocast():
         device.EnableGraph(True)
         y, z = autograd.matmul(x, w), autograd.matmul(x, turned)

@@ -27,6 +27,11 @@ def host(sees_arrays):
     return Host(print, (), sees_arrays)
 
 
+def turned(view):
+    """The same memory with the order of its axes reversed."""
+    return replace(view, strides=view.strides[::-1], shape=view.shape[::-1])
+
+
 x, y, z, w = array(), array(), array(), array((16, 16, 3, 3))
 scale, bias, mean, inverse_std, running = (array(ROW) for _ in range(5))
 conv = call("conv2d", (x, w), y)
@@ -52,6 +57,12 @@ APART = {
     "another shape": [conv, call("relu", (array((32, 16), y.memory),), array((32, 16)))],
     "float64": [replace(conv, out=replace(y, dtype=np.dtype("f8"))), call("relu", (y,), z)],
     "no elements": [replace(conv, inputs=(array((0, 16, 4, 4)), w)), relu],
+    "turned filters": [replace(conv, inputs=(x, turned(array((3, 3, 16, 16))))), relu],
+    "misaligned filters": [replace(conv, inputs=(x, replace(w, offset=1))), relu],
+    "a turned result": [
+        replace(conv, out=array((4, 4, 4, 4), y.memory)),
+        call("relu", (turned(array((4, 4, 4, 4), y.memory)),), array((4, 4, 4, 4))),
+    ],
 }
 
 
@@ -98,6 +109,20 @@ def test_a_row_is_not_added_by_a_product_of_another_shape(made):
     assert fuse(calls) == calls
 
 
+@pytest.mark.parametrize(
+    ("weight", "addend"),
+    [(turned(array((8, 5))), row), (matmul.inputs[1], replace(row, offset=28, strides=(-4,)))],
+    ids=["turned", "flipped"],
+)
+def test_a_row_is_not_added_by_a_product_of_strided_arrays(weight, addend):
+    calls = [
+        replace(matmul, inputs=(matmul.inputs[0], weight)),
+        call("add", (product, addend), total),
+        call("relu", (total,), array((4, 8))),
+    ]
+    assert fuse(calls) == calls
+
+
 def test_an_addition_becomes_part_of_the_later_batch_norm():
     [fused] = fuse([norm, call("add", (elsewhere, y), z)])
     assert fused.inputs == (*norm.inputs, elsewhere) and fused.outputs[0] == z
@@ -110,8 +135,9 @@ def test_an_addition_becomes_part_of_the_later_batch_norm():
         [norm, call("add", (elsewhere, y), elsewhere)],
         [norm, call("add", (y, y), z)],
         [norm, call("add", (y, array((1, 16, 1, 1))), z)],
+        [norm, call("add", (y, replace(elsewhere, strides=(0, 64, 16, 4))), z)],
     ],
-    ids=["behind a relu", "in place", "twice itself", "broadcast"],
+    ids=["behind a relu", "in place", "twice itself", "broadcast", "repeated by its strides"],
 )
 def test_an_addition_stays_apart(calls):
     assert fuse(calls) == calls
@@ -138,8 +164,9 @@ def test_the_gradient_of_a_relu_is_taken_by_batch_norm():
         [replace(with_relu, inputs=(*norm.inputs, elsewhere)), of_relu, of_norm],
         [replace(with_relu, inputs=(elsewhere, *norm.inputs[1:])), of_relu, of_norm],
         [with_relu, host(True), of_relu, of_norm],
+        [with_relu, replace(of_relu, inputs=(replace(dy, strides=(0, 0, 0, 0)), y)), of_norm],
     ],
-    ids=["no relu", "a residual", "of another input", "after an update"],
+    ids=["no relu", "a residual", "of another input", "after an update", "of one number repeated"],
 )
 def test_the_gradient_of_a_relu_stays_apart(calls):
     assert fuse(calls) == calls

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where images of a step are kept in blocks, and where they are brought back in order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -25,9 +27,13 @@ def call(kernel, inputs, out, **attributes):
     return Kernel(None, kernel, tuple(inputs), out, attributes, "Forward")
 
 
+def in_blocks(*shapes, **geometry):
+    return 16, 16
+
+
 def laid(*calls):
     """The names of the calls that come of it, a convolution's with the blocks of its result."""
-    with_formats = choose_formats(list(calls), lambda *shapes, **geometry: (16, 16), is_compiled_dtype)
+    with_formats = choose_formats(list(calls), in_blocks, is_compiled_dtype)
     return [
         f"conv{made.attributes['memory_formats'][1]}" if made.name == "conv2d" else made.name
         for made in with_formats
@@ -58,6 +64,18 @@ def test_what_outlives_the_step_is_in_order():
 
 def test_broadcasting_is_done_in_order():
     assert laid(conv, call("add", (y, image((1, 16, 1, 1))), image())) == ["conv16", "reorder", "add"]
+
+
+def test_convolutions_and_norms_of_strided_parameters_are_done_in_order():
+    filters, scale, mean = image((16, 16, 3, 3)), image((16,)), image((16,))
+    turned = replace(filters, strides=filters.strides[::-1])
+    assert choose_formats([replace(conv, inputs=(conv.inputs[0], turned))], in_blocks, is_compiled_dtype) == [
+        replace(conv, inputs=(conv.inputs[0], turned))
+    ]
+    norm = call(
+        "batchnorm_2d_train", (y, replace(scale, strides=(0,)), scale), (image(), mean, mean, mean, mean)
+    )
+    assert laid(conv, norm) == ["conv16", "reorder", "batchnorm_2d_train"]
 
 
 def test_an_image_that_is_written_over_in_order_has_no_blocks_any_more():

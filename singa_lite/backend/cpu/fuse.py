@@ -28,10 +28,10 @@ def _are_alike(*views: View) -> bool:
     return all(view.dtype == views[0].dtype for view in views)
 
 
-def _is_compiled(call: Kernel) -> bool:
-    """Return whether there is compiled code for arrays of these shapes: numpy's kernels have no fused calls."""
+def _is_compiled(call: Kernel, *others: View) -> bool:
+    """Return whether there is compiled code for these arrays and ``others``: numpy's kernels have no fused calls."""
     views = (*call.inputs, *call.outputs)
-    if any(0 in view.shape for view in views):
+    if any(0 in view.shape or not view.is_row_major for view in (*views, *others)):
         return False
     a, b = views[0].shape, views[1].shape
     return call.name != "matmul" or (len(a) == len(b) and a[:-2] == b[:-2])
@@ -63,7 +63,7 @@ def _add_bias(graph: GraphRewriter, last: int) -> None:
         and _are_alike(add.out, product, call.out)
         and add.out.shape == product.shape
         and add.out.strides == row_major(add.out.shape, add.out.dtype)
-        and _is_compiled(call)
+        and _is_compiled(call, bias, product)
     ):
         out = replace(add.out, shape=call.out.shape, strides=row_major(call.out.shape, add.out.dtype))
         graph.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=out))
@@ -76,7 +76,7 @@ def _add_residual(graph: GraphRewriter, last: int) -> None:
         return
     first, norm, add, _, residual = found
     is_alike = add.inputs[0].shape == add.inputs[1].shape and _are_alike(add.out, *add.inputs)
-    if not is_alike or add.out.memory is add.inputs[0].memory:
+    if not is_alike or add.out.memory is add.inputs[0].memory or not _is_compiled(norm, *add.inputs, add.out):
         return
     if len(norm.inputs) == 3 and not norm.attributes.get("relu"):
         inputs, out = (*norm.inputs, residual), (add.out, *norm.outputs[1:])
@@ -90,7 +90,7 @@ def _relu_after(graph: GraphRewriter, last: int) -> None:
         return
     first, call, relu = pair
     is_same = call.outputs[0].shape == relu.out.shape and _are_alike(call.outputs[0], relu.out)
-    if is_same and _is_compiled(call):
+    if is_same and _is_compiled(call, relu.inputs[0], relu.out):
         out = (relu.out, *call.outputs[1:]) if isinstance(call.out, tuple) else relu.out
         graph.merge(first, last, replace(call, out=out, attributes={**call.attributes, "relu": True}))
 
@@ -107,6 +107,7 @@ def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
     is_alike = _are_alike(*norm.inputs[:2], relu.inputs[0])
     if (
         is_alike
+        and _is_compiled(norm, *relu.inputs, relu.out, *forward.inputs)
         and forward.inputs[0] == norm.inputs[1]
         and not any(graph.is_changed(view, forward_number, last) for view in forward.inputs)
     ):

@@ -43,7 +43,7 @@ def _are_plain(*views: View, dtype: Any = None) -> bool:
         (view.dtype in (np.float32, bfloat16) if dtype is None else view.dtype == dtype)
         and view.dtype.isnative
         and 0 not in view.shape
-        and view.strides == row_major(view.shape, view.dtype)
+        and view.is_row_major
         for view in views
     )
 
