@@ -141,6 +141,42 @@ def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
     assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].break_reason
 
 
+@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[::-1], lambda x: x[:, ::-1]])
+def test_an_operator_may_return_a_view_that_is_not_row_major(view):
+    class Viewed(autograd.Operator):
+        def forward(self, context, *inputs):
+            return view(inputs[0])
+
+        def backward(self, context, *dys):
+            return view(dys[0])  # each is its own inverse
+
+    class Mixed(Net):
+        def features(self, x):
+            square = autograd.reshape(self.linear(autograd.flatten(x)), (4, 32))
+            square = autograd.matmul(square, autograd.transpose(square, (1, 0)))
+            return autograd.relu(autograd.matmul(Viewed()(square), Viewed()(autograd.relu(square))))
+
+    assert assert_alike(Mixed).graph_info()[0].break_reason is None
+
+
+def test_a_gradient_that_numpy_computes_under_autocast_is_not_frozen():
+    class Half(autograd.Operator):
+        autocast = "float32"
+
+        def forward(self, context, *inputs):
+            return inputs[0]
+
+        def backward(self, context, *dys):
+            return dys[0] / 2
+
+    class Mixed(Net):
+        def features(self, x):
+            with autograd.autocast("bf16"):
+                return Half()(self.conv(x))
+
+    assert "outside of the backend" in assert_alike(Mixed).graph_info()[0].break_reason
+
+
 COPIES = {
     "deepcopy": lambda net, x: copy.deepcopy(x),
     "copy": lambda net, x: copy.copy(x),

@@ -8,7 +8,8 @@ Note [yield order]: nodes are visited in the reverse order of their creation, wh
 and a parameter is yielded as soon as its last use was visited. All ranks that ran the same forward pass
 therefore yield the same parameters in the same order.
 Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
-such a gradient as shared: it is never written to, and copied before a caller gets it.
+such a gradient as shared: it is never written to, and copied before a caller gets it. So is every gradient of a
+script's own operator, which may return an array that it has kept.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeErro
 from ..graph.clock import begin_step, lap
 from ..tensor import Tensor
 from ..tensor.core import check_alike, check_tensor
+from .results import as_array, check_gradients, row_major_copies
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
 
@@ -100,7 +102,8 @@ class Operator:
 
     A subclass writes ``check`` (raises ShapeError or DTypeError), ``forward`` (raw arrays in, one raw array
     or a tuple of them out) and ``backward`` (one gradient per output in; one per input out, None where there
-    is none or ``context.needs_grad`` is False). Arrays given to either are never written to.
+    is none or ``context.needs_grad`` is False). Arrays given to either are never written to. What a class outside
+    of this package returns is checked (results.py): a ShapeError or DTypeError names the class.
 
     Attributes:
         is_recordable: whether replays may leave its Python out, as all that it does is to run kernels and no value
@@ -113,6 +116,11 @@ class Operator:
     is_recordable: ClassVar[bool] = True
     autocast: ClassVar[Literal["low", "float32", "widest", "keep"] | None] = None
     autocast_inputs: ClassVar[int | None] = None
+    _is_own: ClassVar[bool] = False  # a script's own
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        cls._is_own = not cls.__module__.startswith(f"{__package__}.")
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
@@ -146,11 +154,16 @@ class Operator:
         result = self.forward(context, *(tensor.array for tensor in used))
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
+        if self._is_own:
+            where = f"{type(self).__name__}: forward"
+            arrays = tuple(as_array(where, array, used[0].array, context.backend) for array in arrays)
         if recorder is not None:
             given = tuple(tensor.array for tensor in used)
             if not self.is_recordable:
                 recorder.break_graph(NOT_RECORDABLE.format(type(self).__name__))
             recorder.check_outputs(type(self).__name__, arrays, given)
+        if self._is_own:
+            arrays = row_major_copies(context, arrays)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
@@ -363,12 +376,18 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     ]
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
-    if context.input_dtypes is not None:
-        results = _in_dtypes(context, results)
-    if recorder is not None:
+    is_own = node.op._is_own
+    if is_own:
+        wanted = [None if source is None else _shape_and_dtype(source) for source in node.sources]
+        results = check_gradients(f"{type(node.op).__name__}: backward", results, dys[0], wanted, context)
+    if recorder is not None:  # before kernels make other arrays of them
         outputs = tuple(array for array in results if array is not None)
         given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
         recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
+    if is_own:
+        results = row_major_copies(context, results)
+    if context.input_dtypes is not None:
+        results = _in_dtypes(context, results)
     shares_memory = context.backend.may_share_memory
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:
@@ -380,7 +399,12 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
                 *dys,
                 *(other for number, other in enumerate(results) if number != index and other is not None),
             ]
-            gradients[source] = _Gradient(array, any(shares_memory(array, other) for other in others))
+            is_shared = is_own or any(shares_memory(array, other) for other in others)
+            gradients[source] = _Gradient(array, is_shared)
+
+
+def _shape_and_dtype(source: tuple[Node, int] | Tensor) -> tuple[tuple[int, ...], Any]:
+    return (source.shape, source.dtype) if isinstance(source, Tensor) else source[0].outputs[source[1]]
 
 
 def _in_dtypes(context: Context, results: tuple[Array | None, ...]) -> tuple[Array | None, ...]:

@@ -9,7 +9,7 @@ import pytest
 from singa_lite import autograd
 from singa_lite.autograd.engine import Operator
 from singa_lite.config import this_thread
-from singa_lite.errors import GraphError, ShapeError
+from singa_lite.errors import DTypeError, GraphError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
 pytestmark = pytest.mark.usefixtures("training")
@@ -183,3 +183,87 @@ def test_training_of_the_module_reaches_the_config():
     assert this_thread.training is True
     autograd.training = False
     assert this_thread.training is False and autograd.training is False
+
+
+# ---- what an operator of a script's own returns -----------------------------------------------------------------
+
+
+class Returns(Operator):
+    """Returns what two functions make of the input and of dy."""
+
+    def __init__(self, forward=lambda x: x.copy(), backward=lambda dy: dy):
+        self.of_input, self.of_gradient = forward, backward
+
+    def forward(self, context, x):
+        return self.of_input(x)
+
+    def backward(self, context, dy):
+        return self.of_gradient(dy)
+
+
+@pytest.mark.parametrize(
+    ("backward", "error", "message"),
+    [
+        (lambda dy: dy.T, ShapeError, r"input 0 must have its shape \(3, 4\), got \(4, 3\)"),
+        (lambda dy: dy[0], ShapeError, r"got \(4,\)"),
+        (lambda dy: dy.sum(), ShapeError, r"got \(\)"),
+        (lambda dy: (dy, dy), ShapeError, "must return 1 gradients, .* got 2"),
+        (lambda dy: dy.astype("f8"), DTypeError, "dtype float32, got float64"),
+        (lambda dy: dy.astype("i4"), DTypeError, "dtype float32, got int32"),
+        (lambda dy: dy > 0, DTypeError, "got bool"),
+        (lambda dy: dy.tolist(), DTypeError, "got list"),
+        (lambda dy: 1.0, DTypeError, "got float"),
+        (lambda dy: Tensor(data=dy), DTypeError, "got Tensor"),
+    ],
+)
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_a_gradient_that_does_not_fit_is_an_error_that_names_the_operator(backward, error, message, factor):
+    p = parameter(np.ones((3, 4)))
+    y = Returns(backward=backward)(p if factor is None else p * factor)
+    with pytest.raises(error, match=f"Returns: backward.*{message}"):
+        autograd.gradients(Total()(y))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [[1.0], 1.0, None, Tensor((3,)), np.ones(3, bool)],
+    ids=["list", "float", "None", "Tensor", "bool"],
+)
+def test_a_result_that_is_no_raw_array_is_an_error_that_names_the_operator(result):
+    with pytest.raises(DTypeError, match="Returns: forward must return raw arrays"):
+        Returns(lambda x: result)(parameter([1.0, 2.0, 3.0]))
+
+
+def test_a_result_may_be_a_number_of_numpy():
+    p = parameter([1.0, 2.0])
+    y = Returns(lambda x: x.sum(), lambda dy: np.full(2, dy))(p)
+    assert y.shape == () and to_numpy(autograd.gradients(y)[p]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[::-1], lambda x: np.broadcast_to(x[:1], (3, 3))])
+def test_results_are_row_major(view):
+    p = parameter(np.arange(9.0).reshape(3, 3))
+    y = Returns(view, lambda dy: dy.T)(p)
+    (gradient,) = autograd.gradients(Total()(y)).values()
+    assert y.array.flags.c_contiguous and gradient.array.flags.c_contiguous
+    np.testing.assert_array_equal(to_numpy(y), view(np.arange(9.0).reshape(3, 3)))
+
+
+class KeepsGradient(Operator):
+    """0.5 * sum of squares, whose backward returns the input that it has saved."""
+
+    def forward(self, context, x):
+        context.save(x)
+        return (x * x).sum() / x.dtype.type(2)
+
+    def backward(self, context, dy):
+        return context.saved[0]
+
+
+def test_a_saved_array_that_is_returned_as_a_gradient_is_not_written():
+    p = parameter([1.0, 2.0])
+    for gradient in autograd.gradients(PassThrough()(Total()(p).reshape(()), KeepsGradient()(p))).values():
+        gradient *= 0.0
+    y = autograd.add(autograd.reduce_sum(p * 10.0, keepdims=0), KeepsGradient()(p))
+    assert to_numpy(autograd.gradients(y)[p]).tolist() == [11, 12]
+    assert to_numpy(p).tolist() == [1, 2]
