@@ -273,6 +273,29 @@ def test_integers_divide_to_the_floor_of_their_quotient(device: Device, dtype: s
         Tensor(data=a, dtype=dtype) // 0.5
 
 
+@pytest.mark.parametrize("number", [1, True, 1.0, np.int64(1), np.float32(1), np.bool_(True)])
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_numbers_of_every_kind_are_compared(number: Any, dtype: str) -> None:
+    t = Tensor(data=[0, 1, 2], dtype=dtype)
+    assert to_numpy(t == number).tolist() == [0, 1, 0]
+    assert to_numpy(t >= number).tolist() == [0, 1, 1]
+
+
+def test_a_number_of_numpy_without_a_sign_keeps_its_value() -> None:
+    assert to_numpy(from_numpy(np.array([0, 2**31 - 1], "u4"))).tolist() == [0, 2**31 - 1]
+
+
+def test_an_operand_may_be_a_part_of_what_changes() -> None:
+    array = get_default_device().backend.asarray(np.arange(12, dtype="f").reshape(3, 4))
+    matrix, row = tensor.from_raw_tensor(array), tensor.from_raw_tensor(array[0])
+    matrix.add_row(row)
+    expected = np.arange(12).reshape(3, 4) + np.arange(4)
+    np.testing.assert_array_equal(to_numpy(matrix), expected)
+    rows = tensor.from_raw_tensor(array[1:])
+    rows *= tensor.from_raw_tensor(array[:-1])
+    np.testing.assert_array_equal(to_numpy(matrix)[1:], expected[1:] * expected[:-1])
+
+
 def test_numpy_arrays_are_copied_by_to_numpy_too() -> None:
     values = np.arange(3)
     copied = to_numpy(values)
@@ -288,6 +311,8 @@ def test_what_would_lose_a_gradient_raises(training: None) -> None:
         lambda: y.reset_like(y),
         lambda: y.copy_data(y.clone()),
         lambda: y.copy_from_numpy(A),
+        lambda: y.to_type("float64"),
+        lambda: setattr(y, "data", y.clone().data),
         lambda: y.add_row(wrap(ROW).as_type("float32")),
     ]
     for attempt in attempts:
@@ -411,6 +436,10 @@ BAD_CALLS: list[tuple[Callable[[], object], type[SingaLiteError], str]] = [
     (lambda: t(2).reset_like(np.ones(2)), DTypeError, "got ndarray"),
     (lambda: autograd.pad(t(2), "constant", None), OptionError, "pads = None"),
     (lambda: autograd.softmax(t(2, 0)), ShapeError, "is empty"),
+    (lambda: from_numpy(None), DTypeError, "got None"),
+    (lambda: from_numpy(np.array([3_000_000_000], "u4")), DTypeError, "int32 cannot hold"),
+    (lambda: Tensor(data=np.array([2**64 - 1], "u8"), dtype="int64"), DTypeError, "int64 cannot hold"),
+    (lambda: t(1, dtype="int32").copy_from_numpy(np.array(2**32 - 1, "u4")), DTypeError, "int32 cannot hold"),
     (lambda: tensor.sizeof("int8"), DTypeError, "cannot hold int8"),
     (lambda: tensor.from_raw_tensor(np.zeros(2, "int8")), DTypeError, "cannot hold int8"),
     (lambda: tensor.from_raw_tensor(t(2, 4).array[:, :2]), ShapeError, "from_raw_tensor: .*row-major"),

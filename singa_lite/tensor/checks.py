@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -90,6 +90,8 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
         changed = (converted.astype(values.dtype) != values) & ~(
             (converted != converted) & (values != values)
         )
+        if values.dtype.kind == "u":  # what wraps to a negative number, and back
+            changed = changed | (converted < 0)
     if bool(changed.any()) and not (rounds and both_float):
         example = values[changed].flat[0]
         raise DTypeError(
@@ -99,9 +101,14 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
     return converted
 
 
+def is_number_or_bool(value: object) -> TypeGuard[float]:
+    """Return whether an expression takes ``value`` for a number, also a bool, Python's or numpy's."""
+    return type(value) in (float, int, bool, np.bool_) or is_number(value)
+
+
 def convert_number(where: str, value: object, dtype: np.dtype[Any]) -> np.ndarray:
     """Return a number as a scalar array, rounded to a float ``dtype``; DTypeError if an integer one cannot hold it."""
-    if type(value) not in (float, int, bool) and not is_number(value):
+    if not is_number_or_bool(value):
         raise DTypeError(f"{where}: expected a Tensor or a number, got {type(value).__name__}")
     try:
         values = np.asarray(float(value) if is_float(dtype) else value)  # type: ignore[arg-type]

@@ -38,6 +38,7 @@ from .checks import (
     convert,
     convert_number,
     float32,
+    is_number_or_bool,
     listed,
     natural_dtype,
     product,
@@ -137,6 +138,7 @@ class Tensor:
 
     @data.setter
     def data(self, array: Any) -> None:
+        self.check_leaf("Tensor.data")
         if not isinstance(array, type(self.array)):
             raise DTypeError(
                 f"Tensor.data: expected a {type(self.array).__name__} of {self.device}, got {type(array).__name__}"
@@ -340,7 +342,8 @@ class Tensor:
         return Tensor.wrap(array, self.device)
 
     def to_type(self, dtype: Any) -> Tensor:
-        """Round the values to ``dtype`` in place; returns self."""
+        """Round the values to ``dtype`` in place; returns self. GraphError if recorded."""
+        self.check_leaf("to_type")
         self.array = self.as_type(dtype).array
         return self
 
@@ -585,6 +588,10 @@ class Tensor:
             raise DTypeError(f"in-place division of {self.dtype}: convert with as_type(float32) first")
         if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
+        if operand is not self.array and self.device.backend.may_share_memory(self.array, operand):
+            operand = (
+                Tensor.wrap(operand, self.device).clone().array
+            )  # of which a part is written before it is read
         return self._fill(kernel, self.array, operand)
 
     # ---- comparison: element-wise, 1 or 0 in float32 -------------------------------------------------
@@ -602,7 +609,7 @@ class Tensor:
         return compare(self, other, "greater_equal")
 
     def __eq__(self, other: object) -> Any:  # Any: element-wise for tensors and numbers, else False
-        if not isinstance(other, (Tensor, int, float)):
+        if not isinstance(other, Tensor) and not is_number_or_bool(other):
             return False
         return compare(self, other, "equal")
 

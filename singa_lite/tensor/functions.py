@@ -86,6 +86,8 @@ __all__ = [
 
 def from_numpy(np_array: Any, dev: Device | None = None) -> Tensor:
     """Return a Tensor with a copy of the values; float64 becomes float32, int64 int32 (DTypeError if too large)."""
+    if np_array is None:  # without which Tensor() makes zeros
+        raise DTypeError("from_numpy: expected an array or numbers, got None")
     return Tensor(data=np_array, device=dev)
 
 
