@@ -74,6 +74,7 @@ class State:
     Attributes:
         numbers: ever new ones, growing, on any thread: recorded calls and records have theirs.
         recorders: those that record a step now, each of another thread (graph.recorder.Recorder).
+        graph_buffers: those that hold what was recorded by hand, or record it (graph.buffer.GraphBuffer).
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
         messenger: the process's messenger (comm.p2p.Messenger), made at first use.
@@ -99,6 +100,7 @@ class State:
     """
 
     recorders: set[Any] = field(default_factory=set)  # Any: a type of a module above
+    graph_buffers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # Any: likewise
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a module above; comm/rendezvous.py owns it
     communicator_pid: int = 0

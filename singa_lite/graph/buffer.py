@@ -41,6 +41,7 @@ class GraphBuffer:
     def reset(self) -> None:
         """Forget what was recorded."""
         self._tape: Recorder | None = None
+        state.graph_buffers.discard(self)
         self._steps: list[Callable[[], None]] = []
 
     def start(self) -> None:
@@ -52,6 +53,7 @@ class GraphBuffer:
         self.reset()
         self._recorder = this_thread.recorder = Recorder(_tensors_in)
         state.recorders.add(self._recorder)
+        state.graph_buffers.add(self)
 
     def stop(self) -> None:
         """End recording."""
@@ -90,6 +92,21 @@ class GraphBuffer:
         if any(function() != value for function, value in self._tape.guards.values()):
             raise GraphError(f"RunGraph: the script would compute something else now; record it again{CURE}")
         run_steps(self._steps)
+
+    def note_replaced(self, array: Any) -> None:
+        """Break the graph if it uses ``array``."""
+        tape = self._recorder or self._tape
+        if tape is not None and tape.view(array) is not None:
+            tape.break_graph(
+                "a tensor of it has another array since, by data =, to_type, reset_like or to_device, where copy_data "
+                "and copy_from_numpy change the values of the one it has"
+            )
+
+
+def note_replaced(array: Any) -> None:
+    """Say that a Tensor gets another array in place of ``array``, which replays would go on using."""
+    for buffer in list(state.graph_buffers):
+        buffer.note_replaced(array)
 
 
 def _tensors_in(value: Any) -> list[Any]:

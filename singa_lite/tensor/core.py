@@ -22,6 +22,7 @@ from ..config import state
 from ..device import Device, get_default_device
 from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
+from ..graph.buffer import note_replaced
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
 from ..graph.rounded import expose
@@ -150,7 +151,7 @@ class Tensor:
         break_graph("it replaces Tensor.data, which a replay would not do")
         expose(array)
         check_raw("Tensor.data", array)
-        self.array = array
+        self._replace(array, self.device)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -329,7 +330,7 @@ class Tensor:
         device = _as_device("to_device", device)
         if device is not self.device:
             _held_dtype(self.dtype, device)
-            self.array, self.device = device.backend.asarray(to_numpy(self)), device
+            self._replace(device.backend.asarray(to_numpy(self)), device)
 
     def to_host(self) -> None:
         """Move the values to the CPU, in place."""
@@ -344,7 +345,7 @@ class Tensor:
     def to_type(self, dtype: Any) -> Tensor:
         """Round the values to ``dtype`` in place; returns self. GraphError if recorded."""
         self.check_leaf("to_type")
-        self.array = self.as_type(dtype).array
+        self._replace(self.as_type(dtype).array, self.device)
         return self
 
     def reshape(self, shape: Sequence[int]) -> Tensor:
@@ -378,7 +379,13 @@ class Tensor:
         """Become zeros of the shape, dtype and device of ``t``; a leaf only."""
         self.check_leaf("reset_like")
         check_tensor("reset_like", t)
-        self.array, self.device = t.device.backend.zeros(t.shape, t.dtype), t.device
+        self._replace(t.device.backend.zeros(t.shape, t.dtype), t.device)
+
+    def _replace(self, array: Any, device: Device) -> None:
+        """Have another array, on ``device``."""
+        if array is not self.array:
+            note_replaced(self.array)
+        self.array, self.device = array, device
 
     def repeat(self, repeats: int | Sequence[int], axis: int | None = None) -> Tensor:
         """Return a leaf with each element along ``axis`` repeated, so many times or each its own number of times.

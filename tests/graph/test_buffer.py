@@ -94,6 +94,34 @@ def test_what_cannot_be_replayed_is_an_error_that_says_why(device: Device) -> No
         device.RunGraph()
 
 
+REPLACES = {
+    "data": lambda x: setattr(x, "data", x.clone().data),
+    "to_type": lambda x: x.to_type("float64"),
+    "reset_like": lambda x: x.reset_like(Tensor((3,))),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACES)
+@pytest.mark.parametrize("is_recording", [False, True])
+def test_a_tensor_whose_array_was_replaced_is_an_error(device: Device, kind: str, is_recording: bool) -> None:
+    x, other = Tensor((3,)).set_value(1.0), Tensor((3,))
+    device.EnableGraph(True)
+    y = x * 3.0
+    if is_recording:
+        REPLACES[kind](x)
+    device.EnableGraph(False)
+    if not is_recording:
+        REPLACES[kind](other)  # of which the graph knows nothing
+        x.data = x.data
+        x.set_value(2.0)
+        device.RunGraph()
+        assert to_numpy(y).tolist() == [6, 6, 6]
+        REPLACES[kind](x)
+    with pytest.raises(GraphError, match=r"(replaces|reads) Tensor\.data|has another array since"):
+        device.RunGraph()
+    device.ResetGraph()
+
+
 def test_a_thread_ends_only_what_it_has_started(device: Device) -> None:
     device.EnableGraph(True)
     errors = []
