@@ -20,6 +20,8 @@ from .graph.recorder import break_graph, scalar
 from .profile import TimeProfile
 
 CURE = "device.create_device(local_rank) takes a GPU where there is one and the CPU elsewhere"
+OLDEST_CUPY = 14  # the first whose streams have priorities
+INSTALL_CUPY = "pip install 'singa-lite[cuda13]', or [cuda12] for a CUDA 12 driver"
 MAX_THREADS = 1024  # GNU OpenMP ends the process where it cannot start as many as asked for
 
 
@@ -225,10 +227,14 @@ def create_cuda_gpu_on(device_id: int) -> Device:
     """GPU number ``device_id``; calls with the same number give the same device.
 
     Raises:
-        DeviceError: cupy, the driver or that GPU is missing; names which and how to fix it.
+        DeviceError: cupy, the driver or that GPU is missing, or cupy is too old; says which and how to fix it.
     """
     _gpu("create_cuda_gpu_on", device_id)
     if device_id not in state.cuda_devices:
+        if int((version := _cupy().__version__).partition(".")[0]) < OLDEST_CUPY:
+            raise DeviceError(
+                f"create_cuda_gpu_on({device_id}): expected cupy {OLDEST_CUPY} or later, got {version}: {INSTALL_CUPY}"
+            )
         try:
             from .backend.cuda import CudaBackend  # cupy is optional and slow to import
         except ImportError as error:
@@ -275,9 +281,7 @@ def _cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise DeviceError(
-            f"CUDA devices need cupy ({error}): pip install 'singa-lite[cuda13]', or [cuda12] for a CUDA 12 driver"
-        ) from None
+        raise DeviceError(f"CUDA devices need cupy ({error}): {INSTALL_CUPY}") from None
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:

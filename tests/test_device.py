@@ -12,6 +12,7 @@ import pytest
 
 from singa_lite import autograd, device, layer, model, opt, singa_wrap
 from singa_lite._native import load
+from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
 from singa_lite.errors import DeviceError, OptionError
 from singa_lite.tensor import Tensor, to_numpy
@@ -117,6 +118,21 @@ def test_what_gpus_there_are() -> None:
             device.create_cuda_gpu_on(2)
         with pytest.raises(DeviceError, match=r"0 \.\. 1"):
             device.create_cuda_gpu_on(True)
+
+
+@pytest.mark.skipif(not no_gpu(), reason="asks the stand-in")
+def test_a_cupy_that_is_too_old_is_an_error_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standin_cupy():
+        import cupy
+
+        monkeypatch.setattr(cupy, "__version__", "13.6.0")
+        monkeypatch.setattr(state, "cuda_devices", {})
+        for make in (device.create_cuda_gpu, device.create_device):
+            with pytest.raises(
+                DeviceError, match=r"expected cupy 14 or later, got 13\.6\.0: pip install 'singa-lite"
+            ):
+                make()
+        assert not state.cuda_devices
 
 
 @pytest.mark.skipif(not no_gpu(), reason="needs a machine without a GPU")

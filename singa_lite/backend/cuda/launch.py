@@ -68,14 +68,14 @@ def types_of(x: Array, other: Array) -> str:
 
 
 def _missing_precisions(device: Any) -> dict[str, str]:
-    """Return why a GPU, or cupy, does not compute in bfloat16, if it doesn't."""
+    """Return why a GPU, or cupy with an old NumPy, does not compute in bfloat16, if it doesn't."""
     if int(device.compute_capability) < OLDEST_BFLOAT16:
         return {"bf16": "its products take a GPU of compute capability 8.0 or later; choose 'fp16'"}
     try:
         cupy.empty(1, bfloat16)
     except (TypeError, ValueError):
-        cure = "install cupy 14 and NumPy 2.1.2, or later, or choose 'fp16'"
-        return {"bf16": f"cupy {cupy.__version__} has no bfloat16; {cure}"}
+        cure = "install NumPy 2.1.2 or later, or choose 'fp16'"
+        return {"bf16": f"cupy has no bfloat16 with NumPy {np.__version__}; {cure}"}
     return {}
 
 

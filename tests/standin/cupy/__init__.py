@@ -39,10 +39,10 @@ def ones(shape: Any, dtype: Any = float) -> ndarray:
     return made
 
 
-def array(values: np.ndarray, order: str = "K") -> ndarray:
+def array(obj: np.ndarray, order: str = "K") -> ndarray:
     assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
-    made = ndarray(values.shape, values.dtype)
-    host, staged = made.host, values.copy()
+    made = ndarray(obj.shape, obj.dtype)
+    host, staged = made.host, obj.copy()
     cuda.do(lambda: np.copyto(host, staged))
     return made
 

@@ -58,9 +58,9 @@ def malloc(num_bytes: int) -> MemoryPointer:
 
 
 @contextmanager
-def using_allocator(allocate: Callable[[int], MemoryPointer]) -> Iterator[None]:
+def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]:
     before = getattr(_LOCAL, "allocate", None)
-    _LOCAL.allocate = allocate
+    _LOCAL.allocate = allocator
     try:
         yield
     finally:
