@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
+from singa_lite.device import create_cuda_gpu_on
 from tests.backend.test_capture import Images, compiled, distributed, graphs, trained
-from tests.devices import cuda_device, no_gpu
+from tests.devices import cuda_device, no_gpu, standin_cupy, standin_environment
+from tests.limits import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not no_gpu(), reason="the stand-in of cupy counts memory, CUDA does not")
 
@@ -28,8 +31,8 @@ def cupy(device: Any) -> Any:
     return sys.modules["singa_lite.backend.cuda"].cupy  # type: ignore[attr-defined]
 
 
-def make_graph_memory() -> Any:
-    return sys.modules["singa_lite.backend.cuda.graph_memory"].GraphMemory()  # type: ignore[attr-defined]
+def make_graph_memory(device_id: int = 0) -> Any:
+    return sys.modules["singa_lite.backend.cuda.graph_memory"].GraphMemory(device_id)  # type: ignore[attr-defined]
 
 
 def allocated_bytes(device: Any, cupy: Any) -> int:
@@ -68,6 +71,49 @@ def test_memory_goes_back_also_where_it_is_collected_with_its_arrays(device: Any
     assert allocated_bytes(device, cupy) == before + 1000
     del memory, circle
     assert allocated_bytes(device, cupy) == before
+
+
+def test_memory_of_one_gpu_goes_back_also_while_another_is_the_current_one(device: Any, cupy: Any) -> None:
+    with standin_cupy():
+        other = create_cuda_gpu_on(1)
+    memory, leaked = make_graph_memory(1), len(cupy._array.LEAKED)
+    other.backend.activate()
+    with memory.in_use():
+        cupy.empty(1000, np.uint8)
+    device.backend.activate()
+    before = cupy.cuda.get_current_stream().ptr
+    del memory
+    gc.collect()
+    assert len(cupy._array.LEAKED) == leaked
+    assert cupy.cuda.get_current_stream().ptr == before
+
+
+AT_EXIT = """
+import atexit
+atexit.register(lambda: print(cupy.cuda.Memory.allocated_bytes - before))  # the last that runs
+import cupy
+from singa_lite.device import create_cuda_gpu
+
+backend = create_cuda_gpu().backend
+backend.activate()
+from singa_lite.backend.cuda.graph_memory import GraphMemory
+
+memory = GraphMemory(0)
+before = cupy.cuda.Memory.allocated_bytes
+with memory.in_use():
+    cupy.empty(1000, "u1")
+"""
+
+
+def test_an_interpreter_that_ends_leaves_memory_of_graphs_to_the_driver() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT],
+        env=standin_environment(),
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.stdout == b"1000\n", done.stderr.decode()
 
 
 def test_an_array_may_outlive_the_memory_it_is_from(device: Any, cupy: Any) -> None:

@@ -104,7 +104,9 @@ class Hoard:
     def take_all_that_is_free(self) -> None:
         cupy = sys.modules["cupy"]
         free, mine = cupy.get_default_memory_pool().free, cupy.cuda.get_current_stream().ptr
-        sizes = [num_bytes for (stream, num_bytes), unused in free.items() if stream == mine for _ in unused]
+        sizes = [
+            num_bytes for (_, stream, num_bytes), unused in free.items() if stream == mine for _ in unused
+        ]
         for num_bytes in sizes:
             self._arrays.append(cupy.empty(num_bytes, np.uint8))
             self._arrays[-1].data.memset_async(7, num_bytes)

@@ -105,7 +105,7 @@ class CudaBackend(
         return fuse(choose_formats(nodes, preferred_formats, uses_tensor_cores))
 
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
-        memory = GraphMemory()
+        memory = GraphMemory(self.device_id)
         nodes = [
             node for node in nodes if not isinstance(node, ClockCall)
         ]  # the host is far ahead of the device

@@ -19,9 +19,13 @@ import cupy
 
 
 class GraphMemory:
-    """A pool of memory that stays where it is until this object ends."""
+    """A pool of memory that stays where it is until this object ends.
 
-    def __init__(self) -> None:
+    Args:
+        device_id: number of the GPU.
+    """
+
+    def __init__(self, device_id: int) -> None:
         kept: list[Any] = []
 
         def malloc(num_bytes: int) -> Any:
@@ -34,7 +38,8 @@ class GraphMemory:
             return cupy.cuda.MemoryPointer(memory, 0)
 
         self._pools = [cupy.cuda.MemoryPool(malloc)]
-        weakref.finalize(self, _release, self._pools, kept)
+        # not at the interpreter's end: cudaFree would wait for collectives, before NCCL is left
+        weakref.finalize(self, _release, device_id, self._pools, kept).atexit = False
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -43,6 +48,7 @@ class GraphMemory:
             yield
 
 
-def _release(pools: list[Any], kept: list[Any]) -> None:
-    pools.pop().free_all_blocks()
+def _release(device_id: int, pools: list[Any], kept: list[Any]) -> None:
+    with cupy.cuda.Device(device_id):  # a pool frees what it has on the current device
+        pools.pop().free_all_blocks()
     kept.clear()

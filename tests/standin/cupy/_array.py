@@ -65,39 +65,41 @@ class DeviceMemory:
 
 
 class MemoryPool:
-    """Memory that no array lies in, by stream and size. As in cupy's, the next array of a stream gets what its last one
-    had, though work that was given to the stream may not have come to it yet: right for that stream's work alone.
+    """Memory that no array lies in, by device, stream and size. As in cupy's, the next array of a stream gets what
+    its last one had, though work that was given to the stream may not have come to it yet: right for that stream's work
+    alone.
 
-    As in cupy's from 14.1 on, a pool frees what is unused when it is told to or has no more memory, and not when it
-    ends; memory of an array that outlives its pool is freed with the array.
+    As in cupy's from 14.1 on, a pool frees what is unused on the current device when it is told to or has no more
+    memory, and not when it ends; memory of an array that outlives its pool is freed with the array.
     """
 
     def __init__(self, allocator: Any = None) -> None:
         self.allocator = allocator or (lambda num_bytes: MemoryPointer(DeviceMemory(num_bytes)))
-        self.free: dict[tuple[int, int], list[DeviceMemory]] = {}
+        self.free: dict[tuple[int, int, int], list[DeviceMemory]] = {}
         self.weak = weakref.ref(
             self
         )  # one for all arrays: collected with an array it would say that the pool is gone
 
     def malloc(self, num_bytes: int) -> MemoryPointer:
-        stream = cuda.get_current_stream().ptr
-        return MemoryPointer(Memory(self, stream, self.take(stream, num_bytes)))
+        place = cuda.current()[-1], cuda.get_current_stream().ptr, num_bytes
+        return MemoryPointer(Memory(self, place, self.take(place)))
 
-    def take(self, stream: int, num_bytes: int) -> DeviceMemory:
-        if unused := self.free.get((stream, num_bytes)):
+    def take(self, place: tuple[int, int, int]) -> DeviceMemory:
+        if unused := self.free.get(place):
             return unused.pop()
+        num_bytes = place[-1]
         try:
             return self.allocator(num_bytes).mem
         except cuda.runtime.CUDARuntimeError:
             self.free_all_blocks()
             return self.allocator(num_bytes).mem
 
-    def take_back(self, stream: int, memory: DeviceMemory) -> None:
-        self.free.setdefault((stream, len(memory.block.bytes)), []).append(memory)
+    def take_back(self, place: tuple[int, int, int], memory: DeviceMemory) -> None:
+        self.free.setdefault(place, []).append(memory)
 
     def free_all_blocks(self) -> None:
-        for unused in list(self.free.values()):
-            while unused:
+        for place, unused in list(self.free.items()):
+            while unused and place[0] == cuda.current()[-1]:
                 unused.pop()
 
     def __del__(self, leaked: list[DeviceMemory] = LEAKED) -> None:  # a default outlives the module
@@ -108,14 +110,14 @@ class MemoryPool:
 class Memory:
     """Memory of a pool while an array lies in it; cupy calls it PooledMemory."""
 
-    def __init__(self, pool: MemoryPool, stream: int, memory: DeviceMemory) -> None:
-        self.pool, self.stream, self.memory, self.block = pool.weak, stream, memory, memory.block
+    def __init__(self, pool: MemoryPool, place: tuple[int, int, int], memory: DeviceMemory) -> None:
+        self.pool, self.place, self.memory, self.block = pool.weak, place, memory, memory.block
         self.bytes, self.ptr = self.block.bytes, self.block.ptr
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
         if (pool := self.pool()) is not None:
-            pool.take_back(self.stream, self.memory)
+            pool.take_back(self.place, self.memory)
 
 
 class UnownedMemory:

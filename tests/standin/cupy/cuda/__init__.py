@@ -31,6 +31,14 @@ class Device:
     def use(self) -> None:
         current()[-1] = self.id
 
+    def __enter__(self) -> Device:
+        self._before = current()[-1]
+        self.use()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        current()[-1] = self._before
+
 
 NULL = Stream(null=True)
 
