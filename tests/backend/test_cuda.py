@@ -448,6 +448,16 @@ def test_indices_of_an_aborted_collective_are_not_written_to(backend: Any, index
     assert added[0].tolist() == [1, 0, 0, 1, 0] and filled[0].tolist() == [7, 0, 0, 7, 0]
 
 
+def test_page_locked_memory_may_be_filled_again_at_once(backend: Any) -> None:
+    batch = backend.host_array((1000, 1000), "f")
+    for values in (batch, batch[::2], batch[500:]):
+        batch.fill(1)
+        for _ in range(20):  # keeps the stream busy meanwhile
+            found = backend.asarray(values)
+        batch.fill(2)
+        np.testing.assert_array_equal(backend.to_numpy(found), 1)
+
+
 @pytest.mark.skipif(not no_gpu(), reason="there is a GPU, so no stand-in")
 @pytest.mark.parametrize("pool_is_collected", [False, True])
 def test_memory_of_the_stand_in_that_python_collects_stays_until_the_host_waits(

@@ -95,7 +95,11 @@ class CudaBackend(
         self._check_not_capturing("brings values of the host to the device")
         with self.lock:
             self.activate()
-            return cupy.array(values, order="C")  # by way of pinned memory, so the host continues at once
+            if cupy.cuda.pinned_memory.is_memory_pinned(values.ctypes.data):
+                # cupy reads such memory some time later, when the caller may have filled it again
+                source, values = values, self.host_array(values.shape, values.dtype)
+                np.copyto(values, source)
+            return cupy.array(values, order="C")  # by way of page-locked memory: the host continues at once
 
     def release_cached_memory(self) -> None:
         self.activate()

@@ -42,7 +42,9 @@ def ones(shape: Any, dtype: Any = float) -> ndarray:
 def array(obj: np.ndarray, order: str = "K") -> ndarray:
     assert not cuda.is_capturing(), "a graph would copy from memory of the host that is gone by then"
     made = ndarray(obj.shape, obj.dtype)
-    host, staged = made.host, obj.copy()
+    host, staged = made.host, obj
+    if not (obj.flags.c_contiguous and obj.ndim and cuda.pinned_memory.is_memory_pinned(obj.ctypes.data)):
+        staged = obj.copy()
     cuda.do(lambda: np.copyto(host, staged))
     return made
 

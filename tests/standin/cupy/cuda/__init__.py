@@ -7,7 +7,6 @@ stand-in knows as well. An error in it is raised by a later call.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,9 @@ from typing import Any
 
 from .._array import DeviceMemory as Memory
 from .._array import MemoryPointer, MemoryPool, UnownedMemory
-from . import runtime
+from . import pinned_memory, runtime
 from ._streams import Event, Stream, current
+from .pinned_memory import alloc_pinned_memory
 
 _LOCAL = threading.local()
 
@@ -75,16 +75,6 @@ def using_allocator(allocator: Callable[[int], MemoryPointer]) -> Iterator[None]
         _LOCAL.allocate = before
 
 
-class _Pinned(bytearray):
-    @property
-    def ptr(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self))
-
-
-def alloc_pinned_memory(num_bytes: int) -> Any:
-    return _Pinned(num_bytes)
-
-
 from . import _cublas  # noqa: E402 - it gives its work to do()
 
 
@@ -107,6 +97,7 @@ __all__ = [
     "do",
     "get_current_stream",
     "is_capturing",
+    "pinned_memory",
     "runtime",
     "using_allocator",
 ]
