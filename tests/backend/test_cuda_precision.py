@@ -30,6 +30,9 @@ CPU = NumpyBackend()
 PRECISIONS = ["fp16", "bf16"]
 # of the sum of magnitudes, for a rounding to 16 bits after sums in float32, and for these sums
 TOLERANCE = {"float16": 1.01 * 2.0**-11, "bfloat16": 1.01 * 2.0**-8, "float32": 2.0**-19}
+LONG_SUMS = (
+    2.0**-12
+)  # of the sum of magnitudes: 2^16 terms in float32, which tensor cores truncate 2^12 times
 LOW = {"attention", "conv2d", "gemm", "matmul"}
 KEEP = {"avg_pool_2d", "cat", "gelu", "max_pool_2d", "slice", "split", "tanh", "transpose"}
 pytestmark = [] if no_gpu() else [pytest.mark.gpu]
@@ -111,6 +114,25 @@ def test_kernels_of_two_dtypes_add_in_float32_and_round_once(
 ) -> None:
     for errors, dtype in errors_of(device.backend, case, LOW_DTYPES[precision]):
         assert errors.max(initial=0) <= TOLERANCE[str(dtype)]
+
+
+def error_of_long_sums(backend: Any, low: Any) -> float:
+    """Return the largest error of a product over the sum of magnitudes; half of its long sums cancels the other half.
+
+    Parts of these sums are far larger than the result, so cuBLAS may not join them in 16 bits.
+    """
+    a, b = (RNG.uniform(4, 8, shape).astype("f").astype(low) for shape in ((64, 1 << 16), (1 << 16, 64)))
+    a[:, 1 << 15 :] *= -1
+    out = backend.empty((64, 64), low)
+    backend.run("matmul", backend.asarray(a), backend.asarray(b), out=out)
+    a, b = a.astype(float), b.astype(float)
+    errors = abs(backend.to_numpy(out).astype(float) - a @ b) / (abs(a) @ b)
+    return float(np.nan_to_num(errors, nan=np.inf, posinf=np.inf).max())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_long_sums_are_joined_in_float32(precision: str, device: Device) -> None:
+    assert error_of_long_sums(device.backend, LOW_DTYPES[precision]) <= LONG_SUMS
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

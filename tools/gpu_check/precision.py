@@ -4,9 +4,9 @@
     python -m tools.gpu_check.precision
 
 Products, convolutions and their gradients of tests/backend/test_cuda_precision.py, the largest error of each over the
-sum of magnitudes, for each rounding; and 15 steps of a model with convolutions, batch norm, attention and layer norm,
-in one process, with the loss scaled. A precision that this GPU or cupy does not have is named. Exits 1 if something
-failed.
+sum of magnitudes, for each rounding; products whose long sums cancel; and 15 steps of a model with convolutions, batch
+norm, attention and layer norm, in one process, with the loss scaled. A precision that this GPU or cupy does not have is
+named. Exits 1 if something failed.
 """
 
 from __future__ import annotations
@@ -47,20 +47,25 @@ def main() -> int:
 def check_kernels(gpu: Any, precision: str) -> int:
     """Report a row for each kernel; return how many are too far off."""
     from singa_lite.autograd.autocast import LOW
-    from tests.backend.test_cuda_precision import CASES, TOLERANCE, errors_of
+    from tests.backend.test_cuda_precision import CASES, LONG_SUMS, TOLERANCE, error_of_long_sums, errors_of
 
     largest: dict[tuple[str, str], float] = {}
     for case in CASES:
         for errors, dtype in errors_of(gpu.backend, case, LOW[precision]):
             key = case[0], str(dtype)
-            largest[key] = max(largest.get(key, 0.0), float(errors.max(initial=0)))
+            error = float(np.nan_to_num(errors, nan=np.inf, posinf=np.inf).max(initial=0))
+            largest[key] = max(largest.get(key, 0.0), error)
     for (kernel, dtype), error in largest.items():
         report(
             f"{kernel} of {precision}, rounded to {dtype}: error over the sum of magnitudes, for each rounding",
             error,
             TOLERANCE[dtype],
         )
-    return sum(error > TOLERANCE[dtype] for (_, dtype), error in largest.items())
+    long = error_of_long_sums(gpu.backend, LOW[precision])
+    report(
+        f"matmul of {precision}, 65536 terms that cancel: error over the sum of magnitudes", long, LONG_SUMS
+    )
+    return (long > LONG_SUMS) + sum(error > TOLERANCE[dtype] for (_, dtype), error in largest.items())
 
 
 def check_losses(gpu: Any, precision: str) -> int:

@@ -21,9 +21,11 @@ import numpy as np
 from ...errors import DeviceError
 
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS takes for itself on a GPU of compute capability 9; less elsewhere
+WIDE_REDUCTION = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION; TF32 is each product's choice
 _FACTOR = [c_void_p, c_int, c_int]  # address, element type, leading dimension
 PROTOTYPES: dict[str, list[Any]] = {
     "cublasCreate_v2": [c_void_p],
+    "cublasSetMathMode": [c_void_p, c_int],
     "cublasSetStream_v2": [c_void_p, c_void_p],
     "cublasSetWorkspace_v2": [c_void_p, c_void_p, c_size_t],
     # handle, transpose a and b, m, n, k, alpha; a, b, beta, c; compute type, algorithm
@@ -73,6 +75,8 @@ class Cublas:
         handle = c_void_p()
         check(library.cublasCreate_v2(ctypes.byref(handle)), "cublasCreate")
         self._handle = handle  # for the life of the process, as its device
+        # else cuBLAS may join parts of a long sum in the 16 bits of the result
+        check(library.cublasSetMathMode(handle, WIDE_REDUCTION), "cublasSetMathMode")
         check(library.cublasSetStream_v2(handle, stream), "cublasSetStream")
         # in this order: a new stream takes the workspace away
         workspace = self._workspace.data.ptr

@@ -18,9 +18,11 @@ from . import do, get_current_stream
 DTYPES = {2: np.float16, 14: ml_dtypes.bfloat16, 0: np.float32, 1: np.float64}
 # of what is multiplied and of the result, with sums in float32, in its table of them
 FLOAT_PAIRS = {(2, 2), (2, 0), (14, 14), (14, 0), (0, 0)}
+IN_WIDE_SUMS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 SUMS = {68: np.float32, 77: np.float32, 70: np.float64}  # CUBLAS_COMPUTE_32F, _32F_FAST_TF32, _64F
 computes: list[int] = []  # how each product was asked to be computed
 settings: dict[str, int] = {}  # of the last handle
+math_modes: list[int] = []  # of each handle
 streams: list[int] = []  # of each handle; handles are counted from 1
 
 
@@ -52,11 +54,11 @@ def cublasGemmStridedBatchedEx(
     )
     do(lambda: _product(
         transa, transb, m, n, k, wide, (A, Atype, lda, strideA), (B, Btype, ldb, strideB),
-        (C, Ctype, ldc, strideC), batchCount,
+        (C, Ctype, ldc, strideC), batchCount, math_modes[handle - 1],
     ))  # fmt: skip
 
 
-def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
+def _product(transa, transb, m, n, k, wide, left, right, result, batchCount, math_mode):
     (A, Atype, lda, strideA), (B, Btype, ldb, strideB), (C, Ctype, ldc, strideC) = left, right, result
     c = _matrix(C, Ctype, m, n, ldc, batchCount, strideC)
     if k == 0:
@@ -69,7 +71,8 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount):
         C % 16
     ):  # the real one has other kernels where it cannot load 16 bytes at once: other sums of the same numbers
         a, b = a[:, :, ::-1], b[:, ::-1]
-    c[...] = a @ b
+    half = 0 if math_mode & IN_WIDE_SUMS else k // 2  # the real one may join parts of long sums in C's type
+    c[...] = (a[:, :, :half] @ b[:, :half]).astype(c.dtype) + a[:, :, half:] @ b[:, half:]
 
 
 def cublasGemmEx(
@@ -83,6 +86,7 @@ def cublasGemmEx(
 
 def cublasCreate_v2(handle):
     streams.append(0)
+    math_modes.append(0)
     ctypes.c_void_p.from_address(handle).value = len(streams)
 
 
@@ -90,6 +94,11 @@ def cublasSetStream_v2(handle, stream):
     assert stream
     streams[handle - 1] = settings["stream"] = stream
     settings["workspace"] = 0
+
+
+def cublasSetMathMode(handle, mode):
+    assert mode in (0, IN_WIDE_SUMS)
+    math_modes[handle - 1] = mode
 
 
 def cublasSetWorkspace_v2(handle, workspace, num_bytes):
