@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt
-from singa_lite.comm.base import Operation, World
+from singa_lite.comm.base import Communicator, Operation, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.config import state
 from singa_lite.errors import CommError, GraphError
@@ -497,6 +498,32 @@ def test_work_that_others_wait_for_goes_first_in_a_graph(device: Any, monkeypatc
     assert count >= 10  # every other launch of the stand-in follows priorities
 
 
+def part_with_a_sum(device: Any, communicator: Communicator, a: Any) -> Any:
+    """Return a part that fills ``a`` with ones and sums it over the ranks."""
+    fill = nodes_of(device, ("fill", (), a, {"value": 1.0}))
+    flight = Flight()
+    reduce = Collective(communicator, Operation("all_reduce", "a", "sum"), (a,), a, flight)
+    [part] = device.backend.compile([*fill, reduce, Wait(flight, (a,), a, None)])
+    return part
+
+
+def test_a_graph_is_not_launched_after_a_collective_has_failed(device: Any, monkeypatch: Any) -> None:
+    """NCCL was aborted then, and what its kernels in the graph use is gone."""
+
+    class Aborted:
+        def check(self) -> None:
+            raise CommError("rank 1 died")
+
+    part = part_with_a_sum(device, LocalCommunicator(World()), device.backend.zeros((3,), "float32"))
+    for _ in range(3):
+        part()
+    aborted = Aborted()
+    monkeypatch.setattr(state, "gpu_communicators", (weakref.ref(aborted),))
+    with pytest.raises(CommError, match="rank 1 died"):
+        part()
+    assert part.num_launches == 2
+
+
 def test_a_graph_that_was_destroyed_is_never_launched_again(device: Any) -> None:
     """The communicator of its collectives has ended: the step runs kernel by kernel, and raises what that raises."""
     backend = device.backend
@@ -509,11 +536,7 @@ def test_a_graph_that_was_destroyed_is_never_launched_again(device: Any) -> None
             return lambda: followed.append("launched")
 
     communicator = Followed(World())
-    fill = nodes_of(device, ("fill", (), a, {"value": 1.0}))
-    flight = Flight()
-    operation = Operation("all_reduce", "a", "sum")
-    reduce = Collective(communicator, operation, (a,), a, flight)
-    [part] = backend.compile([*fill, reduce, Wait(flight, (a,), a, None)])
+    part = part_with_a_sum(device, communicator, a)
     for _ in range(3):
         part()
     assert followed == [part, "launched", "launched"]

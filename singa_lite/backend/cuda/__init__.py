@@ -14,7 +14,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...config import state
 from ...errors import GraphError
 from ...graph.nodes import ClockCall, Node
 from ..base import Array
@@ -148,9 +147,7 @@ class CudaBackend(
     def _check(self) -> None:
         """Raise what went wrong on the device while the host went on: a bad label, a collective that was aborted."""
         self.check_faults()
-        for known in state.gpu_communicators:
-            if (communicator := known()) is not None:
-                communicator.check()
+        self.check_communicators()
 
     def _check_not_capturing(self, what: str) -> None:
         if self.capture is not None:

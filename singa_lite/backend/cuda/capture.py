@@ -114,6 +114,8 @@ class CapturedPart:
                     sent, communicator.traffic = communicator.traffic.since(before), before
                     self._after_launch.append(_counting(communicator, sent))
             self._graph, self._numbers = ExecutableGraph(backend.stream), numbers
+        if last:  # else a launch would use what NCCL had before it was aborted
+            self._before_launch.insert(0, backend.check_communicators)
         for communicator, work in last.items():
             self._after_launch.append(communicator.follow_graph(self, work))
 

@@ -26,7 +26,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ...config import this_thread
+from ...config import state, this_thread
 from ...dtypes import bfloat16
 from ...errors import GraphError
 from ...graph.nodes import Scalar
@@ -197,6 +197,12 @@ class Launcher(Backend):
 
     def join(self) -> None:
         self.streams.join()
+
+    def check_communicators(self) -> None:
+        """Raise the CommError of a collective that was aborted after its wait."""
+        for known in state.gpu_communicators:
+            if (communicator := known()) is not None:
+                communicator.check()
 
     def launch(self, name: str, types: str, blocks: int, threads: int, *arguments: Any) -> None:
         """Start the kernel ``name`` ("file.kernel") for element types T and U, given by numpy's characters."""
