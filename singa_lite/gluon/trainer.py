@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -185,21 +186,22 @@ class Trainer:
         stale = self._stale("step", ignore_stale_grad)
         self._check_optimizer()
         self._count()
-        if self._updates_on_store:
-            grads = [None if name in stale else param.grad for name, param in self._params.items()]
-            assert isinstance(self._store, KVStore)
-            self._store.pushpull(
-                self._names,
-                grads,
-                out=list(self._params.values()),
-                scale=scale,
-                mean=self._is_mean,
-                allow_none=ignore_stale_grad,
-            )
-            self._optimizer.step()
-        else:
-            self._update(self._sum_grads("step", scale, stale, ignore_stale_grad))
-        self._finish()
+        with self._aborting("step"):
+            if self._updates_on_store:
+                grads = [None if name in stale else param.grad for name, param in self._params.items()]
+                assert isinstance(self._store, KVStore)
+                self._store.pushpull(
+                    self._names,
+                    grads,
+                    out=list(self._params.values()),
+                    scale=scale,
+                    mean=self._is_mean,
+                    allow_none=ignore_stale_grad,
+                )
+                self._optimizer.step()
+            else:
+                self._update(self._sum_grads("step", scale, stale, ignore_stale_grad))
+            self._finish()
 
     def allreduce_grads(self) -> None:
         """Set all gradients to their sum over the workers, or mean; ``update`` comes next. They stay fresh.
@@ -210,7 +212,8 @@ class Trainer:
         self._check_by_hand("allreduce_grads")
         self._stale("allreduce_grads", False)
         self._count()
-        self._sum_grads("allreduce_grads", 1.0, set(), False)
+        with self._aborting("allreduce_grads"):
+            self._sum_grads("allreduce_grads", 1.0, set(), False)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by ``grad / batch_size``; all workers give the same batch size.
@@ -227,12 +230,13 @@ class Trainer:
         if isinstance(self._store, KVStore):
             self._store.agree("update", {"the batch size": size, "the stale gradients": sorted(stale)})
         names = [name for name in self._names if name not in stale]
-        for name in names:
-            grad = self._params[name].grad
-            assert grad is not None
-            grad *= 1 / size
-        self._update(names)
-        self._finish()
+        with self._aborting("update"):
+            for name in names:
+                grad = self._params[name].grad
+                assert grad is not None
+                grad *= 1 / size
+            self._update(names)
+            self._finish()
 
     def synchronize(self, model: Layer | None = None) -> None:
         """Set the parameters to the newest ones, and a model's float buffers to their mean over the workers.
@@ -416,6 +420,11 @@ class Trainer:
         pairs = [(self._params[name], self._params[name].grad) for name in names]
         self._optimizer.update_pairs([(param, grad) for param, grad in pairs if grad is not None])
         self._optimizer.step()
+
+    def _aborting(self, where: str) -> AbstractContextManager[None]:
+        """Inside, an exception aborts the store: other workers may have made the step, this one has not."""
+        store = self._store
+        return store.aborting(f"Trainer: {where}") if isinstance(store, KVStore) else nullcontext()
 
     def _stale(self, where: str, ignores: bool) -> set[str]:
         """Return the names of stale gradients; GraphError if there are some and they are not to be ignored."""

@@ -139,14 +139,15 @@ class DistStore(KVStore):
         if self._is_closed:
             return
         self._is_closed = True
-        try:
+        with self.aborting("close"):  # servers that are left would wait for this worker
             for request in list(self._requests.values()):
                 request.wait()
             self._ask("close", dict.fromkeys(range(self.num_servers)))
-        except CommError as error:
-            self._messenger.abort(str(error))  # servers that are left would wait for this worker
-            raise
         self._messenger.close()
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._messenger.abort(reason)
 
     # ---- what KVStore asks for -----------------------------------------------------------------------
 

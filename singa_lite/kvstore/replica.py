@@ -52,6 +52,10 @@ class ReplicaStore(KVStore):
         self._traffic.wait_s = self._communicator.traffic.wait_s
         return self._traffic
 
+    def abort(self, reason: str) -> None:
+        if self.num_workers > 1:
+            super().abort(reason)
+
     def set_updater(self, updater: Updater) -> None:
         if not isinstance(self._communicator, LocalCommunicator) or self.type not in LOCAL_NAMES:
             super().set_updater(updater)

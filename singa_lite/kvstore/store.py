@@ -17,7 +17,15 @@ from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.progress import progress_of_process
 from ..comm.work import Work
-from ..errors import CheckpointError, CommError, OptionError, check_choice, check_int, check_number
+from ..errors import (
+    CheckpointError,
+    CommError,
+    OptionError,
+    SingaLiteError,
+    check_choice,
+    check_int,
+    check_number,
+)
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..tensor import Tensor
@@ -66,6 +74,7 @@ class KVStore(KVStoreBase):
         self._lr: float | None = None  # set after the optimizer
         self._compression: Compression | None = None
         self._residuals = Residuals()
+        self._failure = ""  # what broke the store
         self._progress = progress_of_process()
 
     def __repr__(self) -> str:
@@ -123,6 +132,36 @@ class KVStore(KVStoreBase):
     def is_closed(self) -> bool:
         """Whether the servers have been left, so that no call works any more; never without servers."""
         return False
+
+    def abort(self, reason: str) -> None:
+        """Break the store because of an error: every later call, here or on another worker, is a CommError saying why.
+
+        Nothing in a store of one process, where nobody could have another value.
+        """
+        self._failure = self._failure or reason
+        self._communicator.abort(reason)
+
+    @contextmanager
+    def aborting(self, where: str) -> Iterator[None]:
+        """Inside, an exception aborts the store, as the exchange is half done; but not one that a check of ours raises.
+
+        Args:
+            where: the caller, for errors.
+        """
+        if self._failure:
+            raise CommError(
+                f"{self._name}: {where}: the store is broken by an earlier error: {self._failure}"
+            )
+        try:
+            yield
+        except CommError as error:
+            self.abort(str(error))
+            raise
+        except SingaLiteError:
+            raise
+        except BaseException as error:
+            self.abort(f"{where} was ended by {type(error).__name__}")
+            raise
 
     # ---- keys ----------------------------------------------------------------------------------------
 
@@ -199,7 +238,9 @@ class KVStore(KVStoreBase):
             CommError: a worker or server is gone, or disagrees.
         """
         options, specs = self._arguments.options("push", scale, mean), self._arguments.known("push", key)
-        self._exchange("push", self._arguments.pushes("push", specs, key, value, options), [], options).wait()
+        pushes = self._arguments.pushes("push", specs, key, value, options)
+        with self.aborting("push"):
+            self._exchange("push", pushes, [], options).wait()
 
     def pull(self, key: Keys, out: Any, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Set ``out`` to the values after this worker's last push of each key.
@@ -210,7 +251,8 @@ class KVStore(KVStoreBase):
             priority, ignore_sparse: accepted.
         """
         pulls = self._arguments.pulls("pull", self._arguments.known("pull", key), key, out)
-        self._exchange("pull", [], pulls, PushOptions()).wait()
+        with self.aborting("pull"):
+            self._exchange("pull", [], pulls, PushOptions()).wait()
 
     def pushpull(
         self,
@@ -241,9 +283,10 @@ class KVStore(KVStoreBase):
         specs = self._arguments.known("pushpull", key)
         pushes = self._arguments.pushes("pushpull", specs, key, value, options)
         pulls = self._arguments.pulls("pushpull", specs, key, value if out is None else out)
-        work = self._exchange("pushpull", pushes, pulls, options)
-        if wait:
-            work.wait()
+        with self.aborting("pushpull"):
+            work = self._exchange("pushpull", pushes, pulls, options)
+            if wait:
+                work.wait()
         return work
 
     # ---- how sums become values ----------------------------------------------------------------------
@@ -482,11 +525,12 @@ class KVStore(KVStoreBase):
         break_graph("it changes a key-value store")
         with self._calling(call):
             everyone = self._communicator.all_gather_object(dict(mine), name=f"kvstore.{call}")
-            for worker, theirs in enumerate(everyone):
-                if theirs != everyone[0]:
-                    text = difference(call, everyone[0], 0, theirs, worker)
-                    raise CommError(f"{self._name}: worker {self.rank}: {text}")
-            self._do(call, action)
+            odd = next((worker for worker, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+            if odd is None:
+                self._do(call, action)
+        if odd is not None:
+            text = difference(call, everyone[0], 0, everyone[odd], odd)
+            raise CommError(f"{self._name}: worker {self.rank}: {text}")
 
     def _do(self, call: str, action: Callable[[], None]) -> None:
         """Do ``action`` on all workers, and raise on all of them what it has raised on one."""
@@ -502,11 +546,12 @@ class KVStore(KVStoreBase):
     @contextmanager
     def _calling(self, call: str) -> Iterator[None]:
         """Inside: this worker is in a call of all workers, behind all that it has pushed."""
-        self._flush(call)
-        try:
-            yield
-        finally:
-            self._end_call()
+        with self.aborting(call):
+            self._flush(call)
+            try:
+                yield
+            finally:
+                self._end_call()
 
     # ---- what a store writes -------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ Whole training runs that must have equal bits are in test_trainer_bits.py, array
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -443,6 +445,61 @@ def workers_that_differ_in_ignore_stale_grad_have_an_error(rig: Rig) -> None:
     text = caught(lambda: trainer.step(1, ignore_stale_grad=rig.rank > 0), CommError)
     assert "allow_none" in text and "'w'" in text, text
     assert values(params) == {"w": [1.0]}
+
+
+def interrupt(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@fact
+def a_step_that_an_exception_ends_breaks_the_store_on_all_workers(rig: Rig) -> None:
+    if rig.size == 1:
+        return
+    for on_store in BOTH:
+        for is_exchanging in (True, False):
+            params = two(0.0)
+            store = rig.store(will_break=True)
+            trainer = gluon.Trainer(params, "sgd", kvstore=store, update_on_kvstore=on_store)
+            backward(dict.fromkeys(params.values(), 1))
+            before = signal.signal(signal.SIGALRM, interrupt)
+            if rig.rank == 0 and is_exchanging:  # the others come once it has been interrupted
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+            elif rig.rank == 0:
+                trainer._finish = interrupt  # type: ignore[assignment]
+            if rig.rank == 0:
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.step(1)
+            if is_exchanging:
+                rig.workers.barrier()
+            if rig.rank:
+                with suppress(CommError):  # the sum of this step may have been whole before rank 0 aborted
+                    trainer.step(1)
+            rig.workers.barrier()
+            signal.signal(signal.SIGALRM, before)
+            backward(dict.fromkeys(params.values(), 1))
+            text = caught(trainer.step, CommError, 1)
+            assert "was ended by KeyboardInterrupt" in text, text
+
+
+@fact
+def a_step_that_was_late_breaks_the_store_on_all_workers(rig: Rig) -> None:
+    if rig.size == 1 or rig.num_servers == 0:
+        return
+    params = two(0.0)
+    store = rig.store(will_break=True)
+    trainer = gluon.Trainer(params, "sgd", kvstore=store)
+    backward(dict.fromkeys(params.values(), 1))
+    if rig.rank == 0:
+        store._messenger.timeout_s = 0.1  # type: ignore[attr-defined]
+        late = caught(trainer.step, CommError, 1)
+        assert "waits for pushes of" in late and "worker 1" in late, late
+    rig.workers.barrier()
+    if rig.rank:
+        with suppress(CommError):
+            trainer.step(1)
+    backward(dict.fromkeys(params.values(), 1))
+    text = caught(trainer.step, CommError, 1)
+    assert "waits for pushes of" in text, text
 
 
 # ---- compression and bytes -----------------------------------------------------------------------------
