@@ -2,11 +2,14 @@
 """Writing files so that a reader sees the old one or the whole new one, and JSON that carries a hash of its values.
 
 Note [temporaries]: a file is written under a name of its own beside the target and locked while its writer lives. A
-killed writer leaves it behind; the next one to write in that folder removes those that nobody has locked.
+killed writer leaves it behind; the next one to write that target removes those that nobody has locked, and none on a
+file system without locks. Those of other targets stay, as the locks of another host may not be known here.
 """
 
 from __future__ import annotations
 
+import errno
+import glob
 import json
 import os
 import stat
@@ -23,6 +26,12 @@ except ImportError:  # Windows: what a killed writer left stays
     fcntl = None  # type: ignore[assignment]
 
 PART_SUFFIX = ".singa_lite-part"
+MAX_TRIES = 100  # of a part's name, before writing fails
+TAKEN = (
+    errno.EWOULDBLOCK,
+    errno.EAGAIN,
+    errno.EACCES,
+)  # by another process; any other errno: there are no locks
 HASH = "sha256"  # in a sealed JSON file, beside its values
 
 Json = Any
@@ -71,7 +80,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         target = Path(os.path.realpath(path))
         mode = _permissions(path, target)
-        _remove_abandoned(target.parent)
+        _remove_abandoned(target)
         handle, part = _new_part(target, mode)
     except (
         OSError,
@@ -109,31 +118,37 @@ def _permissions(path: str | os.PathLike[str], target: Path) -> int | None:
 
 def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
     """Open a file beside ``target``; return it and its path, see Note [temporaries]."""
-    while True:
-        part = target.with_name(f".{target.name[:100]}.{os.urandom(8).hex()}{PART_SUFFIX}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    for _ in range(MAX_TRIES):
+        part = target.with_name(f"{_part_start(target)}{os.urandom(8).hex()}{PART_SUFFIX}")
         handle = os.open(part, flags, 0o666 if mode is None else mode & 0o600)
-        if _lock(handle) and part.exists():
+        if _lock(handle) is not False and part.exists():
             return handle, part
         os.close(handle)  # another writer took it for abandoned, between these two lines
+        part.unlink(missing_ok=True)
+    raise CheckpointError(f"cannot write {target}: others removed {MAX_TRIES} files that were to become it")
 
 
-def _lock(handle: int) -> bool:
-    """Take the lock of an open file; False if a living process has it."""
+def _part_start(target: Path) -> str:
+    return f".{target.name[:100]}."
+
+
+def _lock(handle: int) -> bool | None:
+    """Take the lock of an open file; False if a living process has it, None if this file system has no locks."""
     if fcntl is None:
-        return True
+        return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return False if error.errno in TAKEN else None
     return True
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed writers left in ``folder``, see Note [temporaries]."""
+def _remove_abandoned(target: Path) -> None:
+    """Remove what killed writers of ``target`` left, see Note [temporaries]."""
     if fcntl is None:
         return
-    for part in folder.glob(f".*{PART_SUFFIX}"):
+    for part in target.parent.glob(f"{glob.escape(_part_start(target))}{'[0-9a-f]' * 16}{PART_SUFFIX}"):
         with suppress(OSError):  # another's, or removed meanwhile: this is no reason not to write
             handle = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint file: what damaged and hostile ones do, how files are written, and files of earlier versions."""
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -579,8 +581,8 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_a_living_write
         writers[0].send_signal(signal.SIGKILL)
         writers[0].wait(60)
         assert path.read_bytes() == whole and len(list(tmp_path.iterdir())) == 3
-        net.save_states(tmp_path / "other.zip")
-        assert len(list(tmp_path.iterdir())) == 3  # two checkpoints, and what the living one writes
+        net.save_states(path)
+        assert len(list(tmp_path.iterdir())) == 2  # the checkpoint, and what the living one writes
         writers[1].communicate("go on", timeout=60)
         assert writers[1].returncode == 0
     finally:
@@ -588,4 +590,46 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_a_living_write
             writer.kill()
             writer.communicate()
     assert path.read_bytes() == b"half of it"
-    assert {entry.name for entry in tmp_path.iterdir()} == {"net.zip", "other.zip"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"net.zip"}
+
+
+def test_writers_of_other_files_remove_nothing_even_where_locks_of_another_host_are_not_known(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(fcntl, "flock", lambda handle, how: None)
+    with atomic_file(tmp_path / "a.zip") as file:
+        file.write(b"a")
+        for name in ("b.zip", "a", "a.zip.b"):
+            with atomic_file(tmp_path / name) as other:
+                other.write(name.encode())
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {
+        "a.zip": b"a",
+        **{name: name.encode() for name in ("b.zip", "a", "a.zip.b")},
+    }
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written_and_no_other_writer_is_disturbed(
+    tmp_path, monkeypatch, number
+):
+    def flock(handle, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "net.zip"
+    with atomic_file(path) as first:
+        with atomic_file(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+        first.write(b"first")
+    assert path.read_bytes() == b"first" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_writer_whose_files_are_always_taken_gives_up_and_leaves_none(tmp_path, monkeypatch):
+    def flock(handle, how):
+        raise BlockingIOError(errno.EWOULDBLOCK, "taken")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CheckpointError, match="cannot write"), atomic_file(tmp_path / "net.zip"):
+        pass
+    assert list(tmp_path.iterdir()) == []
