@@ -8,7 +8,6 @@ rank's failure, and rank 0 stops waiting for a file that will not come.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.metadata
 import platform
@@ -70,7 +69,7 @@ class Saving:
         self._hooks = exit_hooks()
         self._thread = threading.Thread(target=self._run, name="singa_lite save_job", daemon=True)
         self._thread.start()
-        atexit.register(self._finish)
+        self._cancel_finish = self._hooks.at_exit(self._finish)
 
     def done(self) -> bool:
         """Return whether this rank's part is over; on rank 0, whether the generation counts, or never will."""
@@ -88,7 +87,7 @@ class Saving:
             return self.path
         self.is_over = True
         self._is_awaited.set()
-        atexit.unregister(self._finish)
+        self._cancel_finish()
         try:
             together(self._communicator, WHERE, self._written)
             together(self._communicator, WHERE, self._ended)

@@ -47,11 +47,7 @@ class ExitHooks:
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
-        atexit.register(self.leave)
-        if parent_process() is not None:  # a forked one ends without atexit (before Python 3.14)
-            from multiprocessing.util import Finalize  # Note [imports]
-
-            Finalize(None, self.leave, exitpriority=10)
+        self.at_exit(self.leave)
 
     @property
     def is_of_parent(self) -> bool:
@@ -64,33 +60,49 @@ class ExitHooks:
         with self.mpi_job.joining() if self.mpi_job else contextlib.nullcontext():
             yield
 
+    def at_exit(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have ``call`` called once when this process ends, the latest one first; return what takes that back."""
+        finalizer = None
+
+        def once() -> None:
+            cancel()
+            if not self.is_of_parent:
+                self._report_exception()
+                call()
+
+        def cancel() -> None:
+            atexit.unregister(once)
+            if finalizer is not None:
+                finalizer.cancel()
+
+        atexit.register(once)
+        if parent_process() is not None:  # a forked one ends without atexit (before Python 3.14)
+            from multiprocessing.util import Finalize  # Note [imports]
+
+            finalizer = Finalize(None, once, exitpriority=10)
+        return cancel
+
     def before_leaving(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when this process ends without an error; its CommError makes the exit code 1."""
 
         def last_call() -> None:
             try:
-                if not self.is_of_parent and not self._has_aborted:
+                if not self._has_aborted:
                     call()
             except CommError as error:
                 self._has_failed = True
                 sys.stderr.write("".join(format_exception(error)))
                 self._abort(_text(error))
 
-        atexit.register(last_call)  # now, so before the messengers' own hooks, which close them
+        self.at_exit(last_call)  # now, so before the messengers' own hooks, which close them
 
     def note_failure(self) -> None:
         """Make the exit code 1 where it would be 0."""
         self._has_failed = True
 
     def leave(self) -> None:
-        """Leave every world. A process of multiprocessing that ends by an exception reports it."""
-        if self.is_of_parent or self._has_left:
-            return
-        self._has_left = True
+        """Leave every world."""
         _flush()
-        error = sys.exc_info()[1]  # multiprocessing catches what its target raises, and calls this meanwhile
-        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self._abort(_text(error))
         for messenger in self.messengers:
             messenger.close()
         for communicator in self.communicators:
@@ -106,6 +118,14 @@ class ExitHooks:
         if self._has_failed:  # a thread or a last call did, and Python would make that exit code 0
             _flush()
             os._exit(1)
+
+    def _report_exception(self) -> None:
+        """Abort where a process of multiprocessing ends by an exception, which it catches, and calls this meanwhile."""
+        error = sys.exc_info()[1]
+        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if error is not None and is_failure and not self._has_aborted:
+            _flush()
+            self._abort(_text(error))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None

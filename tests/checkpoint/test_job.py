@@ -412,6 +412,52 @@ def test_a_process_that_ends_with_a_save_that_fails_ends_with_1(tmp_path: Path, 
         assert len(generation.find_generations(tmp_path / kind)[0]) == 1 - code
 
 
+LAST_SAVE_OF_MULTIPROCESSING = """
+import multiprocessing, sys
+import singa_lite.checkpoint.saving as saving
+from singa_lite import checkpoint
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.errors import CheckpointError
+from tests.checkpoint.job_net import compiled
+
+def train(folder):
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    if folder.endswith("full"):
+        def full(path, arrays):
+            raise CheckpointError("cannot write: No space left on device")
+        saving.write_arrays = full
+    checkpoint.save_job(folder, net, block=False)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=train, args=(folder,)) for folder in sys.argv[1:]]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    print([process.exitcode for process in processes])
+"""
+
+
+def test_the_last_save_of_a_forked_process_of_multiprocessing_is_written_and_its_failure_is_one(
+    tmp_path: Path,
+) -> None:
+    script, folders = (
+        write_script(tmp_path, LAST_SAVE_OF_MULTIPROCESSING),
+        [tmp_path / "good", tmp_path / "full"],
+    )
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, folders)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=fresh_environment(PYTHONPATH=str(Path(__file__).parents[2])),
+    )
+    assert done.stdout == "[0, 1]\n" and "No space left" in done.stderr, done.stdout + done.stderr
+    assert [len(generation.find_generations(folder)[0]) for folder in folders] == [1, 0]
+
+
 LOSES_A_RANK = """
 import atexit, os, signal, sys, time
 import singa_lite.checkpoint.saving as saving
