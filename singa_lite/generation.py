@@ -42,6 +42,10 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 Json = Any
 
 
+class DamagedError(CheckpointError):
+    """A file of a generation is missing, or has other bytes than were written; it is not that reading it failed."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a generation says of itself.
@@ -144,7 +148,7 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
     """Return the generations of ``folder`` that count, the newest first, and why those of other paths cannot be read.
 
     Raises:
-        CheckpointError: ``folder`` is there and is not a folder, or cannot be read.
+        CheckpointError: ``folder`` is there and is not a folder, or it or a manifest cannot be read by the system.
     """
     try:
         names = sorted(os.listdir(folder))
@@ -158,8 +162,12 @@ def find_generations(folder: str | os.PathLike[str]) -> tuple[list[Generation], 
             found.append(Generation(path, _manifest((path / MANIFEST).read_bytes())))
         except (FileNotFoundError, NotADirectoryError):
             continue  # never finished, or being removed
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             problems[path] = f"{path / MANIFEST}: {error}"
+        except (OSError, MemoryError) as error:  # which says nothing of the file
+            raise CheckpointError(
+                f"cannot read {path / MANIFEST}: {type(error).__name__}: {error}"
+            ) from error
     return sorted(found, key=lambda generation: -generation.manifest.number), problems
 
 
@@ -211,7 +219,10 @@ def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[st
     Args:
         damaged: ids, or the real paths of folders whose manifests cannot be read. One that has files of others stays.
     """
-    found, problems = find_generations(folder)
+    try:
+        found, problems = find_generations(folder)
+    except CheckpointError:  # the next save says so, or removes them
+        return
     whole = [generation for generation in found if generation.manifest.id not in damaged]
     for generation in found:
         if generation not in whole[:keep]:
@@ -259,7 +270,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None
 
 
 def read_shared(generation: Generation) -> Arrays:
-    """Return the arrays that were equal on all ranks; CheckpointError as ``read_rank``."""
+    """Return the arrays that were equal on all ranks; raises as ``read_rank``."""
     arrays: Arrays = {}
     for rank, hashes in enumerate(generation.manifest.shared):
         arrays |= _read_arrays(generation, rank, hashes)
@@ -270,7 +281,8 @@ def read_rank(generation: Generation, rank: int) -> Arrays:
     """Return the arrays that a rank had alone.
 
     Raises:
-        CheckpointError: the file is missing, or an array is not what the manifest says.
+        DamagedError: the file is missing, or an array is not what the manifest says.
+        CheckpointError: the system cannot read it, or there is no memory for it.
     """
     return _read_arrays(generation, rank, generation.manifest.own[rank])
 
@@ -283,21 +295,15 @@ def _read_arrays(generation: Generation, rank: int, hashes: Mapping[str, str]) -
     try:
         arrays: Arrays = safetensors.numpy.load(_part_of(path, hashes))
     except (
-        *(
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            struct.error,
-            RecursionError,
-            MemoryError,
-        ),
+        *(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        *(ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError),
         safetensors.SafetensorError,
     ) as error:  # AttributeError: a dtype that numpy has not
+        raise DamagedError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    except (OSError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     if {name: digest(array) for name, array in arrays.items()} != hashes:
-        raise CheckpointError(f"cannot read {path}: it is damaged: its arrays are not what the manifest says")
+        raise DamagedError(f"cannot read {path}: it is damaged: its arrays are not what the manifest says")
     return arrays
 
 

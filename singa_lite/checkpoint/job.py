@@ -22,6 +22,7 @@ from ..config import state
 from ..errors import CheckpointError, OptionError, check_bool, check_int
 from ..generation import (
     Arrays,
+    DamagedError,
     Generation,
     Manifest,
     find_generations,
@@ -189,8 +190,9 @@ def load_job(
         What was loaded, or None if there is no generation yet: nothing was changed.
 
     Raises:
-        CheckpointError: on all ranks: no generation that is there can be read, or it is of another model, optimizer or
-            sampler, or with order="fixed" ranks had another number of threads. CommError: a peer has gone.
+        CheckpointError: on all ranks: all generations that are there are damaged; the newest whole one cannot be read
+            by the system, is of another model, optimizer or sampler, or only as many ranks as saved it can go on from
+            it; or with order="fixed" ranks had another number of threads. CommError: a peer has gone.
     """
     _check_arguments("load_job", folder, trainer, sampler)
     communicator, optimizer = _parts(model, trainer, "load_job")
@@ -210,7 +212,7 @@ def load_job(
         generation = Generation(Path(path), Manifest.of_json(values))
         try:
             arrays = _read_together(generation, communicator, [theirs["streams"] for theirs in everyone])
-        except CheckpointError as error:
+        except DamagedError as error:
             problems.append(str(error))
             damaged.append(generation.manifest.id)
             continue
@@ -354,20 +356,40 @@ def _found(folder: str | os.PathLike[str]) -> Json:
 
 
 def _read_together(generation: Generation, communicator: Communicator, now: list[Json]) -> Arrays:
-    """Return the arrays that this rank goes on from; CheckpointError on all ranks if one cannot read them."""
+    """Return the arrays that this rank goes on from.
+
+    Raises:
+        DamagedError: on all ranks: one has found a damaged or missing file.
+        CheckpointError: on all ranks: one cannot read a file that may be whole, or go on from what it has read.
+    """
+    manifest, rank = generation.manifest, communicator.rank
+    is_resized = communicator.size != manifest.world_size
+    shared: Arrays = {}
+    by_rank: list[Arrays] = []
     arrays: Arrays = {}
-    together(communicator, "load_job", lambda: arrays.update(_read(generation, communicator, now)))
-    return arrays
 
+    def read() -> Json:
+        try:
+            shared.update(read_shared(generation))
+            for each in range(manifest.world_size) if is_resized else [rank]:
+                by_rank.append(read_rank(generation, each))
+        except DamagedError as error:
+            return str(error)
+        return None
 
-def _read(generation: Generation, communicator: Communicator, now: list[Json]) -> Arrays:
-    manifest, rank, size = generation.manifest, communicator.rank, communicator.size
-    if size == manifest.world_size:
-        arrays = {**read_shared(generation), **read_rank(generation, rank)}
-    else:
-        by_rank = [read_rank(generation, each) for each in range(manifest.world_size)]
-        arrays = resized(read_shared(generation), by_rank, now, manifest.step, rank)
-    check_streams(arrays)
+    def resize() -> None:
+        try:
+            arrays.update(
+                resized(shared, by_rank, now, manifest.step, rank) if is_resized else shared | by_rank[0]
+            )
+            check_streams(arrays)
+        except CheckpointError as error:
+            raise CheckpointError(f"load_job: {generation.path}: {error}") from error
+
+    for damage in together(communicator, "load_job", read):
+        if damage is not None:
+            raise DamagedError(damage)
+    together(communicator, "load_job", resize)
     return arrays
 
 

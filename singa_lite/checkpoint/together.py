@@ -18,17 +18,17 @@ def together(communicator: Communicator, where: str, action: Callable[[], Json])
     Args:
         communicator: of the ranks that call this.
         where: whose name errors begin with, equal on all ranks.
-        action: gives a JSON value, or raises a SingaLiteError.
+        action: gives a JSON value, or raises a SingaLiteError or MemoryError.
 
     Raises:
-        SingaLiteError: what ``action`` raised on this rank. CheckpointError: it raised on another.
+        SingaLiteError, MemoryError: what ``action`` raised on this rank. CheckpointError: it raised on another.
     """
-    value, failure = None, None
+    value, failure, text = None, None, None
     try:
         value = action()
-    except SingaLiteError as error:
-        failure = error
-    everyone = communicator.all_gather_object([value, None if failure is None else str(failure)], name=where)
+    except (SingaLiteError, MemoryError) as error:
+        failure, text = error, str(error) or type(error).__name__
+    everyone = communicator.all_gather_object([value, text], name=where)
     if failure is not None:
         raise failure
     for rank, (_, text) in enumerate(everyone):

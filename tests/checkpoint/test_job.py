@@ -260,6 +260,41 @@ def test_a_damaged_generation_is_left_out_on_all_ranks(tmp_path: Path, name: str
             assert (error, step) == ("", 2) and "going on from step-00000002" in texts[0]
 
 
+def unreadable(
+    communicator: Communicator, folder: str, error: Exception, module: str
+) -> tuple[str, list[str], int]:
+    """The error where rank 1, or rank 0 a manifest, cannot read once; what is there then, and what loads after it."""
+    saved(communicator, folder, 2)
+    net, real, calls = compiled(communicator, "sparseTopK:0.05", False), getattr(generation, module), []
+
+    def failing(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1 and communicator.rank == (1 if module == "_part_of" else 0):
+            raise error
+        return real(*arguments)
+
+    with mock.patch.object(generation, module, failing):
+        try:
+            checkpoint.load_job(folder, net)
+            text = ""
+        except CheckpointError as raised:
+            text = str(raised)
+        job = checkpoint.load_job(folder, net)
+        checkpoint.save_job(folder, net, keep=3)
+    assert job is not None
+    return text, sorted(os.listdir(folder)), job.step
+
+
+@pytest.mark.parametrize("module", ["_part_of", "_manifest"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
+def test_a_generation_that_cannot_be_read_for_once_is_an_error_on_all_ranks_and_is_not_removed(
+    tmp_path: Path, error: Exception, module: str
+) -> None:
+    for text, names, step in run_ranks(unreadable, 2, str(tmp_path), error, module):
+        assert "cannot read" in text and type(error).__name__ in text
+        assert (names, step) == (["step-00000001", "step-00000002", "step-00000002.1"], 2)
+
+
 def test_a_manifest_with_another_value_or_without_its_hash_is_damaged(tmp_path: Path) -> None:
     net = compiled(LocalCommunicator(World()), "fp32", False)
     net._prepare()

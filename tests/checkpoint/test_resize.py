@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from singa_lite import checkpoint
+from singa_lite import checkpoint, opt
 from singa_lite.checkpoint.resize import resized, share_of_sum
 from singa_lite.checkpoint.streams import streams
 from singa_lite.comm.base import Communicator
@@ -23,7 +23,7 @@ from singa_lite.data import ShardedSampler
 from singa_lite.device import get_default_device
 from singa_lite.errors import CheckpointError
 from singa_lite.tensor import to_numpy
-from tests.checkpoint.job_net import OPTIONS, Net, batch, compiled
+from tests.checkpoint.job_net import OPTIONS, Net, batch, compiled, seed
 from tests.ranks import run_ranks
 
 NUM_SAMPLES = (
@@ -139,6 +139,31 @@ def test_a_sum_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="too large for float16"):
         share_of_sum([large, large], 0, 2)
     assert np.isinf(share_of_sum([np.full(3, np.inf, np.float16)] * 2, 0, 2)).any()
+
+
+def within_a_global_batch(communicator: Communicator, folder: str) -> tuple[str, list[str]]:
+    """On two ranks: save after an update and within the next. On one: the error of going on, and what is there then."""
+    net, error = Net(), ""
+    seed(0)
+    net.set_optimizer(opt.DistOpt(opt.SGD(), communicator=communicator, microbatches=4, order="fixed"))
+    net.compile([batch(0, 0)[0]])
+    if communicator.size == 2:
+        for step in range(3):
+            net(*batch(step, communicator.rank))
+            if step:
+                checkpoint.save_job(folder, net)
+    else:
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load_job(folder, net)
+        error = str(raised.value)
+    return error, sorted(os.listdir(folder))
+
+
+def test_a_whole_generation_that_cannot_be_resized_is_an_error_and_stays(tmp_path: Path) -> None:
+    names = ["step-00000001", "step-00000001.1"]
+    assert run_ranks(within_a_global_batch, 2, str(tmp_path))[0] == ("", names)
+    [(error, left)] = run_ranks(within_a_global_batch, 1, str(tmp_path))
+    assert "step-00000001.1: it was saved within a global batch" in error and left == names
 
 
 def test_counters_that_differ_are_refused() -> None:
