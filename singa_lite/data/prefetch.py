@@ -14,13 +14,16 @@ Item = TypeVar("Item")
 
 
 class Sampler(Protocol):
-    """Where training is in its samples (ShardedSampler)."""
+    """Where training is in its samples (ShardedSampler, SplitSampler)."""
 
     def live_state(self) -> Any:
         """Return the state of the loop that runs."""
 
+    def start_following(self) -> None:
+        """Have ``state_dict`` give the state as it is, until ``follow`` gives a later one."""
+
     def follow(self, state: Any) -> None:
-        """Have ``state_dict`` give ``state`` from now on."""
+        """Have ``state_dict`` give ``state`` from now on; CheckpointError if the sampler was moved meanwhile."""
 
     def rewind(self) -> None:
         """Go where the last state that ``follow`` got was taken."""
@@ -39,8 +42,9 @@ def prefetch(
     Args:
         items: e.g. a generator of batches; what numpy copies there runs beside the training.
         depth: items kept ready, >= 1; one more may be in the making.
-        sampler: the ShardedSampler that ``items`` takes batches from, one for each item. The thread runs it ahead;
-            with this its ``state_dict()`` is that of the item taken last, and where the consumer leaves, it stays.
+        sampler: the ShardedSampler or SplitSampler that ``items`` takes batches from, one for each item. The thread
+            runs it ahead; with this its ``state_dict()`` is that of the item taken last, and where the consumer leaves,
+            it stays.
 
     Raises:
         OptionError: ``depth`` is no int >= 1, ``items`` cannot be iterated over, or ``sampler`` is none.
@@ -52,8 +56,12 @@ def prefetch(
     check_int("prefetch", "depth", depth, 1)
     if not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
         raise OptionError(f"prefetch: items must be something to iterate over, not {type(items).__name__}")
-    if sampler is not None and not all(hasattr(sampler, name) for name in ("live_state", "follow", "rewind")):
-        raise OptionError(f"prefetch: sampler must be a ShardedSampler, not {type(sampler).__name__}")
+    if sampler is not None and not all(
+        hasattr(sampler, name) for name in ("live_state", "start_following", "follow", "rewind")
+    ):
+        raise OptionError(
+            f"prefetch: sampler must be a ShardedSampler or SplitSampler, not {type(sampler).__name__}"
+        )
     if sampler is None:
         return _consume(items, _Shelf(depth))
     return _follow(_consume(_with_states(items, sampler), _Shelf(depth)), sampler)
@@ -70,7 +78,7 @@ def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Ite
 
 
 def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) -> Generator[Item, None, None]:
-    sampler.follow(sampler.live_state())
+    sampler.start_following()
     try:
         for item, state in items:
             sampler.follow(state)

@@ -10,12 +10,16 @@ before it takes them too, one more for some of the ranks, so that no rank ever g
 Note [another number of ranks]: global batches before a position are the first samples of the permutation, whatever the
 number of ranks. So with another one an epoch goes on behind the samples that were used: ``start`` of them, and
 ``position`` counts the steps since.
+
+Note [places]: a loop moves on the ``Place`` that the sampler had as it began. ``load_state_dict`` and ``set_epoch``
+give the sampler another one, by which the loop notices that it is left behind.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,7 +52,118 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
     return slice(start, start + each + (rank < extra))
 
 
-class ShardedSampler:
+@dataclass
+class Place:
+    """Where a loop is, see Note [another number of ranks]."""
+
+    epoch: int = 0
+    start: int = 0
+    position: int = 0
+
+
+class ResumableSampler:
+    """What the samplers share: a place that a loop moves on, also if a thread runs it ahead of the training."""
+
+    def __init__(self) -> None:
+        self._place = Place()  # see Note [places]
+        self._iterated_by: int | None = None  # the thread in whose loop it is
+        self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch."""
+        return self._place.epoch
+
+    @property
+    def start(self) -> int:
+        """Samples of this epoch that another number of ranks has used."""
+        return self._place.start
+
+    @property
+    def position(self) -> int:
+        """What is done of this epoch, behind ``start``."""
+        return self._place.position
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch`` (>= 0), outside a loop; within that epoch already, stay at the position."""
+        check_int(type(self).__name__, "epoch", epoch, 0)
+        if epoch != self.epoch:
+            self._move(Place(epoch))
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint keeps.
+
+        Raises:
+            CheckpointError: another thread runs the loop, ahead of what was trained on, without ``follow``.
+        """
+        if self._taken is not None:
+            return self._taken
+        if self._iterated_by not in (None, threading.get_ident()):
+            raise CheckpointError(
+                f"{type(self).__name__}: another thread takes its batches ahead of the training, so where that is "
+                "cannot be said; call prefetch(batches, sampler=sampler)"
+            )
+        return self.live_state()
+
+    def live_state(self) -> dict[str, int]:
+        """Return the state of the loop that runs, whichever thread runs it."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go where ``state_dict()`` was taken."""
+        raise NotImplementedError
+
+    def start_following(self) -> None:
+        """Have ``state_dict`` give the state as it is, until ``follow`` gives a later one."""
+        self._taken = self.live_state()
+
+    def follow(self, state: dict[str, int]) -> None:
+        """Have ``state_dict`` give ``state`` from now on: that of the last batch a consumer has taken.
+
+        Raises:
+            CheckpointError: the sampler was moved since ``start_following``.
+        """
+        if self._taken is None:
+            raise self._was_moved()
+        self._taken = state
+
+    def rewind(self) -> None:
+        """Go where the last state that ``follow`` got was taken: what was made ahead of it was not used."""
+        if self._taken is not None:
+            self.load_state_dict(self._taken)
+
+    def _move(self, place: Place) -> None:
+        self._place, self._taken = place, None
+
+    def _was_moved(self) -> CheckpointError:
+        return CheckpointError(
+            f"{type(self).__name__}: it was moved by load_state_dict, load_job or set_epoch within its loop; leave "
+            "the loop, and begin another"
+        )
+
+    def _numbers(self, count: int) -> Iterator[int]:
+        """Yield what is left of the ``count`` numbers of this epoch.
+
+        Raises:
+            CheckpointError: the sampler was moved meanwhile.
+        """
+        place, epoch, start = self._place, self.epoch, self.start
+        self._iterated_by = threading.get_ident()
+        try:
+            for number in range(place.position, count):
+                # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
+                is_last = number + 1 == count
+                place.epoch, place.start, place.position = (
+                    (epoch + 1, 0, 0) if is_last else (epoch, start, number + 1)
+                )
+                yield number
+                if self._place is not place:
+                    raise self._was_moved()
+        finally:
+            self._iterated_by = None
+
+
+class ShardedSampler(ResumableSampler):
     """Iterates over this rank's index arrays of one epoch, see Note [global batches first].
 
     An iteration continues from ``(epoch, position)`` and leaves the sampler at the next epoch's start, so
@@ -86,6 +201,7 @@ class ShardedSampler:
         seed: int = 0,
         microbatches: int | None = None,
     ) -> None:
+        super().__init__()
         where = "ShardedSampler"
         check_int(where, "num_samples", num_samples, 0)
         check_int(where, "batch_size", batch_size, 1)
@@ -108,37 +224,17 @@ class ShardedSampler:
         self.world_size = world_size
         self.shuffle = check_bool(where, "shuffle", shuffle)
         self.seed = seed
-        self.epoch = 0
-        self.start = 0  # samples of this epoch that another number of ranks has used
-        self.position = 0
-        self._iterated_by: int | None = None  # the thread in whose loop it is
-        self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
 
     def __len__(self) -> int:
         """Batches of one epoch, from ``start`` on; equal on every rank."""
         full, rest = divmod(self.num_samples - self.start, self.num_batches * self.batch_size)
         return (full + (rest >= self.num_batches)) * self._each
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch`` (>= 0); within that epoch already, stay at the position."""
-        check_int("ShardedSampler", "epoch", epoch, 0)
-        if epoch != self.epoch:
-            self.epoch, self.start, self.position = epoch, 0, 0
-
     def __iter__(self) -> Iterator[Array]:
         """Yield this rank's indices, int64, shape (n,), for every step left in the epoch."""
-        epoch, start, order, count = self.epoch, self.start, self._order(), len(self)
-        self._iterated_by = threading.get_ident()
-        try:
-            for number in range(self.position, count):
-                # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
-                is_last = number + 1 == count
-                self.epoch, self.start, self.position = (
-                    (epoch + 1, 0, 0) if is_last else (epoch, start, number + 1)
-                )
-                yield order[self._share(start, number, count)]
-        finally:
-            self._iterated_by = None
+        start, order, count = self.start, self._order(), len(self)
+        for number in self._numbers(count):
+            yield order[self._share(start, number, count)]
 
     def _order(self) -> Array:
         if not self.shuffle:
@@ -154,23 +250,8 @@ class ShardedSampler:
         share = partition(stop - start, self.rank * self._each + part, self.num_batches)
         return slice(start + share.start, start + share.stop)
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps; equal on every rank.
-
-        Raises:
-            CheckpointError: another thread runs the loop, ahead of what was trained on, without ``follow``.
-        """
-        if self._taken is not None:
-            return self._taken
-        if self._iterated_by not in (None, threading.get_ident()):
-            raise CheckpointError(
-                "ShardedSampler: another thread takes its batches ahead of the training, so where that is cannot be "
-                "said; call prefetch(batches, sampler=sampler)"
-            )
-        return self.live_state()
-
     def live_state(self) -> dict[str, int]:
-        """Return the state of the loop that runs, whichever thread runs it."""
+        """Return the state of the loop that runs, whichever thread runs it; equal on every rank."""
         return {"epoch": self.epoch, "start": self.start, "position": self.position, **self._plan()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -213,17 +294,7 @@ class ShardedSampler:
                 f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.num_batches} "
                 "batches; go on with fewer ranks until the epoch ends, or call set_epoch for the next"
             )
-        self.epoch, self.start, self.position, self._taken = epoch, start, position, None
-
-    def follow(self, state: dict[str, int]) -> None:
-        """Have ``state_dict`` give ``state`` from now on: that of the last batch a consumer has taken."""
-        self._taken = state
-
-    def rewind(self) -> None:
-        """Go where the last state that ``follow`` got was taken: what was made ahead of it was not used."""
-        if self._taken is not None:
-            state, self._taken = self._taken, None
-            self.load_state_dict(state)
+        self._move(Place(epoch, start, position))
 
     def _plan(self) -> dict[str, int]:
         names = ("num_samples", "batch_size", "world_size", "shuffle", "seed")

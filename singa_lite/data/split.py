@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_bool, check_int
-from .sampler import partition
+from .sampler import Place, ResumableSampler, partition
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ class Sampler(Protocol):
     def __iter__(self) -> Iterator[int]: ...
 
 
-class SplitSampler:
+class SplitSampler(ResumableSampler):
     """Iterates over the indices of one part of the data set, one int at a time, in a new order each epoch.
 
     The parts are consecutive, differ by at most one sample (the lower ones are larger), and together have every sample
@@ -57,6 +57,7 @@ class SplitSampler:
     def __init__(
         self, length: int, num_parts: int = 1, part_index: int = 0, *, shuffle: bool = True, seed: int = 0
     ) -> None:
+        super().__init__()
         self.length = check_int("SplitSampler", "length", length, 0)
         self.num_parts = check_int("SplitSampler", "num_parts", num_parts, 1)
         self.part_index = check_int("SplitSampler", "part_index", part_index, 0)
@@ -68,8 +69,6 @@ class SplitSampler:
                 f"SplitSampler: {length} samples cannot be split into {num_parts} parts; use fewer workers"
             )
         self.shuffle = check_bool("SplitSampler", "shuffle", shuffle)
-        self.epoch = 0
-        self.position = 0
         self._part = partition(self.length, self.part_index, self.num_parts)
 
     @property
@@ -81,19 +80,11 @@ class SplitSampler:
         """Samples of this part."""
         return self._part.stop - self._part.start
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch`` (>= 0); within that epoch already, stay at the position."""
-        check_int("SplitSampler", "epoch", epoch, 0)
-        if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
-
     def __iter__(self) -> Iterator[int]:
         """Yield the index of every sample of this part that is left in the epoch."""
-        epoch, order, count = self.epoch, self._order(), len(self)
-        for position in range(self.position, count):
-            # counted before the index is returned: a checkpoint made in the loop means "this one is done"
-            self.epoch, self.position = (epoch, position + 1) if position + 1 < count else (epoch + 1, 0)
-            yield order[position]
+        order = self._order()
+        for number in self._numbers(len(self)):
+            yield order[number]
 
     def _order(self) -> list[int]:
         indices = np.arange(self._part.start, self._part.stop)
@@ -101,8 +92,8 @@ class SplitSampler:
             indices = np.random.default_rng([self.seed, self.epoch, self.part_index]).permutation(indices)
         return indices.tolist()  # type: ignore[no-any-return]
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps; equal on every worker after as many ``batches``."""
+    def live_state(self) -> dict[str, int]:
+        """Return the state of the loop that runs; equal on every worker after as many ``batches``."""
         return {"epoch": self.epoch, "position": self.position, **self._plan()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -122,7 +113,7 @@ class SplitSampler:
             )
         epoch, position = state["epoch"], state["position"]
         # the last sample of a larger part comes when this one has begun its next epoch
-        self.epoch, self.position = (epoch, position) if position < len(self) else (epoch + 1, 0)
+        self._move(Place(epoch, 0, position) if position < len(self) else Place(epoch + 1))
 
     def _plan(self) -> dict[str, int]:
         return {name: int(getattr(self, name)) for name in ("length", "num_parts", "shuffle", "seed")}

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from singa_lite.data import ShardedSampler, prefetch
+from singa_lite.data import ShardedSampler, SplitSampler, batches, prefetch
 from singa_lite.errors import CheckpointError, OptionError
 from tests.limits import LIMIT_S
 
@@ -240,11 +240,46 @@ def test_with_a_sampler_its_state_is_that_of_the_batch_taken_last():
     assert sampler.state_dict() == reference.state_dict() and sampler.epoch == 1
 
 
-def test_without_it_the_state_is_refused_while_the_thread_is_ahead():
+def test_the_state_of_a_split_sampler_is_that_of_the_batch_taken_last():
+    reference, sampler = SplitSampler(43, 2, 0), SplitSampler(43, 2, 0)
+    whole, used = [batch.tolist() for batch in batches(reference, 4)], []
+    for batch in prefetch(batches(sampler, 4), sampler=sampler):
+        used.append(batch.tolist())
+        assert sampler.state_dict()["position"] == 4 * len(used)
+        if len(used) == 3:
+            break
+    used += [batch.tolist() for batch in prefetch(batches(sampler, 4), sampler=sampler)]
+    assert used == whole and sampler.state_dict() == reference.state_dict()
+
+
+def sharded_and_batches():
     sampler = ShardedSampler(40, 4, 0, 1)
-    batches = prefetch(batch for batch in sampler)
-    next(batches)
+    return sampler, (batch for batch in sampler)
+
+
+def split_and_batches():
+    sampler = SplitSampler(40, 1, 0)
+    return sampler, batches(sampler, 4)
+
+
+@pytest.mark.parametrize("make", [sharded_and_batches, split_and_batches])
+def test_without_it_the_state_is_refused_while_the_thread_is_ahead(make):
+    sampler, source = make()
+    ahead = prefetch(source)
+    next(ahead)
     with pytest.raises(CheckpointError, match="prefetch\\(batches, sampler=sampler\\)"):
         sampler.state_dict()
-    batches.close()
+    ahead.close()
     sampler.state_dict()
+
+
+@pytest.mark.parametrize("make", [sharded_and_batches, split_and_batches])
+def test_a_sampler_that_is_moved_while_a_thread_runs_it_stays_there_and_ends_the_loop(make):
+    sampler, source = make()
+    start, used = sampler.state_dict(), []
+    with pytest.raises(CheckpointError, match="moved by load_state_dict"):
+        for batch in prefetch(source, sampler=sampler):
+            used.append(batch)
+            if len(used) == 3:
+                sampler.load_state_dict(start)
+    assert len(used) == 3 and sampler.state_dict() == start and not loaders()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from singa_lite.data import ShardedSampler, partition
+from singa_lite.data import ShardedSampler, SplitSampler, partition
 from singa_lite.errors import CheckpointError, DataError, OptionError
 
 
@@ -165,6 +165,26 @@ def test_other_numbers_of_ranks_go_on_behind_the_samples_that_were_used(plan, da
         last.load_state_dict(state)
         used += [index for batch in last for index in batch]
     assert sorted(used) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("sampler", [ShardedSampler(40, 4, 0, 1), SplitSampler(10)], ids=["sharded", "split"])
+@pytest.mark.parametrize("move", ["load", "epoch"])
+@pytest.mark.parametrize("number", [3, 9])
+def test_a_loop_whose_sampler_is_moved_ends_with_an_error_and_the_next_one_begins_there(
+    sampler, move, number
+):
+    sampler.load_state_dict(sampler.state_dict() | {"epoch": 1, "position": 0})
+    start = sampler.state_dict()
+    first = next(iter(sampler))
+    sampler.load_state_dict(start)
+    with pytest.raises(CheckpointError, match="moved by load_state_dict"):
+        for count, _ in enumerate(sampler):
+            if count == number:
+                sampler.load_state_dict(start) if move == "load" else sampler.set_epoch(5)
+    if move == "epoch":
+        assert (sampler.epoch, sampler.position) == (5, 0)
+    else:
+        assert sampler.state_dict() == start and np.array_equal(next(iter(sampler)), first)
 
 
 def test_more_ranks_than_samples_that_are_left_are_refused():
