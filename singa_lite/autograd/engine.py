@@ -120,11 +120,8 @@ class Operator:
 
     def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
-        cls._is_own = not cls.__module__.startswith(f"{__package__}.")
-
-    def __init_subclass__(cls, **arguments: object) -> None:
-        super().__init_subclass__(**arguments)
-        if cls.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        cls._is_own = cls.__module__.partition(".")[0] != __name__.partition(".")[0]
+        if cls._is_own:
             cls.is_recordable = vars(cls).get("is_recordable", False)
 
     def check(self, *inputs: Tensor) -> None:
