@@ -144,6 +144,8 @@ def test_an_operator_that_computes_in_numpy_is_not_frozen(is_backward):
 @pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[::-1], lambda x: x[:, ::-1]])
 def test_an_operator_may_return_a_view_that_is_not_row_major(view):
     class Viewed(autograd.Operator):
+        is_recordable = True
+
         def forward(self, context, *inputs):
             return view(inputs[0])
 
@@ -162,6 +164,7 @@ def test_an_operator_may_return_a_view_that_is_not_row_major(view):
 def test_a_gradient_that_numpy_computes_under_autocast_is_not_frozen():
     class Half(autograd.Operator):
         autocast = "float32"
+        is_recordable = True  # which is wrong
 
         def forward(self, context, *inputs):
             return inputs[0]
