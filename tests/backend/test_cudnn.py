@@ -322,6 +322,20 @@ def test_a_missing_function_is_named(
         forward(backend)
 
 
+def test_arrays_that_cudnn_does_not_take_are_an_error_with_the_cure(backend: Any) -> None:
+    memory = backend.empty((1,), "float16").data
+    x, y = (
+        type(backend.empty((1,), "f"))(shape, "float16", memory, (0, 0, 0, 0))
+        for shape in ((1 << 16, 8, 64, 64), (1 << 16, 1, 64, 64))
+    )
+    w = backend.zeros((1, 8, 1, 1), "float16")
+    expected = r"cuDNN takes arrays of fewer than 2\^31 elements, not 2147483648; use a smaller batch"
+    with pytest.raises(DeviceError, match="conv2d: " + expected):
+        backend.conv2d(x, w, out=y, **PLAIN)
+    with pytest.raises(DeviceError, match="batchnorm_2d: " + expected):
+        backend._norm(x, 1 << 20)
+
+
 def test_a_missing_library_is_reported_with_its_cure(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SINGA_LITE_CUDNN_LIB", "libno_such_cudnn.so.9")
     with pytest.raises(DeviceError, match=r"libno_such_cudnn.so.9: cannot open .*SINGA_LITE_CUDNN_LIB"):

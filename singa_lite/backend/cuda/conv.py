@@ -22,7 +22,7 @@ from ...dtypes import is_narrow
 from ...errors import DeviceError
 from ...graph.memory import View
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, addresses, is_aligned
+from .cudnn import DTYPES, CudnnCaller, addresses, check_sizes, is_aligned
 
 Pair = tuple[int, int]
 
@@ -134,6 +134,7 @@ class ConvKernels(CudnnCaller):
 
         cuDNN does not list which convolutions it has with channels last; where it raises, they are row-major.
         """
+        check_sizes("conv2d", a, b, out)
         if key[2]:
             try:
                 return self._choose(key, a, b, out), True

@@ -42,6 +42,14 @@ def is_aligned(x: Array) -> bool:
     return bool(x.data.ptr % ALIGNMENT == 0)
 
 
+def check_sizes(kernel: str, *arrays: Array) -> None:
+    """Raise a DeviceError where cuDNN does not take arrays of so many elements."""
+    if (largest := max(x.size for x in arrays)) >= 2**31:
+        raise DeviceError(
+            f"{kernel}: cuDNN takes arrays of fewer than 2^31 elements, not {largest}; use a smaller batch"
+        )
+
+
 def addresses(arrays: Iterable[Array | None], count: int = 0) -> list[int]:
     """Return where arrays are as the compiled module takes it, ``count`` of them at least: 0 for what is missing."""
     found = [0 if array is None else int(array.data.ptr) for array in arrays]

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import DeviceError
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, addresses
+from .cudnn import DTYPES, CudnnCaller, addresses, check_sizes
 from .launch import types_of
 
 MOST_TRAINED = 880801  # samples; more are unsupported by cuDNN
@@ -121,6 +121,7 @@ class NormKernels(CudnnCaller):
             raise DeviceError(
                 f"batchnorm_2d: cuDNN takes at most {most} samples, not {x.shape[0]}; train on smaller batches"
             )
+        check_sizes("batchnorm_2d", x)
         shape = x.shape if x.ndim == 4 else (*x.shape[:2], prod(x.shape[2:]), 1)
         key = (DTYPES[x.dtype.char], is_channels_last, shape)
         return self._plan(("norm", *key), lambda: self._new_plan("BatchNorm", *key))
