@@ -281,6 +281,30 @@ def test_numbers_of_every_kind_are_compared(number: Any, dtype: str) -> None:
     assert to_numpy(t >= number).tolist() == [0, 1, 1]
 
 
+def test_inequality_is_that_of_each_element() -> None:
+    t = Tensor(data=[0.0, 1.0, np.nan])
+    assert to_numpy(t != 1.0).tolist() == [1, 0, 1]
+    assert to_numpy(t != Tensor(data=[0.0, 2.0, 3.0])).tolist() == [0, 1, 1]
+    assert (t != "a") is True and (t != None) is True  # noqa: E711
+
+
+def test_one_element_is_a_number_for_python() -> None:
+    t = Tensor(data=[2.75])
+    assert (int(t), float(t), f"{t:.1f}", f"{t}") == (2, 2.75, "2.8", str(t))
+    assert f"{Tensor(data=[7]):03d}" == "007"
+    for call in (int, float, "{:.1f}".format):
+        with pytest.raises(ShapeError, match="more than one element"):
+            call(Tensor((2,)))
+
+
+def test_a_number_to_the_power_of_a_tensor_has_a_gradient(training: None) -> None:
+    t = Tensor(data=[0.0, 3.0], stores_grad=True)
+    y = 2 ** (t * 1)
+    (gradient,) = autograd.gradients(y, Tensor((2,)).set_value(1)).values()
+    np.testing.assert_allclose(to_numpy(y), [1, 8])
+    np.testing.assert_allclose(to_numpy(gradient), np.log(2) * np.array([1, 8]), rtol=1e-6)
+
+
 def test_a_number_of_numpy_without_a_sign_keeps_its_value() -> None:
     assert to_numpy(from_numpy(np.array([0, 2**31 - 1], "u4"))).tolist() == [0, 2**31 - 1]
 

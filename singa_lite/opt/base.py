@@ -347,7 +347,10 @@ class Optimizer:
     # ---- state -------------------------------------------------------------------------------------
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
-        """Return the state of ``param``, zeros at first: {slot name: tensor like the parameter}."""
+        """Return the state of ``param``, zeros at first: {slot name: tensor like the parameter}.
+
+        ShapeError: the parameter has got another shape since.
+        """
         if not isinstance(param, Tensor):
             raise DTypeError(
                 f"{type(self).__name__}: the parameter must be a Tensor, not {type(param).__name__}"
@@ -357,6 +360,11 @@ class Optimizer:
             if slot not in slots:
                 with unrecorded():
                     slots[slot] = Tensor(param.shape, param.device, param.dtype)
+            elif slots[slot].array.shape != param.array.shape:
+                raise ShapeError(
+                    f"{type(self).__name__}: {param.name} has shape {param.shape}, but its {slot} {slots[slot].shape} "
+                    "of earlier steps; make a new optimizer for a parameter that changes its shape"
+                )
         return slots
 
     def get_states(self) -> dict[str, np.ndarray]:

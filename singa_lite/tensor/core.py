@@ -208,6 +208,13 @@ class Tensor:
     def __float__(self) -> float:
         return float(self.item())
 
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __format__(self, spec: str) -> str:
+        """Return the value of a one-element tensor in the format of a number, as in f"{loss:.3f}"; "" is str()."""
+        return format(self.item(), spec) if spec else str(self)
+
     def item(self) -> Number:
         """Return the value of a one-element tensor as a Python number."""
         if self.size() != 1:
@@ -566,6 +573,9 @@ class Tensor:
     def __pow__(self, other: Tensor | Number) -> Tensor:
         return OPERATORS["pow"](self, other)  # type: ignore[no-any-return]
 
+    def __rpow__(self, other: Number) -> Tensor:
+        return OPERATORS["pow"](other, self)  # type: ignore[no-any-return]
+
     def __matmul__(self, other: Tensor) -> Tensor:
         return OPERATORS["matmul"](self, other)  # type: ignore[no-any-return]
 
@@ -619,6 +629,10 @@ class Tensor:
         if not isinstance(other, Tensor) and not is_number_or_bool(other):
             return False
         return compare(self, other, "equal")
+
+    def __ne__(self, other: object) -> Any:  # Any: element-wise for tensors and numbers, else True
+        is_equal = self == other
+        return compare(is_equal, 0, "equal") if isinstance(is_equal, Tensor) else not is_equal
 
 
 def set_grads_fresh(params: Sequence[Tensor], is_fresh: bool) -> None:

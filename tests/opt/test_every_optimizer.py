@@ -328,6 +328,14 @@ def test_numpy_scalars_are_numbers():
     assert opt.SGD(lr=np.float32(0.5)).lr(0) == 0.5
 
 
+def test_a_parameter_that_changes_its_shape_raises():
+    optimizer, w = opt.SGD(0.1, momentum=0.9), Tensor((2, 3), name="w")
+    optimizer.update(w, Tensor((2, 3)))
+    w.reset_like(Tensor((3, 4)))
+    with pytest.raises(ShapeError, match=r"SGD: w has shape \(3, 4\), but its momentum \(2, 3\)"):
+        optimizer.update(w, Tensor((3, 4)))
+
+
 def test_gradients_that_do_not_fit_raise_before_anything_changes():
     optimizer, w = opt.SGD(), Tensor((2, 3), name="w")
     with pytest.raises(ShapeError, match="w has shape"):
