@@ -101,7 +101,7 @@ class Model(Layer):
             OptionError: an argument is not what it should be, another ``precision``, or ``forward`` does not take so
                 many inputs. Nothing has changed then.
             DeviceError: ``precision`` is not there on the device of an input; nor has anything changed then.
-            GraphError: layers were replaced since a ``compile`` before, whose parameters the optimizer knows.
+            GraphError: layers were replaced after steps of the optimizer, which keeps states of their parameters.
         """
         if not isinstance(inputs, (list, tuple)) or not all(map(leaves, inputs)):
             raise OptionError("compile: inputs must be a list of Tensors, e.g. model.compile([tx])")
@@ -136,11 +136,11 @@ class Model(Layer):
         self._is_prepared = True
 
     def _check_prepared(self) -> None:
-        """Have the optimizer prepared again if there are more parameters; GraphError if some it knows are gone."""
+        """Have the optimizer prepared again for other parameters; GraphError if it has updated some that are gone."""
         if not self._is_prepared:
             return
         now = set(map(id, self.get_params().values()))
-        if self._prepared - now:
+        if self._prepared - now and self.optimizer.step_counter:
             raise GraphError(
                 f"compile: {type(self).__name__} has lost parameters that its optimizer keeps states of; call "
                 "set_optimizer with a new one after replacing layers"
