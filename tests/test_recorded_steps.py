@@ -2124,7 +2124,7 @@ def test_a_schedule_that_counts_its_calls_counts_those_of_replays() -> None:
     assert_alike(Reads, STEPS - 1, optimizer=lambda: opt.SGD(Counted(), momentum=0.9))
 
 
-@pytest.mark.parametrize("name", ["__call__", "backward_and_update"])
+@pytest.mark.parametrize("name", ["__call__", "call", "backward_and_update"])
 def test_an_optimizer_that_overrides_the_whole_update_is_not_frozen(name: str) -> None:
     class Skips(opt.SGD):
         calls = 0
@@ -2134,14 +2134,15 @@ def test_an_optimizer_that_overrides_the_whole_update_is_not_frozen(name: str) -
             for param, grad in list(autograd.backward(loss)):
                 if self.calls % 2:
                     self.update(param, grad)
-            self.step()
+            if name != "call":
+                self.step()
 
     kind = type("Own", (Skips,), {name: Skips.every_other})
 
     class Updates(Net):
         def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
             loss = self.loss_of(x, y)
-            getattr(self.optimizer, name)(loss)
+            getattr(self.optimizer, "__call__" if name == "call" else name)(loss)
             return loss
 
     assert_alike(Updates, 0, "overrides every_other", optimizer=lambda: kind(0.1))

@@ -34,7 +34,7 @@ MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "step")
-UNRECORDABLE = ("__call__", "backward_and_update")
+UNRECORDABLE = ("__call__", "call", "backward_and_update")
 
 
 class MomentumRule(NamedTuple):
@@ -102,7 +102,12 @@ class Optimizer:
         self._step_counter = check_int(type(self).__name__, "step_counter", steps, 0)
 
     def __call__(self, loss: Tensor) -> None:
-        """Run backward, update every parameter, and count the step.
+        """Run backward, update every parameter, and count the step."""
+        self.call(loss)
+        self.step()
+
+    def call(self, loss: Tensor) -> None:
+        """Run backward and update every parameter, without counting the step; a subclass may write it, as in SINGA.
 
         A recorded step applies gradients while backward runs, where this package's own update does it, so that they
         take less memory.
@@ -112,7 +117,6 @@ class Optimizer:
             self.update_pairs(BackwardPairs(loss, PART_BYTES))
         else:
             self.update_pairs(list(autograd.backward(loss)))
-        self.step()
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         """Take over the names of a model's parameters; ``buffers`` are states without gradient.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import OptionError
 from ..tensor import Tensor
 from .base import MomentumRule, Optimizer
 from .schedule import DecayScheduler
@@ -38,6 +39,12 @@ class OptimizerWrapper(Optimizer):
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         return self.opt.slots(param)
+
+    def call(self, loss: Tensor) -> None:
+        """Raise OptionError: without the ranks' agreement there is no update."""
+        raise OptionError(
+            f"{type(self).__name__}: has no call(loss); call the optimizer itself, as optimizer(loss)"
+        )
 
     def lr_at(self, step: int) -> float:
         return self.opt.lr_at(step)

@@ -328,6 +328,17 @@ def test_numpy_scalars_are_numbers():
     assert opt.SGD(lr=np.float32(0.5)).lr(0) == 0.5
 
 
+def test_call_is_what_a_subclass_writes_as_in_singa(training):
+    class Halves(opt.SGD):
+        def call(self, loss):
+            super().call(loss * 0.5)
+
+    optimizer, w = Halves(0.1), Tensor(data=np.ones(2), stores_grad=True)
+    optimizer(autograd.reduce_sum(w, keepdims=0))
+    np.testing.assert_allclose(to_numpy(w), 0.95)
+    assert optimizer.step_counter == 1
+
+
 def test_a_parameter_that_changes_its_shape_raises():
     optimizer, w = opt.SGD(0.1, momentum=0.9), Tensor((2, 3), name="w")
     optimizer.update(w, Tensor((2, 3)))
