@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-from singa_lite import autograd, device, layer, opt, tensor
+from singa_lite import autograd, data, device, initializer, layer, opt, tensor
 from singa_lite.autograd import ops
 
 PAGE = (Path(__file__).parents[1] / "docs" / "singa.md").read_text()
@@ -25,7 +26,7 @@ def test_every_public_operator_and_layer_is_on_the_page() -> None:
     assert names_in(ROWS["layer"]) == set(layer.__all__)
 
 
-@pytest.mark.parametrize("module", [autograd, opt])
+@pytest.mark.parametrize("module", [autograd, initializer, opt])
 def test_every_name_on_the_page_exists(module: object) -> None:
     named = names_in(ROWS[module.__name__.split(".")[-1]])
     assert not {name for name in named if not hasattr(module, name)}
@@ -37,7 +38,9 @@ def test_every_tensor_function_on_the_page_exists() -> None:
 
 def test_what_the_page_calls_missing_is_missing() -> None:
     missing = PAGE.split("## Missing")[1]
-    for module, held in (("autograd", autograd), ("layer", layer), ("opt", opt)):
+    for module, held in (("autograd", autograd), ("data", data), ("layer", layer), ("opt", opt)):
         entry = re.search(rf"^- `{module}`:(.*?)(?=^- |\Z)", missing, re.MULTILINE | re.DOTALL)
         assert not {name for name in names_in(entry[1] if entry else "") if hasattr(held, name)}
     assert not hasattr(device, "enable_lazy_alloc")
+    assert {"ImageBatchIter", "utils", "Matmul", "ctensor2numpy"} <= names_in(missing)
+    assert importlib.util.find_spec("singa_lite.utils") is None
