@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..comm.base import Communicator, World
+from ..comm.hosts import this_host
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import launched_job
 from ..config import state
@@ -202,7 +203,8 @@ def load_job(
         agreed = {"folder": os.path.abspath(folder), "a sampler": sampler is not None}
         seeds = [device.get_random_state()[0] for device in model.devices()]
         now = stream_ids() | {DEVICES: seeds}
-        return {"agreed": agreed, "streams": now, "found": _found(folder) if communicator.rank == 0 else None}
+        found = _found(folder) if communicator.rank == 0 else None
+        return {"agreed": agreed, "streams": now, "host": this_host(), "found": found}
 
     everyone = together(communicator, "load_job", find)
     _check_agreed("load_job", everyone)
@@ -211,7 +213,7 @@ def load_job(
     for path, values in found["generations"]:
         generation = Generation(Path(path), Manifest.of_json(values))
         try:
-            arrays = _read_together(generation, communicator, [theirs["streams"] for theirs in everyone])
+            arrays = _read_together(generation, communicator, everyone, trainer)
         except DamagedError as error:
             problems.append(str(error))
             damaged.append(generation.manifest.id)
@@ -355,8 +357,13 @@ def _found(folder: str | os.PathLike[str]) -> Json:
     }
 
 
-def _read_together(generation: Generation, communicator: Communicator, now: list[Json]) -> Arrays:
+def _read_together(
+    generation: Generation, communicator: Communicator, everyone: list[Json], trainer: Trainer | None
+) -> Arrays:
     """Return the arrays that this rank goes on from.
+
+    Args:
+        everyone: of each rank its streams and its host.
 
     Raises:
         DamagedError: on all ranks: one has found a damaged or missing file.
@@ -378,10 +385,21 @@ def _read_together(generation: Generation, communicator: Communicator, now: list
         return None
 
     def resize() -> None:
+        hosts = [theirs["host"] for theirs in everyone]
         try:
-            arrays.update(
-                resized(shared, by_rank, now, manifest.step, rank) if is_resized else shared | by_rank[0]
-            )
+            if is_resized:
+                made = resized(
+                    shared,
+                    by_rank,
+                    [theirs["streams"] for theirs in everyone],
+                    manifest.step,
+                    rank,
+                    is_leader=hosts.index(hosts[rank]) == rank,
+                    adds_up=not getattr(trainer, "_is_mean", True),
+                )
+            else:
+                made = shared | by_rank[0]
+            arrays.update(made)
             check_streams(arrays)
         except CheckpointError as error:
             raise CheckpointError(f"load_job: {generation.path}: {error}") from error
