@@ -8,7 +8,8 @@ Note [generations]: FOLDER/step-00000120/ has a ``rank-00003.safetensors`` of ea
 alone and its part of those that are equal on all ranks, and ``manifest.json``, written last and by renaming: a folder
 without it does not count, so that a job killed while it saves leaves the generation before. A manifest has a hash of
 each array, of its dtype, shape and bytes, and one of its own values. ``number`` grows with every generation of a
-folder, also where a job has gone back to an earlier step: the newest is that of the largest.
+folder, also where a job has gone back to an earlier step: the newest is that of the largest. A new one never has the
+name of an unfinished one that it removes: if another job is still writing that, it finds no folder, and fails.
 """
 
 from __future__ import annotations
@@ -185,22 +186,28 @@ def make_folder(folder: str | os.PathLike[str], step: int) -> Path:
     try:
         parent = Path(os.path.abspath(folder))  # a thread writes there, whatever the current folder is then
         parent.mkdir(parents=True, exist_ok=True)
-        for name in os.listdir(parent):
-            if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists():
-                if foreign := _foreign_files(parent / name):
-                    raise CheckpointError(
-                        f"{parent / name} has the name of a checkpoint that was never finished, which a save removes, "
-                        f"but has other files, {foreign[:3]}; move it, or give another folder"
-                    )
-                _remove(parent / name)
-        path, number = parent / f"step-{step:08d}", 0
-        while path.exists():
+        names = os.listdir(parent)
+        unfinished = [
+            parent / name
+            for name in names
+            if FOLDER.fullmatch(name) and not (parent / name / MANIFEST).exists()
+        ]
+        for path in unfinished:
+            if foreign := _foreign_files(path):
+                raise CheckpointError(
+                    f"{path} has the name of a checkpoint that was never finished, which a save removes, but has other "
+                    f"files, {foreign[:3]}; move it, or give another folder"
+                )
+        made, number = parent / f"step-{step:08d}", 0
+        while made.name in names:  # also of an unfinished one, see Note [generations]
             number += 1
-            path = parent / f"step-{step:08d}.{number}"
-        path.mkdir()
+            made = parent / f"step-{step:08d}.{number}"
+        made.mkdir()
+        for path in unfinished:
+            _remove(path)
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         raise CheckpointError(f"cannot make a folder in {folder}: {error}") from error
-    return path
+    return made
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:

@@ -335,6 +335,11 @@ def _key(folder: str | os.PathLike[str]) -> str:
 
 def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
     """Make the folder of a new generation; return it and its number."""
+    pending = [each.saving for each in state.jobs.values() if each is not job and each.saving is not None]
+    if any(_key(each.path.parent) == _key(folder) for each in pending if not each.is_over):
+        raise CheckpointError(
+            f"save_job: another model's save to {folder} is not over; give each model a folder of its own"
+        )
     whole, problems = find_generations(folder)
     newest = whole[0].manifest.number if whole else 0
     if whole and whole[0].manifest.id not in job.known:

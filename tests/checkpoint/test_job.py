@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -777,6 +778,34 @@ def test_a_folder_that_another_job_has_filled_since_is_refused(tmp_path: Path) -
     alone(tmp_path / "job")  # with the same steps and numbers
     with pytest.raises(CheckpointError, match="was saved by another job"):
         checkpoint.save_job(tmp_path / "job", mine)
+
+
+def test_a_job_that_still_writes_when_another_begins_to_save_the_same_step_fails_and_the_other_does_not(
+    tmp_path: Path,
+) -> None:
+    alone(tmp_path)
+    slow, other = (compiled(LocalCommunicator(World()), "fp32", False) for _ in range(2))
+    for net in (slow, other):
+        checkpoint.load_job(tmp_path, net)
+        net(*batch(1, 0))
+    is_saved = threading.Event()
+    write = saving.write_manifest
+
+    def late(*arguments: Any) -> None:
+        assert is_saved.wait(LIMIT_S)
+        write(*arguments)
+
+    with mock.patch.object(saving, "write_manifest", late):
+        failing = checkpoint.save_job(tmp_path, slow, block=False)
+        wait_until((failing.path / generation.rank_file(0)).exists, "a file of the slow job")
+        with pytest.raises(CheckpointError, match="another model's save to"):
+            checkpoint.save_job(tmp_path, other)
+        # as in another process, which does not know of the first
+        path = generation.make_folder(tmp_path, 2)
+        is_saved.set()
+        with pytest.raises(CheckpointError, match="cannot write"):
+            failing.wait()
+    assert path.is_dir() and checkpoint.save_job(tmp_path, other).is_over
 
 
 def test_a_folder_with_a_manifest_that_cannot_be_read_is_refused_unless_it_was_loaded_from(
