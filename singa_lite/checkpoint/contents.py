@@ -90,6 +90,46 @@ def check_samplers(states: list[Json]) -> None:
                 )
 
 
+def check_resized_samplers(states: list[Json], where: str) -> None:
+    """Raise CheckpointError where another number of ranks cannot go on from the samplers of the ranks that saved.
+
+    Those of a ShardedSampler of all ranks are equal, see ``check_samplers``, and any rank's says where all are.
+    """
+    if any(state != states[0] for state in states):
+        raise CheckpointError(
+            f"{where}: the ranks' samplers are at places of their own, so only {len(states)} ranks can go on from it; "
+            "use a ShardedSampler of all ranks"
+        )
+
+
+def check_optimizer(saved: Mapping[str, Json], settings: Mapping[str, Json], where: str) -> None:
+    """Raise CheckpointError unless what ``Optimizer.settings`` gave is of the same class."""
+    if saved.get("class") != settings["class"]:
+        raise CheckpointError(
+            f"{where}: it was saved with the optimizer {saved.get('class')}, this one is {settings['class']}"
+        )
+
+
+def changed_settings(saved: Mapping[str, Json], settings: Mapping[str, Json]) -> list[str]:
+    """Return the names of schedules, the learning rate aside, and switches that are others than were saved.
+
+    Plain numbers are no setting: those of an optimizer of the script may be its counters.
+    """
+    return [
+        name
+        for name, value in settings.items()
+        if name in saved
+        and name != "lr"
+        and isinstance(value, (dict, bool))
+        and _fixed(saved[name]) != _fixed(value)
+    ]
+
+
+def _fixed(setting: Json) -> Json:
+    """Return what of a setting does not depend on the step."""
+    return {**setting, "values": None} if isinstance(setting, dict) else setting
+
+
 def digests(arrays: Arrays) -> dict[str, str]:
     return {name: digest(array) for name, array in arrays.items()}
 

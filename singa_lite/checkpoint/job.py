@@ -35,7 +35,17 @@ from ..model import Model
 from ..model_file import Checkpoint
 from ..opt import DistOpt
 from ..opt.fixed_order import check_threads
-from .contents import as_json, check_samplers, digests, manifest_of, placed, split_extra
+from .contents import (
+    as_json,
+    changed_settings,
+    check_optimizer,
+    check_resized_samplers,
+    check_samplers,
+    digests,
+    manifest_of,
+    placed,
+    split_extra,
+)
 from .resize import EXTRA, OPTIMIZER, resized
 from .saving import Saving
 from .streams import DEVICES, check_streams, restore_streams, stream_ids, streams
@@ -229,6 +239,11 @@ def load_job(
         if saved_with != has:
             warnings.warn(
                 f"load_job: {generation.path.name} was saved with dist_option {saved_with!r}, and goes on with {has!r}",
+                stacklevel=2,
+            )
+        if changed := changed_settings(generation.manifest.optimizer, optimizer.settings()):
+            warnings.warn(
+                f"load_job: {generation.path.name} was saved with another {', '.join(changed)} of the optimizer",
                 stacklevel=2,
             )
         return job
@@ -437,8 +452,12 @@ def _go_on(
 
     def restore_sampler() -> None:
         nonlocal before
+        optimizer = model.optimizer if trainer is None else trainer.optimizer
+        check_optimizer(manifest.optimizer, optimizer.settings(), where)
         if trainer is None:
             check_threads(manifest.optimizer, model.optimizer.settings(), where)
+        if is_resized and sampler is not None:
+            check_resized_samplers(manifest.samplers, where)
         before = None if sampler is None else sampler.state_dict()
         _restore_sampler(manifest, saver, sampler, where)
 

@@ -363,7 +363,7 @@ REFUSALS = [
     "expected a Model",
     "dtype <U1",
     "must be values by name",
-    "Adam: the states lack",
+    "with the optimizer SGD, this one is Adam",
     "was saved without a sampler",
     "cannot read the folder",
 ]
@@ -715,6 +715,30 @@ def test_another_dist_option_is_a_warning(tmp_path: Path) -> None:
     checkpoint.save_job(tmp_path, compiled(LocalCommunicator(World()), "dgc:0.05", False))
     with pytest.warns(UserWarning, match=r"saved with dist_option 'dgc:0\.05', and goes on with 'fp32'"):
         checkpoint.load_job(tmp_path, compiled(LocalCommunicator(World()), "fp32", False))
+
+
+def with_optimizer(optimizer: opt.Optimizer) -> Net:
+    net = compiled(LocalCommunicator(World()), "fp32", False)
+    net.set_optimizer(optimizer)
+    net._prepare()
+    return net
+
+
+def test_another_optimizer_whose_states_have_the_same_names_is_refused(tmp_path: Path) -> None:
+    checkpoint.save_job(tmp_path, with_optimizer(opt.Adam()))
+    with pytest.raises(CheckpointError, match="with the optimizer Adam, this one is AdamW"):
+        checkpoint.load_job(tmp_path, with_optimizer(opt.AdamW()))
+
+
+def test_other_settings_than_the_learning_rate_are_a_warning(tmp_path: Path) -> None:
+    net = with_optimizer(opt.SGD(lr=opt.ExponentialDecay(0.1, 5, 0.8), momentum=0.9))
+    net(*batch(0, 0))
+    checkpoint.save_job(tmp_path, net)
+    with pytest.warns(UserWarning, match="another momentum, nesterov of the optimizer"):
+        checkpoint.load_job(tmp_path, with_optimizer(opt.SGD(lr=0.1, momentum=0.8, nesterov=True)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load_job(tmp_path, with_optimizer(opt.SGD(lr=0.2, momentum=0.9)))
 
 
 def test_a_plain_optimizer_in_a_job_of_mpi_is_refused_too(

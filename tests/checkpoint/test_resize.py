@@ -186,6 +186,26 @@ def test_a_whole_generation_that_cannot_be_resized_is_an_error_and_stays(tmp_pat
     assert "step-00000001.1: it was saved within a global batch" in error and left == names
 
 
+def with_own_sampler(communicator: Communicator, folder: str, steps: list[int]) -> str:
+    """Save with a sampler of each rank's own, after that many of its batches; or the error of going on."""
+    net, sampler = compiled(communicator, "fp32", False), ShardedSampler(40, 4, 0, 1)
+    if not steps:
+        with pytest.raises(CheckpointError) as error:
+            checkpoint.load_job(folder, net, sampler=sampler)
+        return str(error.value)
+    for number, _ in enumerate(sampler, 1):
+        if number == steps[communicator.rank]:
+            break
+    checkpoint.save_job(folder, net, sampler=sampler)
+    return ""
+
+
+def test_samplers_at_places_of_their_own_are_refused_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(with_own_sampler, 2, str(tmp_path), [1, 3])
+    for error in run_ranks(with_own_sampler, 3, str(tmp_path), []):
+        assert "so only 2 ranks can go on from it" in error
+
+
 def test_counters_that_differ_are_refused() -> None:
     own = [
         {**streams([(0, rank)]), "optimizer/sync/dgc/counter/first step": np.array(rank)} for rank in (0, 1)
