@@ -821,12 +821,15 @@ def test_a_job_that_still_writes_when_another_begins_to_save_the_same_step_fails
 
     with mock.patch.object(saving, "write_manifest", late):
         failing = checkpoint.save_job(tmp_path, slow, block=False)
-        wait_until((failing.path / generation.rank_file(0)).exists, "a file of the slow job")
-        with pytest.raises(CheckpointError, match="another model's save to"):
-            checkpoint.save_job(tmp_path, other)
-        # as in another process, which does not know of the first
-        path = generation.make_folder(tmp_path, 2)
-        is_saved.set()
+        try:
+            wait_until((failing.path / generation.rank_file(0)).exists, "a file of the slow job")
+            with pytest.raises(CheckpointError, match="another model's save to"):
+                checkpoint.save_job(tmp_path, other)
+            path = generation.make_folder(
+                tmp_path, 2
+            )  # as another process does, which does not know of the first
+        finally:
+            is_saved.set()
         with pytest.raises(CheckpointError, match="cannot write"):
             failing.wait()
     assert path.is_dir() and checkpoint.save_job(tmp_path, other).is_over
