@@ -34,6 +34,7 @@ from ..kvstore.base import KVStoreBase
 from ..kvstore.calls import Path
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
+from ..opt.arguments import argument_names
 from ..opt.base import Optimizer, check_steps, create, unique_names
 from ..opt.dist import DistOpt
 from ..opt.schedule import Constant, DecayScheduler
@@ -98,10 +99,10 @@ class Trainer:
         if self._store is not None and not isinstance(self._store, KVStoreBase):
             raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
         self._updates_on_store = self._where_to_update(update_on_kvstore)
-        self._attributes = self._optimizer_attributes()
         self._last = (0, 0, 0, 0.0)
         self._optimizer.prepare(self._params, {})
         self._connect(compression_params)
+        self._note_optimizer()
         self._before = self._moved()
 
     def __repr__(self) -> str:
@@ -130,6 +131,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
+        self._take_rate()
         return self._optimizer.lr_value
 
     def set_learning_rate(self, lr: float) -> None:
@@ -145,7 +147,7 @@ class Trainer:
             else:
                 self._store.agree("set_learning_rate", {"the learning rate": number})
         self._optimizer.lr = number
-        self._attributes = self._optimizer_attributes()
+        self._note_rate()
 
     @property
     def bytes_sent(self) -> int:
@@ -275,6 +277,7 @@ class Trainer:
         CheckpointError: the file cannot be written.
         """
         keeper = self._keeper()
+        self._take_rate()
         states = keeper._get_states if self._updates_on_store else self._own_states
         rate = self._optimizer.lr
         lr = rate.init_value if type(rate) is Constant else None
@@ -288,6 +291,7 @@ class Trainer:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
         """
         keeper = self._keeper()
+        self._take_rate()
         if self._updates_on_store:
             head = keeper.load_states(
                 "load_states", fname, keeper._get_states, keeper._set_states, _check_head
@@ -298,7 +302,7 @@ class Trainer:
                 self._set_own_states(keeper.broadcast_states(states))
 
             head = keeper.load_states("load_states", fname, self._own_states, set_states, _check_head)
-        self._optimizer.step_counter = head.get("steps", 0)
+        self._optimizer.step_counter = self._attributes["step_counter"] = head.get("steps", 0)
         rate = self._optimizer.lr
         if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
             self.set_learning_rate(head["lr"])
@@ -311,6 +315,7 @@ class Trainer:
             "sync/kvstore/<parameter>", what compression has lost here; "lr", NaN for a schedule.
         """
         store = self._store if isinstance(self._store, KVStore) else None
+        self._take_rate()
         if store is not None and "async" in store.type:
             self.synchronize()
         if self._updates_on_store:
@@ -333,6 +338,7 @@ class Trainer:
             CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.
         """
         _check_states(states, self._names)
+        self._take_rate()
         store = self._store if isinstance(self._store, KVStore) else None
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
         if self._updates_on_store:
@@ -344,7 +350,7 @@ class Trainer:
             store.set_states(found)
         else:
             self._optimizer.set_states(known)
-        self._optimizer.step_counter = int(states["step_counter"])
+        self._optimizer.step_counter = self._attributes["step_counter"] = int(states["step_counter"])
         if store is not None:
             lost = {name: states[name] for name in states if name.startswith(RESIDUAL)}
             store.set_residuals({name.removeprefix(RESIDUAL): values for name, values in lost.items()})
@@ -450,6 +456,7 @@ class Trainer:
         self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
         self._before = sent, received, heads, wait_s
         if isinstance(self._store, KVStore):
+            self._attributes["step_counter"] = self._optimizer.step_counter
             self._store.note_step(self._optimizer.step_counter)
         lap("update")
         drop_step()
@@ -494,6 +501,7 @@ class Trainer:
             return
         mine = {
             "the optimizer": self._optimizer.settings(),
+            "the optimizer's step_counter": self._optimizer.step_counter,
             "reduction": "mean" if self._is_mean else "sum",
             "update_on_kvstore": self._updates_on_store,
             "compression_params": compression_params is not None,
@@ -512,32 +520,91 @@ class Trainer:
             )
 
     def _optimizer_attributes(self) -> dict[str, Any]:
-        """Return the attributes that say what the optimizer does, to notice when a script has set one."""
+        """Return what says how the optimizer updates, to notice when a script has set it."""
         found = {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
-        schedules = {name: value for name, value in found.items() if isinstance(value, DecayScheduler)}
-        return found | {f"{name}.init_value": value.init_value for name, value in schedules.items()}
+        nested: dict[str, Any] = {}
+        for name, value in found.items():
+            nested |= _arguments_of(name, value)
+        return {**found, **nested, "step_counter": self._optimizer._step_counter}
+
+    def _note_optimizer(self) -> None:
+        """Remember what the optimizer is, where the store has got it or all workers have compared it."""
+        self._attributes = self._optimizer_attributes()
+        self._on_store = self._store.optimizer_description if isinstance(self._store, KVStore) else None
+        self._note_rate()
+
+    def _note_rate(self) -> None:
+        now = self._optimizer_attributes()
+        self._attributes |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
+        self._rate_on_store = self._store.learning_rate if isinstance(self._store, KVStore) else None
+
+    def _take_rate(self) -> None:
+        """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
+        if self._updates_on_store and isinstance(self._store, KVStore):
+            rate = self._store.learning_rate
+            if rate is not None and rate != self._rate_on_store:
+                self._optimizer.lr = rate
+                self._note_rate()
 
     def _check_optimizer(self) -> None:
         """Take over a learning rate that the script has set; OptionError for what the servers would not see."""
-        now, before = self._optimizer_attributes(), self._attributes
-        changed = {name for name in now if now[name] is not before.get(name)}
-        changed -= {f"{name}.init_value" for name in changed}  # another schedule has another value
-        if not changed:
+        store = self._store
+        if not isinstance(store, KVStore):
             return
-        if self._updates_on_store:
-            assert isinstance(self._store, KVStore)
-            if self._store.optimizer_description == self._optimizer.describe():
-                self._attributes = now
-                return
+        store.check_usable("Trainer: step")
+        self._take_rate()
+        now, before = self._optimizer_attributes(), self._attributes
+        changed = {
+            name
+            for name in now
+            if now[name] is not before.get(name) and not _are_equal(now[name], before.get(name))
+        }
+        changed -= {name for name in changed if name.rpartition(".")[0] in changed}  # of another schedule
+        steps = now["step_counter"]
+        description = store.optimizer_description
+        if not self._updates_on_store:
+            if changed:
+                store.agree("step", {"the optimizer": self._optimizer.settings(), "its step_counter": steps})
+        elif description is not self._on_store:  # which the script has set
+            assert description is not None
+            if description.get("step_counter", 0) != steps or not self._is_on(store):
+                raise OptionError(
+                    f"Trainer: step: the store updates by {dict(description)}, not by this Trainer's optimizer, "
+                    f"{self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
+                )
+        elif "step_counter" in changed or (changed and not self._is_on(store)):
             if not changed <= {"lr", "lr.init_value"} or type(now["lr"]) is not Constant:
                 raise OptionError(
                     f"Trainer: step: {', '.join(sorted(changed))} of the optimizer was set, which the store does not "
                     "see; call trainer.kvstore.set_optimizer(trainer.optimizer), which resets its state"
                 )
             self.set_learning_rate(now["lr"].init_value)
-        elif isinstance(self._store, KVStore):
-            self._store.agree("step", {"the optimizer": self._optimizer.settings()})
-        self._attributes = self._optimizer_attributes()
+        self._note_optimizer()
+
+    def _is_on(self, store: KVStore) -> bool:
+        """Return whether the store updates by an optimizer like the Trainer's, whatever steps it has made."""
+        theirs = {
+            name: v for name, v in (store.optimizer_description or {}).items() if name != "step_counter"
+        }
+        if store.learning_rate is not None and "lr" in theirs:
+            theirs["lr"] = store.learning_rate
+        return theirs == self._optimizer.describe()
+
+
+def _arguments_of(where: str, value: object) -> dict[str, Any]:
+    """Return by name what a schedule was made with, and the schedules in it; {} for anything else."""
+    if not isinstance(value, DecayScheduler):
+        return {}
+    found: dict[str, Any] = {}
+    for name in argument_names(type(value)):
+        argument = getattr(value, name, None)
+        found[f"{where}.{name}"] = argument
+        found |= _arguments_of(f"{where}.{name}", argument)
+    return found
+
+
+def _are_equal(now: object, before: object) -> bool:
+    return isinstance(now, (bool, int, float, str)) and type(now) is type(before) and now == before
 
 
 def _parameters(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:

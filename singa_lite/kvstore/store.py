@@ -46,7 +46,7 @@ from .states import (
     states_with,
     write_states,
 )
-from .stored import Arrays, Description, Updater
+from .stored import Arrays, Description, Updater, describe
 
 States = dict[Key, Arrays]
 
@@ -99,8 +99,13 @@ class KVStore(KVStoreBase):
 
     @property
     def optimizer_description(self) -> Description | None:
-        """The optimizer that was set last, as ``Optimizer.describe`` gives it."""
+        """The optimizer that was set last, as ``Optimizer.describe`` gives it; its "step_counter" too unless 0."""
         return self._optimizer
+
+    @property
+    def learning_rate(self) -> float | None:
+        """What ``set_learning_rate`` has set since ``set_optimizer``; None: the rate is the optimizer's."""
+        return self._lr
 
     @property
     def num_servers(self) -> int:
@@ -140,6 +145,13 @@ class KVStore(KVStoreBase):
         """
         self._failure = self._failure or reason
         self._communicator.abort(reason)
+
+    def check_usable(self, where: str) -> None:
+        """Raise a CommError if the store was aborted here; ``where`` is the caller, for errors."""
+        if self._failure:
+            raise CommError(
+                f"{self._name}: {where}: the store is broken by an earlier error: {self._failure}"
+            )
 
     @contextmanager
     def aborting(self, where: str) -> Iterator[None]:
@@ -294,13 +306,15 @@ class KVStore(KVStoreBase):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Have the store update its values by an optimizer like this one, one for each key; their states are reset.
 
+        Steps that it has made count on, so a schedule goes on from where it is.
+
         Raises:
             OptionError: no optimizer, one that ``Optimizer.describe`` cannot describe, or whose class a server does not
                 know. DTypeError: a key holds integers. CommError: the workers give different ones.
         """
         if not isinstance(optimizer, Optimizer):
             raise OptionError(f"{self._name}: set_optimizer: expected an opt.Optimizer, got {optimizer!r}")
-        description = optimizer.describe()
+        description = describe(optimizer)
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
         self._together("set_optimizer", description, lambda: self._set_optimizer(description))

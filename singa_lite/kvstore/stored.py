@@ -17,15 +17,24 @@ from ..errors import CheckpointError
 from ..opt.base import Optimizer, create
 from ..tensor import Tensor
 
-Description = Mapping[str, Any]  # of an optimizer, see Optimizer.describe
+Description = Mapping[str, Any]  # of an optimizer, see describe
 Updater = Callable[[Any, Tensor, Tensor], None]
 Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def describe(optimizer: Optimizer) -> dict[str, Any]:
+    """Return ``Optimizer.describe``, and "step_counter" where the optimizer has made steps."""
+    steps = optimizer.step_counter
+    return optimizer.describe() | ({"step_counter": steps} if steps else {})
 
 
 def make_optimizer(description: Description) -> Optimizer:
     """Return the optimizer that was described; OptionError if this process knows no such class."""
     arguments = dict(description)
-    return create(arguments.pop("class"), **arguments)
+    steps = arguments.pop("step_counter", 0)
+    made = create(arguments.pop("class"), **arguments)
+    made.step_counter = steps
+    return made
 
 
 class StoredArray:

@@ -33,7 +33,7 @@ def description_of(value: object) -> dict[str, Any]:
     kind = type(value)
     return {
         "class": kind.__name__,
-        **{name: _as_json(f"{kind.__name__}.{name}", _read(value, name)) for name in _names(kind)},
+        **{name: _as_json(f"{kind.__name__}.{name}", _read(value, name)) for name in argument_names(kind)},
     }
 
 
@@ -76,7 +76,7 @@ def _subclasses(base: type[Made]) -> list[type[Made]]:
     return [kind for kind in below if not inspect.isabstract(kind)]
 
 
-def _names(kind: type) -> list[str]:
+def argument_names(kind: type) -> list[str]:
     """Return the names of the constructor's arguments."""
     names: list[str] = []
     for owner in kind.__mro__:

@@ -375,6 +375,47 @@ def an_attribute_set_by_hand_arrives_or_is_an_error(rig: Rig) -> None:
             assert "lr.init_value of the optimizer was set" in caught(trainer.step, OptionError, 1)
 
 
+@fact
+def the_store_updates_by_the_learning_rate_that_the_trainer_gives(rig: Rig) -> None:
+    params = {"w": parameter([0.0])}
+
+    def check_step(rate: float) -> None:
+        params["w"].set_value(0)
+        trainer.kvstore.broadcast("w", params["w"], out=params["w"])
+        params["w"].mark_grad_stale()
+        backward({params["w"]: 1})
+        assert trainer.learning_rate == rate
+        trainer.step(1)
+        assert to_numpy(params["w"]) == F32(-rate * rig.size)
+
+    for on_store in BOTH:
+        optimizer = opt.SGD(lr=opt.ExponentialDecay(1.0, 1, 0.5))
+        optimizer.step_counter = 2  # it has made steps elsewhere
+        trainer = trainer_of(rig, params, on_store, optimizer)
+        check_step(0.25)
+        for name in ("step_counter", "lr.decay_rate"):
+            if name == "step_counter":
+                optimizer.step_counter = 1
+            else:
+                optimizer.lr.decay_rate = 0.25  # type: ignore[attr-defined]
+            if on_store:
+                backward({params["w"]: 1})
+                text = caught(trainer.step, OptionError, 1)
+                assert f"{name} of the optimizer was set" in text, text
+                trainer.kvstore.set_optimizer(optimizer)
+            check_step(optimizer.lr_value)
+        if on_store:
+            trainer.kvstore.set_optimizer(optimizer)
+            check_step(0.25**3)
+            trainer.kvstore.set_learning_rate(0.5)
+            check_step(0.5)
+            trainer.kvstore.set_learning_rate(0.125)
+            assert trainer.get_states()["lr"] == 0.125
+            trainer.kvstore.set_optimizer(opt.SGD(lr=0.125))
+            backward({params["w"]: 1})
+            assert "not by this Trainer's optimizer" in caught(trainer.step, OptionError, 1)
+
+
 # ---- workers that differ -------------------------------------------------------------------------------
 
 
