@@ -71,10 +71,15 @@ class PushOptions:
 
 def difference(call: str, one: Mapping[str, Any], worker: int, other: Mapping[str, Any], number: int) -> str:
     """Return the text of what two workers gave a call differently, the first entry that differs."""
-    texts = [{name: str(value) for name, value in found.items()} for found in (one, other)]
-    first, second = ({**dict.fromkeys([*one, *other], "not there"), **each} for each in texts)
-    name = next(name for name in first if first[name] != second[name])
+    name = next(
+        name for name in [*one, *other] if (name in one, one.get(name)) != (name in other, other.get(name))
+    )
+    texts = [
+        [str(found[name]), repr(found[name])] if name in found else ["not there"] * 2
+        for found in (one, other)
+    ]
+    first, second = [text[texts[0][0] == texts[1][0]] for text in texts]  # 1 and "1" print alike
     return (
-        f"the workers differ in {call}: {name} is {first[name]} on worker {worker} but {second[name]} on worker "
+        f"the workers differ in {call}: {name} is {first} on worker {worker} but {second} on worker "
         f"{number}; all workers must call it alike"
     )

@@ -7,6 +7,7 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -55,6 +56,7 @@ class Request(Work):
         self.answers: dict[int, tuple[Any, list[Array]]] = {}  # server -> content and arrays
         self._store, self._targets, self._finish = store, targets, finish
         self._failure: Exception | None = None
+        self._started = time.monotonic()
 
     @property
     def waits_for(self) -> list[int]:
@@ -76,16 +78,30 @@ class Request(Work):
         Raises:
             CommError: a server is gone, or has not answered in time; naming it and the keys.
         """
-        for send in self.sends:
-            self._store.finish_send(self, send, timeout_s)
-        while self.waits_for:
-            self._store.receive_answer(self, timeout_s)
+        try:
+            for send in self.sends:
+                self._store.finish_send(self, send, timeout_s)
+            while self.waits_for and not isinstance(self._failure, CommError):
+                self._store.receive_answer(self, timeout_s)
+        except CommError as error:
+            if timeout_s is None:  # else it may be called again
+                self._fail(error)
+            raise
         if self._failure is not None:
             raise self._failure
 
+    def _fail(self, error: CommError) -> None:
+        self._failure = error
+        self._store.abort(str(error))
+
     def done(self) -> bool:
-        """Return whether wait() would return at once, or raise; takes what has come."""
-        return self._store.has_ended(self)
+        """Return whether wait() would return at once, or raise, as it does after the time-out; takes what has come."""
+        if self._failure is not None or self._store.has_ended(self):
+            return True
+        if time.monotonic() - self._started < self._store.timeout_s:
+            return False
+        self._fail(self._store.late(self))
+        return True
 
 
 class DistStore(KVStore):
@@ -122,6 +138,11 @@ class DistStore(KVStore):
     @property
     def num_servers(self) -> int:
         return self._messenger.job.num_servers
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which an answer is late."""
+        return self._messenger.timeout_s
 
     @property
     def traffic(self) -> MessageTraffic:
@@ -312,19 +333,19 @@ class DistStore(KVStore):
     ) -> Request:
         number = self._num_requests
         request = Request(self, name, number, targets, finish)
+        headers = {server: [verb, number, content] for server, content in contents.items()}
+        for (
+            server,
+            header,
+        ) in headers.items():  # one that is too long is an error before the first has been sent
+            self._messenger._head_of(header, arrays.get(server, []))
         self._num_requests += 1
         if targets:
             self._requests[number] = request
-        try:
-            with self._naming(request):
-                for server, content in contents.items():
-                    header = [verb, number, content]
-                    to = self._rank_of(server)
-                    request.sends.append(self._messenger.send(to, header, arrays.get(server, ())))
-        except OptionError:  # a header that is too long
-            if not request.sends:
-                self._requests.pop(number, None)
-            raise
+        with self._naming(request):
+            for server, header in headers.items():
+                to = self._rank_of(server)
+                request.sends.append(self._messenger.send(to, header, arrays.get(server, ())))
         return request
 
     @contextmanager
@@ -345,6 +366,13 @@ class DistStore(KVStore):
 
     def _is_gone(self, request: Request, server: int) -> CommError:
         return CommError(f"{self.type}: {self._messenger.name}: {request.name}: {self._gone[server]}")
+
+    def late(self, request: Request) -> CommError:
+        """Return the error of a request that has no answer within the time-out."""
+        return CommError(
+            f"{self.type}: {request.name}: {self._messenger.name}: not answered within {self.timeout_s:g} s"
+            f"{self._what_servers_wait_for(request)}"
+        )
 
     def receive_answer(self, request: Request, timeout_s: float | None) -> None:
         """Take the next answer, of whichever request it is; raise if ``request`` cannot have one any more."""

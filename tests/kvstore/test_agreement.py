@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from singa_lite import opt
 from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor
 from tests.kvstore.rig import Facts, Launch, Rate, assert_holds, caught, run_facts, run_process
+from tests.limits import LIMIT_S
 
 LAUNCHES = [
     *(Launch("shm", *job) for job in ((1, 0), (1, 2), (2, 1), (3, 0), (3, 2))),
@@ -351,6 +353,44 @@ def who_waits_too_long_hears_for_whom(rig):
     else:
         work.wait()  # is of use still
         assert all((each == rig.num_workers).all() for each in out)
+
+
+@fact(several)
+def values_that_print_alike_are_told_apart(rig):
+    text = caught(lambda: rig.store().agree("x", {"y": "1" if rig.rank == 1 else 1}))
+    assert "y is 1 on worker 0 but '1' on worker 1" in text, text
+
+
+@fact(lambda launch: launch.servers > 0 and launch.workers == 2)
+def a_work_that_is_late_is_done_and_raises(rig):
+    store = rig.store()
+    store.init("a", np.ones(2, F32))
+    store.barrier()
+    if rig.rank == 0:
+        store._messenger.timeout_s = 0.2
+        work = store.pushpull("a", np.ones(2, F32), wait=False)
+        deadline = time.monotonic() + LIMIT_S
+        while not work.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert "waits for pushes of 'a' by worker 1" in caught(work.wait)
+        assert "waits for pushes of 'a' by worker 1" in caught(store.barrier)
+    else:
+        caught(store.barrier)
+    rig.leave("the time-out has passed")
+
+
+@fact(lambda launch: launch.servers == 2)
+def a_push_with_too_many_names_sends_nothing(rig):
+    store = rig.store()
+    keys, sizes = ["short", *(letter * 300_000 for letter in "abcd")], [1000, 2, 2, 2, 2]
+    for key, size in zip(keys, sizes, strict=True):  # the long ones on the second server
+        store.init(key, np.zeros(size, F32))
+    rounds = [each["rounds"] for each in store.server_stats()]
+    caught(lambda: store.push(keys, [np.ones(size, F32) for size in sizes]), OptionError)
+    store.barrier()
+    assert [each["rounds"] for each in store.server_stats()] == rounds
+    store.push("short", np.ones(1000, F32))
 
 
 @fact(with_servers)
