@@ -445,8 +445,13 @@ def _go_on(
     saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
     states = _part(arrays, OPTIMIZER)
     if trainer is not None:
-        mine = trainer.get_states()
-        together(communicator, "load_job", lambda: _check_trainer(mine, states, communicator.rank, where))
+        mine, kinds = (
+            trainer.get_states(),
+            (trainer.optimizer.settings()["class"], manifest.optimizer.get("class")),
+        )
+        together(
+            communicator, "load_job", lambda: _check_trainer(mine, states, kinds, communicator.rank, where)
+        )
 
     before: Json = None  # of the sampler
 
@@ -493,8 +498,16 @@ def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _check_trainer(mine: Arrays, saved: Arrays, rank: int, where: str) -> None:
-    """Raise CheckpointError unless a trainer with these states can go on from what was saved."""
+def _check_trainer(mine: Arrays, saved: Arrays, kinds: tuple[str, str | None], rank: int, where: str) -> None:
+    """Raise CheckpointError unless a trainer with these states can go on from what was saved.
+
+    Args:
+        kinds: the classes of its optimizer and of the one that was saved.
+    """
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{where}: it is of another trainer: its optimizer is {kinds[1]}, here {kinds[0]}"
+        )
     missing, unknown = sorted(mine.keys() - saved), sorted(saved.keys() - mine if rank == 0 else ())
     shapes = [
         f"{name!r} is {saved[name].dtype}{saved[name].shape}, here {array.dtype}{array.shape}"

@@ -27,6 +27,9 @@ from .stored import Arrays, Description, StoredArray, Updater, make_optimizer
 from .sums import SumMemory
 
 LOCAL_NAMES = ("local", "local_update_cpu", "local_allreduce_cpu", "device", "local_allreduce_device", "nccl")
+MEMORY_FACTOR = (
+    2  # of the values' elements, in memory for sums: each key in a list of all and in one of its own
+)
 UNCOMPRESSED = ("local", "local_update_cpu", "local_allreduce_cpu", "nccl")
 
 
@@ -57,6 +60,10 @@ class ReplicaStore(KVStore):
             super().abort(reason)
 
     def set_updater(self, updater: Updater) -> None:
+        """Have ``updater(key, pushed, stored)`` change the stored Tensor in place.
+
+        The memory of ``pushed`` is that of the next sum: copy what is to outlive the call.
+        """
         if not isinstance(self._communicator, LocalCommunicator) or self.type not in LOCAL_NAMES:
             super().set_updater(updater)
         if not callable(updater):
@@ -105,7 +112,8 @@ class ReplicaStore(KVStore):
             raise OptionError(f"{self.type}: set_gradient_compression is for the stores device and dist")
 
     def _get_states(self) -> dict[Key, Arrays]:
-        return {key: stored.get_states() for key, stored in self._stored.items()}
+        stored = self._stored if self.rank == 0 else {}
+        return {key: each.get_states() for key, each in stored.items()}
 
     def _set_states(self, states: dict[Key, Arrays]) -> None:
         for key, arrays in self.broadcast_states(states).items():
@@ -174,9 +182,16 @@ class ReplicaStore(KVStore):
 
     def _memory_of(self, pushes: list[Push], device: Device, options: PushOptions) -> SumMemory:
         """Return memory for a sum; that of the same keys again, whose values the sum replaces if they are there."""
+        if (
+            options.allow_none
+        ):  # a key that all leave out keeps its value, and the next list of keys is another
+            return SumMemory(pushes, device)
         keys = tuple([push.spec.key for push in pushes])
-        if options.allow_none or keys not in self._memory:
+        if keys not in self._memory:
             self._memory[keys] = SumMemory(pushes, device)
+            most = MEMORY_FACTOR * sum(each.param.size() for each in self._stored.values())
+            while sum(memory.flat.size() for memory in self._memory.values()) > most:
+                del self._memory[next(iter(self._memory))]
         return self._memory[keys]
 
     def _gather_codes(

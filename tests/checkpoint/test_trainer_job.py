@@ -18,7 +18,13 @@ from tests.kvstore.rig import Launch, Rig, caught, run_calls
 UNLOSSY = {"compression_params": None}
 
 
+class Heavy(opt.SGD):
+    """Has the states of SGD."""
+
+
 def optimizer(kind: str) -> opt.Optimizer:
+    if kind == "heavy":
+        return Heavy(lr=0.1, momentum=0.9)
     return opt.Adam(lr=0.01) if kind == "adam" else opt.SGD(lr=0.1, momentum=0.9)
 
 
@@ -71,10 +77,11 @@ def test_a_job_that_goes_on_ends_with_the_same_bits(tmp_path: Path, workers: int
     first = [{name: each for name, each in of[0].items() if "residual" not in name} for of in whole]
     assert all(states["linear.W"] == first[0]["linear.W"] for states in first)
     assert any(name.startswith("sync/kvstore/") for name in whole[0][0])
-    again = run_calls(Launch("shm", workers, 1 + servers % 2), goes_on, *calls)
-    assert [[each["linear.W"] for each in of] for of in again] == [
-        [each["linear.W"] for each in of] for of in whole
-    ]
+    for others in {0, 1 + servers % 2} - {servers}:
+        again = run_calls(Launch("shm", workers, others), goes_on, *calls)
+        assert [[each["linear.W"] for each in of] for of in again] == [
+            [each["linear.W"] for each in of] for of in whole
+        ]
 
 
 def lost(rig: Rig, folder: str, is_first: bool, reduction: str) -> tuple[np.ndarray[Any, Any], float]:
@@ -108,7 +115,7 @@ def refused(rig: Rig, folder: str) -> list[str]:
     train(net, rig.rank, range(3))
     checkpoint.save_job(folder, net, trainer=net.trainer)
     found = []
-    for options in ({"kind": "adam"}, {"kind": "2bit", **UNLOSSY}):
+    for options in ({"kind": "adam"}, {"kind": "2bit", **UNLOSSY}, {"kind": "heavy"}):
         other = with_trainer(rig.store(), optimizer(options.pop("kind")), **options)
         before = bits(other)
         found.append(
@@ -122,9 +129,10 @@ def refused(rig: Rig, folder: str) -> list[str]:
 
 def test_a_job_of_another_trainer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     for of in run_calls(Launch("shm", 3, 1), refused, (str(tmp_path / "job"),)):
-        adam, plain = of[0]
+        adam, plain, heavy = of[0]
         assert "rank 0 failed" in adam or "another trainer" in adam
         assert "rank 0 failed" in plain or "another trainer" in plain
+        assert "its optimizer is SGD, here Heavy" in heavy, heavy
 
 
 def test_what_is_no_whole_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
