@@ -30,8 +30,11 @@ from ..errors import (
     check_number,
 )
 from ..graph.clock import drop_step, lap
+from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
-from ..kvstore.calls import Path
+from ..kvstore.calls import Key, Path
+from ..kvstore.residuals import Array
+from ..kvstore.states import check_residuals
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
 from ..opt.arguments import argument_names
@@ -250,8 +253,8 @@ class Trainer:
 
         Raises:
             OptionError: the Trainer has no store of the package, or ``model`` is no Layer.
-            CommError: with update_on_kvstore=False, workers have other parameters, which they have updated by other
-                gradients; it names one.
+            CommError: without servers, or with update_on_kvstore=False, workers have other parameters, which they have
+                updated by other gradients; it names one.
         """
         if not (model is None or isinstance(model, Layer)):
             raise OptionError(f"Trainer: synchronize: expected a Model or Layer, got {model!r}")
@@ -261,7 +264,7 @@ class Trainer:
             self._store.agree("synchronize", {})
             self._store.pull(self._names, list(self._params.values()))
             self._store.barrier()
-        else:
+        if not self._updates_on_store or self._store.num_servers == 0:
             self._store.agree("synchronize", {f"parameter {k}": _hash_of(p) for k, p in self._params.items()})
         if model is not None:
             params = set(model.get_params())
@@ -273,7 +276,8 @@ class Trainer:
     def save_states(self, fname: Path) -> None:
         """Save the optimizer's states, learning rate, step counts and what compression has lost; all call it.
 
-        Worker 0 writes. Parameters are the model's to save. A schedule is the script's to make again.
+        Worker 0 writes; without a dist store each process does, so give each a file of its own. Parameters are the
+        model's to save. A schedule is the script's to make again.
         CheckpointError: the file cannot be written.
         """
         keeper = self._keeper()
@@ -282,7 +286,7 @@ class Trainer:
         rate = self._optimizer.lr
         lr = rate.init_value if type(rate) is Constant else None
         head = {"optimizer": None, "steps": self._optimizer.step_counter, "lr": lr}
-        keeper.save_states("save_states", fname, head, states)
+        keeper.save_states("save_states", fname, {**head, **self._alike()}, states)
 
     def load_states(self, fname: Path) -> None:
         """Go on from ``save_states``, with as many workers and any number of servers.
@@ -294,14 +298,16 @@ class Trainer:
         self._take_rate()
         if self._updates_on_store:
             head = keeper.load_states(
-                "load_states", fname, keeper._get_states, keeper._set_states, _check_head
+                "load_states", fname, self._alike(), keeper._get_states, keeper._set_states, _check_head
             )
         else:
 
             def set_states(states: States) -> None:
                 self._set_own_states(keeper.broadcast_states(states))
 
-            head = keeper.load_states("load_states", fname, self._own_states, set_states, _check_head)
+            head = keeper.load_states(
+                "load_states", fname, self._alike(), self._own_states, set_states, _check_head
+            )
         self._optimizer.step_counter = self._attributes["step_counter"] = head.get("steps", 0)
         rate = self._optimizer.lr
         if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
@@ -311,7 +317,7 @@ class Trainer:
         """Return what a job checkpoint keeps of this worker; all workers call it, and all have the newest parameters.
 
         Returns:
-            "<parameter>:<state>" and "step_counter" of the optimizer, on worker 0 alone where servers have them;
+            "<parameter>:<state>" of the optimizer, on worker 0 alone where the store updates, and "step_counter";
             "sync/kvstore/<parameter>", what compression has lost here; "lr", NaN for a schedule.
         """
         store = self._store if isinstance(self._store, KVStore) else None
@@ -337,9 +343,13 @@ class Trainer:
         Raises:
             CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.
         """
-        _check_states(states, self._names)
-        self._take_rate()
         store = self._store if isinstance(self._store, KVStore) else None
+        _check_states(states, self._names)
+        lost: dict[Key, Array] = {
+            name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
+        }
+        check_residuals("Trainer: set_states", {} if store is None else store.get_residuals(), lost)
+        self._take_rate()
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
         if self._updates_on_store:
             assert store is not None
@@ -352,13 +362,19 @@ class Trainer:
             self._optimizer.set_states(known)
         self._optimizer.step_counter = self._attributes["step_counter"] = int(states["step_counter"])
         if store is not None:
-            lost = {name: states[name] for name in states if name.startswith(RESIDUAL)}
-            store.set_residuals({name.removeprefix(RESIDUAL): values for name, values in lost.items()})
+            store.set_residuals(lost)
             params = list(self._params.values())
             store.broadcast(self._names, params, out=params)
         lr, rate = float(states["lr"]), self._optimizer.lr
         if type(rate) is Constant and rate.init_value != lr and not np.isnan(lr):
             self.set_learning_rate(lr)
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what must be the same where the states are loaded."""
+        return {
+            "optimizer_class": type(self._optimizer).__name__,
+            "reduction": "mean" if self._is_mean else "sum",
+        }
 
     def _keeper(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
@@ -388,6 +404,8 @@ class Trainer:
 
     def _sum_grads(self, where: str, scale: float, stale: set[str], ignores: bool) -> list[str]:
         """Set the gradients to their sum, scaled; return the names of those that some worker has given."""
+        if self._store is not None:
+            break_graph("it uses a key-value store")
         names, store = self._given_anywhere(stale) if ignores else self._names, self._store
         grads = {name: self._params[name].grad for name in names}
         if isinstance(store, KVStore):
@@ -502,11 +520,16 @@ class Trainer:
         mine = {
             "the optimizer": self._optimizer.settings(),
             "the optimizer's step_counter": self._optimizer.step_counter,
-            "reduction": "mean" if self._is_mean else "sum",
+            "reduction": self._alike()["reduction"],
             "update_on_kvstore": self._updates_on_store,
             "compression_params": compression_params is not None,
         }
         store.agree("Trainer", mine)
+        if taken := sorted(name for name in self._names if name in store.get_residuals()):
+            raise OptionError(
+                f"Trainer: {store!r} has got keys {taken} already, and what their compression has lost; give the "
+                "parameters other names"
+            )
         if compression_params is not None:
             store.set_gradient_compression(compression_params)
         store.broadcast(self._names, params, out=params)
@@ -687,6 +710,11 @@ def _check_states(states: object, names: Sequence[str]) -> None:
     ):
         raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
     check_steps("Trainer: set_states", states["step_counter"])
+    lr = float(states["lr"])
+    if not (np.isnan(lr) or 0 <= lr <= np.finfo(np.float32).max):
+        raise CheckpointError(
+            f"Trainer: set_states: lr must be a number >= 0, or NaN for a schedule, not {lr}"
+        )
     others = sorted(
         key
         for key in states.keys() - whole

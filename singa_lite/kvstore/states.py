@@ -5,7 +5,8 @@ What lives here: what is in the file. What does not: the file's format and safe 
 states from servers (dist.py). Both functions are called on all workers, and only worker 0 has the file.
 
 Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
-shape (workers, elements), and ``store``, JSON as bytes: keys with shapes and dtypes, number of workers, optimizer.
+shape (workers, elements), and ``store``, JSON as bytes: keys with shapes and dtypes, number of workers, compression,
+the optimizer's class, and the optimizer where it was dumped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..errors import CheckpointError, check_number
 from ..model_file import Checkpoint, read_checkpoint, write_checkpoint
 from ..tensor import Tensor
 from .calls import Key, Path, Spec
-from .residuals import Residuals
+from .residuals import Array, Residuals
 from .stored import Arrays, StoredArray
 
 HEAD = "store"
@@ -72,8 +73,25 @@ def read_states(
     return head, states, residuals
 
 
-def check_states(path: Path, mine: Mapping[Key, Arrays], found: Mapping[Key, Arrays]) -> None:
+def check_head(path: Path, found: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the head of a file has another value; older files have fewer entries."""
+    for name, value in mine.items():
+        if name in found and found[name] != value:
+            raise CheckpointError(f"{path}: its {name} is {found[name]}, but here {value}")
+
+
+def check_states(path: Path, mine: Mapping[Key, Arrays], found: object) -> None:
     """Raise CheckpointError unless the states have the names, shapes and dtypes that the optimizers have here."""
+    if not (
+        isinstance(found, Mapping)
+        and all(
+            isinstance(each, Mapping) and all(isinstance(array, np.ndarray) for array in each.values())
+            for each in found.values()
+        )
+    ):
+        raise CheckpointError(f"{path}: expected arrays by key and name, got {type(found).__name__}")
+    if unknown := [key for key in found if key not in mine]:
+        raise CheckpointError(f"{path}: there are no keys {unknown} here")
     for key, states in mine.items():
         shapes, others = (
             {name: f"{array.dtype}{list(array.shape)}" for name, array in each.items()}
@@ -81,6 +99,17 @@ def check_states(path: Path, mine: Mapping[Key, Arrays], found: Mapping[Key, Arr
         )
         if shapes != others:
             raise CheckpointError(f"{path}: key {key!r} has states {others}, but the optimizer here {shapes}")
+
+
+def check_residuals(where: str, mine: Mapping[Key, Array], found: object) -> None:
+    """Raise CheckpointError unless ``found`` are residuals of the keys and sizes of ``mine``."""
+    if not isinstance(found, Mapping) or not all(isinstance(array, np.ndarray) for array in found.values()):
+        raise CheckpointError(f"{where}: expected arrays by key, got {type(found).__name__}")
+    shapes, others = ({key: array.shape for key, array in each.items()} for each in (mine, found))
+    if shapes != others or not all(array.dtype == np.float32 for array in found.values()):
+        raise CheckpointError(
+            f"{where}: what compression has lost must be flat float32 arrays of shapes {shapes}, not {others}"
+        )
 
 
 def states_with(path: Path, optimizer: Any, specs: list[Spec]) -> dict[Key, Arrays]:

@@ -27,7 +27,7 @@ from ..errors import (
     check_number,
 )
 from ..graph.recorder import break_graph
-from ..opt.base import Optimizer
+from ..opt.base import MAX_STEPS, Optimizer
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
@@ -38,6 +38,8 @@ from .compression import Compression
 from .residuals import Array, Residuals
 from .states import (
     broadcast_states,
+    check_head,
+    check_residuals,
     check_states,
     describe_store,
     gather_residuals,
@@ -373,7 +375,8 @@ class KVStore(KVStoreBase):
         if self._optimizer is None:
             raise OptionError(f"{self._name}: save_optimizer_states: set_optimizer() comes first")
         optimizer = {"description": dict(self._optimizer), "lr": self._lr} if dump_optimizer else None
-        self.save_states("save_optimizer_states", fname, {"optimizer": optimizer}, self._get_states)
+        head = {"optimizer": optimizer, "optimizer_class": self._optimizer["class"]}
+        self.save_states("save_optimizer_states", fname, head, self._get_states)
 
     def load_optimizer_states(self, fname: Path) -> None:
         """Go on from ``save_optimizer_states``, with the same keys and workers and any number of servers.
@@ -381,7 +384,8 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: no such file, damaged, or of another store or optimizer; nothing has changed.
         """
-        self.load_states("load_optimizer_states", fname, self._get_states, self._set_states)
+        alike = {} if self._optimizer is None else {"optimizer_class": self._optimizer["class"]}
+        self.load_states("load_optimizer_states", fname, alike, self._get_states, self._set_states)
 
     def save_states(
         self, where: str, fname: Path, head: Mapping[str, Any], get_states: Callable[[], States]
@@ -401,7 +405,8 @@ class KVStore(KVStoreBase):
             states, specs = get_states(), list(self._arguments.specs.values())
             lost = gather_residuals(self._communicator, specs, self._residuals) if self._compression else {}
             if self.rank == 0:
-                write_states(fname, {**describe_store(specs, self.num_workers), **head}, specs, states, lost)
+                whole = {**describe_store(specs, self.num_workers), **self._compression_entry(), **head}
+                write_states(fname, whole, specs, states, lost)
 
         self._together(where, head, save)
 
@@ -409,6 +414,7 @@ class KVStore(KVStoreBase):
         self,
         where: str,
         fname: Path,
+        alike: Mapping[str, Any],
         get_states: Callable[[], States],
         set_states: Callable[[States], None],
         check: Callable[[Mapping[str, Any]], None] = lambda head: None,
@@ -418,6 +424,7 @@ class KVStore(KVStoreBase):
         Args:
             where: the caller, for errors.
             fname: the file.
+            alike: what must be as when it was saved, of ``head``; the optimizer's class unless one was dumped.
             get_states: gives the states that there are, on worker 0; called on all.
             set_states: takes those of the file; called on all.
             check: raises CheckpointError if what the file keeps beside states is not right.
@@ -441,8 +448,11 @@ class KVStore(KVStoreBase):
                     found, states, lost = read_states(fname, describe_store(specs, self.num_workers), specs)
                     head.update(found)
                     check(head)
+                    same = {**alike, **self._compression_entry()}
                     if head.get("optimizer") is not None:
                         mine = states_with(fname, head["optimizer"], specs)
+                        same.pop("optimizer_class", None)
+                    check_head(fname, head, same)
                     check_states(fname, mine, states)
                     if bool(lost) != bool(self._compression):
                         raise CheckpointError(f"{fname}: saved {'with' if lost else 'without'} compression")
@@ -468,8 +478,22 @@ class KVStore(KVStoreBase):
         return found
 
     def set_states(self, states: States) -> None:
-        """Go on from worker 0's ``get_states``; all call it."""
-        self._together("set_states", {}, lambda: self._set_states(states))
+        """Go on from worker 0's ``get_states``; all call it.
+
+        Raises:
+            CheckpointError: worker 0's are those of other keys or another optimizer; nothing has changed.
+        """
+
+        def check() -> None:
+            mine = self._get_states()
+            if self.rank == 0:
+                check_states("set_states", mine, states)
+
+        def set_checked() -> None:
+            self._do("set_states", check)
+            self._set_states(states if self.rank == 0 else {})
+
+        self._together("set_states", {}, set_checked)
 
     def get_residuals(self) -> dict[Key, Array]:
         """Return what compression has lost here, flat float32 arrays; {} without compression."""
@@ -477,13 +501,18 @@ class KVStore(KVStoreBase):
         return {spec.key: self._residuals.get(spec.key, spec.size).copy() for spec in specs}
 
     def set_residuals(self, residuals: Mapping[Key, Array]) -> None:
-        """Go on from ``get_residuals``."""
+        """Go on from ``get_residuals``; CheckpointError if they are of other keys or sizes, and nothing has changed."""
+        check_residuals("set_residuals", self.get_residuals(), residuals)
         for key, values in residuals.items():
             self._residuals.set(key, values)
 
     def broadcast_states(self, states: States) -> States:
         """Return worker 0's states on all workers; a collective."""
         return broadcast_states(self._communicator, states)
+
+    def _compression_entry(self) -> dict[str, Any]:
+        """Return what a file of states says of compression."""
+        return {"compression": None if self._compression is None else vars(self._compression)}
 
     def _set_dumped(self, optimizer: dict[str, Any]) -> None:
         """Set the optimizer of a file."""
@@ -514,7 +543,8 @@ class KVStore(KVStoreBase):
 
         `singa-lite run` takes a worker that has told of none as one that fails at its start (``--min-ranks``).
         """
-        check_int(f"{self._name}: note_step", "step", step, 0)
+        if check_int(f"{self._name}: note_step", "step", step, 0) > MAX_STEPS:
+            raise OptionError(f"{self._name}: note_step: step = {step} is more than {MAX_STEPS}")
         if self._progress is not None:
             self._progress.note_step(step)
 

@@ -664,6 +664,48 @@ def states_of_another_trainer_are_an_error_and_change_nothing(rig: Rig) -> None:
         assert "no folder" in caught(trainer.save_states, CheckpointError, folder / "no folder" / "x")
 
 
+@fact
+def states_that_are_set_must_fit_or_nothing_changes(rig: Rig) -> None:
+    def trained(on_store: bool, **arguments: Any) -> gluon.Trainer:
+        params = two()
+        trainer = trainer_of(rig, params, on_store, opt.SGD(lr=0.1, momentum=0.9), **arguments)
+        train(rig, trainer, params, range(2))
+        return trainer
+
+    def compare(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+
+    momentum, lost = "small:momentum", "sync/kvstore/small"
+    changes: dict[str, Any] = {
+        "missing": lambda states: states.pop(momentum, None),
+        "unknown": lambda states: states.update({"small:other": np.zeros((2, 3), F32)}),
+        "shape": lambda states: states.update({momentum: np.zeros((2, 4), F32)}),
+        "dtype": lambda states: states.update({momentum: np.zeros((2, 3))}),
+        "residual": lambda states: states.update({lost: np.zeros(99, F32)}),
+        "rate": lambda states: states.update({"lr": np.array(-1.0)}),
+        "infinite rate": lambda states: states.update({"lr": np.array(np.inf)}),
+    }
+    for on_store in BOTH:
+        trainer = trained(on_store)
+        before = trainer.get_states()
+        for name, change in changes.items():
+            states = {each: np.copy(value) for each, value in before.items()}
+            states.update(
+                {key: np.asarray(value + 1) for key, value in states.items() if key.startswith("large:")}
+            )
+            change(states)
+            assert caught(trainer.set_states, CheckpointError, states), name
+            assert compare(trainer.get_states(), before), name
+        trainer = trained(on_store, compression_params={"type": "2bit"})
+        before = trainer.get_states()
+        for change in (lambda states: states.pop(lost), changes["residual"]):
+            states = {each: np.copy(value) for each, value in before.items()}
+            change(states)
+            assert "what compression has lost" in caught(trainer.set_states, CheckpointError, states)
+            assert compare(trainer.get_states(), before)
+        trainer.set_states(before)
+
+
 # ---- other stores --------------------------------------------------------------------------------------
 
 
@@ -728,6 +770,16 @@ def without_a_store_every_worker_trains_alone(rig: Rig) -> None:
     backward(dict.fromkeys(params.values(), rig.rank + 1))
     trainer.step(2)
     assert all_equal(params, 1 - (rig.rank + 1) / 2) and trainer.bytes_sent == 0 and trainer.wait_s == 0
+
+
+@fact
+def trainers_of_equal_names_do_not_share_what_compression_has_lost(rig: Rig) -> None:
+    store = rig.store()
+    make = functools.partial(gluon.Trainer, optimizer="sgd", kvstore=store, update_on_kvstore=False)
+    make({"w": parameter([1.0])}, compression_params={"type": "2bit"})
+    text = caught(lambda: make({"v": parameter([1.0]), "w": parameter([1.0])}), OptionError)
+    assert "keys ['w'] already" in text, text
+    make({"v": parameter([1.0])})
 
 
 @fact
@@ -818,6 +870,17 @@ SAME_ANYWHERE = [  # results that depend on the number of workers alone
     "a_schedule_is_the_same_on_servers_and_on_workers",
     "synchronize_gives_all_workers_the_same_bits",
 ]
+
+
+@fact
+def synchronize_names_what_replicas_have_made_differ(rig: Rig) -> None:
+    if rig.num_servers or rig.size == 1:
+        return
+    params = two()
+    trainer = trainer_of(rig, params, True)
+    trainer.synchronize()
+    trainer.kvstore._stored["small"].param.set_value(rig.rank)  # type: ignore[union-attr]
+    assert "parameter small" in caught(trainer.synchronize, CommError)
 
 
 @functools.cache
@@ -995,6 +1058,32 @@ def test_recorded_steps_train_as_eager_ones(is_inside: bool) -> None:
             [info] = net.graph_info()
             assert ("key-value store" in (info.break_reason or "")) == is_inside
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+class Doubling(KVStoreBase):
+    """Counts its calls, and doubles what is summed, in Python."""
+
+    calls = 0
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        pass
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        self.calls += 1
+        for target in out:
+            np.multiply(target.array, 2, out=target.array)
+
+
+def test_a_store_of_the_scripts_own_is_called_in_every_step_of_a_model_with_a_graph() -> None:
+    x = Tensor(data=np.ones((4, 2, 3, 3), F32))
+    net = Recorded()
+    net.compile([x], use_graph=True)
+    store = Doubling()
+    net.trainer = gluon.Trainer(net.get_params(), "sgd", {"lr": 0.1}, kvstore=store)
+    for _ in range(5):
+        net(x, Tensor(data=np.arange(4, dtype=np.int32) % 3))
+    assert store.calls == 5
+    assert "key-value store" in str(net.graph_info()[0].break_reason)
 
 
 @pytest.mark.parametrize("updates_on_store", [True, False])

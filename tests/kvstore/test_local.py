@@ -247,6 +247,30 @@ def test_a_path_is_checked_before_anything_moves():
             call(None)
 
 
+def test_memory_for_sums_is_bounded(store):
+    keys = [*range(8)]
+    store.init(keys, [np.zeros(10, np.float32)] * 8)
+    for first in range(8):
+        for last in range(first + 1, 9):
+            some = keys[first:last]
+            ones = [np.ones(10, np.float32)] * len(some)
+            store.pushpull(some, [*ones], out=[one.copy() for one in ones], allow_none=bool(first % 2))
+    assert sum(memory.flat.size() for memory in store._memory.values()) <= 160
+
+
+def test_steps_and_states_that_cannot_be_are_refused(store):
+    store.init("a", np.zeros(3, np.float32))
+    with pytest.raises(OptionError, match="is more than"):
+        store.note_step(2**80)
+    store.set_optimizer(opt.SGD(lr=1.0, momentum=0.5))
+    for states in (None, {}, {"a": {}}, {"a": {"momentum": None}}, {**store.get_states(), "b": {}}):
+        with pytest.raises(CheckpointError):
+            store.set_states(states)
+    for residuals in (None, {"a": np.zeros(3, np.float32)}):
+        with pytest.raises(CheckpointError):
+            store.set_residuals(residuals)
+
+
 def test_several_arrays_of_float16_are_summed_in_float32():
     store = kvstore.create("local")
     store.init("a", np.zeros(1, np.float16))

@@ -123,6 +123,10 @@ def mpi_folder(folder):
 # ---- files that do not fit ---------------------------------------------------------------------------
 
 
+class Heavy(opt.SGD):
+    """Has the states of SGD."""
+
+
 def refuses(rig, folder):
     """Every worker has the error, and nothing has changed."""
     shape, fits = (300, 301), f"{folder}/fits-{rig.num_servers}"
@@ -167,15 +171,25 @@ def refuses(rig, folder):
         ({"key": "other", "optimizer": sgd}, "its keys are [['fc', [300, 301], 'float32']], here [['other'"),
         ({"shape": (301, 300), "optimizer": sgd}, "its keys are"),
         ({"dtype": np.float64, "optimizer": sgd}, "its keys are"),
-        ({"optimizer": opt.Adam(lr=1.0)}, "key 'fc' has states"),
+        ({"optimizer": opt.Adam(lr=1.0)}, "its optimizer_class is SGD, but here Adam"),
         ({"optimizer": opt.SGD(lr=1.0)}, "key 'fc' has states"),
-        ({"optimizer": Rate(1.0)}, "key 'fc' has states"),
+        ({"optimizer": Rate(1.0)}, "its optimizer_class is SGD, but here Rate"),
+        ({"optimizer": Heavy(lr=1.0, momentum=0.5)}, "its optimizer_class is SGD, but here Heavy"),
         ({}, "key 'fc' has states"),
-        ({"optimizer": sgd, "compression": TYPES["2bit"]}, "without compression"),
+        (
+            {"optimizer": sgd, "compression": TYPES["2bit"]},
+            "its compression is None, but here {'type': '2bit'",
+        ),
     ]:
         other = make(**options)
         text = caught(lambda other=other: other.load_optimizer_states(fits), CheckpointError)
         assert piece in text, text
+    compressed = make(optimizer=sgd, compression={"type": "2bit", "threshold": 0.5})
+    compressed.save_optimizer_states(f"{fits}-2bit")
+    for params in ({"type": "2bit", "threshold": 0.25}, {"type": "1bit"}):
+        other = make(optimizer=sgd, compression=params)
+        text = caught(lambda other=other: other.load_optimizer_states(f"{fits}-2bit"), CheckpointError)
+        assert "its compression is {'type': '2bit', 'threshold': 0.5}, but here" in text, text
     value = np.zeros(shape, F32)
     store = make(optimizer=opt.Adam(lr=1.0))
     caught(lambda: store.load_optimizer_states(fits), CheckpointError)

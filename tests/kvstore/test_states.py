@@ -60,9 +60,24 @@ def test_a_store_refuses_it(change_head, change_arrays, tmp_path: Path) -> None:
     assert store_state(store) == before
 
 
-@pytest.mark.parametrize(
-    "values", [{"steps": -1}, {"steps": 1e99}, {"steps": "x"}, {"lr": "x"}, {"lr": -1.0}]
-)
+def test_a_file_written_before_there_were_these_entries_is_read(tmp_path: Path) -> None:
+    saved = trained_trainer(2)
+    saved.save_states(tmp_path / "states")
+
+    def forget(head: dict[str, Any]) -> None:
+        for name in ("compression", "optimizer_class", "reduction"):
+            del head[name]
+
+    change(tmp_path / "states", forget, lambda arrays: None)
+    trainer = trained_trainer(1)
+    trainer.load_states(tmp_path / "states")
+    assert trainer.optimizer.step_counter == saved.optimizer.step_counter
+
+
+WRONG: list[dict[str, Any]] = [{"steps": -1}, {"steps": 1e99}, {"steps": "x"}, {"lr": "x"}, {"lr": -1.0}]
+
+
+@pytest.mark.parametrize("values", [*WRONG, {"reduction": "mean"}, {"optimizer_class": "RMSProp"}])
 def test_a_trainer_refuses_it(values, tmp_path: Path) -> None:
     trainer = trained_trainer(1)
     trained_trainer(2).save_states(tmp_path / "states")
