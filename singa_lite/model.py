@@ -72,8 +72,9 @@ class Model(Layer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._is_prepared = False  # whether it knows the parameters
-        self._prepared = frozenset[int]()  # their id()
+        self._prepared: frozenset[int] | None = (
+            None  # id() of the parameters that it knows; None: it was given none
+        )
         self._records.clear()
 
     def compile(
@@ -127,25 +128,24 @@ class Model(Layer):
         self.graph(use_graph, sequential)
 
     def _prepare(self) -> None:
-        if self._is_prepared or self._optimizer is None or not self._is_compiled:
+        if self._prepared is not None or self._optimizer is None or not self._is_compiled:
             return
         params = self.get_params()
         buffers = {name: value for name, value in self.get_states().items() if name not in params}
         self.optimizer.prepare(params, buffers)
         self._prepared = frozenset(map(id, params.values()))
-        self._is_prepared = True
 
     def _check_prepared(self) -> None:
         """Have the optimizer prepared again for other parameters; GraphError if it has updated some that are gone."""
-        if not self._is_prepared:
+        if self._prepared is None:
             return
-        now = set(map(id, self.get_params().values()))
+        now = frozenset(map(id, self.get_params().values()))
         if self._prepared - now and self.optimizer.step_counter:
             raise GraphError(
                 f"compile: {type(self).__name__} has lost parameters that its optimizer keeps states of; call "
                 "set_optimizer with a new one after replacing layers"
             )
-        self._is_prepared = now == self._prepared
+        self._prepared = now if now == self._prepared else None
 
     def graph(self, mode: bool = True, sequential: bool = False) -> None:
         """Switch recording on or off; earlier records are forgotten. ``sequential`` is accepted."""

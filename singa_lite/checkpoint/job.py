@@ -77,6 +77,10 @@ class Trainer(Protocol):
     def kvstore(self) -> Any:
         """Has a communicator, the workers'."""
 
+    @property
+    def reduction(self) -> str:
+        """Whether gradients become their "sum" over the workers, or their "mean"."""
+
     def get_states(self) -> Arrays:
         """Return what this worker needs to go on."""
 
@@ -415,7 +419,7 @@ def _read_together(
                     manifest.step,
                     rank,
                     is_leader=hosts.index(hosts[rank]) == rank,
-                    adds_up=not getattr(trainer, "_is_mean", True),
+                    adds_up=trainer is not None and trainer.reduction == "sum",
                 )
             else:
                 made = shared | by_rank[0]
@@ -444,25 +448,21 @@ def _go_on(
     is_resized = communicator.size != manifest.world_size
     saver = 0 if is_resized else communicator.rank  # whose extras and sampler go on here
     states = _part(arrays, OPTIMIZER)
-    if trainer is not None:
-        mine, kinds = (
-            trainer.get_states(),
-            (trainer.optimizer.settings()["class"], manifest.optimizer.get("class")),
-        )
-        together(
-            communicator, "load_job", lambda: _check_trainer(mine, states, kinds, communicator.rank, where)
-        )
-
+    settings = (model.optimizer if trainer is None else trainer.optimizer).settings()
+    mine = None if trainer is None else trainer.get_states()
     before: Json = None  # of the sampler
+
+    def check() -> None:
+        check_optimizer(manifest.optimizer, settings, where)
+        if mine is None:
+            check_threads(manifest.optimizer, settings, where)
+        else:
+            _check_trainer(mine, states, communicator.rank, where)
+        if is_resized and sampler is not None:
+            check_resized_samplers(manifest.samplers, where)
 
     def restore_sampler() -> None:
         nonlocal before
-        optimizer = model.optimizer if trainer is None else trainer.optimizer
-        check_optimizer(manifest.optimizer, optimizer.settings(), where)
-        if trainer is None:
-            check_threads(manifest.optimizer, model.optimizer.settings(), where)
-        if is_resized and sampler is not None:
-            check_resized_samplers(manifest.samplers, where)
         before = None if sampler is None else sampler.state_dict()
         _restore_sampler(manifest, saver, sampler, where)
 
@@ -473,6 +473,7 @@ def _go_on(
         if trainer is None:
             model.optimizer.states_loaded()
 
+    together(communicator, "load_job", check)
     try:
         together(communicator, "load_job", restore_sampler)
         together(communicator, "load_job", restore_model)
@@ -498,16 +499,8 @@ def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _check_trainer(mine: Arrays, saved: Arrays, kinds: tuple[str, str | None], rank: int, where: str) -> None:
-    """Raise CheckpointError unless a trainer with these states can go on from what was saved.
-
-    Args:
-        kinds: the classes of its optimizer and of the one that was saved.
-    """
-    if kinds[0] != kinds[1]:
-        raise CheckpointError(
-            f"{where}: it is of another trainer: its optimizer is {kinds[1]}, here {kinds[0]}"
-        )
+def _check_trainer(mine: Arrays, saved: Arrays, rank: int, where: str) -> None:
+    """Raise CheckpointError unless a trainer with these states can go on from what was saved."""
     missing, unknown = sorted(mine.keys() - saved), sorted(saved.keys() - mine if rank == 0 else ())
     shapes = [
         f"{name!r} is {saved[name].dtype}{saved[name].shape}, here {array.dtype}{array.shape}"

@@ -52,9 +52,7 @@ OPTIMIZERS = {
     "adagrad": ("AdaGrad", 0.01),
 }
 ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
-RESIDUAL = (
-    "sync/kvstore/"  # as residuals of a DistOpt's schemes, whose sum over the ranks a job checkpoint keeps
-)
+RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 GIVEN = "which gradients are given"  # a key of its own, in a store of the script's
 
 
@@ -97,7 +95,7 @@ class Trainer:
         self._params = _parameters(params)
         self._names = list(self._params)
         self._optimizer = _optimizer(optimizer, optimizer_params)
-        self._is_mean = reduction == "mean"
+        self._reduction = reduction
         self._store = stores.create(kvstore) if isinstance(kvstore, str) else kvstore
         if self._store is not None and not isinstance(self._store, KVStoreBase):
             raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
@@ -130,6 +128,11 @@ class Trainer:
     def update_on_kvstore(self) -> bool:
         """Whether the store updates the parameters."""
         return self._updates_on_store
+
+    @property
+    def reduction(self) -> str:
+        """Whether gradients become their "sum" over the workers, or their "mean"."""
+        return self._reduction
 
     @property
     def learning_rate(self) -> float:
@@ -200,7 +203,7 @@ class Trainer:
                     grads,
                     out=list(self._params.values()),
                     scale=scale,
-                    mean=self._is_mean,
+                    mean=self.reduction == "mean",
                     allow_none=ignore_stale_grad,
                 )
                 self._optimizer.step()
@@ -373,7 +376,7 @@ class Trainer:
         """Return what must be the same where the states are loaded."""
         return {
             "optimizer_class": type(self._optimizer).__name__,
-            "reduction": "mean" if self._is_mean else "sum",
+            "reduction": self.reduction,
         }
 
     def _keeper(self) -> KVStore:
@@ -417,7 +420,9 @@ class Trainer:
             given = [None if name in stale else grad for name, grad in grads.items()]
             if names:
                 outs = list(grads.values())
-                store.pushpull(names, given, out=outs, scale=scale, mean=self._is_mean, allow_none=ignores)
+                store.pushpull(
+                    names, given, out=outs, scale=scale, mean=self.reduction == "mean", allow_none=ignores
+                )
             return names
         for name, grad in grads.items():
             assert grad is not None
@@ -426,7 +431,7 @@ class Trainer:
             grad *= scale
         if store is not None and names:
             store.pushpull(names, list(grads.values()), out=list(grads.values()))
-            for grad in grads.values() if self._is_mean else ():
+            for grad in grads.values() if self.reduction == "mean" else ():
                 assert grad is not None
                 grad /= store.num_workers
         return names
@@ -520,7 +525,7 @@ class Trainer:
         mine = {
             "the optimizer": self._optimizer.settings(),
             "the optimizer's step_counter": self._optimizer.step_counter,
-            "reduction": self._alike()["reduction"],
+            "reduction": self.reduction,
             "update_on_kvstore": self._updates_on_store,
             "compression_params": compression_params is not None,
         }
