@@ -21,7 +21,6 @@ import numpy as np
 from .. import kvstore as stores
 from ..errors import (
     CheckpointError,
-    DTypeError,
     GraphError,
     OptionError,
     check_bool,
@@ -37,21 +36,11 @@ from ..kvstore.residuals import Array
 from ..kvstore.states import check_residuals
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
-from ..opt.arguments import argument_names
-from ..opt.base import Optimizer, check_steps, create, unique_names
-from ..opt.dist import DistOpt
-from ..opt.schedule import Constant, DecayScheduler
+from ..opt.base import Optimizer, check_steps
 from ..tensor import Tensor, to_numpy
+from .arguments import checked_batch_size, optimizer_of, parameters_by_name
+from .shared_optimizer import SharedOptimizer
 
-# MXNet's name of an optimizer -> ours, and the learning rate it has unless told
-OPTIMIZERS = {
-    "sgd": ("SGD", 0.01),
-    "adam": ("Adam", 0.001),
-    "adamw": ("AdamW", 0.001),
-    "rmsprop": ("RMSProp", 0.001),
-    "adagrad": ("AdaGrad", 0.01),
-}
-ARGUMENTS = {"learning_rate": "lr", "wd": "weight_decay", "beta1": "beta_1", "beta2": "beta_2"}
 RESIDUAL = "sync/kvstore/"  # as residuals of a DistOpt's schemes are called
 GIVEN = "which gradients are given"  # a key of its own, in a store of the script's
 
@@ -92,18 +81,19 @@ class Trainer:
         reduction: str = "sum",
     ) -> None:
         check_choice("Trainer", "reduction", reduction, ("sum", "mean"))
-        self._params = _parameters(params)
+        self._params = parameters_by_name(params)
         self._names = list(self._params)
-        self._optimizer = _optimizer(optimizer, optimizer_params)
+        self._optimizer = optimizer_of(optimizer, optimizer_params)
         self._reduction = reduction
         self._store = stores.create(kvstore) if isinstance(kvstore, str) else kvstore
         if self._store is not None and not isinstance(self._store, KVStoreBase):
             raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
+        self._kvstore = self._store if isinstance(self._store, KVStore) else None  # one of the package
         self._updates_on_store = self._where_to_update(update_on_kvstore)
         self._last = (0, 0, 0, 0.0)
         self._optimizer.prepare(self._params, {})
         self._connect(compression_params)
-        self._note_optimizer()
+        self._shared = SharedOptimizer(self._optimizer, self._kvstore, self._updates_on_store)
         self._before = self._moved()
 
     def __repr__(self) -> str:
@@ -137,7 +127,7 @@ class Trainer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
-        self._take_rate()
+        self._shared.take_lr()
         return self._optimizer.lr_value
 
     def set_learning_rate(self, lr: float) -> None:
@@ -147,13 +137,7 @@ class Trainer:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
         number = check_number("Trainer: set_learning_rate", "lr", lr, 0, float(np.finfo(np.float32).max))
-        if isinstance(self._store, KVStore):
-            if self._updates_on_store:
-                self._store.set_learning_rate(number)
-            else:
-                self._store.agree("set_learning_rate", {"the learning rate": number})
-        self._optimizer.lr = number
-        self._note_rate()
+        self._shared.set_lr(number)
 
     @property
     def bytes_sent(self) -> int:
@@ -189,16 +173,16 @@ class Trainer:
             GraphError: a gradient is stale; nothing has moved.
             CommError: a worker or server is gone, or disagrees.
         """
-        scale = 1 / _checked_batch_size("step", batch_size)
+        scale = 1 / checked_batch_size("step", batch_size)
         check_bool("Trainer: step", "ignore_stale_grad", ignore_stale_grad)
         stale = self._stale("step", ignore_stale_grad)
-        self._check_optimizer()
+        self._shared.check()
         self._count()
         with self._aborting("step"):
             if self._updates_on_store:
                 grads = [None if name in stale else param.grad for name, param in self._params.items()]
-                assert isinstance(self._store, KVStore)
-                self._store.pushpull(
+                assert self._kvstore is not None
+                self._kvstore.pushpull(
                     self._names,
                     grads,
                     out=list(self._params.values()),
@@ -231,12 +215,12 @@ class Trainer:
             CommError: the batch sizes or stale gradients differ.
         """
         self._check_by_hand("update")
-        size = _checked_batch_size("update", batch_size)
+        size = checked_batch_size("update", batch_size)
         check_bool("Trainer: update", "ignore_stale_grad", ignore_stale_grad)
         stale = self._stale("update", ignore_stale_grad)
-        self._check_optimizer()
-        if isinstance(self._store, KVStore):
-            self._store.agree("update", {"the batch size": size, "the stale gradients": sorted(stale)})
+        self._shared.check()
+        if self._kvstore is not None:
+            self._kvstore.agree("update", {"the batch size": size, "the stale gradients": sorted(stale)})
         names = [name for name in self._names if name not in stale]
         with self._aborting("update"):
             for name in names:
@@ -261,18 +245,19 @@ class Trainer:
         """
         if not (model is None or isinstance(model, Layer)):
             raise OptionError(f"Trainer: synchronize: expected a Model or Layer, got {model!r}")
-        if not isinstance(self._store, KVStore):
+        store = self._kvstore
+        if store is None:
             raise OptionError(f"Trainer: synchronize needs a store of kvstore.create(), not {self._store!r}")
         if self._updates_on_store:
-            self._store.agree("synchronize", {})
-            self._store.pull(self._names, list(self._params.values()))
-            self._store.barrier()
-        if not self._updates_on_store or self._store.num_servers == 0:
-            self._store.agree("synchronize", {f"parameter {k}": _hash_of(p) for k, p in self._params.items()})
+            store.agree("synchronize", {})
+            store.pull(self._names, list(self._params.values()))
+            store.barrier()
+        if not self._updates_on_store or store.num_servers == 0:
+            store.agree("synchronize", {f"parameter {k}": _hash_of(p) for k, p in self._params.items()})
         if model is not None:
             params = set(model.get_params())
             buffers = [tensor for name, tensor in model.get_states().items() if name not in params]
-            self._store.average([tensor for tensor in buffers if tensor.dtype.kind == "f"])
+            store.average([tensor for tensor in buffers if tensor.dtype.kind == "f"])
 
     # ---- saved states --------------------------------------------------------------------------------
 
@@ -284,12 +269,10 @@ class Trainer:
         CheckpointError: the file cannot be written.
         """
         keeper = self._keeper()
-        self._take_rate()
         states = keeper._get_states if self._updates_on_store else self._own_states
-        rate = self._optimizer.lr
-        lr = rate.init_value if type(rate) is Constant else None
-        head = {"optimizer": None, "steps": self._optimizer.step_counter, "lr": lr}
-        keeper.save_states("save_states", fname, {**head, **self._alike()}, states)
+        steps = self._optimizer.step_counter
+        head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
+        keeper.save_states("save_states", fname, head, states)
 
     def load_states(self, fname: Path) -> None:
         """Go on from ``save_states``, with as many workers and any number of servers.
@@ -298,7 +281,6 @@ class Trainer:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
         """
         keeper = self._keeper()
-        self._take_rate()
         if self._updates_on_store:
             head = keeper.load_states(
                 "load_states", fname, self._alike(), keeper._get_states, keeper._set_states, _check_head
@@ -311,10 +293,7 @@ class Trainer:
             head = keeper.load_states(
                 "load_states", fname, self._alike(), self._own_states, set_states, _check_head
             )
-        self._optimizer.step_counter = self._attributes["step_counter"] = head.get("steps", 0)
-        rate = self._optimizer.lr
-        if head.get("lr") is not None and type(rate) is Constant and rate.init_value != head["lr"]:
-            self.set_learning_rate(head["lr"])
+        self._shared.restore(head.get("steps", 0), head.get("lr"))
 
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return what a job checkpoint keeps of this worker; all workers call it, and all have the newest parameters.
@@ -323,8 +302,7 @@ class Trainer:
             "<parameter>:<state>" of the optimizer, on worker 0 alone where the store updates, and "step_counter";
             "sync/kvstore/<parameter>", what compression has lost here; "lr", NaN for a schedule.
         """
-        store = self._store if isinstance(self._store, KVStore) else None
-        self._take_rate()
+        store = self._kvstore
         if store is not None and "async" in store.type:
             self.synchronize()
         if self._updates_on_store:
@@ -337,8 +315,8 @@ class Trainer:
         states["step_counter"] = np.array(self._optimizer.step_counter)
         for name, lost in ({} if store is None else store.get_residuals()).items():
             states[RESIDUAL + str(name)] = lost
-        rate = self._optimizer.lr
-        return {**states, "lr": np.array(rate.init_value if type(rate) is Constant else np.nan)}
+        lr = self._shared.constant_lr
+        return {**states, "lr": np.array(np.nan if lr is None else lr)}
 
     def set_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Go on from ``get_states`` and, also on the servers, from worker 0's parameters; all workers call it.
@@ -346,13 +324,12 @@ class Trainer:
         Raises:
             CheckpointError: they are of other parameters, or nothing that ``get_states`` gives; nothing was changed.
         """
-        store = self._store if isinstance(self._store, KVStore) else None
+        store = self._kvstore
         _check_states(states, self._names)
         lost: dict[Key, Array] = {
             name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
         }
         check_residuals("Trainer: set_states", {} if store is None else store.get_residuals(), lost)
-        self._take_rate()
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
         if self._updates_on_store:
             assert store is not None
@@ -363,14 +340,12 @@ class Trainer:
             store.set_states(found)
         else:
             self._optimizer.set_states(known)
-        self._optimizer.step_counter = self._attributes["step_counter"] = int(states["step_counter"])
         if store is not None:
             store.set_residuals(lost)
             params = list(self._params.values())
             store.broadcast(self._names, params, out=params)
-        lr, rate = float(states["lr"]), self._optimizer.lr
-        if type(rate) is Constant and rate.init_value != lr and not np.isnan(lr):
-            self.set_learning_rate(lr)
+        lr = float(states["lr"])
+        self._shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
 
     def _alike(self) -> dict[str, Any]:
         """Return what must be the same where the states are loaded."""
@@ -381,8 +356,8 @@ class Trainer:
 
     def _keeper(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
-        if isinstance(self._store, KVStore):
-            return self._store
+        if self._kvstore is not None:
+            return self._kvstore
         keeper = stores.create("local", alone=True)
         assert isinstance(keeper, KVStore)
         keeper.init(self._names, list(self._params.values()))
@@ -409,10 +384,10 @@ class Trainer:
         """Set the gradients to their sum, scaled; return the names of those that some worker has given."""
         if self._store is not None:
             break_graph("it uses a key-value store")
-        names, store = self._given_anywhere(stale) if ignores else self._names, self._store
+        names = self._given_anywhere(stale) if ignores else self._names
         grads = {name: self._params[name].grad for name in names}
-        if isinstance(store, KVStore):
-            if store.optimizer_description is not None:
+        if self._kvstore is not None:
+            if self._kvstore.optimizer_description is not None:
                 raise OptionError(
                     f"Trainer: {where}: the store has got an optimizer, so it has no sums of gradients any more; use "
                     "it for one Trainer with update_on_kvstore=True, or for several with False"
@@ -420,7 +395,7 @@ class Trainer:
             given = [None if name in stale else grad for name, grad in grads.items()]
             if names:
                 outs = list(grads.values())
-                store.pushpull(
+                self._kvstore.pushpull(
                     names, given, out=outs, scale=scale, mean=self.reduction == "mean", allow_none=ignores
                 )
             return names
@@ -429,18 +404,18 @@ class Trainer:
             if name in stale:
                 grad.set_value(0)
             grad *= scale
-        if store is not None and names:
-            store.pushpull(names, list(grads.values()), out=list(grads.values()))
+        if self._store is not None and names:
+            self._store.pushpull(names, list(grads.values()), out=list(grads.values()))
             for grad in grads.values() if self.reduction == "mean" else ():
                 assert grad is not None
-                grad /= store.num_workers
+                grad /= self._store.num_workers
         return names
 
     def _given_anywhere(self, stale: set[str]) -> list[str]:
         """Return the names of the parameters whose gradient is fresh on some worker."""
         given = Tensor(data=np.array([name not in stale for name in self._names], np.float32))
-        if isinstance(self._store, KVStore):
-            self._store.average([given])
+        if self._kvstore is not None:
+            self._kvstore.average([given])
         elif self._store is not None:
             self._store.pushpull(GIVEN, given, out=given)
         return [name for name, share in zip(self._names, to_numpy(given), strict=True) if share > 0]
@@ -452,8 +427,7 @@ class Trainer:
 
     def _aborting(self, where: str) -> AbstractContextManager[None]:
         """Inside, an exception aborts the store: other workers may have made the step, this one has not."""
-        store = self._store
-        return store.aborting(f"Trainer: {where}") if isinstance(store, KVStore) else nullcontext()
+        return nullcontext() if self._kvstore is None else self._kvstore.aborting(f"Trainer: {where}")
 
     def _stale(self, where: str, ignores: bool) -> set[str]:
         """Return the names of stale gradients; GraphError if there are some and they are not to be ignored."""
@@ -478,16 +452,16 @@ class Trainer:
         before = self._before
         self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
         self._before = sent, received, heads, wait_s
-        if isinstance(self._store, KVStore):
-            self._attributes["step_counter"] = self._optimizer.step_counter
-            self._store.note_step(self._optimizer.step_counter)
+        self._shared.note_step()
+        if self._kvstore is not None:
+            self._kvstore.note_step(self._optimizer.step_counter)
         lap("update")
         drop_step()
 
     def _moved(self) -> tuple[int, int, int, float]:
-        if not isinstance(self._store, KVStore):
+        if self._kvstore is None:
             return 0, 0, 0, 0.0
-        traffic = self._store.traffic
+        traffic = self._kvstore.traffic
         return traffic.bytes_sent, traffic.bytes_received, traffic.bytes_heads, traffic.wait_s
 
     # ---- the store and the optimizer -----------------------------------------------------------------
@@ -547,141 +521,6 @@ class Trainer:
                 f"Trainer: {where} is for update_on_kvstore=False; here the store updates, in step(batch_size)"
             )
 
-    def _optimizer_attributes(self) -> dict[str, Any]:
-        """Return what says how the optimizer updates, to notice when a script has set it."""
-        found = {name: value for name, value in vars(self._optimizer).items() if not name.startswith("_")}
-        nested: dict[str, Any] = {}
-        for name, value in found.items():
-            nested |= _arguments_of(name, value)
-        return {**found, **nested, "step_counter": self._optimizer._step_counter}
-
-    def _note_optimizer(self) -> None:
-        """Remember what the optimizer is, where the store has got it or all workers have compared it."""
-        self._attributes = self._optimizer_attributes()
-        self._on_store = self._store.optimizer_description if isinstance(self._store, KVStore) else None
-        self._note_rate()
-
-    def _note_rate(self) -> None:
-        now = self._optimizer_attributes()
-        self._attributes |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
-        self._rate_on_store = self._store.learning_rate if isinstance(self._store, KVStore) else None
-
-    def _take_rate(self) -> None:
-        """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
-        if self._updates_on_store and isinstance(self._store, KVStore):
-            rate = self._store.learning_rate
-            if rate is not None and rate != self._rate_on_store:
-                self._optimizer.lr = rate
-                self._note_rate()
-
-    def _check_optimizer(self) -> None:
-        """Take over a learning rate that the script has set; OptionError for what the servers would not see."""
-        store = self._store
-        if not isinstance(store, KVStore):
-            return
-        store.check_usable("Trainer: step")
-        self._take_rate()
-        now, before = self._optimizer_attributes(), self._attributes
-        changed = {
-            name
-            for name in now
-            if now[name] is not before.get(name) and not _are_equal(now[name], before.get(name))
-        }
-        changed -= {name for name in changed if name.rpartition(".")[0] in changed}  # of another schedule
-        steps = now["step_counter"]
-        description = store.optimizer_description
-        if not self._updates_on_store:
-            if changed:
-                store.agree("step", {"the optimizer": self._optimizer.settings(), "its step_counter": steps})
-        elif description is not self._on_store:  # which the script has set
-            assert description is not None
-            if description.get("step_counter", 0) != steps or not self._is_on(store):
-                raise OptionError(
-                    f"Trainer: step: the store updates by {dict(description)}, not by this Trainer's optimizer, "
-                    f"{self._optimizer!r} after {steps} steps; call trainer.kvstore.set_optimizer(trainer.optimizer)"
-                )
-        elif "step_counter" in changed or (changed and not self._is_on(store)):
-            if not changed <= {"lr", "lr.init_value"} or type(now["lr"]) is not Constant:
-                raise OptionError(
-                    f"Trainer: step: {', '.join(sorted(changed))} of the optimizer was set, which the store does not "
-                    "see; call trainer.kvstore.set_optimizer(trainer.optimizer), which resets its state"
-                )
-            self.set_learning_rate(now["lr"].init_value)
-        self._note_optimizer()
-
-    def _is_on(self, store: KVStore) -> bool:
-        """Return whether the store updates by an optimizer like the Trainer's, whatever steps it has made."""
-        theirs = {
-            name: v for name, v in (store.optimizer_description or {}).items() if name != "step_counter"
-        }
-        if store.learning_rate is not None and "lr" in theirs:
-            theirs["lr"] = store.learning_rate
-        return theirs == self._optimizer.describe()
-
-
-def _arguments_of(where: str, value: object) -> dict[str, Any]:
-    """Return by name what a schedule was made with, and the schedules in it; {} for anything else."""
-    if not isinstance(value, DecayScheduler):
-        return {}
-    found: dict[str, Any] = {}
-    for name in argument_names(type(value)):
-        argument = getattr(value, name, None)
-        found[f"{where}.{name}"] = argument
-        found |= _arguments_of(f"{where}.{name}", argument)
-    return found
-
-
-def _are_equal(now: object, before: object) -> bool:
-    return isinstance(now, (bool, int, float, str)) and type(now) is type(before) and now == before
-
-
-def _parameters(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return parameters by name, each once, those of a dict in the order of their names."""
-    if isinstance(params, Mapping) and all(isinstance(name, str) for name in params):
-        pairs = [(name, params[name]) for name in sorted(params)]
-    elif isinstance(params, (list, tuple)) and all(isinstance(param, Tensor) for param in params):
-        pairs = [(name, param) for param, name in unique_names(dict.fromkeys(params)).items()]
-    else:
-        raise OptionError(f"Trainer: params must be a dict by name or a list of Tensors, not {params!r}")
-    if not pairs:
-        raise OptionError("Trainer: there are no parameters; call model.compile() or a forward pass before")
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, param in pairs:
-        if not isinstance(param, Tensor) or param.grad is None:
-            raise DTypeError(
-                f"Trainer: {name} is no parameter, a Tensor with stores_grad=True, but {param!r}"
-            )
-        found.setdefault(id(param), (name, param))
-    return dict(found.values())
-
-
-def _optimizer(optimizer: str | Optimizer, arguments: Mapping[str, Any] | None) -> Optimizer:
-    """Return the optimizer that was given, or made of a name and arguments."""
-    if not (arguments is None or isinstance(arguments, Mapping)):
-        raise OptionError(f"Trainer: optimizer_params must be a dict, not {arguments!r}")
-    if not all(isinstance(name, str) for name in arguments or ()):
-        raise OptionError(f"Trainer: optimizer_params must have names, got {arguments!r}")
-    if isinstance(optimizer, Optimizer) and arguments:
-        raise OptionError("Trainer: optimizer_params are for an optimizer given by name")
-    made = _made(optimizer, arguments or {}) if isinstance(optimizer, str) else optimizer
-    if not isinstance(made, Optimizer):
-        raise OptionError(f"Trainer: optimizer must be a name or an opt.Optimizer, not {made!r}")
-    if isinstance(made, DistOpt):
-        raise OptionError("Trainer: it sums gradients itself; give it the optimizer that DistOpt wraps")
-    return made
-
-
-def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer of a name, ours or MXNet's, with arguments of either."""
-    name, lr = OPTIMIZERS.get(optimizer.lower(), (optimizer, None))
-    given: dict[str, Any] = {} if lr is None else {"lr": lr}
-    for key, value in arguments.items():
-        ours = ARGUMENTS.get(key, key)
-        if ours != key and ours in arguments:
-            raise OptionError(f"Trainer: optimizer_params has {key} and {ours}, which are the same")
-        given[ours] = value
-    return create(name, **given)
-
 
 def _check_head(head: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a file's step count and learning rate are numbers."""
@@ -696,12 +535,6 @@ def _check_head(head: Mapping[str, Any]) -> None:
 
 def _hash_of(param: Tensor) -> str:
     return hashlib.blake2b(to_numpy(param).tobytes(), digest_size=8).hexdigest()
-
-
-def _checked_batch_size(where: str, size: float) -> float:
-    """Return a batch size as a float; OptionError unless float32 has it and its reciprocal."""
-    limits = np.finfo(np.float32)
-    return check_number(f"Trainer: {where}", "batch_size", size, float(limits.tiny), float(limits.max))
 
 
 def _check_states(states: object, names: Sequence[str]) -> None:
