@@ -5,7 +5,8 @@ A scheme makes the gradients (or parameters) of N ranks equal. It knows Tensors,
 contract, but no transport. One scheme is one file in this folder; its class names the words of ``dist_option`` that
 choose it, and the folder is searched for it (see sync/__init__.py).
 
-Note [once]: in a recorded step a scheme's Python runs once, while its kernels and collectives are recorded. Numbers
+Note [once]: in a recorded step the Python of a scheme that ``is_recordable`` runs once, while its kernels and
+collectives are recorded; what numpy or cupy does to its arrays is left out of replays, and is not noticed. Numbers
 that change from step to step reach kernels through ``scalar``; what decides which kernels run is in ``graph_key`` or
 ``step_key``; what must see values on the host is called by OnHost; what only counts by ``graph.recorder.bookkeep``.
 Memory that stays from step to step is ParamState's (state.py), or is made within ``unrecorded``.
@@ -31,11 +32,16 @@ from ..comm.base import Communicator
 from ..comm.work import Traffic
 from ..errors import CheckpointError
 from ..graph.clock import lap
-from ..graph.recorder import scalar, unrecorded
+from ..graph.recorder import break_graph, scalar, unrecorded
 from ..tensor import Tensor
 from .state import ParamState, Slot
 
 Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cupy.ndarray on CUDA
+
+NOT_RECORDABLE = (
+    "{0} is a dist_option whose Python a replay would not run; if it only runs kernels and collectives, and no value "
+    "decides which, set is_recordable = True in its class"
+)
 
 
 class MomentumRule(Protocol):
@@ -108,6 +114,8 @@ class Scheme:
 
     Attributes:
         names: the words of ``dist_option`` that choose this scheme, the usual one first.
+        is_recordable: whether its Python follows Note [once]; each class must say so itself, or steps with it run
+            eagerly.
         Options: a frozen dataclass of the options that a caller may give by name, each with a default. A value may be a
             schedule, which is read at every step. ``__post_init__`` raises OptionError for values out of range.
         read_again: names of options that reach kernels through ``scalar`` alone, so that a recorded step need not be
@@ -129,6 +137,7 @@ class Scheme:
     """
 
     names: ClassVar[tuple[str, ...]] = ()
+    is_recordable: ClassVar[bool] = True
     read_again: ClassVar[tuple[str, ...]] = ()
     wraps_another: ClassVar[bool] = False
     keeps_equal: ClassVar[bool] = True
@@ -140,6 +149,10 @@ class Scheme:
     @dataclass(frozen=True)
     class Options:
         """No options."""
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        cls.is_recordable = vars(cls).get("is_recordable", False)
 
     def __init__(
         self, communicator: Communicator, threshold: int, bucket_bytes: int, optimizer: OptimizerView
@@ -230,6 +243,8 @@ class Scheme:
             step: what is known of it.
             read: gives the same, and is called again at every replay of a recorded step. None gives ``step``.
         """
+        if not self.is_recordable:
+            break_graph(NOT_RECORDABLE.format(type(self).__name__))
         self.options = step.options
         if self.names:
             options = text_of(step.options, self.read_again)

@@ -21,6 +21,7 @@ class Bf16(BucketedSync):
     """Half the bytes of fp32 and nothing to agree on first, and an eighth of fp16's precision."""
 
     names = ("bf16",)
+    is_recordable = True
 
     @classmethod
     def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:

@@ -37,6 +37,7 @@ class Dgc(BucketedSync):
     """
 
     names = ("dgc",)
+    is_recordable = True
     is_selective = True
     keeps_velocity = True
     slots = MappingProxyType({"velocity": Slot(), "residual": Slot()})

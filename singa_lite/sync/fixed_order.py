@@ -30,6 +30,7 @@ class FixedOrder(BucketedSync):
         num_microbatches: in all ranks' sums together, set by DistOpt.
     """
 
+    is_recordable = True
     wire_dtype: ClassVar[str | None] = None
     num_microbatches = 1
 
@@ -88,6 +89,7 @@ class FixedOrder(BucketedSync):
 class FixedOrderBf16(FixedOrder):
     """The same with values as bfloat16 on the wire."""
 
+    is_recordable = True
     wire_dtype = "bfloat16"
 
 

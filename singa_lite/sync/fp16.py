@@ -63,6 +63,7 @@ class Fp16(BucketedSync):
     """Half the bytes of fp32, see Note [half scale]; float16 gradients are sent as they are. SINGA's sums overflow."""
 
     names = ("fp16", "half")
+    is_recordable = True
 
     @dataclass(frozen=True)
     class Options:

@@ -10,6 +10,7 @@ class Fp32(BucketedSync):
     """Plain averaging: N ranks of batch B take the step of one rank of batch N*B."""
 
     names = ("fp32", "plain")
+    is_recordable = True
     changes_one_rank = False
 
     def exchange(self, bucket: Bucket) -> Exchange:

@@ -35,6 +35,7 @@ class Hierarchical(BucketedSync):
     """
 
     names = ("hierarchical",)
+    is_recordable = True
     wraps_another = True
 
     @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Int8(BucketedSync):
     """
 
     names = ("int8",)
+    is_recordable = True
     is_selective = True  # groups do not depend on bucket_bytes, or the blocks would
     slots = MappingProxyType({"residual": Slot()})
 

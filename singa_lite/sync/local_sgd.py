@@ -29,6 +29,7 @@ class LocalSgd(BucketedSync):
     """
 
     names = ("localSGD",)
+    is_recordable = True
     keeps_equal = False
     changes_one_rank = False
 

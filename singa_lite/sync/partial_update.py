@@ -23,6 +23,7 @@ class PartialUpdate(Scheme):
     """
 
     names = ("partialUpdate",)
+    is_recordable = True
     keeps_equal = False
 
     def __init__(self, *arguments: Any) -> None:

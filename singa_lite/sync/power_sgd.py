@@ -77,6 +77,7 @@ class PowerSgd(BucketedSync):
     """
 
     names = ("powerSGD",)
+    is_recordable = True
     slots = MappingProxyType({"error": Slot(), "q": Factor()})
 
     @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class RandomK(BucketedSync):
     """
 
     names = ("randomK",)
+    is_recordable = True
     is_selective = True
     slots = MappingProxyType({"residual": Slot()})
 

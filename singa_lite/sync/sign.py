@@ -33,6 +33,7 @@ class Sign(BucketedSync):
     """
 
     names = ("sign",)
+    is_recordable = True
     is_selective = True  # groups by threshold, without padding
     slots = MappingProxyType({"residual": Slot()})
 

@@ -46,6 +46,7 @@ class SparseThreshold(SparseSync):
     """
 
     names = ("sparseThreshold",)
+    is_recordable = True
     read_again = ("spars",)
 
     @dataclass(frozen=True)

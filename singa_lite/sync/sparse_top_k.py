@@ -40,6 +40,7 @@ class SparseTopK(SparseSync):
     """The ``spars`` share of each group's largest \\|gradient + residual\\|."""
 
     names = ("sparseTopK",)
+    is_recordable = True
 
     @dataclass(frozen=True)
     class Options:

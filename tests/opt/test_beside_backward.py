@@ -235,6 +235,7 @@ class Feedback(BucketedSync):
     """Makes an array of its own once the collective has ended, and releases it in the next step."""
 
     names = ("feedback",)
+    is_recordable = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

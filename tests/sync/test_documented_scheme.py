@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,40 @@ def train(communicator: Any, folder: str) -> dict[bool, tuple[list[float], bytes
         values = b"".join(to_numpy(param).tobytes() for param in net.get_params().values())
         found[use_graph] = losses, values, [info.break_reason for info in net.graph_info()]
     sync.__path__.remove(folder)
+    del sys.modules["singa_lite.sync.shared_sign"]
     find_schemes.cache_clear()
     autograd.training = False
     return found
+
+
+def scheme_of_the_page() -> str:
+    [source] = re.findall(r"```python\n(# SPDX.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(source.splitlines()) <= 40
+    return source
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_scheme_of_the_page_trains_to_the_same_bits_eagerly_and_recorded(
     size: int, tmp_path: Path
 ) -> None:
-    [source] = re.findall(r"```python\n(# SPDX.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(source.splitlines()) <= 40
-    (tmp_path / "shared_sign.py").write_text(source)
+    (tmp_path / "shared_sign.py").write_text(scheme_of_the_page())
     ranks = run_ranks(train, size, str(tmp_path), transport="local" if size == 1 else "shm")
     for found in ranks:
         (eager, values, _), (recorded, replayed, breaks) = found[False], found[True]
         assert eager == recorded and values == replayed == ranks[0][False][1]
         assert breaks == [None] and eager[-1] < eager[0] / 2
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_numpy_in_a_scheme_that_does_not_say_is_recordable_is_never_left_out(
+    size: int, tmp_path: Path
+) -> None:
+    source = scheme_of_the_page().replace("    is_recordable = True\n", "")
+    source = source.replace('run("sign", flat, out=signs)', "signs[...] = np.sign(flat)")
+    source = source.replace("from .buckets", "import numpy as np\n\nfrom .buckets")
+    assert "np.sign" in source and "is_recordable" not in source
+    (tmp_path / "shared_sign.py").write_text(source)
+    for found in run_ranks(train, size, str(tmp_path), transport="local" if size == 1 else "shm"):
+        (eager, values, _), (recorded, replayed, [reason]) = found[False], found[True]
+        assert eager == recorded and values == replayed
+        assert reason is not None and "set is_recordable = True in its class" in reason

@@ -17,6 +17,7 @@ class ShortDgc(BucketedSync):
     """u = m u + g, v += u; the largest of v are sent, and both forget what was sent."""
 
     names = ("shortDgc",)
+    is_recordable = True
     is_selective = True
     keeps_velocity = True
     slots = MappingProxyType({"velocity": Slot(), "residual": Slot()})

@@ -17,6 +17,7 @@ class ShortLocalSgd(Scheme):
     """Averages all parameters after every fourth update."""
 
     names = ("shortLocalSGD",)
+    is_recordable = True
     keeps_equal = False
 
     def __init__(self, *arguments: Any) -> None:

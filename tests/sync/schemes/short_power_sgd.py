@@ -27,6 +27,7 @@ class ShortPowerSgd(BucketedSync):
     """P = mean(M Q) with orthonormal columns, Q = mean(M^T P), M = gradient + error; the result is P Q^T."""
 
     names = ("shortPowerSGD",)
+    is_recordable = True
     slots = MappingProxyType({"error": Slot(), "q": Factor()})
 
     def exchange(self, bucket):

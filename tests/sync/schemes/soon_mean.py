@@ -10,6 +10,7 @@ class SoonMean(BucketedSync):
     """The mean, waited for as soon as the next bucket is packed."""
 
     names = ("soonMean",)
+    is_recordable = True
 
     def exchange(self, bucket: Bucket) -> Exchange:
         if not self.communicator.is_alone:
