@@ -456,6 +456,7 @@ Dist = MultiProcessDataParallelCommunicator
 class _Sums(BucketedSync):
     """Sums or means of gradients in messages of at least ``pack_size`` elements, but for the last."""
 
+    is_recordable = True
     is_selective = True  # messages are limited by their elements, and have no gaps
     changes_one_rank = False
 

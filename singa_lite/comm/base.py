@@ -323,9 +323,14 @@ class Communicator(ABC):
         leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
         return inner, self.new_group(leaders, name=f"{name}: leaders")
 
+    @property
+    def works_in_flight(self) -> list[Work]:
+        """Collectives that were started and that nobody has waited for yet."""
+        return list(self._works.values())
+
     def wait_all(self) -> None:
         """Wait for all collectives in flight: those of a step that has failed still use its arrays."""
-        for work in list(self._works.values()):
+        for work in self.works_in_flight:
             work.wait()
 
     def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:

@@ -256,6 +256,13 @@ class NoGenerator(BucketedSync):
         self.communicator.all_reduce(bucket.flat, "mean", name=bucket.name)
 
 
+class YieldsOneOfTwo(BucketedSync):
+    def exchange(self, bucket: Bucket) -> Exchange:
+        work = self.communicator.all_reduce(bucket.flat, "mean", name="first")
+        self.communicator.all_reduce(bucket.flat, "mean", name="second")
+        yield work
+
+
 class YieldsAnArray(BucketedSync):
     def exchange(self, bucket: Bucket) -> Exchange:
         yield bucket.flat  # type: ignore[misc]
@@ -276,6 +283,17 @@ def test_an_exchange_that_yields_no_works_says_so(kind: Any, text: str) -> None:
             Tensor(data=np.ones(4, np.float32), requires_grad=True, stores_grad=True, name="w"),
             Tensor(data=np.ones(4, np.float32)),
         )
+
+
+def test_a_collective_that_an_exchange_has_not_yielded_is_an_error() -> None:
+    scheme = YieldsOneOfTwo(LocalCommunicator(World()), 1, 1, NoOptimizer())
+    begin(scheme)
+    param = Tensor(data=np.ones(4, np.float32), requires_grad=True, stores_grad=True, name="w")
+    scheme.add_gradient(param, Tensor(data=np.ones(4, np.float32)))
+    with pytest.raises(
+        OptionError, match="YieldsOneOfTwo: exchange must yield 'second', which it has started"
+    ):
+        list(scheme.finish())
 
 
 def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None:
