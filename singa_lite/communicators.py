@@ -22,6 +22,7 @@ from .comm.base import Communicator, ReduceOp
 from .comm.rendezvous import process_communicator
 from .comm.work import Work
 from .device import Device
+from .dtypes import LARGEST_FLOAT32
 from .errors import (
     CommError,
     DeviceError,
@@ -36,6 +37,7 @@ from .errors import (
 )
 from .sync.arrays import (
     GivenArray,
+    RawOrTensor,
     RawOrTensors,
     add_up,
     as_list,
@@ -46,7 +48,6 @@ from .sync.arrays import (
 )
 from .sync.base import StepContext
 from .sync.buckets import Bucket, BucketedSync, Exchange
-from .sync.collectives import RawOrTensor
 from .tensor import Tensor
 
 __all__ = [
@@ -59,7 +60,6 @@ __all__ = [
 ]
 
 WORLD = "world"  # the group of all ranks
-_LARGEST_SCALE = 3.4e38  # about the largest float32
 Registered = tuple[Device | None, Mapping[str, Tensor]]
 
 
@@ -406,7 +406,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
-        check_number("all_reduce_callback", "scale_grad", scale_grad, -_LARGEST_SCALE, _LARGEST_SCALE)
+        check_number("all_reduce_callback", "scale_grad", scale_grad, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         data = as_list(data)
         for value in data:
             if isinstance(value, Tensor) and value.stores_grad:

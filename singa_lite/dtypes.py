@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:

@@ -93,6 +93,15 @@ class MessageTraffic:
     bytes_heads: int = 0
     wait_s: float = 0.0
 
+    def since(self, before: MessageTraffic) -> MessageTraffic:
+        """Return what was moved after ``before``, a copy of this, was."""
+        return MessageTraffic(
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_received - before.bytes_received,
+            self.bytes_heads - before.bytes_heads,
+            self.wait_s - before.wait_s,
+        )
+
 
 @dataclass(frozen=True)
 class Arrival:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, check_number
 from ..opt.base import Optimizer, create, unique_names
 from ..opt.dist import DistOpt
@@ -78,5 +79,5 @@ def _made(optimizer: str, arguments: Mapping[str, Any]) -> Optimizer:
 
 def checked_batch_size(where: str, size: float) -> float:
     """Return a batch size as a float; OptionError unless float32 has it and its reciprocal."""
-    limits = np.finfo(np.float32)
-    return check_number(f"Trainer: {where}", "batch_size", size, float(limits.tiny), float(limits.max))
+    smallest = float(np.finfo(np.float32).tiny)
+    return check_number(f"Trainer: {where}", "batch_size", size, smallest, LARGEST_FLOAT32)

@@ -14,11 +14,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import kvstore as stores
+from ..comm.p2p import MessageTraffic
+from ..dtypes import LARGEST_FLOAT32
 from ..errors import (
     CheckpointError,
     GraphError,
@@ -36,7 +39,7 @@ from ..kvstore.residuals import Array
 from ..kvstore.states import check_residuals
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
-from ..opt.base import Optimizer, check_steps
+from ..opt.base import MAX_STEPS, Optimizer, check_steps
 from ..tensor import Tensor, to_numpy
 from .arguments import checked_batch_size, optimizer_of, parameters_by_name
 from .shared_optimizer import SharedOptimizer
@@ -90,11 +93,11 @@ class Trainer:
             raise OptionError(f"Trainer: kvstore must be a name, a KVStoreBase or None, not {kvstore!r}")
         self._kvstore = self._store if isinstance(self._store, KVStore) else None  # one of the package
         self._updates_on_store = self._where_to_update(update_on_kvstore)
-        self._last = (0, 0, 0, 0.0)
+        self._last = MessageTraffic()  # of the last step
         self._optimizer.prepare(self._params, {})
         self._connect(compression_params)
         self._shared = SharedOptimizer(self._optimizer, self._kvstore, self._updates_on_store)
-        self._before = self._moved()
+        self._begin_measuring()
 
     def __repr__(self) -> str:
         where = "on the store" if self._updates_on_store else "here"
@@ -136,28 +139,28 @@ class Trainer:
         Raises:
             OptionError: no number >= 0. CommError: the workers set different ones.
         """
-        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, float(np.finfo(np.float32).max))
+        number = check_number("Trainer: set_learning_rate", "lr", lr, 0, LARGEST_FLOAT32)
         self._shared.set_lr(number)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of the arrays that this worker sent in the last step."""
-        return self._last[0]
+        return self._last.bytes_sent
 
     @property
     def bytes_received(self) -> int:
         """Bytes of the arrays that this worker received in the last step."""
-        return self._last[1]
+        return self._last.bytes_received
 
     @property
     def bytes_heads(self) -> int:
         """Bytes of the headers of messages in the last step, both ways."""
-        return self._last[2]
+        return self._last.bytes_heads
 
     @property
     def wait_s(self) -> float:
         """Seconds this worker waited in the last step."""
-        return self._last[3]
+        return self._last.wait_s
 
     # ---- a step --------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class Trainer:
         check_bool("Trainer: step", "ignore_stale_grad", ignore_stale_grad)
         stale = self._stale("step", ignore_stale_grad)
         self._shared.check()
-        self._count()
+        self._begin_measuring()
         with self._aborting("step"):
             if self._updates_on_store:
                 grads = [None if name in stale else param.grad for name, param in self._params.items()]
@@ -203,7 +206,7 @@ class Trainer:
         """
         self._check_by_hand("allreduce_grads")
         self._stale("allreduce_grads", False)
-        self._count()
+        self._begin_measuring()
         with self._aborting("allreduce_grads"):
             self._sum_grads("allreduce_grads", 1.0, set(), False)
 
@@ -440,29 +443,21 @@ class Trainer:
             )
         return stale
 
-    def _count(self) -> None:
-        """Remember what has moved before this step."""
-        self._before = self._moved()
+    def _begin_measuring(self) -> None:
+        """Note what has moved before this step."""
+        self._before = MessageTraffic() if self._kvstore is None else replace(self._kvstore.traffic)
 
     def _finish(self) -> None:
         """Make the gradients stale, and note the step and what has moved."""
         for param in self._params.values():
             param.mark_grad_stale()
-        sent, received, heads, wait_s = self._moved()
-        before = self._before
-        self._last = (sent - before[0], received - before[1], heads - before[2], wait_s - before[3])
-        self._before = sent, received, heads, wait_s
         self._shared.note_step()
         if self._kvstore is not None:
+            self._last = self._kvstore.traffic.since(self._before)
+            self._begin_measuring()
             self._kvstore.note_step(self._optimizer.step_counter)
         lap("update")
         drop_step()
-
-    def _moved(self) -> tuple[int, int, int, float]:
-        if self._kvstore is None:
-            return 0, 0, 0, 0.0
-        traffic = self._kvstore.traffic
-        return traffic.bytes_sent, traffic.bytes_received, traffic.bytes_heads, traffic.wait_s
 
     # ---- the store and the optimizer -----------------------------------------------------------------
 
@@ -525,10 +520,10 @@ class Trainer:
 def _check_head(head: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a file's step count and learning rate are numbers."""
     try:
-        if check_int("Trainer: load_states", "steps", head.get("steps", 0), 0) >= 2**63:
-            raise OptionError(f"Trainer: load_states: steps = {head['steps']} are more than anybody has made")
+        if check_int("Trainer: load_states", "steps", head.get("steps", 0), 0) > MAX_STEPS:
+            raise OptionError(f"Trainer: load_states: steps = {head['steps']} is more than {MAX_STEPS}")
         if head.get("lr") is not None:
-            check_number("Trainer: load_states", "lr", head["lr"], 0, float(np.finfo(np.float32).max))
+            check_number("Trainer: load_states", "lr", head["lr"], 0, LARGEST_FLOAT32)
     except OptionError as error:
         raise CheckpointError(str(error)) from error
 
@@ -549,7 +544,7 @@ def _check_states(states: object, names: Sequence[str]) -> None:
         raise CheckpointError("Trainer: set_states: expected what get_states gives, arrays by name")
     check_steps("Trainer: set_states", states["step_counter"])
     lr = float(states["lr"])
-    if not (np.isnan(lr) or 0 <= lr <= np.finfo(np.float32).max):
+    if not (np.isnan(lr) or 0 <= lr <= LARGEST_FLOAT32):
         raise CheckpointError(
             f"Trainer: set_states: lr must be a number >= 0, or NaN for a schedule, not {lr}"
         )

@@ -322,7 +322,7 @@ def _joined() -> None:
     """Do nothing: a node that ends what a fork leaves out."""
 
 
-def bookkeep(function: Callable[..., None], *arguments: Any) -> None:
+def bookkeep(function: Callable[..., object], *arguments: Any) -> None:
     """Run ``function(*arguments)``, which uses no array, now and here in every replay."""
     recorder: Recorder | None = this_thread.recorder
     if recorder is None:

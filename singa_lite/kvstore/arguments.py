@@ -9,13 +9,13 @@ import numpy as np
 
 from ..comm.base import DTYPES
 from ..device import get_default_device
+from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
 from ..sync.arrays import GivenArray, add_up
 from ..tensor import Tensor
 from .calls import Key, Keys, Pull, Push, PushOptions, Spec
 
 _KINDS = ({int}, {str})  # of keys
-_LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 class Arguments:
@@ -179,7 +179,7 @@ class Arguments:
 
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
         """Return the options of a push; OptionError for a scale that is no finite number."""
-        factor = check_number(f"{self._name}: {where}", "scale", scale, -_LARGEST_SCALE, _LARGEST_SCALE)
+        factor = check_number(f"{self._name}: {where}", "scale", scale, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))
 

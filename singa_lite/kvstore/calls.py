@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..sync.agree import first_difference
 from ..tensor import Tensor
 
 Key = int | str
@@ -71,9 +72,7 @@ class PushOptions:
 
 def difference(call: str, one: Mapping[str, Any], worker: int, other: Mapping[str, Any], number: int) -> str:
     """Return the text of what two workers gave a call differently, the first entry that differs."""
-    name = next(
-        name for name in [*one, *other] if (name in one, one.get(name)) != (name in other, other.get(name))
-    )
+    name = first_difference(one, other)
     texts = [
         [str(found[name]), repr(found[name])] if name in found else ["not there"] * 2
         for found in (one, other)

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from .. import _native
+from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, ShapeError, check_choice, check_number
 
 Array = np.ndarray[Any, Any]
@@ -35,7 +36,6 @@ Array = np.ndarray[Any, Any]
 WHERE = "set_gradient_compression"
 BITS = {"1bit": 1, "2bit": 2}
 WORD_BITS = 32  # of an int32, in which codes travel
-LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         check_choice(WHERE, "type", self.type, BITS)
-        threshold = check_number(WHERE, "threshold", self.threshold, -LARGEST, LARGEST)
+        threshold = check_number(WHERE, "threshold", self.threshold, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         object.__setattr__(self, "threshold", threshold)  # a float, whichever kind of number came
         if self.type == "2bit" and not self._threshold > 0:
             raise OptionError(

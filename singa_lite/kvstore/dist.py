@@ -8,6 +8,7 @@ What lives here: which message goes to which server, and waiting for answers. Wh
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -182,14 +183,16 @@ class DistStore(KVStore):
 
     def _spread(self, verb: str, values: list[tuple[Spec, Tensor]]) -> None:
         """Have worker 0 give the servers its values."""
-        keys: dict[int, list[Key]] = {server: [] for server in range(self.num_servers)}
-        arrays: dict[int, list[Array]] = {server: [] for server in range(self.num_servers)}
+        keys, arrays = self._per_server(), self._per_server()
         for spec, value in values:
             for part, piece in self._pieces(spec, on_host(value)):
                 keys[part.server].append(spec.key)
                 arrays[part.server].append(piece)
         if self.rank == 0:
             self._ask(verb, dict.fromkeys(keys), keys, arrays)
+
+    def _per_server(self) -> dict[int, list[Any]]:
+        return {server: [] for server in range(self.num_servers)}
 
     def _set_optimizer(self, description: Description) -> None:
         self._command("set_optimizer", dict(description))
@@ -234,8 +237,7 @@ class DistStore(KVStore):
     def _set_states(self, states: dict[Key, Arrays]) -> None:
         if self.rank != 0:
             return
-        names: dict[int, list[Any]] = {server: [] for server in range(self.num_servers)}
-        arrays: dict[int, list[Array]] = {server: [] for server in range(self.num_servers)}
+        names, arrays = self._per_server(), self._per_server()
         for key, each in states.items():
             spec = self._arguments.specs[key]
             for name, array in each.items():
@@ -255,21 +257,19 @@ class DistStore(KVStore):
             raise OptionError(
                 f"{self.type}: {what}: set_optimizer() comes first; without one there is no update"
             )
-        contents: dict[int, dict[str, Any]] = {}
+        contents: dict[int, dict[str, Any]] = defaultdict(lambda: {"push": [], "left_out": [], "pull": []})
         arrays: dict[int, list[Array]] = {}
         for spec, part, piece in self._pushed(what, pushes):
-            content = contents.setdefault(part.server, {"push": [], "left_out": [], "pull": []})
-            content["push"].append(spec.key)
+            contents[part.server]["push"].append(spec.key)
             if piece is None:
-                content["left_out"].append(spec.key)
+                contents[part.server]["left_out"].append(spec.key)
             else:
                 arrays.setdefault(part.server, []).append(piece)
         targets: dict[int, list[Array] | None] = {}
         staging = [(pull, _host_array(pull.outs[0])) for pull in pulls]
         for pull, array in staging:
             for part, piece in self._pieces(pull.spec, array):
-                content = contents.setdefault(part.server, {"push": [], "left_out": [], "pull": []})
-                content["pull"].append(pull.spec.key)
+                contents[part.server]["pull"].append(pull.spec.key)
                 wanted = targets.setdefault(part.server, [])
                 assert wanted is not None
                 wanted.append(piece)

@@ -2,7 +2,7 @@
 """Saving the optimizers' states of a store, and what compression has lost, and going on from them.
 
 What lives here: what is in the file. What does not: the file's format and safe reading (model_file.py), collecting
-states from servers (dist.py). Both functions are called on all workers, and only worker 0 has the file.
+states from servers (dist.py). Worker 0 alone has the file; what gathers, scatters or broadcasts is a collective.
 
 Note [states file]: a checkpoint file whose arrays are ``<number of key>:<state>``, ``<number of key>:residual`` of
 shape (workers, elements), and ``store``, JSON as bytes: keys with shapes and dtypes, number of workers, compression,

@@ -162,10 +162,7 @@ class KVStore(KVStoreBase):
         Args:
             where: the caller, for errors.
         """
-        if self._failure:
-            raise CommError(
-                f"{self._name}: {where}: the store is broken by an earlier error: {self._failure}"
-            )
+        self.check_usable(where)
         try:
             yield
         except CommError as error:
@@ -601,7 +598,7 @@ class KVStore(KVStoreBase):
 
     @abstractmethod
     def _init(self, specs: list[Spec], values: list[Tensor]) -> None:
-        """Make keys with worker 0's values; called on all workers, as the next five."""
+        """Make keys with worker 0's values; called on all workers, as all here up to ``_set_states``."""
 
     @abstractmethod
     def _overwrite(self, pushes: list[Push]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device
+from ..dtypes import accumulation_dtype
 from ..errors import CheckpointError, check_int
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
 from ..tensor import Tensor
@@ -121,7 +122,7 @@ class GradientSums:
 
     def _mean(self, param: Tensor, grad: Tensor, has_sum: bool) -> Tensor:
         """Turn the gradient of the last call into the mean, in place."""
-        run, wide = param.device.backend.run, _as_dtype(grad, _sum_dtype(param))
+        run, wide = param.device.backend.run, _as_dtype(grad, accumulation_dtype(param.dtype))
         if has_sum:
             run("add", wide, self._sums[param], out=wide)
         run("mul", wide, self._factor(param.device, wide.dtype), out=wide)
@@ -150,7 +151,7 @@ class GradientSums:
     def _sum_of(self, param: Tensor) -> Array:
         if param not in self._sums:
             with unrecorded():
-                self._sums[param] = param.device.backend.zeros(param.shape, _sum_dtype(param))
+                self._sums[param] = param.device.backend.zeros(param.shape, accumulation_dtype(param.dtype))
         return self._sums[param]
 
     def _factor(self, device: Device, dtype: np.dtype[Any]) -> Array:
@@ -182,7 +183,10 @@ class GradientSums:
             if key in (CALLS, BATCHES):
                 continue
             param = params.get(key)
-            if param is None or (values.shape, values.dtype) != (param.shape, _sum_dtype(param)):
+            if param is None or (values.shape, values.dtype) != (
+                param.shape,
+                accumulation_dtype(param.dtype),
+            ):
                 raise CheckpointError(
                     f"DistOpt: state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
@@ -207,10 +211,6 @@ class GradientSums:
                 backend = param.device.backend
                 backend.run("copy", backend.asarray(values), out=self._sum_of(param))
                 self._pending[param] = None
-
-
-def _sum_dtype(param: Tensor) -> np.dtype[Any]:
-    return np.result_type(param.dtype, np.float32)
 
 
 def _as_dtype(grad: Tensor, dtype: np.dtype[Any]) -> Array:

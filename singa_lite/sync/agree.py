@@ -31,11 +31,17 @@ def compare(communicator: Communicator, what: str, mine: Mapping[str, Json], cur
         if theirs == everyone[0]:
             continue
         first = everyone[0]
-        name = next(name for name in [*first, *theirs] if first.get(name) != theirs.get(name))
+        name = first_difference(first, theirs)
         raise CommError(
             f"DistOpt, rank {communicator.rank}: the ranks differ in {what}: {name} is {_text(first, name)} on rank 0 "
             f"but {_text(theirs, name)} on rank {rank}; {cure}"
         )
+
+
+def first_difference(one: Mapping[str, Json], other: Mapping[str, Json]) -> str:
+    """Return the name of the first entry that only one of the two has, or that differs; they are not equal."""
+    names = (name for name in [*one, *other] if (name in one) != (name in other) or one[name] != other[name])
+    return next(names)
 
 
 def _text(entries: Mapping[str, Json], name: str) -> str:

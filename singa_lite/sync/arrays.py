@@ -11,14 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..backend.base import Backend
+from ..comm.base import is_cuda_array
 from ..comm.work import Work
+from ..device import create_cuda_gpu_on, get_default_device
 from ..dtypes import is_narrow
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.memory import address_of
+from ..graph.recorder import persist
+from ..graph.rounded import note_written
 from ..tensor import Tensor
-from .collectives import RawOrTensor, device_of, raw_array
 
+RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 RawOrTensors = RawOrTensor | Iterable[RawOrTensor]
 
 
@@ -36,17 +42,40 @@ class GivenArray(NamedTuple):
     @classmethod
     def of(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
         """Raise unless ``value`` is a contiguous array, which with ``writes`` can be changed in place."""
+        given = cls.around(where, value, writes)
+        if writes:
+            given.tensor.check_leaf(where)
+        return given
+
+    @classmethod
+    def around(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
+        """Do ``of``, for a Tensor too that a backward pass still needs."""
         array = raw_array(where, value, writes)
         if isinstance(value, Tensor):
-            if writes:
-                value.check_leaf(where)
             return cls(array, value)
-        return cls(array, Tensor.wrap(array, device_of(value)))
+        device = create_cuda_gpu_on(value.device.id) if is_cuda_array(value) else get_default_device()
+        return cls(array, Tensor.wrap(array, device))
 
     @property
     def backend(self) -> Backend:
         """The backend of the device that it lives on."""
         return self.tensor.device.backend
+
+
+def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
+    """Return the raw array of a Tensor or array, one piece of memory that with ``writes`` can be changed in place."""
+    array = tensor.array if isinstance(tensor, Tensor) else tensor
+    if isinstance(tensor, Tensor):
+        persist(array)
+    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
+        raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
+    if writes:
+        note_written(array)
+    if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
+        raise ShapeError(
+            f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
+        )
+    return array
 
 
 def as_list(data: RawOrTensors) -> list[RawOrTensor]:

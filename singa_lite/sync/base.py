@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from ..backend.base import Backend
 from ..comm.base import Communicator
 from ..comm.work import Traffic
 from ..errors import CheckpointError
@@ -318,3 +319,10 @@ def option_names(scheme: type[Scheme]) -> tuple[str, ...]:
 @cache
 def _names_of(options: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(options))
+
+
+def scale_in_place(backend: Backend, flat: Array, factor: float) -> None:
+    """Multiply an array by a number that is the same at every replay."""
+    number = backend.empty((1,), flat.dtype)
+    backend.run("fill", out=number, value=factor)
+    backend.run("mul", flat, number, out=flat)

@@ -136,10 +136,13 @@ class BucketedSync(Scheme, ABC):
     Attributes:
         is_selective: whether elements compete within a group: then groups are limited by ``threshold`` and not by
             ``bucket_bytes``, and gradients are contiguous.
+        sums_residuals: whether it keeps sums over many steps in arrays of the gradients' dtype, so that it refuses 16
+            bits, in which they lose too much.
         changes_one_rank: whether the gradients to apply differ from a rank's own in a world of one.
     """
 
     is_selective: ClassVar[bool] = False
+    sums_residuals: ClassVar[bool] = False
     changes_one_rank: ClassVar[bool] = True
 
     def __init__(self, *arguments: Any) -> None:
@@ -150,7 +153,11 @@ class BucketedSync(Scheme, ABC):
 
     @classmethod
     def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        """Raise DTypeError for gradients, of the parameters ``names``, that the scheme does not send; it sends all."""
+        """Raise DTypeError for gradients, of the parameters ``names``, that the scheme does not send."""
+        if cls.sums_residuals and dtype not in ("float32", "float64"):
+            raise DTypeError(
+                f"{cls.names[0]}: {names} is {dtype}, in which sums over many steps lose too much; use float32"
+            )
 
     def check(self, bucket: Bucket) -> None:
         """Raise for gradients that cannot be sent, alike on all ranks, before anything of them is."""
@@ -233,11 +240,3 @@ def _call(calls: list[OnHost], tensors: list[list[Tensor]]) -> None:
     values = [[tensor.device.backend.to_numpy(tensor.array) for tensor in given] for given in tensors]
     for call, given in zip(calls, values, strict=True):
         call.function(*given)
-
-
-def refuse_half(where: str, names: str, dtype: np.dtype[Any]) -> None:
-    """Raise DTypeError for gradients in which a residual cannot be summed up."""
-    if dtype not in ("float32", "float64"):
-        raise DTypeError(
-            f"{where}: {names} is {dtype}, in which sums over many steps lose too much; use float32"
-        )

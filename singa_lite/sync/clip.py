@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from ..dtypes import accumulation_dtype
 from ..errors import DeviceError
 from ..tensor import Tensor
 
@@ -34,7 +33,7 @@ def clip_gradients(grads: list[Tensor], norm: float) -> None:
         return
     factors = clip_factors(grads, norm, EPSILON)
     for grad in grads:
-        run, dtype = grad.device.backend.run, _wide(grad.dtype)
+        run, dtype = grad.device.backend.run, accumulation_dtype(grad.dtype)
         if dtype == grad.dtype:
             run("mul", grad.array, factors[dtype], out=grad.array)
         else:
@@ -55,7 +54,7 @@ def clip_factors(grads: list[Tensor], norm: float, epsilon: float = 0.0) -> dict
             f"clip: gradients are on {', '.join(sorted(map(str, devices)))}, and their norm needs them on one device"
         )
     backend = grads[0].device.backend
-    run, dtypes = backend.run, {_wide(grad.dtype) for grad in grads}
+    run, dtypes = backend.run, {accumulation_dtype(grad.dtype) for grad in grads}
     widest = max(dtypes, key=lambda dtype: int(dtype.itemsize))
     parts = backend.empty((len(grads),), widest)
     for number, grad in enumerate(grads):
@@ -80,7 +79,7 @@ def clip_factors(grads: list[Tensor], norm: float, epsilon: float = 0.0) -> dict
 
 def _sum_squares(grad: Tensor, out: Array) -> None:
     """Write the sum of the squares of ``grad`` to ``out``, shape (1,)."""
-    backend, dtype = grad.device.backend, _wide(grad.dtype)
+    backend, dtype = grad.device.backend, accumulation_dtype(grad.dtype)
     squares = backend.empty((grad.size(),), dtype)
     source = grad.array.reshape(-1)
     if dtype != grad.dtype:
@@ -91,7 +90,3 @@ def _sum_squares(grad: Tensor, out: Array) -> None:
     backend.run("sum", squares, out=total, axes=(0,), keepdims=True)
     if total is not out:
         backend.run("cast", total, out=out)
-
-
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.result_type(dtype, np.float32)

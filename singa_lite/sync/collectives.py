@@ -11,26 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
-from ..backend.base import Backend
-from ..comm.base import Communicator, is_cuda_array
+from ..comm.base import Communicator
 from ..comm.work import Traffic
-from ..device import Device, create_cuda_gpu_on, get_default_device
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
 from ..graph.recorder import persist
-from ..graph.rounded import note_written
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
+from .arrays import GivenArray, RawOrTensor
 from .fp16 import HalfMessage
 from .sparse import SparseMessage
 from .sparse_threshold import check_magnitude, count_selected, send_selected
 from .sparse_top_k import check_share, send_top_k
 from .step_seconds import StepSeconds, step_seconds
-
-RawOrTensor = Any  # a Tensor, or a raw array such as ``tensor.data``
 
 
 class HasStates(Protocol):
@@ -47,7 +41,7 @@ class ArrayCollectives:
         # until the last step began, of the last step, and of all steps
         self._before, self._last, self._total = Traffic(), Traffic(), Traffic()
         self._times: StepTimes | None = None
-        self._fused: dict[str, list[Any]] = {"sum": [], "half": []}  # put aside until the next send
+        self._fused: dict[str, list[GivenArray]] = {"sum": [], "half": []}  # put aside until the next send
 
     def collective_name(self, name: str) -> str:
         """Return what a collective called ``name`` is called; a subclass may say whose it is."""
@@ -113,26 +107,27 @@ class ArrayCollectives:
 
     def all_reduce(self, tensor: RawOrTensor) -> None:
         """Replace the values by their sum over the ranks."""
-        array, backend = _raw(tensor), _backend(tensor)
+        given = _given(tensor)
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
-            backend.activate()
-        self._sum(array, backend)
+            given.backend.activate()
+        self._sum(given)
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
         self._fuse("sum", tensor, send, self._sum)
 
-    def _sum(self, array: Any, backend: Backend) -> None:
+    def _sum(self, given: GivenArray) -> None:
         self._compare_if_loaded()
-        self.communicator.all_reduce(array, "sum", name=self.collective_name("")).wait()
+        self.communicator.all_reduce(given.array, "sum", name=self.collective_name("")).wait()
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Do ``all_reduce`` through float16 (sync/fp16.py, Note [half scale])."""
-        self._sum_half(_raw(tensor), _backend(tensor))
+        self._sum_half(_given(tensor))
 
-    def _sum_half(self, array: Any, backend: Backend) -> None:
+    def _sum_half(self, given: GivenArray) -> None:
         self._compare_if_loaded()
-        message = HalfMessage(self.communicator, backend, array, self.collective_name("all_reduce_half"))
+        name = self.collective_name("all_reduce_half")
+        message = HalfMessage(self.communicator, given.backend, given.array, name)
         message.measure().wait()
         message.send("sum").wait()
 
@@ -155,19 +150,19 @@ class ArrayCollectives:
             DTypeError: another dtype. ShapeError: accumulation differs in dtype or size. OptionError: spars is out of
                 range.
         """
-        self._sparsify(accumulation, spars, topK, _raw(tensor), _backend(tensor))
+        self._sparsify(accumulation, spars, topK, _given(tensor))
 
     def fused_sparsification(
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Do ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        kept = [(_raw(part), _backend(part)) for part in listed(tensor)]
-        _as_one_array(kept, partial(self._sparsify, accumulation, spars, topK))
+        _as_one_array(list(map(_given, listed(tensor))), partial(self._sparsify, accumulation, spars, topK))
 
     def _sparsify(
-        self, accumulation: RawOrTensor | None, spars: float, topK: bool, array: Any, backend: Backend
+        self, accumulation: RawOrTensor | None, spars: float, topK: bool, given: GivenArray
     ) -> None:
-        residual = None if accumulation is None else _raw(accumulation).reshape(-1)
+        array, backend = given.array, given.backend
+        residual = None if accumulation is None else _given(accumulation).array.reshape(-1)
         if check_bool("sparsification", "topK", topK):
             check_share("sparseTopK", "spars", spars)
         else:
@@ -196,15 +191,14 @@ class ArrayCollectives:
         """Kept for SINGA scripts: the calls above have ended when they return."""
 
     def _fuse(
-        self, kind: str, tensors: Sequence[RawOrTensor], send: bool, function: Callable[[Any, Backend], None]
+        self, kind: str, tensors: Sequence[RawOrTensor], send: bool, function: Callable[[GivenArray], None]
     ) -> None:
         """Put each array aside once; with ``send``, do ``function`` to all that were put aside, as one array."""
         check_bool("DistOpt", "send", send)
         kept = self._fused[kind]
-        given = listed(tensors)
-        for tensor, array in zip(given, [_raw(tensor) for tensor in given], strict=True):
-            if not any(array is known for known, _ in kept):
-                kept.append((array, _backend(tensor)))
+        for given in list(map(_given, listed(tensors))):
+            if not any(given.array is known.array for known in kept):
+                kept.append(given)
         if send:
             self._fused[kind] = []
             _as_one_array(kept, function)
@@ -222,49 +216,21 @@ def _lasting(tensors: Iterable[Tensor]) -> list[Any]:
     return [tensor.array for tensor in known]
 
 
-def raw_array(where: str, tensor: RawOrTensor, writes: bool = True) -> Any:
-    """Return the raw array of a Tensor or array, one piece of memory that with ``writes`` can be changed in place."""
-    array = tensor.array if isinstance(tensor, Tensor) else tensor
-    if isinstance(tensor, Tensor):
-        persist(array)
-    if not isinstance(array, np.ndarray) and not is_cuda_array(array):
-        raise DTypeError(f"{where}: expected a Tensor, a numpy or a CUDA array, got {type(tensor).__name__}")
-    if writes:
-        note_written(array)
-    if not array.flags.c_contiguous or (writes and not getattr(array.flags, "writeable", True)):
-        raise ShapeError(
-            f"{where}: an array of shape {array.shape} is not contiguous or read-only; pass a copy"
-        )
-    return array
+def _given(value: RawOrTensor) -> GivenArray:
+    """Return what a script gave DistOpt, checked."""
+    return GivenArray.around("DistOpt", value)
 
 
-def device_of(tensor: RawOrTensor) -> Device:
-    """Return the device that a Tensor or raw array is on."""
-    if isinstance(tensor, Tensor):
-        return tensor.device
-    return create_cuda_gpu_on(tensor.device.id) if is_cuda_array(tensor) else get_default_device()
-
-
-def _raw(tensor: RawOrTensor) -> Any:
-    """Return the raw array of what a script gave DistOpt."""
-    return raw_array("DistOpt", tensor)
-
-
-def _backend(tensor: RawOrTensor) -> Backend:
-    """Return the backend of the device that a Tensor or raw array is on."""
-    return device_of(tensor).backend
-
-
-def _as_one_array(kept: list[tuple[Any, Backend]], function: Callable[[Any, Backend], None]) -> None:
-    """Do ``function`` to arrays of one dtype and backend, end to end as one flat array; nothing if there are none."""
+def _as_one_array(kept: list[GivenArray], function: Callable[[GivenArray], None]) -> None:
+    """Do ``function`` to arrays of one dtype and device, end to end as one flat array; nothing if there are none."""
     if not kept:
         return
-    arrays, backend = [array for array, _ in kept], kept[0][1]
+    arrays, device = [given.array for given in kept], kept[0].tensor.device
     if len({array.dtype for array in arrays}) > 1:
         raise DTypeError(f"DistOpt: one message cannot hold {sorted({str(array.dtype) for array in arrays})}")
-    if any(other is not backend for _, other in kept):
+    if any(given.backend is not device.backend for given in kept):
         raise DeviceError("DistOpt: one message cannot hold arrays of several devices")
-    flat = backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
-    backend.run("pack", *arrays, out=flat)
-    function(flat, backend)
-    backend.run("unpack", flat, out=tuple(arrays))
+    flat = device.backend.empty((sum(array.size for array in arrays),), arrays[0].dtype)
+    device.backend.run("pack", *arrays, out=flat)
+    function(GivenArray(flat, Tensor.wrap(flat, device)))
+    device.backend.run("unpack", flat, out=tuple(arrays))

@@ -16,12 +16,10 @@ from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from ..errors import CheckpointError, OptionError, check_int, check_number
 from ..tensor import Tensor
 from .base import Array, StepContext
-from .buckets import Bucket, BucketedSync, Exchange, refuse_half
+from .buckets import Bucket, BucketedSync, Exchange
 from .clip import clip_factors
 from .sparse import SparseMessage, check_values
 from .sparse_top_k import check_share, send_top_k
@@ -38,6 +36,7 @@ class Dgc(BucketedSync):
 
     names = ("dgc",)
     is_recordable = True
+    sums_residuals = True
     is_selective = True
     keeps_velocity = True
     slots = MappingProxyType({"velocity": Slot(), "residual": Slot()})
@@ -127,10 +126,6 @@ class Dgc(BucketedSync):
         self._factors = {}  # of this step alone
 
     # ---- one group ---------------------------------------------------------------------------------------
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        refuse_half("dgc", names, dtype)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         run, flat = bucket.backend.run, bucket.flat

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.base import Communicator
+from ..dtypes import accumulation_dtype
 from ..errors import CheckpointError, NonFiniteError
 from ..graph.recorder import fork, host, join, scalar
 from ..tensor import Tensor, to_numpy
@@ -168,7 +169,8 @@ def _filled(like: Tensor, shape: tuple[int, ...], read: Callable[[], float]) -> 
 
 def _sums(grads: Sequence[Tensor]) -> Tensor:
     """Return the sum of each gradient, shape (count,), float32 or wider: not finite if an element is not."""
-    device, dtype = grads[0].device, np.result_type(np.float32, *(grad.dtype for grad in grads))
+    device = grads[0].device
+    dtype = max((accumulation_dtype(grad.dtype) for grad in grads), key=lambda each: each.itemsize)
     sums = device.backend.empty((len(grads),), dtype)
     for number, grad in enumerate(grads):
         source = grad.array.reshape(-1)

@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..comm.base import Communicator
-from ..comm.work import Traffic
 from ..errors import DTypeError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
+from .base import scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange
+from .step_groups import StepGroups
 
 
 class FixedOrder(BucketedSync):
@@ -36,10 +37,9 @@ class FixedOrder(BucketedSync):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._pairs_of_ranks: list[Communicator] | None = (
-            None  # a group of two for each level, the lowest first
-        )
-        self._counted: dict[Communicator, Traffic] = {}
+        # a group of two for each level, the lowest first
+        self._pairs_of_ranks: list[Communicator] | None = None
+        self._groups: StepGroups | None = None
 
     @classmethod
     def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
@@ -54,9 +54,7 @@ class FixedOrder(BucketedSync):
                 self._pairs_of_ranks = self._make_groups()
         for group in self._pairs_of_ranks:
             yield group.all_reduce(bucket.flat, "sum", wire_dtype=self.wire_dtype, name=bucket.name)
-        factor = bucket.backend.empty((1,), bucket.dtype)
-        bucket.backend.run("fill", out=factor, value=1.0 / self.num_microbatches)
-        bucket.backend.run("mul", bucket.flat, factor, out=bucket.flat)
+        scale_in_place(bucket.backend, bucket.flat, 1.0 / self.num_microbatches)
 
     def _make_groups(self) -> list[Communicator]:
         size, rank, groups = self.communicator.size, self.communicator.rank, list[Communicator]()
@@ -70,20 +68,12 @@ class FixedOrder(BucketedSync):
                     assert group is not None
                     groups.append(group)
             level *= 2
-        for group in groups:
-            group.abort_together([*groups, self.communicator])
-            group.share_stop_requests(self.communicator.stop_requests)
-        self._counted = {group: group.traffic.copy() for group in groups}
+        self._groups = StepGroups(self.communicator, groups)
         return groups
 
     def after_update(self, params: list[Tensor]) -> None:
-        bookkeep(self._count)
-
-    def _count(self) -> None:
-        """Count what the groups have sent as this scheme's."""
-        for group, before in self._counted.items():
-            self.communicator.traffic.add(group.traffic.since(before))
-            self._counted[group] = group.traffic.copy()
+        if self._groups is not None:
+            bookkeep(self._groups.count)
 
 
 class FixedOrderBf16(FixedOrder):

@@ -21,8 +21,9 @@ from ..comm.work import Traffic
 from ..errors import CheckpointError, CommError, OptionError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
-from .base import Scheme, StepContext
+from .base import Scheme, StepContext, scale_in_place
 from .buckets import Bucket, BucketedSync, Exchange, Soon
+from .step_groups import StepGroups
 from .text import DistOption, read_dist_option
 
 
@@ -62,7 +63,7 @@ class Hierarchical(BucketedSync):
         self._weight = 1.0  # see Note [weights]
         self._ready: list[Bucket] = []  # of this step, averaged within the host
         self._num_fed = 0  # of them, that the outer scheme has
-        self._counted: dict[Communicator, Traffic] = {}  # what the steps before have sent
+        self._groups: StepGroups | None = None
         self.inside, self.between = Traffic(), Traffic()
         self._loaded: tuple[str, dict[str, np.ndarray], dict[Tensor, str]] | None = None
 
@@ -111,11 +112,7 @@ class Hierarchical(BucketedSync):
         self._weight = inner.size * num_hosts / self.communicator.size
         self._inner, self._between, self._loaded = inner, between, None
         self._kind, self._text = kind, text
-        groups = [each for each in (inner, between) if each is not None]
-        for each in groups:
-            each.abort_together([*groups, self.communicator])
-            each.share_stop_requests(self.communicator.stop_requests)
-        self._counted = {each: each.traffic.copy() for each in (inner, between) if each is not None}
+        self._groups = StepGroups(self.communicator, [each for each in (inner, between) if each is not None])
 
     def check(self, bucket: Bucket) -> None:
         assert self._kind is not None
@@ -129,9 +126,7 @@ class Hierarchical(BucketedSync):
         assert self._inner is not None
         yield Soon(self._inner.reduce(bucket.flat, "mean", 0, name=bucket.name))
         if self._outer is not None and self._weight != 1.0:
-            factor = bucket.backend.empty((1,), bucket.dtype)
-            bucket.backend.run("fill", out=factor, value=self._weight)
-            bucket.backend.run("mul", bucket.flat, factor, out=bucket.flat)
+            scale_in_place(bucket.backend, bucket.flat, self._weight)
         self._ready.append(bucket)
 
     def _feed(self) -> None:
@@ -164,12 +159,8 @@ class Hierarchical(BucketedSync):
 
     def _count(self) -> None:
         """Count what both communicators have sent as this scheme's."""
-        sent = []
-        for communicator, before in self._counted.items():
-            sent.append(communicator.traffic.since(before))
-            self._counted[communicator] = communicator.traffic.copy()
-            self.communicator.traffic.add(sent[-1])
-        self.inside, self.between = [*sent, Traffic()][:2]
+        assert self._groups is not None
+        self.inside, self.between = [*self._groups.count(), Traffic()][:2]
 
     def graph_key(self) -> Hashable:
         if (

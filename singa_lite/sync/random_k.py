@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from .base import StepContext
-from .buckets import Bucket, BucketedSync, Exchange, refuse_half
+from .buckets import Bucket, BucketedSync, Exchange
 from .sparse_top_k import check_share, count_of_share
 from .state import Slot
 
@@ -32,6 +30,7 @@ class RandomK(BucketedSync):
 
     names = ("randomK",)
     is_recordable = True
+    sums_residuals = True
     is_selective = True
     slots = MappingProxyType({"residual": Slot()})
 
@@ -64,10 +63,6 @@ class RandomK(BucketedSync):
                 f"diverge then; use {LEAST_SAFE} or more, a smaller learning rate, or sparseTopK",
                 stacklevel=2,
             )
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        refuse_half("randomK", names, dtype)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat

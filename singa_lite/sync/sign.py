@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..graph.recorder import bookkeep, unrecorded
 from ..tensor import Tensor
 from .base import Array, StepContext
-from .buckets import Bucket, BucketedSync, Exchange, refuse_half
+from .buckets import Bucket, BucketedSync, Exchange
 from .state import Slot
 
 PREFIX = "lr of "  # of counters
@@ -34,6 +34,7 @@ class Sign(BucketedSync):
 
     names = ("sign",)
     is_recordable = True
+    sums_residuals = True
     is_selective = True  # groups by threshold, without padding
     slots = MappingProxyType({"residual": Slot()})
 
@@ -53,10 +54,6 @@ class Sign(BucketedSync):
         super().__init__(*arguments)
         self._lrs: dict[str, float] = {}  # by parameter: of the step that left its residual
         self._ends: dict[Bucket, Array] = {}
-
-    @classmethod
-    def check_dtype(cls, names: str, dtype: np.dtype[Any]) -> None:
-        refuse_half("sign", names, dtype)
 
     def exchange(self, bucket: Bucket) -> Exchange:
         run, empty, flat = bucket.backend.run, bucket.backend.empty, bucket.flat

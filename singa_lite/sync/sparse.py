@@ -16,7 +16,7 @@ from ..backend.base import Backend
 from ..comm.base import Communicator
 from ..comm.work import Work
 from ..errors import check_choice
-from .base import Array
+from .base import Array, scale_in_place
 from .buckets import Bucket, BucketedSync
 from .fp16 import HALF_MAX
 from .indices import IndexCode
@@ -106,9 +106,7 @@ class SparseMessage:
                 run("cast", values, out=wide)
             run("scatter_add", indices[:count], wide[:count], out=self.flat)
         if scale != 1.0:
-            factor = empty((1,), self.flat.dtype)
-            run("fill", out=factor, value=scale)
-            run("mul", self.flat, factor, out=self.flat)
+            scale_in_place(self.backend, self.flat, scale)
 
     def _round(self, out: Array) -> None:
         """Write the values as they are sent to ``out``, and note what that loses; an infinity is sent as NaN."""

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The groups of ranks in which the steps of a scheme exchange: they fail and stop together, and count as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..comm.base import Communicator
+from ..comm.work import Traffic
+
+
+class StepGroups:
+    """Groups that were made of ``communicator`` for a scheme of it.
+
+    Args:
+        communicator: the scheme's; an abort of it or of a group aborts all of them.
+        groups: those that this rank is in.
+    """
+
+    def __init__(self, communicator: Communicator, groups: Sequence[Communicator]) -> None:
+        self._communicator = communicator
+        for group in groups:
+            group.abort_together([*groups, communicator])
+            group.share_stop_requests(communicator.stop_requests)
+        self._counted = {group: group.traffic.copy() for group in groups}
+
+    def count(self) -> list[Traffic]:
+        """Add what each group has sent since the last call to the communicator's traffic; return it."""
+        sent = [group.traffic.since(before) for group, before in self._counted.items()]
+        for traffic in sent:
+            self._communicator.traffic.add(traffic)
+        self._counted = {group: group.traffic.copy() for group in self._counted}
+        return sent
