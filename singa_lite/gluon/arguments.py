@@ -14,7 +14,8 @@ import numpy as np
 
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import DTypeError, OptionError, check_number
-from ..opt.base import Optimizer, create, unique_names
+from ..opt.base import Optimizer, create
+from ..opt.checks import unique_names
 from ..opt.dist import DistOpt
 from ..tensor import Tensor
 

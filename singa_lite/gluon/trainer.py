@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from .. import kvstore as stores
-from ..comm.p2p import MessageTraffic
 from ..dtypes import LARGEST_FLOAT32
 from ..errors import (
     CheckpointError,
@@ -34,12 +33,13 @@ from ..errors import (
 from ..graph.clock import drop_step, lap
 from ..graph.recorder import break_graph
 from ..kvstore.base import KVStoreBase
-from ..kvstore.calls import Key, Path
+from ..kvstore.calls import Key, MessageTraffic, Path
 from ..kvstore.residuals import Array
 from ..kvstore.states import check_residuals
 from ..kvstore.store import KVStore, States
 from ..layer.base import Layer
-from ..opt.base import MAX_STEPS, Optimizer, check_steps
+from ..opt.base import Optimizer
+from ..opt.checks import MAX_STEPS, check_steps
 from ..tensor import Tensor, to_numpy
 from .arguments import checked_batch_size, optimizer_of, parameters_by_name
 from .shared_optimizer import SharedOptimizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a store is about: keys, what is pushed, where what is pulled goes."""
+"""What a call of a store is about: keys, what is pushed, where what is pulled goes, what has travelled for it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..comm.p2p import MessageTraffic as MessageTraffic
 from ..sync.agree import first_difference
 from ..tensor import Tensor
 

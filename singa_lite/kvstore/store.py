@@ -27,7 +27,8 @@ from ..errors import (
     check_number,
 )
 from ..graph.recorder import break_graph
-from ..opt.base import MAX_STEPS, Optimizer
+from ..opt.base import Optimizer
+from ..opt.checks import MAX_STEPS
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor

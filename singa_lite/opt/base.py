@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial, wraps
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,25 +16,22 @@ from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
 from ..config import this_thread
 from ..device import Device
-from ..dtypes import bfloat16
-from ..errors import CheckpointError, DeviceError, DTypeError, OptionError, ShapeError, check_int
+from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_int
 from ..graph.clock import drop_step, lap
 from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import Scalar
-from ..graph.recorder import bookkeep, break_graph, guard, host, scalar, unrecorded
+from ..graph.recorder import bookkeep, break_graph, guard, scalar, unrecorded
 from ..tensor import Tensor
 from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
+from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
+from .overrides import ON_HOST, UNRECORDABLE, on_host, unrecordable, updates_in
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
-MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
-# what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
-ON_HOST = ("update_all", "apply", "update", "update_pairs", "step")
-UNRECORDABLE = ("__call__", "call", "backward_and_update")
 
 
 class MomentumRule(NamedTuple):
@@ -79,7 +76,7 @@ class Optimizer:
             kind = next(kind for kind in cls.__mro__ if name in vars(kind))
             is_beside = not issubclass(kind, Optimizer) and not vars(kind).get("is_recordable", False)
             if kind is cls or is_beside:
-                setattr(cls, name, (_on_host if name in ON_HOST else _unrecordable)(vars(kind)[name]))
+                setattr(cls, name, (on_host if name in ON_HOST else unrecordable)(vars(kind)[name]))
             if is_beside:
                 inherited.append(name)
         cls._inherited_methods = tuple(inherited)
@@ -197,7 +194,7 @@ class Optimizer:
     def update_pairs(self, pairs: Pairs) -> None:
         """Update by what was set or written last, ``update_all`` or ``apply``."""
         self._guard_methods()
-        if "update_all" in next(filter(None, map(_updates_in, (self, *type(self).__mro__)))):
+        if "update_all" in next(filter(None, map(updates_in, (self, *type(self).__mro__)))):
             self.update_all(pairs)
         else:
             Optimizer.update_all(self, pairs)
@@ -427,99 +424,3 @@ def create(name: str, /, **arguments: Any) -> Optimizer:  # Any: numbers, text, 
 
 def _without_class(description: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in description.items() if name != "class"}
-
-
-def check_arrays(where: str, states: object) -> None:
-    """Raise CheckpointError unless ``states`` are numpy arrays by name."""
-    if not isinstance(states, Mapping):
-        raise CheckpointError(f"{where}: expected states by name, got {type(states).__name__}")
-    for name, value in states.items():
-        if not isinstance(name, str) or not isinstance(value, np.ndarray):
-            raise CheckpointError(
-                f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
-            )
-
-
-def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
-    """Raise CheckpointError unless a saved "step_counter" is one integer from 0 to 2**53."""
-    if steps.shape != () or steps.dtype.kind not in "iu" or not 0 <= steps <= MAX_STEPS:
-        raise CheckpointError(f"{where}: step_counter must be an int from 0 to {MAX_STEPS}, not {steps}")
-
-
-def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
-    """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
-    names: dict[Tensor, str] = {}
-    counts: dict[str, int] = {}
-    taken: set[str] = set()
-    for param in params:
-        name = param.name or "unnamed"
-        count = counts.get(name, 0)
-        while (own := f"{name}#{count}" if count else name) in taken:  # by one that its owner has called so
-            count += 1
-        counts[name] = count + 1
-        names[param] = own
-        taken.add(own)
-    return names
-
-
-def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
-    """Return ``pairs`` as a list; DTypeError unless it consists of (parameter, gradient)."""
-    if not isinstance(pairs, Iterable) or isinstance(pairs, (Tensor, np.ndarray)):
-        raise DTypeError(f"{optimizer}: expected pairs (parameter, gradient), got {type(pairs).__name__}")
-    found = list(pairs)
-    for pair in found:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise DTypeError(f"{optimizer}: expected a pair (parameter, gradient), got {type(pair).__name__}")
-        for name, value in zip(("parameter", "gradient"), pair, strict=True):
-            if not isinstance(value, Tensor):
-                raise DTypeError(f"{optimizer}: the {name} must be a Tensor, not {type(value).__name__}")
-    return found
-
-
-def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
-    """Raise a typed error unless ``grad`` can update ``param``."""
-    if grad.array.shape != param.array.shape:
-        raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
-    if grad.array.dtype != param.array.dtype:
-        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
-    if grad.device is not param.device:
-        raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")
-    if param.dtype == bfloat16:
-        raise DTypeError(
-            f"{optimizer}: {param.name} is bfloat16; keep parameters in float32, of which autocast rounds copies "
-            "(docs/precision.md)"
-        )
-    if param.dtype.kind != "f":
-        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}; only float parameters can be updated")
-
-
-def _updates_in(place: object) -> set[str]:
-    """Return which of ``update_all`` and ``apply`` a class has written, or an optimizer has as attributes."""
-    return {"update_all", "apply"} & vars(place).keys() - {*vars(place).get("_inherited_methods", ())}
-
-
-def _on_host(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method whose Python runs at every replay of a recorded step."""
-
-    @wraps(method)
-    def run_in_float32(arguments: list[Any], options: dict[str, Any]) -> Any:
-        with autograd.autocast(enabled=False):
-            return method(*arguments, **options)
-
-    @wraps(method)
-    def run(*arguments: Any, **options: Any) -> Any:
-        given = [list(a) if isinstance(a, (Iterator, BackwardPairs)) else a for a in arguments]
-        return host(run_in_float32, given, options)
-
-    return run
-
-
-def _unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method that runs backward, and may do in Python what a replay would not do."""
-
-    @wraps(method)
-    def run(self: Optimizer, *arguments: Any, **options: Any) -> Any:
-        break_graph(f"{type(self).__name__} overrides {method.__name__}, whose Python a replay would not run")
-        return method(self, *arguments, **options)
-
-    return run

@@ -39,13 +39,14 @@ from ..sync.scheme_table import SchemeTable
 from ..sync.text import read_dist_option
 from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
-from .base import Optimizer, Pairs, as_pairs, check_arrays, check_pair, unique_names
+from .base import Optimizer, Pairs
+from .checks import as_pairs, check_arrays, check_pair, unique_names
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
 from .options import Option
 from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
-from .step_options import StepOptions, has_clip
+from .step_options import StepOptions, has_clip, schedules
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
@@ -171,8 +172,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.opt = opt if opt is not None else SGD()
         self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
-        self._step_options = StepOptions(self, options, clip_norm)
-        self._step_options.check(spars)
+        self._step_options = StepOptions(options, clip_norm)
+        self._step_options.check(self, spars)
         if nccl_id is not None and not hasattr(nccl_id, "rendezvous_id"):
             raise OptionError(f"DistOpt: nccl_id must be an NcclIdHolder, not {type(nccl_id).__name__}")
         if communicator is not None and not isinstance(communicator, Communicator):
@@ -269,7 +270,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_recorded(loss)
         if threshold is not None:
             check_int("DistOpt", "threshold", threshold, 0)
-        given = self._step_options.read_call(dist_option, spars, options)
+        given = self._step_options.read_call(self, dist_option, spars, options)
         kind = read_dist_option(self.dist_option if dist_option is None else dist_option).scheme
         scheme = self._scheme(kind, threshold)
         self._schemes.check_velocity(scheme)
@@ -358,9 +359,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Start a step of ``scheme``, and report to a recorder what decides which kernels and collectives it has."""
         # of this call, if a recorded step has several
         offset = steps_since_start(self.opt, self.opt._step_counter)
-        guard_ahead(self, offset, partial(self._step_options.structure, scheme, given))
+        guard_ahead(self, offset, partial(self._step_options.structure, self, scheme, given))
         guard(scheme, lambda: (scheme.graph_key(), scheme.state.graph_key()))
-        read = partial(self._step_options.step, type(scheme), given)
+        read = partial(self._step_options.step, self, type(scheme), given)
         bookkeep(self._begin_call, scheme, read)
         with unrecorded():
             step = read()
@@ -473,9 +474,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if scheme in self._compared:
             return
         with unrecorded():
-            options = self._step_options.step(type(scheme), given).options
+            options = self._step_options.step(self, type(scheme), given).options
             text = name + text_of(options)
-            mine = {"dist_option": text, **self._step_options.schedules(type(scheme), given)}
+            mine = {"dist_option": text, **schedules(self, type(scheme), given)}
             # once another scheme has run, the others may not compare now: they get the text from the name
             what = f"their dist_option, here {text}" if self._compared else "their dist_option"
             compare(self.communicator, what, mine, "pass the same dist_option on every rank")

@@ -23,29 +23,32 @@ class CallDefaults(OptimizerView, Protocol):
 
 
 class StepOptions:
-    """Reads the options of a DistOpt's steps.
+    """Reads the options of a DistOpt's steps; every method gets that as ``dist``, to which it keeps no reference.
 
     Args:
-        dist: the DistOpt.
         options: the constructor's, by name.
         clip_norm: the constructor's; a scheme with an option ``clip`` gets it there.
     """
 
-    def __init__(self, dist: CallDefaults, options: dict[str, Option], clip_norm: float | None) -> None:
-        self._dist, self._options, self._clip_norm = dist, options, clip_norm
+    def __init__(self, options: dict[str, Option], clip_norm: float | None) -> None:
+        self._options, self._clip_norm = options, clip_norm
 
-    def check(self, spars: float | DecayScheduler | None) -> None:
+    def check(self, dist: CallDefaults, spars: float | DecayScheduler | None) -> None:
         """Raise OptionError unless the constructor's options fit its ``dist_option``, and ``spars`` is given once."""
-        scheme, of_text = read_dist_option(self._dist.dist_option)
+        scheme, of_text = read_dist_option(dist.dist_option)
         of_text = options_by_name(scheme, join_options("DistOpt", of_text, self._options))
         join_options("DistOpt", of_text, {} if spars is None else {"spars": spars})
-        self.step(scheme, self.read_call(None, None, {}))
+        self.step(dist, scheme, self.read_call(dist, None, None, {}))
 
     def read_call(
-        self, dist_option: str | None, spars: float | DecayScheduler | None, options: dict[str, Option]
+        self,
+        dist: CallDefaults,
+        dist_option: str | None,
+        spars: float | DecayScheduler | None,
+        options: dict[str, Option],
     ) -> dict[str, Option]:
         """Return the options of a call by name, schedules as they are; without ``spars`` where it is the attribute."""
-        default, of_default = read_dist_option(self._dist.dist_option)
+        default, of_default = read_dist_option(dist.dist_option)
         scheme, of_text = (default, {}) if dist_option is None else read_dist_option(dist_option)
         of_call = options_by_name(scheme, join_options("DistOpt", of_text, options))
         given = options_by_name(scheme, {**self._options, **of_default}) if scheme is default else {}
@@ -65,34 +68,40 @@ class StepOptions:
             given["clip"] = self._clip_norm
         return given
 
-    def step(self, scheme: type[Scheme], given: dict[str, Option], offset: int = 0) -> StepContext:
+    def step(
+        self, dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option], offset: int = 0
+    ) -> StepContext:
         """Return the step that is ``offset`` steps ahead; OptionError if the optimizer does not fit."""
-        step = self._dist.opt._step_counter + offset
-        options = make_options(scheme, values_at(self._values(scheme, given), step))
+        step = dist.opt._step_counter + offset
+        options = make_options(scheme, values_at(_values(dist, scheme, given), step))
         if scheme.takes_momentum(options):
-            self._dist.momentum_rule(step)
-        return StepContext(options, step, self._dist)
+            dist.momentum_rule(step)
+        return StepContext(options, step, dist)
 
-    def structure(self, scheme: Scheme, given: dict[str, Option], offset: int) -> Hashable:
+    def structure(
+        self, dist: CallDefaults, scheme: Scheme, given: dict[str, Option], offset: int
+    ) -> Hashable:
         """Return what decides which kernels and collectives the step has that is ``offset`` steps ahead."""
-        step = self.step(type(scheme), given, offset)
+        step = self.step(dist, type(scheme), given, offset)
         options = with_defaults(step.options, scheme.read_again)
         return scheme, options, scheme.step_key(step)
 
-    def schedules(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, str]:
-        """Return the text of each option that is a schedule, by "the schedule of <name>"."""
-        return {
-            f"the schedule of {key}": described(value, self._dist.opt._step_counter)
-            for key, value in self._values(scheme, given).items()
-            if isinstance(value, DecayScheduler)
-        }
 
-    def _values(self, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
-        """Return ``given`` with the default of ``spars`` if the scheme has that option."""
-        takes_it = "spars" in option_names(scheme_of_options(scheme, given))
-        return {"spars": self._dist.spars, **given} if takes_it else given
+def schedules(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, str]:
+    """Return the text of each option that is a schedule, by "the schedule of <name>"."""
+    return {
+        f"the schedule of {key}": described(value, dist.opt._step_counter)
+        for key, value in _values(dist, scheme, given).items()
+        if isinstance(value, DecayScheduler)
+    }
 
 
 def has_clip(scheme: type[Scheme]) -> bool:
     """Return whether a scheme clips local gradients itself, by its option ``clip``."""
     return "clip" in option_names(scheme)
+
+
+def _values(dist: CallDefaults, scheme: type[Scheme], given: dict[str, Option]) -> dict[str, Option]:
+    """Return ``given`` with the default of ``spars`` if the scheme has that option."""
+    takes_it = "spars" in option_names(scheme_of_options(scheme, given))
+    return {"spars": dist.spars, **given} if takes_it else given

@@ -13,7 +13,7 @@ from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.dtypes import bfloat16
 from singa_lite.errors import CheckpointError, CommError, OptionError, ShapeError, SingaLiteError
-from singa_lite.opt.base import unique_names
+from singa_lite.opt.checks import unique_names
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer is given, checked: pairs of parameters and gradients, saved states, names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import bfloat16
+from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
+from ..tensor import Tensor
+
+MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
+
+
+def check_arrays(where: str, states: object) -> None:
+    """Raise CheckpointError unless ``states`` are numpy arrays by name."""
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"{where}: expected states by name, got {type(states).__name__}")
+    for name, value in states.items():
+        if not isinstance(name, str) or not isinstance(value, np.ndarray):
+            raise CheckpointError(
+                f"{where}: state {name!r} must be a numpy array, not {type(value).__name__}"
+            )
+
+
+def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
+    """Raise CheckpointError unless a saved "step_counter" is one integer from 0 to 2**53."""
+    if steps.shape != () or steps.dtype.kind not in "iu" or not 0 <= steps <= MAX_STEPS:
+        raise CheckpointError(f"{where}: step_counter must be an int from 0 to {MAX_STEPS}, not {steps}")
+
+
+def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
+    """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
+    names: dict[Tensor, str] = {}
+    counts: dict[str, int] = {}
+    taken: set[str] = set()
+    for param in params:
+        name = param.name or "unnamed"
+        count = counts.get(name, 0)
+        while (own := f"{name}#{count}" if count else name) in taken:  # by one that its owner has called so
+            count += 1
+        counts[name] = count + 1
+        names[param] = own
+        taken.add(own)
+    return names
+
+
+def as_pairs(optimizer: str, pairs: object) -> list[tuple[Tensor, Tensor]]:
+    """Return ``pairs`` as a list; DTypeError unless it consists of (parameter, gradient)."""
+    if not isinstance(pairs, Iterable) or isinstance(pairs, (Tensor, np.ndarray)):
+        raise DTypeError(f"{optimizer}: expected pairs (parameter, gradient), got {type(pairs).__name__}")
+    found = list(pairs)
+    for pair in found:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DTypeError(f"{optimizer}: expected a pair (parameter, gradient), got {type(pair).__name__}")
+        for name, value in zip(("parameter", "gradient"), pair, strict=True):
+            if not isinstance(value, Tensor):
+                raise DTypeError(f"{optimizer}: the {name} must be a Tensor, not {type(value).__name__}")
+    return found
+
+
+def check_pair(optimizer: str, param: Tensor, grad: Tensor) -> None:
+    """Raise a typed error unless ``grad`` can update ``param``."""
+    if grad.array.shape != param.array.shape:
+        raise ShapeError(f"{optimizer}: {param.name} has shape {param.shape}, its gradient {grad.shape}")
+    if grad.array.dtype != param.array.dtype:
+        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}, its gradient {grad.dtype}")
+    if grad.device is not param.device:
+        raise DeviceError(f"{optimizer}: {param.name} is on {param.device}, its gradient on {grad.device}")
+    if param.dtype == bfloat16:
+        raise DTypeError(
+            f"{optimizer}: {param.name} is bfloat16; keep parameters in float32, of which autocast rounds copies "
+            "(docs/precision.md)"
+        )
+    if param.dtype.kind != "f":
+        raise DTypeError(f"{optimizer}: {param.name} is {param.dtype}; only float parameters can be updated")
