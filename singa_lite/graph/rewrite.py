@@ -133,9 +133,9 @@ class GraphRewriter:
 def pack_in_place(nodes: list[Node]) -> list[Node]:
     """Have what a "pack" joins computed right in the joined array, so that the pack need not run.
 
-    Done for an input that only the nodes before the pack use, if none of these uses the joined array meanwhile, and
-    where its part begins as the backend wants arrays to begin: a library may compute other bits elsewhere. The others
-    are copied there one by one.
+    Done for an input that only the nodes before the pack use, if none of these uses the joined array meanwhile, that is
+    no such joined array itself, and where its part begins as the backend wants arrays to begin: a library may compute
+    other bits elsewhere. The others are copied there one by one.
     """
     users: dict[Memory, list[int]] = defaultdict(list)
     for number, node in enumerate(nodes):
@@ -143,6 +143,7 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
             users[memory].append(number)
     hosts = [number for number, node in enumerate(nodes) if isinstance(node, Host) and node.sees_arrays]
     moved: dict[Memory, View] = {}  # what is to be computed elsewhere: all of it there
+    joins: set[Memory] = set()  # joined arrays in which something is to be computed
     copies: dict[int, list[Node]] = {}  # by the number of the pack that they replace
     for number, pack in enumerate(nodes):
         if not isinstance(pack, Kernel) or pack.name != "pack":
@@ -153,8 +154,11 @@ def pack_in_place(nodes: list[Node]) -> list[Node]:
             is_made = source.memory not in {view.memory for view in nodes[first].inputs}
             is_free = not any(first <= n < number for n in (*users[joined], *hosts))
             is_aligned = target.offset % pack.backend.alignment_bytes == 0
-            if is_made and is_free and is_aligned and last == number and _is_only_for(pack, source):
+            is_joined = source.memory in joins  # what it consists of is computed there
+            is_only = is_made and last == number and _is_only_for(pack, source) and not is_joined
+            if is_free and is_aligned and is_only:
                 moved[source.memory] = target
+                joins.add(joined)
             else:
                 left.append(replace(pack, name="copy", inputs=(source,), out=target, attributes={}))
         if len(left) < len(pack.inputs):

@@ -151,6 +151,7 @@ class AdamW(Adam):
     Source: Loshchilov, Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
 
+    is_recordable = True
     kernel = "adamw_update"
 
     def __init__(

@@ -73,7 +73,7 @@ class Optimizer:
             return
         inherited = []
         for name in (*ON_HOST, *UNRECORDABLE):
-            kind = next(kind for kind in cls.__mro__ if name in vars(kind))
+            kind = next((kind for kind in cls.__mro__ if name in vars(kind)), Optimizer)
             is_beside = not issubclass(kind, Optimizer) and not vars(kind).get("is_recordable", False)
             if kind is cls or is_beside:
                 setattr(cls, name, (on_host if name in ON_HOST else unrecordable)(vars(kind)[name]))

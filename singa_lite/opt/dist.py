@@ -27,6 +27,7 @@ from ..device import Device
 from ..errors import GraphError, OptionError, check_choice, check_int, check_number
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
+from ..graph.rounded import note_written
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, StepContext, text_of
 from ..sync.clip import clip_gradients
@@ -196,6 +197,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._check_every = check_every
         self._must_compare = False  # states were loaded
+        self._may_differ = (
+            False  # the ranks' parameters, since a scheme that does not keep them equal has run
+        )
         # when the next call begins: an exception ended this one, of which other ranks may have made the update
         self._is_updating = False
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
@@ -313,6 +317,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme.end([param for param, _ in pairs])
         self._sums.end()
         lap("update")
+        if not scheme.keeps_equal:
+            bookkeep(self._note_differences)
         bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
         self._called = scheme
         self.step()
@@ -380,6 +386,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
         self._is_updating = False
+
+    def _note_differences(self) -> None:
+        self._may_differ = True
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
@@ -491,7 +500,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         what = "their optimizers, as an exception ended a step" if self._is_updating else "their optimizers"
         self._must_compare = self._is_updating = False
         values = None
-        if scheme.keeps_equal if scheme else self.keeps_equal:
+        if (scheme.keeps_equal and not self._may_differ) if scheme else self.keeps_equal:
             names = unique_names(dict.fromkeys([*self._names, *self._updated]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
@@ -527,10 +536,29 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
+        needs_equal = scheme is not None and scheme.keeps_equal
         if self._must_compare or self._is_updating:
             with unrecorded():
                 self._compare_states(scheme)
-        guard((self, "states may differ"), lambda: self._must_compare or self._is_updating)
+        if needs_equal and self._may_differ:
+            with unrecorded():
+                self._make_equal()
+        guard(
+            (self, "states may differ"),
+            lambda: self._must_compare or self._is_updating or (needs_equal and self._may_differ),
+        )
+
+    def _make_equal(self) -> None:
+        """Average parameters and optimizer state before a step that keeps them equal, if ranks have other ones."""
+        tensors = [each for param in self._names for each in (param, *self.opt.slots(param).values())]
+        if not are_equal(self.communicator, "parameters and optimizer states", tensors):
+            arrays = [tensor.array for tensor in tensors]
+            for tensor in tensors:
+                tensor.device.backend.activate()
+                note_written(tensor.array)
+            name = self.collective_name("parameters and optimizer states")
+            self.communicator.all_reduce(arrays, "mean", name=name).wait()
+        self._may_differ = False
 
     def _compare_if_due(self, scheme: Scheme | None) -> None:
         if self._check_every is not None and self.opt._step_counter % self._check_every == 0:
@@ -538,6 +566,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def states_loaded(self) -> None:
         self._must_compare = True
+        self._may_differ = not all(kind.keeps_equal for kind in self._schemes.kinds)
         if self._order == "fixed":
             self._place_streams()
 

@@ -12,8 +12,8 @@ from ..autograd.parts import BackwardPairs
 from ..graph.recorder import break_graph, host
 
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
-ON_HOST = ("update_all", "apply", "update", "update_pairs", "step")
-UNRECORDABLE = ("__call__", "call", "backward_and_update")
+ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
+UNRECORDABLE = ("__call__", "call", "backward_and_update", "run_update", "number", "decay")
 
 
 def updates_in(place: object) -> set[str]:
@@ -38,7 +38,7 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method that runs backward, and may do in Python what a replay would not do."""
+    """Mark a method that runs backward, or is called while kernels are recorded: its Python a replay would not run."""
 
     @wraps(method)
     def run(self: object, *arguments: Any, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -73,18 +72,13 @@ class LocalSgd(BucketedSync):
     def after_update(self, params: list[Tensor]) -> None:
         if not params or not self._is_local:
             return
-        label, period = self._label(params), int(self.options.period)
+        label, period = self.label_of(params), int(self.options.period)
         ahead = steps_since_start((self, label), self._updates.get(label, 0))
         guard_ahead((self, label), ahead, partial(self._is_due, label, period))
         if self._is_due(label, period):
             for kind in dict.fromkeys((param.dtype, param.device) for param in params):
                 self.average([param for param in params if (param.dtype, param.device) == kind])
         bookkeep(self._count, label)
-
-    def _label(self, params: list[Tensor]) -> str:
-        """Return what the updates of ``params`` are counted under, other than that of any other parameters."""
-        names = self.names_of(params)
-        return f"{len(params)} parameters from {self.optimizer.name_of(params[0])}, {zlib.crc32(names.encode()):08x}"
 
     def _is_due(self, label: str, period: int, ahead: int = 0) -> bool:
         """Return whether an average comes after the update of ``label`` that comes after ``ahead`` others."""

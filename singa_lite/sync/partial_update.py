@@ -38,7 +38,7 @@ class PartialUpdate(Scheme):
     def after_update(self, params: list[Tensor]) -> None:
         if not params:
             return
-        chunks, label = self._chunks_of(params), self._label(params)
+        chunks, label = self._chunks_of(params), self.label_of(params)
         chunk = chunks[self._next.get(label, 0) % len(chunks)]
         self.average(chunk)
         bookkeep(self._count, label, len(chunks))
@@ -63,7 +63,3 @@ class PartialUpdate(Scheme):
         if wrong:
             raise CheckpointError(f"partialUpdate: {wrong[:3]} do not give the next chunk")
         self._next = {name.removeprefix(PREFIX): int(number) for name, number in counters.items()}
-
-    def _label(self, params: list[Tensor]) -> str:
-        """Return a name for the parameters of a step, equal where the same ones are used again after a restart."""
-        return f"{len(params)} parameters from {self.optimizer.name_of(params[0])}"

@@ -102,7 +102,8 @@ class Sign(BucketedSync):
         return -self._lrs.get(name, lr) / lr if step.options.rescale and lr > 0 else -1.0
 
     def after_update(self, params: list[Tensor]) -> None:
-        bookkeep(self._note_lr, [self.optimizer.name_of(param) for param in params])
+        if self.options.corr:
+            bookkeep(self._note_lr, [self.optimizer.name_of(param) for param in params])
 
     def _note_lr(self, names: list[str]) -> None:
         lr = self.now().lr

@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from singa_lite import opt
+from singa_lite import autograd, checkpoint, layer, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.work import ring_bytes
 from singa_lite.errors import CheckpointError
+from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.sync.by_hand import SHAPES, STEPS, WORLDS, Case, bits, gradients, new_scheme, sizes
 from tests.sync.make_scheme import begin
 from tests.sync.test_dgc import SGDS
-from tests.sync.training import made, steps, values
+from tests.sync.training import Net, made, steps, values
 
 LR = 0.1
 CASES = {
@@ -142,3 +144,83 @@ def test_a_dist_opt_says_that_ranks_differ() -> None:
     scheme = new_scheme("localSGD", local, Case())
     with pytest.raises(CheckpointError, match=r"localSGD: .*do not count updates"):
         scheme.load_state_dict({"counter/first step": np.array(1)}, {})
+
+
+def switch(communicator: Any, use_graph: bool, option: str, folder: str) -> list[dict[str, bytes]]:
+    """Bits of parameters and states: after fp32 behind ``option``, and of a job that was saved and goes on there."""
+    net = made(communicator, use_graph, option, momentum=0.9)
+    for first in (0, 3):  # twice, as what is recorded of the first turn is replayed in the second
+        net.optimizer.dist_option = option
+        steps(net, communicator.rank, first, first + 3)
+        net.optimizer.dist_option = "fp32"
+        if first == 3:
+            checkpoint.save_job(folder, net)
+        steps(net, communicator.rank, first + 3, first + 6)
+    other = made(communicator, use_graph, option, momentum=0.9)
+    other.optimizer.dist_option = "fp32"
+    assert checkpoint.load_job(folder, other) is not None
+    steps(other, communicator.rank, 6, 9)
+    return [
+        bits(values(each)) | bits({k: v for k, v in each.optimizer.get_states().items() if "sync/" not in k})
+        for each in (net, other)
+    ]
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("option", ["localSGD:4", "partialUpdate"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_are_equal_again_from_the_first_step_of_another_dist_option(
+    size: int, option: str, use_graph: bool, tmp_path: Path
+) -> None:
+    ranks = run_ranks(switch, size, use_graph, option, str(tmp_path))
+    for went_on, resumed in ranks:
+        assert went_on == ranks[0][0] == resumed
+
+
+def averaged(communicator: Any) -> float:
+    """How far the mean of the ranks' parameters and momentum is moved by the first step of fp32 after localSGD."""
+    net = made(communicator, False, "localSGD:100", momentum=0.9)
+    steps(net, communicator.rank, 0, 5)
+    momentum = {k: v for k, v in net.optimizer.get_states().items() if k.endswith(":momentum")}
+    mine = {**values(net), **momentum}
+    expected = {
+        key: np.mean(communicator.all_gather(v.copy(), name=key).wait(), 0) for key, v in mine.items()
+    }
+    net.optimizer._compare_if_loaded(net.optimizer._scheme(find_schemes()["fp32"], None))
+    found = {**values(net), **net.optimizer.get_states()}
+    return max(float(np.abs(found[key] - expected[key]).max()) for key in expected)
+
+
+def test_what_becomes_equal_is_the_mean() -> None:
+    assert max(run_ranks(averaged, 3)) < 1e-6
+
+
+class TwoBranches(Net):
+    """The first layer of the step takes turns; backward yields the last one's parameters first, which all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = layer.Linear(6)
+        self.turn = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [self.first(x)] * (self.turn != 1) + [self.other(x)] * (self.turn != 0)
+        return self.second(autograd.tanh(sum(hidden[1:], hidden[0])))
+
+
+def turns(communicator: Any) -> dict[str, int]:
+    """How often each parameter was equal on all ranks after one of 24 steps."""
+    net = made(communicator, False, "partialUpdate", TwoBranches)
+    net.optimizer.threshold = 25  # two chunks for each branch
+    equal = dict.fromkeys(net.get_params(), 0)
+    for step in range(24):
+        net.turn = step % 2
+        steps(net, communicator.rank, step, step + 1)
+        for name, value in values(net).items():
+            equal[name] += len(set(communicator.all_gather_object(value.tobytes().hex(), name=name))) == 1
+    return equal
+
+
+def test_partial_update_goes_round_the_chunks_of_each_branch() -> None:
+    for equal in run_ranks(turns, 2):
+        assert all(8 <= number < 24 for number in equal.values()), equal

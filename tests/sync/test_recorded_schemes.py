@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, opt
+from singa_lite import autograd, layer, opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
+from singa_lite.device import get_default_device
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
@@ -110,3 +113,100 @@ def call_several_times(communicator: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_several_calls_of_a_recorded_step_have_the_bits_of_eager_ones(size: int) -> None:
     run_ranks(call_several_times, size, transport="local" if size == 1 else "shm")
+
+
+class Stacked(Net):
+    """Two recurrent layers with dropout: the gradient of their weights is joined of those of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layer.CudnnRNN(5, num_layers=2, dropout=0.3, return_sequences=False)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(autograd.reshape(x, (4, 1, 5))))
+
+
+def gradients_of_stacked(communicator: Any, option: str) -> list[list[np.ndarray]]:
+    """What each of 6 steps has changed the recurrent weights by, eagerly and recorded, with the same masks."""
+    found = []
+    for use_graph in (False, True):
+        net, changes = made(communicator, use_graph, option, Stacked), []
+        for step in range(6):
+            get_default_device().set_random_state((7, step << 20))
+            before = to_numpy(net.first.W)
+            steps(net, communicator.rank, step, step + 1)
+            changes.append(before - to_numpy(net.first.W))
+        assert [info.break_reason for info in net.graph_info()] == [None] * use_graph
+        found.append(changes)
+    return found
+
+
+@pytest.mark.parametrize(("option", "size"), [("fp16", 1), ("int8", 1), ("fp32", 2), ("sparseTopK:0.9", 2)])
+def test_a_gradient_that_is_joined_of_parts_reaches_the_bucket_at_every_replay(
+    option: str, size: int
+) -> None:
+    transport = "local" if size == 1 else "shm"
+    for eager, recorded in run_ranks(gradients_of_stacked, size, option, transport=transport):
+        for one, other in zip(eager, recorded, strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
+
+
+class Warms(opt.SGD):
+    """Counts its updates in Python."""
+
+    num_updates = 0
+
+    def scaled(self, pairs: Any) -> list[tuple[Tensor, Tensor]]:
+        self.num_updates += 1
+        return [(param, grad * float(self.num_updates)) for param, grad in pairs]
+
+    def update_all(self, pairs: Any) -> None:
+        super().update_all(self.scaled(pairs))
+
+    def update_velocity(self, pairs: Any) -> None:
+        super().update_velocity(self.scaled(pairs))
+
+
+class Decays(opt.Adam):
+    """A weight decay that Python makes."""
+
+    num_updates = 0
+
+    def decay(self) -> dict[str, Any]:
+        self.num_updates += 1
+        return {"weight_decay": 0.1 * self.num_updates}
+
+
+class Numbers(opt.SGD):
+    """A learning rate that Python makes."""
+
+    num_updates = 0
+
+    def number(self, name: str) -> Any:
+        self.num_updates += name == "lr"
+        return 0.01 * self.num_updates if name == "lr" else super().number(name)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "reason"),
+    [
+        (lambda: Warms(0.01, 0.9), "fp32", None),
+        (lambda: Warms(0.01, 0.9), "dgc:1:mask=0", None),
+        (lambda: Decays(0.1), "fp32", "Decays overrides decay"),
+        (lambda: Numbers(0.1), "fp32", "Numbers overrides number"),
+    ],
+)
+def test_python_of_a_users_optimizer_runs_at_every_step(make: Any, option: str, reason: str | None) -> None:
+    found = []
+    for use_graph in (False, True):
+        net, optimizer = Net(), make()
+        net.set_optimizer(opt.DistOpt(optimizer, dist_option=option, communicator=LocalCommunicator(World())))
+        net.compile([Tensor((4, 5))], use_graph=use_graph)
+        rng = np.random.default_rng(2)
+        net.set_params({k: rng.standard_normal(p.shape).astype("f") for k, p in net.get_params().items()})
+        steps(net, 0, 0, 6)
+        assert optimizer.num_updates == 6
+        found.append(bits(values(net)))
+        breaks = [info.break_reason for info in net.graph_info()]
+    assert found[0] == found[1]
+    assert breaks == [None] if reason is None else reason in breaks[0]

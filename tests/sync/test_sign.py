@@ -175,3 +175,18 @@ def test_float16_and_other_counters_are_refused() -> None:
         list(scheme.finish())
     with pytest.raises(CheckpointError, match=r"sign: .*are not its counters"):
         scheme.load_state_dict({"counter/steps": np.array(1)}, {})
+
+
+def test_a_residual_that_rests_keeps_the_learning_rate_of_the_step_that_left_it() -> None:
+    param = Tensor((4,), stores_grad=True, name="p")
+    sgd = opt.DistOpt(opt.SGD(1.0), dist_option="sign", communicator=LocalCommunicator(World()))
+    grad = np.array([1.0, 0.2, -0.3, 4.0], np.float32)
+    kept = grad - np.abs(grad).mean() * np.sign(grad)
+    autograd.training = True
+    for lr, corr in ((1.0, True), (0.1, False), (0.1, True)):
+        sgd.lr, before = lr, to_numpy(param)
+        sgd(autograd.reduce_sum(autograd.mul(param, Tensor(data=grad))), corr=corr)
+    autograd.training = False
+    came_in = grad + kept * 10
+    expected = np.where(came_in >= 0, 1, -1) * np.abs(came_in).mean()
+    np.testing.assert_allclose((before - to_numpy(param)) / 0.1, expected, rtol=1e-4)
