@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import DTypeError, OptionError, ShapeError
 
 Array = np.ndarray[Any, Any]
+INT32 = np.iinfo(np.int32)
 
 
 def make_batch(
@@ -26,7 +27,7 @@ def make_batch(
     Args:
         images: uint8, shape (count, h, w) or (count, channels, h, w).
         labels: integer, shape (count,).
-        indices: integer, shape (n,), or a slice of the samples.
+        indices: integer, shape (n,), or a slice of the samples; negative ones count from the end, as NumPy's.
         mean: subtracted after the division by 255, one number or one per channel; 0.1307 centres MNIST.
         std: divisor, > 0, one number or one per channel; 0.3081 gives MNIST unit variance.
 
@@ -34,7 +35,7 @@ def make_batch(
         (x, y): float32 (n, channels, h, w) and int32 (n,), new arrays.
 
     Raises:
-        DTypeError: ``images`` is not uint8, or ``labels`` or ``indices`` are not integers.
+        DTypeError: ``images`` is not uint8, ``labels`` or ``indices`` are not integers, or a label is beyond int32.
         OptionError: ``std`` is not positive, or so small or ``mean`` so large that float32 cannot hold the result.
         ShapeError: wrong number of axes, not one label per image, not one mean or std per channel, or an index out of
             range.
@@ -72,13 +73,15 @@ def make_batch(
         raise OptionError(f"make_batch: mean = {mean} and std = {std} give numbers beyond float32")
     chosen = _checked(indices)
     try:
-        x, y = images[chosen].astype(np.float32), labels[chosen].astype(np.int32)
+        x, y = images[chosen].astype(np.float32), labels[chosen]
     except (IndexError, TypeError) as error:
         raise ShapeError(f"make_batch: indices do not fit {len(images)} images: {error}") from None
+    if y.size and not (INT32.min <= int(y.min()) and int(y.max()) <= INT32.max):
+        raise DTypeError(f"make_batch: labels from {y.min()} to {y.max()} do not fit into int32")
     x = x[:, None] if x.ndim == 3 else x
     x *= scale
     x -= offset
-    return x, y
+    return x, y.astype(np.int32)
 
 
 def _numbers(name: str, value: object) -> Array:

@@ -66,7 +66,8 @@ class ResumableSampler:
 
     def __init__(self) -> None:
         self._place = Place()  # see Note [places]
-        self._iterated_by: int | None = None  # the thread in whose loop it is
+        self._iterated_by: int | None = None  # the thread in whose loop it is, or that has left one early
+        self._loops = 0  # that have begun
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
 
     @property
@@ -94,7 +95,8 @@ class ResumableSampler:
         """Return what a checkpoint keeps.
 
         Raises:
-            CheckpointError: another thread runs the loop, ahead of what was trained on, without ``follow``.
+            CheckpointError: another thread runs the loop or has left it within the epoch, ahead of what was trained on,
+                without ``follow``.
         """
         if self._taken is not None:
             return self._taken
@@ -133,7 +135,7 @@ class ResumableSampler:
             self.load_state_dict(self._taken)
 
     def _move(self, place: Place) -> None:
-        self._place, self._taken = place, None
+        self._place, self._taken, self._iterated_by = place, None, None
 
     def _was_moved(self) -> CheckpointError:
         return CheckpointError(
@@ -146,8 +148,11 @@ class ResumableSampler:
 
         Raises:
             CheckpointError: the sampler was moved meanwhile.
+            DataError: another loop over it has begun.
         """
         place, epoch, start = self._place, self.epoch, self.start
+        self._loops += 1
+        loop = self._loops
         self._iterated_by = threading.get_ident()
         try:
             for number in range(place.position, count):
@@ -159,8 +164,14 @@ class ResumableSampler:
                 yield number
                 if self._place is not place:
                     raise self._was_moved()
+                if self._loops != loop:
+                    raise DataError(
+                        f"{type(self).__name__}: another loop over it has begun, so samples would be left out of this "
+                        "one; leave one loop before the next, or make a sampler for each"
+                    )
         finally:
-            self._iterated_by = None
+            if self._loops == loop and not place.position:  # the epoch is complete
+                self._iterated_by = None
 
 
 class ShardedSampler(ResumableSampler):

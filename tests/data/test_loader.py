@@ -50,3 +50,12 @@ def test_bad_input_is_refused():
         make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), std=(1.0, -1.0))
     with pytest.raises(ShapeError, match="2 numbers each"):
         make_batch(IMAGES[:, None].repeat(2, 1), LABELS, slice(0, 2), mean=(0.1, 0.2, 0.3))
+
+
+@pytest.mark.parametrize("label", [2**31, -(2**31) - 1, 2**40])
+def test_labels_that_int32_cannot_hold_are_refused(label: int) -> None:
+    images = np.zeros((2, 4, 4), np.uint8)
+    with pytest.raises(DTypeError, match="labels from .* to .* do not fit into int32"):
+        make_batch(images, np.array([3, label]), slice(None))
+    assert make_batch(images, np.array([3, label]), slice(1))[1].tolist() == [3]
+    assert make_batch(images, np.array([3, 2**31 - 1], np.uint64), slice(None))[1].tolist() == [3, 2**31 - 1]

@@ -270,7 +270,8 @@ def test_without_it_the_state_is_refused_while_the_thread_is_ahead(make):
     with pytest.raises(CheckpointError, match="prefetch\\(batches, sampler=sampler\\)"):
         sampler.state_dict()
     ahead.close()
-    sampler.state_dict()
+    with pytest.raises(CheckpointError, match="prefetch\\(batches, sampler=sampler\\)"):
+        sampler.state_dict()
 
 
 @pytest.mark.parametrize("make", [sharded_and_batches, split_and_batches])
@@ -283,3 +284,18 @@ def test_a_sampler_that_is_moved_while_a_thread_runs_it_stays_there_and_ends_the
             if len(used) == 3:
                 sampler.load_state_dict(start)
     assert len(used) == 3 and sampler.state_dict() == start and not loaders()
+
+
+@pytest.mark.parametrize("number", [1, 12])
+def test_where_a_loop_was_left_that_a_thread_ran_ahead_is_not_known_but_at_the_end_of_an_epoch(number):
+    sampler = ShardedSampler(24, 2, 0, 1)
+    for count, _ in enumerate(prefetch(iter(sampler)), 1):
+        if count == number:
+            break
+    if number == 12:
+        assert sampler.state_dict()["epoch"] == 1
+        return
+    with pytest.raises(CheckpointError, match="prefetch.batches, sampler=sampler."):
+        sampler.state_dict()
+    sampler.set_epoch(3)
+    assert sampler.state_dict()["epoch"] == 3

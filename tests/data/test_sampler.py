@@ -221,3 +221,16 @@ def test_partitions_cover_everything_once_with_sizes_differing_by_at_most_one(nu
 def test_partition_refuses_ranks_outside_the_world(arguments):
     with pytest.raises(OptionError):
         partition(*arguments)
+
+
+@pytest.mark.parametrize("make", [lambda: ShardedSampler(12, 2, 0, 1), lambda: SplitSampler(12)])
+def test_a_second_loop_over_a_sampler_ends_the_first(make):
+    sampler = make()
+    first, second = iter(sampler), iter(sampler)
+    next(first)
+    used = [next(second)]
+    with pytest.raises(DataError, match="another loop over it has begun"):
+        next(first)
+    used += list(second)
+    assert len(used) == len(sampler) - 1 and sampler.epoch == 1
+    assert len(list(sampler)) == len(sampler)
