@@ -330,7 +330,7 @@ class Communicator(ABC):
 
     def wait_all(self) -> None:
         """Wait for all collectives in flight: those of a step that has failed still use its arrays."""
-        for work in self.works_in_flight:
+        for work in list(self._works.values()):
             work.wait()
 
     def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:

@@ -55,7 +55,7 @@ def test_bad_input_is_refused():
 @pytest.mark.parametrize("label", [2**31, -(2**31) - 1, 2**40])
 def test_labels_that_int32_cannot_hold_are_refused(label: int) -> None:
     images = np.zeros((2, 4, 4), np.uint8)
-    with pytest.raises(DTypeError, match="labels from .* to .* do not fit into int32"):
+    with pytest.raises(DTypeError, match=r"labels from .* to .* do not fit into int32"):
         make_batch(images, np.array([3, label]), slice(None))
     assert make_batch(images, np.array([3, label]), slice(1))[1].tolist() == [3]
     assert make_batch(images, np.array([3, 2**31 - 1], np.uint64), slice(None))[1].tolist() == [3, 2**31 - 1]

@@ -295,7 +295,7 @@ def test_where_a_loop_was_left_that_a_thread_ran_ahead_is_not_known_but_at_the_e
     if number == 12:
         assert sampler.state_dict()["epoch"] == 1
         return
-    with pytest.raises(CheckpointError, match="prefetch.batches, sampler=sampler."):
+    with pytest.raises(CheckpointError, match=r"prefetch\(batches, sampler=sampler\)"):
         sampler.state_dict()
     sampler.set_epoch(3)
     assert sampler.state_dict()["epoch"] == 3
