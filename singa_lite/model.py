@@ -19,7 +19,8 @@ from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of
 from .opt.base import Optimizer
-from .record.records import RecordInfo, Records
+from .record.record import RecordInfo
+from .record.records import Records
 from .tensor import Tensor, to_numpy
 from .tensor.pytree import leaves
 
