@@ -360,7 +360,7 @@ class Tensor:
 
         One size may be -1. ShapeError: another number of elements.
         """
-        size = resolve_shape("reshape", self.shape, shape)
+        size = resolve_shape(self.shape, shape)
         expose(self.array)  # the view's own flag says whether it is writeable (graph/rounded.py)
         return Tensor.wrap(self.array.reshape(size), self.device)
 
@@ -369,7 +369,7 @@ class Tensor:
 
         ShapeError: ``axes`` is no permutation.
         """
-        order = as_permutation("transpose", axes, self.ndim())
+        order = as_permutation(axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
         self.device.backend.run("transpose", self.array, out=array, axes=order)
         return Tensor.wrap(array, self.device)

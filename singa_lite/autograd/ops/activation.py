@@ -295,7 +295,7 @@ def negative(x: Tensor) -> Tensor:
 class Clip(Operator):
     autocast = "keep"
 
-    def __init__(self, min: float | None = None, max: float | None = None) -> None:
+    def __init__(self, min: float | None, max: float | None) -> None:
         given = {"min": min, "max": max}
         self.limits = {
             name: None if limit is None else check_number("clip", name, limit)
