@@ -73,9 +73,8 @@ class Model(Layer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._prepared: frozenset[int] | None = (
-            None  # id() of the parameters that it knows; None: it was given none
-        )
+        # id() of the parameters that the optimizer knows; None: it was given none
+        self._prepared: frozenset[int] | None = None
         self._records.clear()
 
     def compile(

@@ -85,12 +85,12 @@ class Record:
 
     def __init__(
         self,
-        model: Any,
+        model: Any,  # model.Model, of a module above
         arguments: tuple[Any, ...],
         options: dict[str, Any],
         arenas: list[Any],
         copies: MutableMapping[int, Any],
-    ) -> None:  # model: model.Model, of a module above
+    ) -> None:
         self.is_postponed = False
         recorder = Recorder(leaves)
         given = Arguments((arguments, options))
@@ -129,9 +129,8 @@ class Record:
         self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
         self.is_partial = recorder.is_partial
         self._guards = recorder.guards
-        self._is_whole = (
-            recorder.updates_in_parts
-        )  # or Ctrl-C would leave some parameters a step ahead of others
+        # Ctrl-C waits for the end of a replay then, or some parameters would be a step ahead of others
+        self._is_whole = recorder.updates_in_parts
         if self.break_reason is None:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas, copies)
 

@@ -18,11 +18,8 @@ from .attributes import Absent
 
 LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
 INSTALLED = ("site-packages", "dist-packages")
-GENERATORS = {
-    "default_rng",
-    "RandomState",
-    "Random",
-}  # which draw new numbers if they are made without a seed
+# which draw new numbers if they are made without a seed
+GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 

@@ -49,9 +49,8 @@ from .checks import (
 __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
 
 Number = float | int
-OPERATORS: dict[
-    str, Callable[..., Any]
-] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
+# "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 
 class Tensor:
@@ -606,9 +605,8 @@ class Tensor:
         if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
         if operand is not self.array and self.device.backend.may_share_memory(self.array, operand):
-            operand = (
-                Tensor.wrap(operand, self.device).clone().array
-            )  # of which a part is written before it is read
+            # a part of it would be written before it is read
+            operand = Tensor.wrap(operand, self.device).clone().array
         return self._fill(kernel, self.array, operand)
 
     # ---- comparison: element-wise, 1 or 0 in float32 -------------------------------------------------
