@@ -101,18 +101,7 @@ class Record:
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
         )
-        try:
-            with self.device.backend.saving_memory(arenas), recorder.recording():
-                self.result = model.run_train_one_batch(*given.value[0], **given.value[1])
-        except BaseException:
-            recorder.break_graph("it raises an error")
-            given.give_back(recorder)
-            given.give_values_back(recorder)
-            raise
-        given.give_back(recorder)
-        recorder.finish()
-        self._variables.finish(recorder)
-        given.give_values_back(recorder)
+        self.result = self._run_eagerly(model, given, arenas, recorder)
         self.changes_containers = given.changes_containers
         _check_result(self.result, (arguments, options), recorder)
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
@@ -133,6 +122,22 @@ class Record:
         self._is_whole = recorder.updates_in_parts
         if self.break_reason is None:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas, copies)
+
+    def _run_eagerly(self, model: Any, given: Arguments, arenas: list[Any], recorder: Recorder) -> Any:
+        """Return the step's result, and have its tape; what it does to its arguments is done to the caller's, too."""
+        try:
+            with self.device.backend.saving_memory(arenas), recorder.recording():
+                result = model.run_train_one_batch(*given.value[0], **given.value[1])
+        except BaseException:
+            recorder.break_graph("it raises an error")
+            given.give_back(recorder)
+            given.give_values_back(recorder)
+            raise
+        given.give_back(recorder)
+        recorder.finish()
+        self._variables.finish(recorder)
+        given.give_values_back(recorder)
+        return result
 
     def _compile(
         self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: MutableMapping[int, Any]
