@@ -19,7 +19,8 @@ from .errors import CheckpointError, GraphError, OptionError, check_bool
 from .graph.clock import abandon_step, begin_step
 from .layer.base import Layer, layers_of
 from .opt.base import Optimizer
-from .record.records import RecordInfo, Records
+from .record.record import RecordInfo
+from .record.records import Records
 from .tensor import Tensor, to_numpy
 from .tensor.pytree import leaves
 
@@ -72,9 +73,8 @@ class Model(Layer):
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._prepared: frozenset[int] | None = (
-            None  # id() of the parameters that it knows; None: it was given none
-        )
+        # id() of the parameters that the optimizer knows; None: it was given none
+        self._prepared: frozenset[int] | None = None
         self._records.clear()
 
     def compile(

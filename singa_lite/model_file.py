@@ -192,9 +192,8 @@ def _members(archive: zipfile.ZipFile, file: Any, limit: int) -> dict[str, zipfi
         if not 0 <= info.header_offset - end <= slack:
             raise CheckpointError(f"its directory is damaged before {info.filename!r}")
         end = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4))) + info.compress_size
-        slack = (
-            24 if info.flag_bits & 8 else 0
-        )  # sizes that follow the member, where they were not known before
+        # sizes that follow the member, where they were not known before
+        slack = 24 if info.flag_bits & 8 else 0
         total += info.file_size
         if info.compress_type not in METHODS or info.is_dir():
             raise CheckpointError(f"{info.filename!r} is compressed in a way that is not read")

@@ -15,7 +15,8 @@ import pytest
 from singa_lite import autograd
 from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
-from tests.devices import cuda_device, no_gpu
+from tests.devices import cuda_device, no_gpu, standin_nccl
+from tests.standin import compiling
 
 NUL = b"\0"
 SHM = Path("/dev/shm")
@@ -85,6 +86,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     made = get_default_device() if request.param == "cpu" else cuda_device(monkeypatch)
     monkeypatch.setattr(state, "default_device", made)
     return made
+
+
+@pytest.fixture
+def standin_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-ins of libcuda and libnccl, for this process and the ranks that it starts."""
+    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
+    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
 @pytest.fixture

@@ -15,18 +15,14 @@ from singa_lite.comm.dispatch import DispatchCommunicator
 from singa_lite.config import state
 from singa_lite.tensor import Tensor, to_numpy
 from tests.comm.gpu_standin import host_of
-from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.devices import cuda_device_of_rank, no_gpu
 from tests.ranks import run_ranks
-from tests.standin import compiling
 
-pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: two ranks cannot share it")
+pytestmark = [
+    pytest.mark.usefixtures("standin_libraries"),
+    pytest.mark.skipif(not no_gpu(), reason="there is a GPU: two ranks cannot share it"),
+]
 X = np.arange(12, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
 def every_method(world: World) -> dict[str, Any]:

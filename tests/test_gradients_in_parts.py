@@ -20,7 +20,7 @@ from singa_lite.errors import GraphError
 from singa_lite.graph.interrupts import deferred_interrupts
 from singa_lite.graph.memory import root_of
 from singa_lite.opt import base
-from singa_lite.record import records
+from singa_lite.record import record
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
 STEPS = 4
@@ -431,7 +431,7 @@ def test_a_replay_with_collectives_can_be_interrupted(monkeypatch: pytest.Monkey
     def fail() -> Any:
         raise AssertionError("deferred")
 
-    monkeypatch.setattr(records, "deferred_interrupts", fail)
+    monkeypatch.setattr(record, "deferred_interrupts", fail)
     net, _ = trained(Net, opt.DistOpt(opt.SGD(lr=0.1)), True)
     assert net.graph_info()[0].break_reason is None
     with pytest.raises(AssertionError, match="deferred"):

@@ -17,7 +17,7 @@ from singa_lite.device import get_default_device
 from singa_lite.errors import OptionError, ShapeError
 from singa_lite.graph.nodes import Host
 from singa_lite.graph.recorder import Recorder
-from singa_lite.record import records as record
+from singa_lite.record import records
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
 
@@ -169,7 +169,7 @@ def test_twenty_values_of_spars_are_read_again(option, way):
 
 @pytest.mark.usefixtures("as_recorded")
 def test_a_step_that_is_another_one_every_time_ends_up_eager_and_says_why(monkeypatch):
-    monkeypatch.setattr(record, "MAX_MISSES", 5)
+    monkeypatch.setattr(records, "MAX_MISSES", 5)
     shares = [0.9 * 0.8**step for step in range(8)]
     eager, graph = (with_changing_spars(use, "sparseTopK", "schedule", shares) for use in (False, True))
     assert eager[:2] == graph[:2] and graph[2].python.runs == 8
@@ -201,11 +201,11 @@ def test_a_schedule_that_leaves_its_range_raises_in_a_replay_and_changes_no_para
 
 
 def test_only_the_latest_records_are_kept():
-    calls = [(0, size, ()) for size in range(1, record.MAX_RECORDS + 4)] + [(0, 1, ())]
+    calls = [(0, size, ()) for size in range(1, records.MAX_RECORDS + 4)] + [(0, 1, ())]
     eager, graph = trained(False, calls), trained(True, calls)
     assert graph[:2] == eager[:2]
     infos = graph[2].graph_info()
-    assert len(infos) == record.MAX_RECORDS and infos[-1].inputs.startswith("float32[1, ")
+    assert len(infos) == records.MAX_RECORDS and infos[-1].inputs.startswith("float32[1, ")
 
 
 def test_inputs_and_results_belong_to_the_caller():

@@ -10,21 +10,13 @@ from typing import Any
 
 import pytest
 
-import singa_lite
 from singa_lite import gluon, kvstore
 from singa_lite.tensor import Tensor
 from tests.comm.processes import launch_command, run_command, write_script
+from tests.pages import dotted_names, exists, lines_of_ranks, read_page, script_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "mxnet.md").read_text()
-ROWS = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-# each dotted name of the right-hand column
-NAMED = {
-    name
-    for _, ours in ROWS
-    for quoted in re.findall(r"`([^`]*)`", ours)
-    for name in re.findall(r"^[A-Za-z_.]+$", quoted.replace(" ", "\n"), re.MULTILINE)
-    if "." in name
-}
+PAGE, ROWS = read_page("mxnet")
+NAMED = dotted_names(ROWS)
 STARTS: dict[str, Any] = {
     "gluon": gluon,
     "kvstore": kvstore,
@@ -36,19 +28,9 @@ STARTS: dict[str, Any] = {
 NOT_OF_SCRIPTS = {"broadcast_states", "load_states", "names", "save_states"}
 
 
-def found(name: str) -> bool:
-    first, *rest = name.split(".")
-    value = STARTS.get(first) or getattr(singa_lite, first)
-    for part in rest:
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
-
-
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_every_name_on_the_page_exists(name: str) -> None:
-    assert found(name)
+    assert exists(name, STARTS)
 
 
 def test_every_name_of_the_modules_and_classes_is_on_the_page() -> None:
@@ -77,12 +59,11 @@ def test_what_the_page_calls_missing_is_missing() -> None:
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (2, 1)])
 def test_the_script_of_the_page_runs_as_printed(tmp_path: Path, workers: int, servers: int) -> None:
-    [source] = re.findall(r"```python\n(import .*?)```", PAGE, re.DOTALL)
     shown = "print(tensor.to_numpy(net.get_params()['W']).tobytes().hex(), loss.item() < 1, len(indices))\n"
-    script = write_script(tmp_path, source + shown)
+    script = write_script(tmp_path, script_of(PAGE) + shown)
     launch = launch_command(script, workers, options=["-s", str(servers)])
     done = run_command(launch if workers > 1 else [sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
-    lines = [line.split("] ")[-1] for line in done.stdout.splitlines()]
+    lines = lines_of_ranks(done.stdout)
     assert len(lines) == workers and len(set(lines)) == 1
     assert lines[0].endswith(f" True {8 if workers == 1 else 4}")

@@ -3,43 +3,24 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-import singa_lite
 from singa_lite import communicators
 from singa_lite.tensor import Tensor
 from tests.comm.processes import launch_command, run_command, write_script
+from tests.pages import dotted_names, exists, lines_of_ranks, read_page, script_of
 
-PAGE = (Path(__file__).parents[1] / "docs" / "nnabla.md").read_text()
-ROWS = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
-# each dotted name of the right-hand column
-NAMED = {
-    name
-    for _, ours in ROWS
-    for quoted in re.findall(r"`([^`]*)`", ours)
-    for name in re.findall(r"^[A-Za-z_.]+$", quoted.replace(" ", "\n"), re.MULTILINE)
-    if "." in name
-}
+PAGE, ROWS = read_page("nnabla")
+NAMED = dotted_names(ROWS)
 STARTS = {"Comm": communicators.Comm, "Tensor": Tensor}
-
-
-def found(name: str) -> bool:
-    first, *rest = name.split(".")
-    value = STARTS.get(first) or getattr(singa_lite, first)
-    for part in rest:
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_every_name_on_the_page_exists(name: str) -> None:
-    assert found(name)
+    assert exists(name, STARTS)
 
 
 def test_every_name_of_the_module_and_of_a_communicator_is_on_the_page() -> None:
@@ -57,11 +38,11 @@ def test_what_the_page_calls_missing_is_missing() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_script_of_the_page_runs_as_printed(tmp_path: Path, ranks: int) -> None:
-    [source] = re.findall(r"```python\n(import .*?)```", PAGE, re.DOTALL)
     script = write_script(
-        tmp_path, source + "print(tensor.to_numpy(params['W']).tobytes().hex(), step, loss.item() > 0)\n"
+        tmp_path,
+        script_of(PAGE) + "print(tensor.to_numpy(params['W']).tobytes().hex(), step, loss.item() > 0)\n",
     )
     done = run_command(launch_command(script, ranks) if ranks > 1 else [sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
-    lines = [line.split("] ")[-1] for line in done.stdout.splitlines()]
+    lines = lines_of_ranks(done.stdout)
     assert len(lines) == ranks and len(set(lines)) == 1 and lines[0].endswith(" 2 True")

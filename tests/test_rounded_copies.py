@@ -23,7 +23,7 @@ from singa_lite.device import get_default_device
 from singa_lite.dtypes import bfloat16
 from singa_lite.errors import ShapeError
 from singa_lite.graph.nodes import Kernel
-from singa_lite.record.records import Record
+from singa_lite.record.record import Record
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.comm.processes import wait_until
 from tests.ranks import run_ranks

@@ -371,20 +371,7 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
         gradient.array if gradient is not None else context.backend.zeros(shape, dtype)
         for gradient, (shape, dtype) in zip(arrived, node.outputs, strict=True)
     ]
-    result = node.op.backward(context, *dys)
-    results = result if isinstance(result, tuple) else (result,)
-    is_own = node.op._is_own
-    if is_own:
-        wanted = [None if source is None else _shape_and_dtype(source) for source in node.sources]
-        results = check_gradients(f"{type(node.op).__name__}: backward", results, dys[0], wanted, context)
-    if recorder is not None:  # before kernels make other arrays of them
-        outputs = tuple(array for array in results if array is not None)
-        given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
-        recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
-    if is_own:
-        results = row_major_copies(context, results)
-    if context.input_dtypes is not None:
-        results = _in_dtypes(context, results)
+    results = _gradients_of_inputs(node, context, dys)
     shares_memory = context.backend.may_share_memory
     for index, (source, array) in enumerate(zip(node.sources, results, strict=True)):
         if source is None or array is None:
@@ -396,8 +383,26 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
                 *dys,
                 *(other for number, other in enumerate(results) if number != index and other is not None),
             ]
-            is_shared = is_own or any(shares_memory(array, other) for other in others)
+            is_shared = node.op._is_own or any(shares_memory(array, other) for other in others)
             gradients[source] = _Gradient(array, is_shared)
+
+
+def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tuple[Array | None, ...]:
+    """Call an operator's backward; return its results, checked, in the dtypes that the inputs had."""
+    result = node.op.backward(context, *dys)
+    results = result if isinstance(result, tuple) else (result,)
+    is_own = node.op._is_own
+    if is_own:
+        wanted = [None if source is None else _shape_and_dtype(source) for source in node.sources]
+        results = check_gradients(f"{type(node.op).__name__}: backward", results, dys[0], wanted, context)
+    recorder = this_thread.recorder
+    if recorder is not None:  # before kernels make other arrays of them
+        outputs = tuple(array for array in results if array is not None)
+        given = (*dys, *(value for value in context.saved if isinstance(value, type(dys[0]))))
+        recorder.check_outputs(f"the gradient of {type(node.op).__name__}", outputs, given)
+    if is_own:
+        results = row_major_copies(context, results)
+    return results if context.input_dtypes is None else _in_dtypes(context, results)
 
 
 def _shape_and_dtype(source: tuple[Node, int] | Tensor) -> tuple[tuple[int, ...], Any]:

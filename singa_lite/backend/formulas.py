@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import ShapeError
+
 FOLDER = Path(__file__).parent
 NUM_INPUTS = {"UNARY": 1, "BINARY": 2, "TERNARY": 3}
 LINE = re.compile(r"^(UNARY|BINARY|TERNARY|UPDATE[012])\((.*)\)  // (.*)$", re.MULTILINE)
@@ -63,6 +65,15 @@ class Update:
         states = "".join(f", {name}, ..." for name, _ in self.states)
         numbers = ", ".join((*self.numbers, "weight_decay = 0"))
         return f"(grad, ...) -> (param, ...{states}) in place, {self.meaning}; {numbers}: float"
+
+    def check_count(self, num_grads: int, num_arrays: int) -> None:
+        """Raise ShapeError unless ``num_arrays`` are a parameter and its states for each of the gradients, of which
+        there must be one."""
+        num_states = len(self.states)
+        if num_grads == 0 or num_arrays != num_grads * (1 + num_states):
+            raise ShapeError(
+                f"an update of {num_grads} gradients and {num_states} states cannot write {num_arrays} arrays"
+            )
 
 
 def split_arguments(text: str) -> list[str]:

@@ -114,10 +114,8 @@ class _Layout:
         for view, memory_format in ((x, wanted[0]), (y, wanted[1])):
             if view.memory in of_written and call.name != "conv2d_backward_weight":
                 memory_format = self._set_format(view, memory_format)
-            else:
-                memory_format = self._formats.get(
-                    view.memory, PLAIN
-                )  # the convolution reorders what it reads itself
+            else:  # the convolution reorders what it reads itself
+                memory_format = self._formats.get(view.memory, PLAIN)
             formats.append(memory_format)
         self._emit(replace(call, attributes={**call.attributes, "memory_formats": tuple(formats)}))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of a stack of recurrent layers, and the offsets of its weights in one packed array.
+"""The shape of a stack of recurrent layers, the offsets of its weights in one packed array, and its kernels' arguments.
 
-What lives here: sizes and offsets. What does not: how a cell computes (cpu/recurrent.py, cuDNN on CUDA).
+What lives here: sizes, offsets and orders. What does not: how a cell computes (cpu/recurrent.py, cuDNN on CUDA).
 
 Note [packed weights]: one flat array holds all weights of a stack, in the order cuDNN gives them. First all matrices,
 layer by layer, in a bidirectional layer forward before backward: those that multiply the layer's input, gate by gate
@@ -95,3 +95,24 @@ class RnnConfig:
         matrices = [(take(rows, self.input_size_of(layer)), take(rows, hidden)) for layer in layers]
         biases = [(take(rows), take(rows)) if self.bias else (None, None) for _ in layers]
         return [(*pair, *both) for pair, both in zip(matrices, biases, strict=True)]
+
+
+def split_backward(
+    mode: str, inputs: tuple[Any, ...], out: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the arrays of the kernel ``recurrent_backward`` one by one, as the table of base.py orders them.
+
+    Args:
+        mode: a key of GATES.
+        inputs: behind dy.
+        out: what it writes.
+
+    Returns:
+        (the gradients of the last states, x, weights, states, y) and (dw, the gradients of the states, reserve, dx); dx
+        is None where it is not asked for.
+    """
+    num_states = 2 if mode == "lstm" else 1
+    x, w = inputs[num_states:][:2]
+    dx = out[2 + num_states] if len(out) > 2 + num_states else None
+    given = inputs[:num_states], x, w, inputs[num_states + 2 : -1], inputs[-1]
+    return given, (out[0], out[1 : 1 + num_states], out[1 + num_states], dx)

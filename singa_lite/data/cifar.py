@@ -49,7 +49,6 @@ class Archive:
     url: str = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
     num_bytes: int = 170_052_171
     sha256: str = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
-    md5: str = "c32a1d4ab5d03f1284b67883e8d87530"  # the sum its page publishes; sha256 is what is checked
 
 
 ARCHIVE = Archive()

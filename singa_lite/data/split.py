@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import CheckpointError, DataError, DTypeError, OptionError, check_bool, check_int
+from ..errors import DataError, DTypeError, OptionError, check_bool, check_int
 from .sampler import Place, ResumableSampler, partition
 
 Array = np.ndarray[Any, Any]
@@ -102,15 +102,9 @@ class SplitSampler(ResumableSampler):
         Raises:
             CheckpointError: it was taken with another plan (data size, number of parts, shuffle or seed).
         """
-        if not isinstance(state, dict) or not all(
-            type(value) is int and value >= 0 for value in state.values()
-        ):
-            raise CheckpointError(f"SplitSampler: {state!r} is not what state_dict gives")
-        plan = {name: state.get(name) for name in self._plan()}
+        plan = self._plan_in(state)
         if None in (state.get("epoch"), state.get("position")) or plan != self._plan():
-            raise CheckpointError(
-                f"SplitSampler: the checkpoint's plan is {plan}, this one's is {self._plan()}"
-            )
+            raise self._has_another_plan(plan)
         epoch, position = state["epoch"], state["position"]
         # the last sample of a larger part comes when this one has begun its next epoch
         self._move(Place(epoch, 0, position) if position < len(self) else Place(epoch + 1))

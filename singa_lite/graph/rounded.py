@@ -124,12 +124,10 @@ def keep_copies(
     repeated: set[int] = set()  # numbers of casts whose result is that of one in ``casts``
     changed = list(nodes)
     for number, cast in enumerate(nodes):
-        if not isinstance(cast, Kernel) or cast.name != "cast" or cast.out.dtype != bfloat16:
+        if not isinstance(cast, Kernel) or not _rounds_parameter(cast):
             continue
         (param,), copy = cast.inputs, cast.out
         owner = param.memory.owner
-        if owner is None or copy.memory.owner is not None or owner.shape != param.shape or not copy.is_whole:
-            continue
         last = writers[param.memory][-1:]
         update = changed[last[0]] if last else None
         if (
@@ -145,8 +143,7 @@ def keep_copies(
                 copy.memory.owner = copies[id(owner)]
                 repeated.add(number)
                 continue
-            rounded = (*rounded, position)
-            attributes = {**update.attributes, "rounded": rounded}
+            attributes = {**update.attributes, "rounded": (*rounded, position)}
             changed[last[0]] = replace(update, out=(*update.outputs, copy), attributes=attributes)
             casts[number] = owner
             known = copies.get(id(owner))
@@ -156,6 +153,15 @@ def keep_copies(
             changed[number] = replace(cast, phase="Forward")
     rest = [node for number, node in enumerate(changed) if number not in casts and number not in repeated]
     return [*(changed[number] for number in casts), *rest], len(casts), list(casts.values())
+
+
+def _rounds_parameter(cast: Kernel) -> bool:
+    """Return whether a kernel casts a whole array that outlives the step to bfloat16, in memory of the step alone."""
+    if cast.name != "cast" or cast.out.dtype != bfloat16:
+        return False
+    (param,), copy = cast.inputs, cast.out
+    owner = param.memory.owner
+    return owner is not None and copy.memory.owner is None and owner.shape == param.shape and copy.is_whole
 
 
 def _uses(nodes: list[Node], inputs: list[Memory]) -> tuple[dict[Memory, list[int]], dict[Memory, list[int]]]:

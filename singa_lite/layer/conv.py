@@ -88,7 +88,7 @@ class Conv2d(Layer):
             raise OptionError(f"Conv2d: give padding = {padding} or pad_mode = {pad_mode!r}, not both")
 
     def initialize(self, x: Tensor) -> None:
-        self._check(x)
+        _check_images(self, x)
         self.in_channels = x.shape[1]
         if self.in_channels % self.group:
             raise ShapeError(f"{self!r}: {self.in_channels} channels must divide by group = {self.group}")
@@ -102,7 +102,7 @@ class Conv2d(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (N, C, H, W) to (N, outputs, oh, ow)."""
-        self._check(x)
+        _check_images(self, x)
         padding = self.padding
         if self.pad_mode != "NOTSET":
             x, padding = same_pad(x, self.pad_mode, self.kernel_size, self.stride, self.dilation)
@@ -116,13 +116,6 @@ class Conv2d(Layer):
             group=self.group,
         )
         return autograd.relu(y) if self.activation == "RELU" else y
-
-    def _check(self, x: Tensor) -> None:
-        self.check_float(x)
-        if x.ndim() != 4:
-            raise ShapeError(f"{self!r}: x must be (N, C, H, W), but its shape is {x.shape}")
-        if self.in_channels is not None:
-            self.check_size("channels", x.shape[1], self.in_channels)
 
 
 class SeparableConv2d(Layer):
@@ -175,7 +168,7 @@ class SeparableConv2d(Layer):
         self.bias = check_bool("SeparableConv2d", "bias", bias)
 
     def initialize(self, x: Tensor) -> None:
-        self._check(x)
+        _check_images(self, x)
         channels = x.shape[1]
         self.depthwise_conv = Conv2d(
             channels,
@@ -191,12 +184,14 @@ class SeparableConv2d(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (N, C, H, W) -> (N, outputs, oh, ow)."""
-        self._check(x)
+        _check_images(self, x)
         return self.point_conv(self.depthwise_conv(x))
 
-    def _check(self, x: Tensor) -> None:
-        self.check_float(x)
-        if x.ndim() != 4:
-            raise ShapeError(f"{self!r}: x must be (N, C, H, W), but its shape is {x.shape}")
-        if self.in_channels is not None:
-            self.check_size("channels", x.shape[1], self.in_channels)
+
+def _check_images(layer: Conv2d | SeparableConv2d, x: Tensor) -> None:
+    """Raise unless ``x`` is a float (N, C, H, W) with the channels of the layer, if it has some already."""
+    layer.check_float(x)
+    if x.ndim() != 4:
+        raise ShapeError(f"{layer!r}: x must be (N, C, H, W), but its shape is {x.shape}")
+    if layer.in_channels is not None:
+        layer.check_size("channels", x.shape[1], layer.in_channels)

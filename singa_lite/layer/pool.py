@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2-D pooling layers."""
+"""Pooling layers, in 2-D and along one axis."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .. import autograd
 from ..autograd.ops.window import check_pool_padding, pair
@@ -83,37 +83,36 @@ class AvgPool2d(Pooling2d):
         super().__init__(kernel_size, stride, padding, False, pad_mode)
 
 
-def _along_last_axis(pool: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``pool`` of x (N, C, L) as (N, C, 1, L); other shapes as they are."""
-    if not isinstance(x, Tensor) or x.ndim() != 3:
-        return pool(x)
-    y = pool(autograd.reshape(x, (*x.shape[:2], 1, x.shape[2])))
-    return autograd.reshape(y, (*y.shape[:2], y.shape[3]))
+class _Pooling1d(Pooling2d):
+    """Maximum or mean of each window along the last axis; ints where ``Pooling2d`` takes pairs."""
+
+    def __init__(
+        self, kernel_size: int, stride: int | None, padding: int, is_max: bool, pad_mode: str
+    ) -> None:
+        step = kernel_size if stride is None else stride
+        super().__init__((1, kernel_size), (1, step), (0, padding), is_max, pad_mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x (N, C, L) to (N, C, ol); SINGA's (N, C, 1, L) to (N, C, 1, ol)."""
+        if not isinstance(x, Tensor) or x.ndim() != 3:
+            return super().forward(x)
+        y = super().forward(autograd.reshape(x, (*x.shape[:2], 1, x.shape[2])))
+        return autograd.reshape(y, (*y.shape[:2], y.shape[3]))
 
 
-class MaxPool1d(Pooling2d):
+class MaxPool1d(_Pooling1d):
     """The largest element of each window along the last axis; ints where ``Pooling2d`` takes pairs."""
 
     def __init__(
         self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET"
     ) -> None:
-        step = kernel_size if stride is None else stride
-        super().__init__((1, kernel_size), (1, step), (0, padding), True, pad_mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (N, C, L) to (N, C, ol); SINGA's (N, C, 1, L) to (N, C, 1, ol)."""
-        return _along_last_axis(super().forward, x)
+        super().__init__(kernel_size, stride, padding, True, pad_mode)
 
 
-class AvgPool1d(Pooling2d):
+class AvgPool1d(_Pooling1d):
     """The mean of each window along the last axis; arguments as ``MaxPool1d``."""
 
     def __init__(
         self, kernel_size: int, stride: int | None = None, padding: int = 0, pad_mode: str = "NOTSET"
     ) -> None:
-        step = kernel_size if stride is None else stride
-        super().__init__((1, kernel_size), (1, step), (0, padding), False, pad_mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (N, C, L) to (N, C, ol); SINGA's (N, C, 1, L) to (N, C, 1, ol)."""
-        return _along_last_axis(super().forward, x)
+        super().__init__(kernel_size, stride, padding, False, pad_mode)

@@ -109,7 +109,10 @@ def _attributes_of(value: Any) -> dict[str, Any]:
 
 def repeats(tensors: list[Tensor]) -> tuple[tuple[int, ...], bool] | None:
     """Return which Tensors of a call are one object, as numbers, and whether others share memory; None if none do."""
-    roots = {id(root_of(array) if (array := t.array).base is not None else array) for t in tensors}
+    roots = set[int]()
+    for tensor in tensors:  # no comprehension: before Python 3.12 that is one more call at every replay
+        array = tensor.array
+        roots.add(id(array if array.base is None else root_of(array)))
     if len(roots) == len(tensors):
         return None
     first: dict[int, int] = {}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attributes of a model as a recorded step finds and leaves them.
 
-What lives here: which attributes a step changes, and doing the same in a replay. What does not: the tape (records.py),
+What lives here: which attributes a step changes, and doing the same in a replay. What does not: the tape (record.py),
 the walk over the layers (layer/base.py).
 
 Note [attributes]: a step may read Tensors from attributes of its layers and set attributes (``self.total = self.total +

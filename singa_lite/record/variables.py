@@ -12,31 +12,21 @@ up to MAX_BYTES are compared by content, larger ones by identity. What installed
 is not looked at, nor are clocks, files and print, names that only exist at run time (eval, globals(), getattr of a
 computed name, imports inside functions), and attributes that an object did not have when the step was recorded.
 Functions that make a generator without a seed, or ask the system for numbers, break the graph.
+
+What lives here: finding the variables and comparing them. What does not: reading one function's code (user_code.py),
+and what each kind of container holds (containers.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import dis
 import itertools
 import random
-import sys
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
-from operator import attrgetter, is_
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-)
+from functools import cached_property, partial, partialmethod, singledispatchmethod
+from operator import is_
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -49,42 +39,28 @@ from ..opt.schedule import DecayScheduler
 from ..tensor import Tensor
 from ..tensor.pytree import PLAIN, flatten
 from .attributes import Absent, Attribute
-
-LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
-INSTALLED = ("site-packages", "dist-packages")
-MAX_ITEMS = 1000  # of a container that are looked into; of larger ones their identities are compared
-MAX_IDENTITIES = (
-    100_000  # which takes 0.8 ms for 50,000; beyond, a container is compared by identity and length
+from .containers import (
+    BOUND,
+    MAX_BYTES,
+    MAX_ITEMS,
+    UNCHANGING,
+    CData,
+    Same,
+    bound_to,
+    bytes_of,
+    containers,
+    describe_large,
+    items_of,
+    keys_of,
 )
-MAX_BYTES = 1 << 20  # of an array, which takes 0.1 ms; a larger one is compared by identity
-CData: Any = ctypes.Structure.__base__  # of all values of ctypes
-UNCHANGING = (*PLAIN, FunctionType, ModuleType)
+from .user_code import PARTS, defaults_of, is_users, names_of, unseeded_calls, value_of_cell
+
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
-GENERATORS = {
-    "default_rng",
-    "RandomState",
-    "Random",
-}  # which draw new numbers if they are made without a seed
-SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
-PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
-BOUND = (BuiltinFunctionType, MethodWrapperType)  # such as [1].pop, iter([1]).__next__
 
-
-@cache
-def containers() -> tuple[type, ...]:
-    """Return the types whose values can change without being replaced."""
-    return (
-        list, tuple, dict, set, frozenset, deque, np.ndarray, np.random.Generator, np.random.RandomState,
-        np.random.BitGenerator, np.random.SeedSequence, random.Random, itertools.count, partial, MethodType, bytearray,
-        array, MappingProxyType, ref, memoryview, CData, *BOUND,
-    )  # fmt: skip  # a function, as numpy imports np.random when it is first named, see Note [imports]
-
-
-Location = tuple[
-    str, Callable[[], object]
-]  # label of a variable, for people; what reads it, or returns Absent
+# label of a variable, for people; what reads it, or returns Absent
+Location = tuple[str, Callable[[], object]]
 
 
 class Variable(NamedTuple):
@@ -100,48 +76,6 @@ class Variable(NamedTuple):
     read: Callable[[], object]
     value: object
     content: Hashable
-
-
-class Same:
-    """Equal for one object alone, which it keeps, so that no other gets its id.
-
-    Args:
-        value: the object.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-class SameItems:
-    """Equal for containers that hold the same objects in the same order, which it keeps as ``Same`` does.
-
-    Args:
-        items: what a container holds; of a dict its values.
-    """
-
-    __slots__ = ("items",)
-
-    def __init__(self, items: Iterable[object]) -> None:
-        self.items = tuple(items)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SameItems)
-            and len(self.items) == len(other.items)
-            and all(map(is_, self.items, other.items))
-        )
-
-    def __hash__(self) -> int:
-        return len(self.items)
 
 
 class Variables:
@@ -227,8 +161,8 @@ class Variables:
                     continue
                 expanded.add(id(value))
                 if isinstance(value, containers()):
-                    within += [(label, itertools.repeat(item).__next__) for item in _items_of(value)]
-                    for key in _keys_of(value):
+                    within += [(label, itertools.repeat(item).__next__) for item in items_of(value)]
+                    for key in keys_of(value):
                         self._follow(key)
                         nested += [(label, itertools.repeat(key).__next__), *self._attributes(label, key)]
                 else:
@@ -242,7 +176,7 @@ class Variables:
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
-            if _is_users(value):
+            if is_users(value):
                 self._follow_function(value)
             self._follow(getattr(value, "__wrapped__", None))
             if isinstance(registry := getattr(value, "registry", None), MappingProxyType):
@@ -250,10 +184,10 @@ class Variables:
                 self._locations.append((label, itertools.repeat(registry).__next__))
                 self._follow(registry)
         elif isinstance(value, type):
-            for kind in filter(_is_users, value.__mro__):
+            for kind in filter(is_users, value.__mro__):
                 self._follow_class(kind)
         elif isinstance(value, containers()):
-            for item in _items_of(value):
+            for item in items_of(value):
                 self._follow(item)
         elif isinstance(value, DESCRIPTORS):
             for part in ("fget", "fset", "func", "dispatcher", "__func__", "__wrapped__"):
@@ -277,10 +211,10 @@ class Variables:
         self._locations.append((f"the attributes of {kind.__name__}", partial(known.issuperset, vars(kind))))
 
     def _follow_function(self, function: FunctionType) -> None:
-        names, attributes = _names_of(function.__code__)
+        names, attributes = names_of(function.__code__)
         self._names |= attributes
         if function.__name__ != "initialize":
-            self._unseeded |= dict.fromkeys(_unseeded_calls(function.__code__), function.__qualname__)
+            self._unseeded |= dict.fromkeys(unseeded_calls(function.__code__), function.__qualname__)
         self._functions.append(function)
         for name in sorted(names):
             if (id(function.__globals__), name) not in self._globals:
@@ -288,20 +222,20 @@ class Variables:
                 self._add(f"the global variable {name}", function.__globals__, name)
             value = function.__globals__.get(name)
             self._follow(value)
-            if isinstance(value, ModuleType) and _is_users(value):
+            if isinstance(value, ModuleType) and is_users(value):
                 for attribute in sorted(attributes & vars(value).keys()):
                     self._add(f"the variable {name}.{attribute}", vars(value), attribute)
                     self._follow(vars(value)[attribute])
         for name, value in vars(function).items():
             self._add(f"the variable {function.__name__}.{name}", vars(function), name)
             self._follow(value)
-        for name, value in _defaults_of(function).items():
+        for name, value in defaults_of(function).items():
             if not isinstance(value, UNCHANGING):
                 label = f"the default of {name} in {function.__name__}"
                 self._locations.append((label, itertools.repeat(value).__next__))
             self._follow(value)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            read = partial(_value_of_cell, cell)
+            read = partial(value_of_cell, cell)
             self._locations.append((f"the variable {name} outside of {function.__name__}", read))
             self._follow(read())
 
@@ -315,13 +249,13 @@ class Variables:
         if isinstance(value, Tensor):
             return Same(value.array), value.requires_grad, value.stores_grad, value.creator is None
         can_change = isinstance(value, containers()) and not (
-            isinstance(value, BOUND) and not _items_of(value)
+            isinstance(value, BOUND) and not items_of(value)
         )
         return self._describe(value, ()) if can_change else None
 
     def _describe(self, value: object, within: tuple[int, ...]) -> Hashable:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:
-            return _describe_large(value)
+            return describe_large(value)
         structure, tensors = flatten(value, lambda other: self._describe_object(other, within))
         return structure, tuple((Same(tensor), Same(tensor.array)) for tensor in tensors)
 
@@ -331,22 +265,22 @@ class Variables:
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
             return Same(value), self._describe(list(value), within)
         if isinstance(value, deque):
-            return _describe_large(value)
+            return describe_large(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
             return Same(value), self._describe(value.tolist(), within)
         if isinstance(value, MappingProxyType):
             is_large = len(value) > MAX_ITEMS
-            return _describe_large(value) if is_large else (Same(value), self._describe(dict(value), within))
+            return describe_large(value) if is_large else (Same(value), self._describe(dict(value), within))
         if isinstance(value, ref):
             return Same(value), self._describe(value(), within)
         if isinstance(value, (memoryview, CData)):
-            return Same(value), _bytes_of(value)
+            return Same(value), bytes_of(value)
         if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
             return Same(value), value.tobytes()
         if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
             return Same(value), bytes(value)
         if isinstance(value, BOUND):
-            return Same(value), self._describe(_bound_to(value), within)
+            return Same(value), self._describe(bound_to(value), within)
         if isinstance(value, np.random.Generator):
             return Same(value), repr(value.bit_generator.state)
         if isinstance(value, (np.random.BitGenerator, np.random.SeedSequence)):
@@ -395,116 +329,6 @@ class Variables:
 def _objects_in(attribute: Attribute) -> list[object]:
     """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
-
-
-def _bound_to(function: Any) -> object:
-    """Return the object that a builtin function is bound to; None for one whose state is compared anyway."""
-    bound_to = function.__self__
-    shared = random.random.__self__, np.random.rand.__self__  # type: ignore[attr-defined]  # see _random_states
-    return (
-        None if isinstance(bound_to, ModuleType) or any(bound_to is other for other in shared) else bound_to
-    )
-
-
-def _describe_large(value: Any) -> Hashable:
-    """Return what tells a large list, dict or deque from a changed one, by what it holds and not what that holds."""
-    items = value.values() if isinstance(value, (dict, MappingProxyType)) else value
-    return Same(value), SameItems(items) if len(value) <= MAX_IDENTITIES else len(value)
-
-
-def _bytes_of(value: Any) -> bytes | None:
-    """Return the bytes of a memoryview or a value of ctypes; None of a large or a released one."""
-    try:
-        view = memoryview(value)
-    except ValueError:
-        return None
-    return view.tobytes() if view.nbytes <= MAX_BYTES else None
-
-
-def _items_of(value: Any) -> Iterable[Any]:
-    """Return what a container holds; nothing of a large one."""
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
-        return value.__func__, value.__self__
-    if isinstance(value, BOUND):
-        return () if (bound_to := _bound_to(value)) is None else (bound_to,)
-    if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
-        return value.ravel().tolist()  # type: ignore[no-any-return]
-    if isinstance(value, MappingProxyType):
-        return _items_of(dict(value))
-    if isinstance(value, ref):
-        return (value(),)
-    if isinstance(value, (list, tuple, set, frozenset, dict, deque)) and len(value) <= MAX_ITEMS:
-        return value.values() if isinstance(value, dict) else value
-    return ()
-
-
-def _keys_of(value: object) -> list[Any]:
-    """Return the keys of a dict and the elements of a set that are objects, whose own attributes may change."""
-    if isinstance(value, (dict, set, frozenset)) and len(value) <= MAX_ITEMS:
-        return [key for key in value if not isinstance(key, (*UNCHANGING, *containers(), Layer))]
-    return []
-
-
-def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
-    """Return the global variables and the attributes that ``code``, and what is defined in it, names."""
-    names, attributes = set[str](), set[str]()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
-            names.add(str(instruction.argval))
-        elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
-            attributes.add(str(instruction.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inner_names, inner_attributes = _names_of(constant)
-            names, attributes = names | inner_names, attributes | inner_attributes
-        elif isinstance(constant, str):
-            attributes.add(constant)  # of getattr
-    return names, attributes
-
-
-def _unseeded_calls(code: CodeType) -> set[str]:
-    """Return the calls in ``code``, and in what it defines, of GENERATORS without a seed and of SYSTEMS_NUMBERS."""
-    found = set[str]().union(
-        *(_unseeded_calls(part) for part in code.co_consts if isinstance(part, CodeType))
-    )
-    shown = [
-        each for each in dis.get_instructions(code) if each.opname not in ("PRECALL", "PUSH_NULL", "CACHE")
-    ]
-    for named, then in itertools.pairwise(shown):
-        name = str(named.argval)
-        if name in SYSTEMS_NUMBERS or (
-            name in GENERATORS and then.opname.startswith("CALL") and not then.arg
-        ):
-            found.add(name)
-    return found
-
-
-def _is_users(value: Any) -> bool:
-    """Return whether a function, class or module belongs to no installed package."""
-    if isinstance(value, ModuleType):
-        name = value.__name__
-    elif isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
-        name = str(value.__globals__.get("__name__"))
-    else:
-        name = value.__module__ or ""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return name.partition(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
-
-
-def _defaults_of(function: FunctionType) -> dict[str, object]:
-    """Return the defaults of a function's parameters by name."""
-    defaults, code = function.__defaults__ or (), function.__code__
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
-
-
-def _value_of_cell(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return Absent
 
 
 def _are_equal_plain(a: object, b: object) -> bool:

@@ -178,14 +178,14 @@ def as_shape(where: str, shape: object) -> Shape:
     return sizes
 
 
-def resolve_shape(where: str, given: Shape, wanted: object) -> Shape:
+def resolve_shape(given: Shape, wanted: object) -> Shape:
     """Return ``wanted`` with its -1 worked out; ShapeError if it does not hold as many elements as ``given``."""
-    sizes = as_sizes(where, wanted)
+    sizes = as_sizes("reshape", wanted)
     known = product([size for size in sizes if size != -1])
     unknown = sizes.count(-1)
     fits = product(given) == known if unknown == 0 else known > 0 and product(given) % known == 0
     if unknown > 1 or min(sizes, default=0) < -1 or not fits:
-        raise ShapeError(f"{where}: {given} does not fit into {sizes} (at most one -1)")
+        raise ShapeError(f"reshape: {given} does not fit into {sizes} (at most one -1)")
     return tuple(product(given) // known if size == -1 else size for size in sizes)
 
 
@@ -208,13 +208,13 @@ def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
     return tuple(found)
 
 
-def as_permutation(where: str, axes: Sequence[int] | None, ndim: int) -> Shape:
+def as_permutation(axes: Sequence[int] | None, ndim: int) -> Shape:
     """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
     if axes is None:
         return tuple(reversed(range(ndim)))
     given = listed(axes)
-    if len(as_axes(where, given, ndim)) != ndim:
-        raise ShapeError(f"{where}: {axes} is not a permutation of {ndim} axes")
+    if len(as_axes("transpose", given, ndim)) != ndim:
+        raise ShapeError(f"transpose: {axes} is not a permutation of {ndim} axes")
     return tuple(axis % ndim for axis in given)
 
 

@@ -49,9 +49,8 @@ from .checks import (
 __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_numpy"]
 
 Number = float | int
-OPERATORS: dict[
-    str, Callable[..., Any]
-] = {}  # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
+# "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
+OPERATORS: dict[str, Callable[..., Any]] = {}
 
 
 class Tensor:
@@ -360,7 +359,7 @@ class Tensor:
 
         One size may be -1. ShapeError: another number of elements.
         """
-        size = resolve_shape("reshape", self.shape, shape)
+        size = resolve_shape(self.shape, shape)
         expose(self.array)  # the view's own flag says whether it is writeable (graph/rounded.py)
         return Tensor.wrap(self.array.reshape(size), self.device)
 
@@ -369,7 +368,7 @@ class Tensor:
 
         ShapeError: ``axes`` is no permutation.
         """
-        order = as_permutation("transpose", axes, self.ndim())
+        order = as_permutation(axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
         self.device.backend.run("transpose", self.array, out=array, axes=order)
         return Tensor.wrap(array, self.device)
@@ -606,9 +605,8 @@ class Tensor:
         if broadcast_shape(f"in-place {kernel}", self.shape, operand.shape) != self.shape:
             raise ShapeError(f"in-place {kernel}: shape {operand.shape} does not broadcast to {self.shape}")
         if operand is not self.array and self.device.backend.may_share_memory(self.array, operand):
-            operand = (
-                Tensor.wrap(operand, self.device).clone().array
-            )  # of which a part is written before it is read
+            # a part of it would be written before it is read
+            operand = Tensor.wrap(operand, self.device).clone().array
         return self._fill(kernel, self.array, operand)
 
     # ---- comparison: element-wise, 1 or 0 in float32 -------------------------------------------------

@@ -15,6 +15,7 @@ from singa_lite.backend.cpu.fuse import fuse
 from singa_lite.dtypes import bfloat16
 from singa_lite.graph.memory import View
 from singa_lite.graph.nodes import Kernel
+from tests.backend.lowering import lowered_calls
 from tests.backend.test_bfloat16 import new_view
 from tests.backend.test_lower_rows import train
 from tests.ranks import run_ranks
@@ -52,11 +53,7 @@ def test_ranks_hold_the_same_bits(size):
 
 
 def lowered(monkeypatch: Any, **options: Any) -> list[Kernel]:
-    seen = []
-    lower = CpuBackend.lower
-    monkeypatch.setattr(CpuBackend, "lower", lambda self, calls: seen.append(lower(self, calls)) or seen[-1])
-    train(True, 1, precision="bf16", **options)
-    return [call for call in seen[0] if isinstance(call, Kernel)]
+    return lowered_calls(monkeypatch, lambda: train(True, 1, precision="bf16", **options))
 
 
 def test_a_lowered_transformer_has_the_kernels_of_float32_and_few_casts(monkeypatch):

@@ -19,7 +19,7 @@ from singa_lite.config import state
 from singa_lite.errors import CommError, GraphError
 from singa_lite.graph.nodes import Collective, Flight, Host, Kernel, Scalar, Wait
 from singa_lite.opt.schedule import as_schedule
-from singa_lite.record import records as record
+from singa_lite.record import records
 from singa_lite.tensor import Tensor, to_numpy
 from tests.devices import cuda_device, no_gpu
 
@@ -102,8 +102,8 @@ def trained(net: Net, device: Any, steps: Any, *options: Any) -> list[bytes]:
 
 def graphs(net: Net) -> list[Any]:
     """The CUDA graphs of the model's records."""
-    records = [record for kind in net._records._kinds.values() for record in reversed(kind.records)]
-    parts = [part for record in records for part in record._replay_nodes if hasattr(part, "num_launches")]
+    found = [record for kind in net._records._kinds.values() for record in reversed(kind.records)]
+    parts = [part for record in found for part in record._replay_nodes if hasattr(part, "num_launches")]
     return [part for part in parts if part._graph is not None]
 
 
@@ -657,7 +657,7 @@ def test_a_step_that_sends_numpy_arrays_by_hand_runs_eagerly(device: Any) -> Non
 
 
 def test_more_chunks_than_records_are_kept_still_train_alike(device: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(record, "MAX_RECORDS", 2)
+    monkeypatch.setattr(records, "MAX_RECORDS", 2)
     eager, graph = (compiled(device, use_graph, distributed()) for use_graph in (False, True))
     device.SetRandSeed(8)
     expected = trained(eager, device, range(12), "partialUpdate")

@@ -11,12 +11,12 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt, tensor
 from singa_lite._native import load
-from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.graph.nodes import Kernel
 from singa_lite.tensor import from_numpy, to_numpy
+from tests.backend.lowering import assert_alike, assert_ranks_alike, lowered_calls
 from tests.ranks import run_ranks
 
 MODULE, _ = load("_kernels")
@@ -199,11 +199,7 @@ def train(make, use_graph, steps, communicator=None):
 @pytest.mark.parametrize("make", MODELS)
 def test_a_lowered_step_agrees_with_an_eager_one(make):
     eager, graph = (train(make, use_graph, 2) for use_graph in (False, True))
-    for one, other in zip(eager[0], graph[0], strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(graph[1], eager[1], rtol=1e-5)
-    for name, value in eager[2].items():
-        np.testing.assert_allclose(graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_alike(eager, graph)
 
 
 @needs_onednn
@@ -221,27 +217,12 @@ def ranks_train(communicator, make, use_graph):
 @needs_onednn
 def test_lowered_ranks_stay_bit_equal():
     eager, graph = (run_ranks(ranks_train, 3, Residual, use_graph) for use_graph in (False, True))
-    for name, value in graph[0].items():
-        assert value.tobytes() == graph[1][name].tobytes() == graph[2][name].tobytes(), name
-        np.testing.assert_allclose(value, eager[0][name], rtol=1e-4, atol=1e-5)
-
-
-def lowered_calls(monkeypatch, make):
-    seen = []
-    lower = CpuBackend.lower
-
-    def listen(self, calls):
-        seen.append(lower(self, calls))
-        return seen[-1]
-
-    monkeypatch.setattr(CpuBackend, "lower", listen)
-    train(make, True, 1)
-    return [call for call in seen[0] if isinstance(call, Kernel)]
+    assert_ranks_alike(eager, graph)
 
 
 @needs_onednn
 def test_a_residual_network_is_fused_and_never_reordered_between_its_blocks(monkeypatch):
-    calls = lowered_calls(monkeypatch, Residual)
+    calls = lowered_calls(monkeypatch, lambda: train(Residual, True, 1))
     norms = [call for call in calls if call.name == "batchnorm_2d_train"]
     assert sum(bool(call.attributes.get("relu")) for call in norms) == 7  # stem, and two a block
     assert sum(len(call.inputs) == 4 for call in norms) == 3  # one addition a block
@@ -266,7 +247,7 @@ def test_graph_info_names_every_call_with_its_shape_and_order():
 
 @needs_onednn
 def test_the_gradient_of_a_relu_before_pooling_is_taken_on_the_smaller_side(monkeypatch):
-    calls = lowered_calls(monkeypatch, Pooled)
+    calls = lowered_calls(monkeypatch, lambda: train(Pooled, True, 1))
     for call in calls:
         if call.name == "relu_backward" and len(call.out.shape) == 4:
             assert call.out.shape[2:] in ((5, 5), (3, 3))

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite._native import load
-from singa_lite.backend.cpu import CpuBackend, NumpyBackend
+from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.graph.nodes import Kernel
 from singa_lite.tensor import from_numpy, to_numpy
+from tests.backend.lowering import assert_alike, assert_ranks_alike, lowered_calls
 from tests.ranks import run_ranks
 
 MODULE, _ = load("_kernels")
@@ -99,11 +99,7 @@ def train(use_graph, steps, communicator=None, precision="fp32", num_batches=99,
 @pytest.mark.parametrize(("causal", "bias"), [(True, True), (False, True), (True, False)])
 def test_a_lowered_step_agrees_with_an_eager_one(causal, bias):
     eager, graph = (train(use_graph, 3, causal=causal, bias=bias) for use_graph in (False, True))
-    for one, other in zip(eager[0], graph[0], strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(graph[1], eager[1], rtol=1e-5)
-    for name, value in eager[2].items():
-        np.testing.assert_allclose(graph[2][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_alike(eager, graph)
 
 
 def ranks_train(communicator, use_graph):
@@ -112,26 +108,11 @@ def ranks_train(communicator, use_graph):
 
 def test_lowered_ranks_stay_bit_equal():
     eager, graph = (run_ranks(ranks_train, 3, use_graph) for use_graph in (False, True))
-    for name, value in graph[0].items():
-        assert value.tobytes() == graph[1][name].tobytes() == graph[2][name].tobytes(), name
-        np.testing.assert_allclose(value, eager[0][name], rtol=1e-4, atol=1e-5)
-
-
-def lowered_calls(monkeypatch, **options):
-    seen = []
-    lower = CpuBackend.lower
-
-    def listen(self, calls):
-        seen.append(lower(self, calls))
-        return seen[-1]
-
-    monkeypatch.setattr(CpuBackend, "lower", listen)
-    train(True, 1, **options)
-    return [call for call in seen[0] if isinstance(call, Kernel)]
+    assert_ranks_alike(eager, graph)
 
 
 def test_a_lowered_transformer_keeps_no_probabilities(monkeypatch):
-    calls = lowered_calls(monkeypatch)
+    calls = lowered_calls(monkeypatch, lambda: train(True, 1))
     names = [call.name for call in calls]
     assert names.count("attention") == names.count("attention_backward") == 2
     square = 3 * 2 * 40 * 40 * 4
@@ -166,7 +147,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, name: str) -> None:
 
 
 def test_products_of_a_lowered_transformer_are_finished_with_what_follows(monkeypatch):
-    names = [call.name for call in lowered_calls(monkeypatch)]
+    names = [call.name for call in lowered_calls(monkeypatch, lambda: train(True, 1))]
     assert names.count("matmul_gelu") == names.count("matmul_mul") == 2
     assert names.count("matmul_add_norm") == 4  # behind attention and the Linears of both blocks
     assert not {"gelu", "gelu_backward", "mul"} & set(names)

@@ -31,7 +31,6 @@ from tests.comm.test_contract import FACTS, REDUCE_OPS, data, everyone, folded, 
 from tests.devices import cuda_device_of_rank, standin_nccl
 from tests.limits import LIMIT_S
 from tests.ranks import RankDied, mpi_missing, run_ranks
-from tests.standin import compiling
 
 # where NCCL's own way differs from the contract, as NcclCommunicator says; checked below in its own way
 OWN_WAY = {
@@ -42,13 +41,8 @@ OWN_WAY = {
     "every_rank_gets_the_same_bits_of_bfloat16_nan",
     "times_of_what_has_not_ended_are_an_error",  # has none, and a group waits for its parent's collectives
 }
+pytestmark = pytest.mark.usefixtures("standin_libraries")
 CONTRACT = [check.__name__ for check in FACTS if check.__name__ not in OWN_WAY]
-
-
-@pytest.fixture(autouse=True)
-def use_libraries(monkeypatch):
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
 def run(function, size, *args, **options):

@@ -20,20 +20,16 @@ from singa_lite.kvstore.replica import ReplicaStore
 from singa_lite.kvstore.server import Server
 from singa_lite.tensor import Tensor, to_numpy
 from tests.comm.gpu_standin import host_of
-from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.devices import cuda_device_of_rank, no_gpu
 from tests.gluon.jobs import backward
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
-from tests.standin import compiling
 
-pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: two ranks cannot share it")
+pytestmark = [
+    pytest.mark.usefixtures("standin_libraries"),
+    pytest.mark.skipif(not no_gpu(), reason="there is a GPU: two ranks cannot share it"),
+]
 SHAPES = {"small": (3, 2), "large": (1003,)}
-
-
-@pytest.fixture(autouse=True)
-def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
 
 
 def train(device: Device, store: Any, on_store: bool, **arguments: Any) -> list[np.ndarray]:

@@ -23,22 +23,18 @@ from singa_lite.sync.buckets import Bucket, BucketedSync, Exchange
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import batch, compiled, distributed, trained
 from tests.comm.gpu_standin import host_of
-from tests.devices import cuda_device, cuda_device_of_rank, no_gpu, standin_nccl
+from tests.devices import cuda_device, cuda_device_of_rank, no_gpu
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
-from tests.standin import compiling
 from tests.sync.make_scheme import NoOptimizer, begin, make_scheme
 
 COMPUTE, PACK, UNPACK = range(3)
 SIZE = 200
 OPTIONS = ["fp32", "fp16", "bf16", "sparseTopK", "sparseThreshold"]
-pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: its streams cannot be held up")
-
-
-@pytest.fixture(autouse=True)
-def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
+pytestmark = [
+    pytest.mark.usefixtures("standin_libraries"),
+    pytest.mark.skipif(not no_gpu(), reason="there is a GPU: its streams cannot be held up"),
+]
 
 
 def hold_up(backend: Any, stream: int) -> threading.Event:

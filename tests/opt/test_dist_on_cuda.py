@@ -27,9 +27,8 @@ from singa_lite.sync.buckets import BucketedSync
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
-from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.devices import cuda_device_of_rank, no_gpu
 from tests.ranks import RankDied, run_ranks
-from tests.standin import compiling
 
 OPTIONS = [
     "fp32",
@@ -55,13 +54,10 @@ TWO_RANKS = ["fp32", "int8", "accumulate"]
 WORLDS = [(option, 3) for option in OPTIONS] + [
     pytest.param(option, 2, marks=[] if option in TWO_RANKS else [pytest.mark.slow]) for option in OPTIONS
 ]
-pytestmark = pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself")
-
-
-@pytest.fixture(autouse=True)
-def use_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
+pytestmark = [
+    pytest.mark.usefixtures("standin_libraries"),
+    pytest.mark.skipif(not no_gpu(), reason="there is a GPU: gpu-check trains on two ranks itself"),
+]
 
 
 class Net(model.Model):

@@ -25,10 +25,9 @@ from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import graphs
 from tests.comm.gpu_standin import host_of
-from tests.devices import cuda_device_of_rank, no_gpu, standin_nccl
+from tests.devices import cuda_device_of_rank, no_gpu
 from tests.limits import LIMIT_S
 from tests.ranks import run_ranks
-from tests.standin import compiling
 
 FOLDER = Path(__file__).parent / "schemes"
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -53,9 +52,7 @@ def put_beside_the_packages_own() -> None:
 
 
 @pytest.fixture(autouse=True)
-def schemes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("SINGA_LITE_CUDA_LIB", str(compiling.driver()))
-    monkeypatch.setenv("SINGA_LITE_NCCL_LIB", str(standin_nccl()))
+def schemes(standin_libraries: None) -> Any:
     put_beside_the_packages_own()
     yield
     sync.__path__.remove(str(FOLDER))

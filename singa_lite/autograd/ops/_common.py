@@ -9,7 +9,8 @@ import numpy as np
 
 from ...dtypes import is_float, is_narrow
 from ...errors import DTypeError, ShapeError
-from ...tensor import Number, Tensor, float32, number_array
+from ...tensor import Number, Tensor, broadcast_shape, float32, number_array
+from ...tensor.core import check_tensor
 from ..engine import Array, Context, Operator
 
 Shape = tuple[int, ...]
@@ -23,10 +24,7 @@ def check_tensors(where: str, *tensors: object) -> None:
     if not tensors:
         raise ShapeError(f"{where}: expected at least one Tensor")
     for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise DTypeError(
-                f"{where}: expected a Tensor, got {type(tensor).__name__}; wrap it with from_numpy"
-            )
+        check_tensor(where, tensor)
     dtypes = [tensor.dtype for tensor in tensors if isinstance(tensor, Tensor)]
     if any(dtype != dtypes[0] for dtype in dtypes):
         found = ", ".join(str(dtype) for dtype in dtypes)
@@ -115,7 +113,7 @@ def scaled(context: Context, x: Array, factor: float) -> Array:
 
 
 class Elementwise(Operator):
-    """A formula of one tensor: the kernels ``kernel`` (x) -> y and ``kernel``_backward (dy, x) -> dx.
+    """A formula of one float tensor: the kernels ``kernel`` (x) -> y and ``kernel``_backward (dy, x) -> dx.
 
     Args:
         numbers: the attributes of both.
@@ -136,3 +134,30 @@ class Elementwise(Operator):
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return like(context, f"{self.kernel}_backward", dys[0], *context.saved, **self.numbers)
+
+
+class SavesOutput(Elementwise):
+    """An ``Elementwise`` whose gradient is computed from the result: ``kernel``_backward is (dy, y) -> dx."""
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        y = like(context, self.kernel, inputs[0], **self.numbers)
+        context.save(y)
+        return y
+
+
+class Broadcasting(Operator):
+    """A formula of two tensors of one dtype, whose shapes broadcast.
+
+    Attributes:
+        where: the function that errors name.
+        needs_floats: whether it is for float tensors alone.
+    """
+
+    where: str
+    needs_floats = False
+    autocast = "widest"
+
+    def check(self, *inputs: Tensor) -> None:
+        check = check_floats if self.needs_floats else check_tensors
+        check(self.where, *inputs)
+        broadcast_shape(self.where, inputs[0].shape, inputs[1].shape)

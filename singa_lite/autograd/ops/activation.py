@@ -7,7 +7,7 @@ from ...errors import ShapeError, check_choice, check_number
 from ...tensor import Tensor, as_axis
 from ...tensor.checks import convert_number
 from ..engine import Array, Context, Operator
-from ._common import Elementwise, check_floats, check_tensors, like, scaled
+from ._common import Elementwise, SavesOutput, check_floats, check_tensors, like, scaled
 
 __all__ = [
     "abs",
@@ -26,19 +26,8 @@ __all__ = [
 ]
 
 
-class ReLU(Operator):
-    autocast = "keep"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("relu", *inputs)
-
-    def forward(self, context: Context, *inputs: Array) -> Array:
-        y = like(context, "relu", inputs[0])
-        context.save(y)
-        return y
-
-    def backward(self, context: Context, *dys: Array) -> Array:
-        return like(context, "relu_backward", dys[0], *context.saved)
+class ReLU(SavesOutput):
+    kernel = "relu"
 
 
 def relu(x: Tensor) -> Tensor:
@@ -71,19 +60,8 @@ def sigmoid(x: Tensor) -> Tensor:
     return Sigmoid()(x)  # type: ignore[no-any-return]
 
 
-class Tanh(Operator):
-    autocast = "keep"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("tanh", *inputs)
-
-    def forward(self, context: Context, *inputs: Array) -> Array:
-        y = like(context, "tanh", inputs[0])
-        context.save(y)
-        return y
-
-    def backward(self, context: Context, *dys: Array) -> Array:
-        return like(context, "tanh_backward", dys[0], *context.saved)
+class Tanh(SavesOutput):
+    kernel = "tanh"
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -206,16 +184,8 @@ def softmax(x: Tensor, axis: int = 1) -> Tensor:
     return SoftMax(axis)(x)  # type: ignore[no-any-return]
 
 
-class Exp(Operator):
-    autocast = "keep"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("exp", *inputs)
-
-    def forward(self, context: Context, *inputs: Array) -> Array:
-        y = like(context, "exp", inputs[0])
-        context.save(y)
-        return y
+class Exp(SavesOutput):
+    kernel = "exp"
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return like(context, "mul", dys[0], *context.saved)
@@ -233,15 +203,8 @@ def exp(x: Tensor) -> Tensor:
     return Exp()(x)  # type: ignore[no-any-return]
 
 
-class Log(Operator):
-    autocast = "keep"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("log", *inputs)
-
-    def forward(self, context: Context, *inputs: Array) -> Array:
-        context.save(inputs[0])
-        return like(context, "log", inputs[0])
+class Log(Elementwise):
+    kernel = "log"
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return like(context, "div", dys[0], *context.saved)
@@ -259,16 +222,8 @@ def log(x: Tensor) -> Tensor:
     return Log()(x)  # type: ignore[no-any-return]
 
 
-class Sqrt(Operator):
-    autocast = "keep"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("sqrt", *inputs)
-
-    def forward(self, context: Context, *inputs: Array) -> Array:
-        y = like(context, "sqrt", inputs[0])
-        context.save(y)
-        return y
+class Sqrt(SavesOutput):
+    kernel = "sqrt"
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return scaled(context, like(context, "div", dys[0], *context.saved), 0.5)
@@ -340,7 +295,7 @@ def negative(x: Tensor) -> Tensor:
 class Clip(Operator):
     autocast = "keep"
 
-    def __init__(self, min: float | None = None, max: float | None = None) -> None:
+    def __init__(self, min: float | None, max: float | None) -> None:
         given = {"min": min, "max": max}
         self.limits = {
             name: None if limit is None else check_number("clip", name, limit)

@@ -8,19 +8,15 @@ passes dy on unchanged; the engine never adds into one that two inputs share (SI
 from __future__ import annotations
 
 from ...errors import ShapeError
-from ...tensor import Number, Tensor, broadcast_shape
+from ...tensor import Number, Tensor
 from ..engine import Array, Context, Operator
-from ._common import broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
+from ._common import Broadcasting, broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
 
 __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
 
 
-class Add(Operator):
-    autocast = "widest"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_tensors("add", *inputs)
-        broadcast_shape("add", inputs[0].shape, inputs[1].shape)
+class Add(Broadcasting):
+    where = "add"
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*(x.shape for x in inputs))
@@ -50,12 +46,8 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     return Add()(*operands("add", a, b))  # type: ignore[no-any-return]
 
 
-class Sub(Operator):
-    autocast = "widest"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_tensors("sub", *inputs)
-        broadcast_shape("sub", inputs[0].shape, inputs[1].shape)
+class Sub(Broadcasting):
+    where = "sub"
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*(x.shape for x in inputs))
@@ -73,12 +65,8 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     return Sub()(*operands("sub", a, b))  # type: ignore[no-any-return]
 
 
-class Mul(Operator):
-    autocast = "widest"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_tensors("mul", *inputs)
-        broadcast_shape("mul", inputs[0].shape, inputs[1].shape)
+class Mul(Broadcasting):
+    where = "mul"
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*inputs)
@@ -96,12 +84,9 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     return Mul()(*operands("mul", a, b))  # type: ignore[no-any-return]
 
 
-class Div(Operator):
-    autocast = "widest"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("div", *inputs)
-        broadcast_shape("div", inputs[0].shape, inputs[1].shape)
+class Div(Broadcasting):
+    where = "div"
+    needs_floats = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         y = broadcasting(context, "div", *inputs)
@@ -124,12 +109,9 @@ def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     return Div()(*operands("div", a, b))  # type: ignore[no-any-return]
 
 
-class Pow(Operator):
-    autocast = "widest"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_floats("pow", *inputs)
-        broadcast_shape("pow", inputs[0].shape, inputs[1].shape)
+class Pow(Broadcasting):
+    where = "pow"
+    needs_floats = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         y = broadcasting(context, "pow", *inputs)
@@ -210,15 +192,10 @@ def mean(*tensors: Tensor) -> Tensor:
     return Mean()(*tensors)  # type: ignore[no-any-return]
 
 
-class Maximum(Operator):
+class Maximum(Broadcasting):
     """Of two tensors; the first has the gradient where both are equal, or one is NaN."""
 
-    autocast = "widest"
     kernel, where = "maximum", "max"
-
-    def check(self, *inputs: Tensor) -> None:
-        check_tensors(self.where, *inputs)
-        broadcast_shape(self.where, inputs[0].shape, inputs[1].shape)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*inputs)

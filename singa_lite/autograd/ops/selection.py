@@ -12,22 +12,16 @@ from ...errors import DTypeError
 from ...tensor import Number, Tensor, as_axis, broadcast_shape, float32
 from ...tensor.checks import as_numbers
 from ..engine import Array, Context, Operator, no_grad
-from ._common import check_floats, check_ndim, check_tensors, like, operands, sum_to
+from ._common import Broadcasting, check_floats, check_ndim, check_tensors, like, operands, sum_to
 
 __all__ = ["embedding", "equal", "gather", "greater", "greater_equal", "less", "less_equal", "where"]
 
 
-class Compare(Operator):
+class Compare(Broadcasting):
     """Args: ``relation``: one of those of the kernel ``compare``."""
 
-    autocast = "widest"
-
     def __init__(self, relation: str) -> None:
-        self.relation = relation
-
-    def check(self, *inputs: Tensor) -> None:
-        check_tensors(self.relation, *inputs)
-        broadcast_shape(self.relation, inputs[0].shape, inputs[1].shape)
+        self.where = self.relation = relation
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         a, b = inputs

@@ -27,12 +27,12 @@ class Reshape(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("reshape", *inputs)
-        resolve_shape("reshape", inputs[0].shape, self.shape)
+        resolve_shape(inputs[0].shape, self.shape)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(inputs[0].shape)
         note_written(inputs[0])  # or the view would be read-only for good (graph/rounded.py)
-        return inputs[0].reshape(resolve_shape("reshape", inputs[0].shape, self.shape))
+        return inputs[0].reshape(resolve_shape(inputs[0].shape, self.shape))
 
     def backward(self, context: Context, *dys: Array) -> Array:
         return dys[0].reshape(context.saved[0])
@@ -81,13 +81,13 @@ class Transpose(Operator):
 
     def check(self, *inputs: Tensor) -> None:
         check_tensors("transpose", *inputs)
-        as_permutation("transpose", self.axes, inputs[0].ndim())
+        as_permutation(self.axes, inputs[0].ndim())
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        return self.permute(context, inputs[0], as_permutation("transpose", self.axes, inputs[0].ndim))
+        return self.permute(context, inputs[0], as_permutation(self.axes, inputs[0].ndim))
 
     def backward(self, context: Context, *dys: Array) -> Array:
-        axes = as_permutation("transpose", self.axes, dys[0].ndim)
+        axes = as_permutation(self.axes, dys[0].ndim)
         inverse = sorted(range(len(axes)), key=lambda axis: axes[axis])
         return self.permute(context, dys[0], tuple(inverse))
 

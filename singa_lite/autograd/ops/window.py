@@ -10,9 +10,8 @@ from ...errors import OptionError, ShapeError, is_number
 
 Pair = tuple[int, int]
 LARGEST = 2**31 - 1  # of compiled kernels
-LARGEST_OF_CONV = (
-    2**16
-)  # oneDNN 3.2 makes code that grows with a stride: 5 s for 1e7, and wrong sums near LARGEST
+# oneDNN 3.2 makes code that grows with a stride: 5 s for 1e7, and wrong sums near LARGEST
+LARGEST_OF_CONV = 2**16
 
 
 def pair(

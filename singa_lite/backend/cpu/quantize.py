@@ -22,9 +22,8 @@ from ..base import Array
 
 BLOCK = 256  # values with one scale
 LARGEST = 127  # code
-SMALLEST = np.float32(
-    2.0**-126
-)  # scale that is not 0: below, float32 loses precision and CUDA takes numbers for 0
+# scale that is not 0: below, float32 loses precision and CUDA takes numbers for 0
+SMALLEST = np.float32(2.0**-126)
 LANES = 32  # Philox counters of a block; each gives 8 draws
 
 

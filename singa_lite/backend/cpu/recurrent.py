@@ -16,7 +16,7 @@ import numpy as np
 
 from ...dtypes import accumulation_dtype
 from ..base import Array
-from ..recurrent import RnnConfig
+from ..recurrent import RnnConfig, split_backward
 from ._accumulation import pairwise_sum, upcast
 from .cells import CELLS, Kept, sizes_kept
 
@@ -100,13 +100,12 @@ class RecurrentKernels:
         lengths: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
-        num_states = 2 if options["mode"] == "lstm" else 1
-        dlast, (x, w), states = inputs[:num_states], inputs[num_states:][:2], inputs[num_states + 2 : -1]
+        given, written = split_backward(options["mode"], inputs, out)
+        dlast, x, w, states, y = given
+        dw, dstart, reserve_bytes, dx = written
         config = RnnConfig(input_size=x.shape[2], **options)
         alive = alive_rows(len(x), lengths)
-        x, w, y = only(upcast(x), alive), upcast(w), upcast(inputs[-1])
-        dw, dstart, reserve_bytes = out[0], out[1 : 1 + num_states], out[1 + num_states]
-        dx = out[2 + num_states] if len(out) > 2 + num_states else None
+        x, w, y = only(upcast(x), alive), upcast(w), upcast(y)
         reserve = Reserve(reserve_bytes.view(x.dtype), config, *x.shape[:2])
         dweights = dw if dw.dtype == x.dtype else np.empty(dw.shape, x.dtype)
         cells, dcells = config.split(w), config.split(dweights)

@@ -37,7 +37,7 @@ def _kernel_of(update: Update) -> Callable[..., None]:
         arrays = out if isinstance(out, tuple) else (out,)
         end = len(arrays) - len(rounded)
         _check_copies(update.name, rounded, arrays[: len(grads)], arrays[end:])
-        for grad, param, *states in _by_tensor(grads, arrays[:end], len(update.states)):
+        for grad, param, *states in _by_tensor(update, grads, arrays[:end]):
             p = upcast(param)
             g = upcast(grad) + weight_decay * p if weight_decay else upcast(grad)
             for value, target in zip(values, (*states, param), strict=True):
@@ -61,14 +61,11 @@ def _check_copies(
 
 
 def _by_tensor(
-    grads: tuple[Array, ...], out: tuple[Array, ...], num_states: int
+    update: Update, grads: tuple[Array, ...], out: tuple[Array, ...]
 ) -> Iterator[tuple[Array, ...]]:
     """Return (grad, param, state, ...) of each tensor; ``out`` holds all params, then all of each state."""
     count = len(grads)
-    if count == 0 or len(out) != count * (1 + num_states):
-        raise ShapeError(
-            f"an update of {count} gradients and {num_states} states cannot write {len(out)} arrays"
-        )
+    update.check_count(count, len(out))
     return zip(grads, *(out[start : start + count] for start in range(0, len(out), count)), strict=True)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from ...config import state
 from ..base import Array
+from ..recurrent import split_backward
 from .cudnn import DTYPES, CudnnCaller, addresses
 
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
@@ -69,10 +70,7 @@ class RecurrentKernels(CudnnCaller):
         lengths: Lengths = None,
         **options: Any,
     ) -> None:
-        num_states = 2 if options["mode"] == "lstm" else 1
-        dlast, (x, w), states = inputs[:num_states], inputs[num_states:][:2], inputs[num_states + 2 : -1]
-        dw, dstart, reserve = out[0], out[1 : 1 + num_states], out[1 + num_states]
-        dx = out[2 + num_states] if len(out) > 2 + num_states else None
+        (dlast, x, w, states, y), (dw, dstart, reserve, dx) = split_backward(options["mode"], inputs, out)
         if not x.shape[0] or not x.shape[1]:
             self.find("fill")(out=dw, value=0.0)
             for dstate, result in zip(dlast, dstart, strict=True):
@@ -87,7 +85,7 @@ class RecurrentKernels(CudnnCaller):
             self.find("fill")(out=target, value=0.0)
         grads = [*map(self._aligned, (dy, *dlast))]
         given = [*map(self._aligned, (x, self._weights_for(plan, w), *states))]
-        y = self._aligned(inputs[-1])
+        y = self._aligned(y)
         pointers = (*addresses(grads, 3), *addresses(given, 4), y.data.ptr, *addresses(outputs, 4))
         workspace = self.scratch(plan.workspace_bytes)
         plan.backward(self.stream.ptr, *pointers, workspace.data.ptr, reserve.data.ptr)

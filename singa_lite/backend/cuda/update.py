@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ShapeError
 from ..base import Array
 from ..formulas import UPDATES, Update
 from .launch import THREADS, Launcher, by_value
@@ -24,11 +23,8 @@ class UpdateKernels(Launcher):
     ) -> None:
         """Start ``name`` for as many tensors at a time as its arguments hold; one given twice, one after the other."""
         out = out if isinstance(out, tuple) else (out,)
-        count, num_states = len(grads), len(UPDATES[name].states)
-        if count == 0 or len(out) != count * (1 + num_states):
-            raise ShapeError(
-                f"an update of {count} gradients and {num_states} states cannot write {len(out)} arrays"
-            )
+        count = len(grads)
+        UPDATES[name].check_count(count, len(out))
         packed = b"".join(self.scalar(number).tobytes() for number in numbers)
         given = np.frombuffer(packed.ljust(16 * MAX_NUMBERS, b"\0"), f"V{16 * MAX_NUMBERS}")
         types, items, blocks = grads[0].dtype.char, [0], 0

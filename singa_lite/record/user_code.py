@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the code of a user's function names: variables, attributes, calls that draw new numbers.
+
+What lives here: reading one function, and whether it is the user's. What does not: which functions a step runs, and the
+values of what they name (variables.py).
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from itertools import pairwise
+from operator import attrgetter
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from .attributes import Absent
+
+LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
+INSTALLED = ("site-packages", "dist-packages")
+# which draw new numbers if they are made without a seed
+GENERATORS = {"default_rng", "RandomState", "Random"}
+SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
+PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
+
+
+def names_of(code: CodeType) -> tuple[set[str], set[str]]:
+    """Return the global variables and the attributes that ``code``, and what is defined in it, names."""
+    names, attributes = set[str](), set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
+            names.add(str(instruction.argval))
+        elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
+            attributes.add(str(instruction.argval))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner_names, inner_attributes = names_of(constant)
+            names, attributes = names | inner_names, attributes | inner_attributes
+        elif isinstance(constant, str):
+            attributes.add(constant)  # of getattr
+    return names, attributes
+
+
+def unseeded_calls(code: CodeType) -> set[str]:
+    """Return the calls in ``code``, and in what it defines, of GENERATORS without a seed and of SYSTEMS_NUMBERS."""
+    found = set[str]().union(*(unseeded_calls(part) for part in code.co_consts if isinstance(part, CodeType)))
+    shown = [
+        each for each in dis.get_instructions(code) if each.opname not in ("PRECALL", "PUSH_NULL", "CACHE")
+    ]
+    for named, then in pairwise(shown):
+        name = str(named.argval)
+        if name in SYSTEMS_NUMBERS or (
+            name in GENERATORS and then.opname.startswith("CALL") and not then.arg
+        ):
+            found.add(name)
+    return found
+
+
+def is_users(value: Any) -> bool:
+    """Return whether a function, class or module belongs to no installed package."""
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    elif isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
+        name = str(value.__globals__.get("__name__"))
+    else:
+        name = value.__module__ or ""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name.partition(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
+
+
+def defaults_of(function: FunctionType) -> dict[str, object]:
+    """Return the defaults of a function's parameters by name."""
+    defaults, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def value_of_cell(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return Absent
