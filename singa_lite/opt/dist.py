@@ -317,8 +317,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme.end([param for param, _ in pairs])
         self._sums.end()
         lap("update")
-        if not scheme.keeps_equal:
-            bookkeep(self._note_differences)
         bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
         self._called = scheme
         self.step()
@@ -385,10 +383,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
+        self._may_differ |= not scheme.keeps_equal
         self._is_updating = False
-
-    def _note_differences(self) -> None:
-        self._may_differ = True
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
