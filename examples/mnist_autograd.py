@@ -88,6 +88,8 @@ def train_mnist_cnn(nccl_id=None, local_rank=None, world_size=None):
     num_train_batch = train_x.shape[0] // batch_size
     num_test_batch = test_x.shape[0] // batch_size
     idx = np.arange(train_x.shape[0])
+    if not num_train_batch or not num_test_batch:
+        raise SystemExit(f"a process has less than a batch of {batch_size} images; use fewer processes")
 
     # Synchronize the initial parameters
     autograd.training = True

@@ -101,6 +101,8 @@ def train_mnist_cnn(dist_option="fp32", spars=0.0):
     num_train_batch = train_x.shape[0] // batch_size
     num_test_batch = test_x.shape[0] // batch_size
     idx = np.arange(train_x.shape[0])
+    if not num_train_batch or not num_test_batch:
+        raise SystemExit(f"a process has less than a batch of {batch_size} images; use fewer processes")
 
     tx = tensor.Tensor((batch_size, 1, IMG_SIZE, IMG_SIZE), dev, tensor.float32)
     ty = tensor.Tensor((batch_size, num_classes), dev, tensor.int32)

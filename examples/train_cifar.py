@@ -50,7 +50,7 @@ def parse_arguments():
     )
     parser.add_argument(
         "--precision", choices=("float32", "float16", "bf16"), default="float32",
-        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed, on the CPU",
+        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -68,8 +68,14 @@ def parse_arguments():
     parser.add_argument("--save-every", type=int, default=200, metavar="STEPS", help="and after every epoch")
     arguments = parser.parse_args()
     arguments.dtype = "float16" if arguments.precision == "float16" else "float32"  # of the images
-    if arguments.save_every < 1:
-        parser.error("--save-every must be at least 1")
+    if min(arguments.epochs, arguments.batch_size, arguments.save_every) < 1:
+        parser.error("--epochs, --batch-size and --save-every must be at least 1")
+    if not 0 <= arguments.warmup <= 1:
+        parser.error("--warmup must be from 0 to 1")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return arguments
 
 
@@ -152,7 +158,6 @@ def main():
                 return
 
     if is_first:
-        arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"cifar_{arguments.model}.zip"
         model.save_states(path, {"epochs": np.array(arguments.epochs)})
         print(f"checkpoint: {path.resolve()}")

@@ -46,7 +46,7 @@ def parse_arguments():
     )
     parser.add_argument(
         "--precision", choices=("float32", "float16", "bf16"), default="float32",
-        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed, on the CPU",
+        help="float16: of parameters and gradients, meant for GPUs and slow elsewhere; bf16: mixed",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mnist-dir", help="folder of the four IDX files")
@@ -60,6 +60,10 @@ def parse_arguments():
     arguments.dtype = "float16" if arguments.precision == "float16" else "float32"  # of the images
     if arguments.epochs < 1 or arguments.batch_size < 1 or arguments.save_every < 1:
         parser.error("--epochs, --batch-size and --save-every must be at least 1")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return arguments
 
 
@@ -129,7 +133,6 @@ def main():
                 f"graph of {record.inputs}: {record.num_kernels} kernels, {record.num_collectives} collectives"
                 + (f"; runs eagerly: {record.break_reason}" if record.break_reason else "")
             )
-        arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / "mnist_cnn.zip"
         model.save_states(path, {"epochs": np.array(arguments.epochs)})
         print(f"checkpoint: {path.resolve()}")

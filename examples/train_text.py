@@ -70,7 +70,10 @@ def pieces(rng, ids, count, length):
 
 def main():
     arguments = parse_arguments()
-    text = "\n".join(path.read_text(encoding="utf-8") for path in arguments.files)
+    try:
+        text = "\n".join(path.read_text(encoding="utf-8") for path in arguments.files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"a text cannot be read: {error}") from None
     characters = sorted(set(text))
     number_of = {character: number for number, character in enumerate(characters)}
     ids = np.array([number_of[character] for character in text], np.int32)
@@ -106,6 +109,10 @@ def main():
             pieces(rng, train_ids, *shape)  # drawn before
         if is_first and done:
             print(f"Going on from step {done}", flush=True)
+        if done >= arguments.steps:
+            if is_first:
+                print(f"All {arguments.steps} steps were made before", flush=True)
+            return
     losses = []
     start = time.perf_counter()
     for step in range(done + 1, arguments.steps + 1):
@@ -127,7 +134,7 @@ def main():
         adam.synchronize(network)  # between its turns a parameter differs from rank to rank
     totals = np.array(
         [
-            np.mean([loss.item() for loss in losses] or np.nan),
+            np.mean([loss.item() for loss in losses]),
             evaluate(network, test_ids, arguments, adam, dev),
         ]
     )

@@ -92,7 +92,8 @@ class Model(Layer):
                 takes such; their values do not matter.
             is_train: the mode to start in.
             use_graph: record the step of each combination of shapes, dtypes and options at its first call and
-                replay it afterwards (record/); ``graph_info`` lists what was recorded.
+                replay it afterwards (record/); ``graph_info`` lists what was recorded. The text "True" is True, as
+                SINGA's examples give it.
             sequential: accepted for SINGA scripts; operators always run in order.
             precision: "bf16", or "fp16" on GPUs, has ``train_one_batch`` and ``forward`` run under
                 ``autograd.autocast``: products, convolutions and attention compute in 16 bits, parameters and what the
@@ -113,7 +114,7 @@ class Model(Layer):
                 f"compile: {type(self).__name__}.forward does not take these {len(inputs)} inputs: {error}"
             ) from None
         check_bool("compile", "is_train", is_train)
-        check_bool("compile", "use_graph", use_graph)
+        use_graph = check_bool("compile", "use_graph", _flag(use_graph))
         precision = check_precision("compile", precision, (x.device for x in leaves(inputs)))
         before, self._precision = self._precision, precision
         try:
@@ -344,3 +345,8 @@ class Model(Layer):
     def devices(self) -> list[Device]:
         """Return the devices of parameters and buffers, in their order."""
         return list(dict.fromkeys(value.device for value in self.get_states().values()))
+
+
+def _flag(value: object) -> object:
+    """Return the bool that the text "True" or "False" says; anything else as it is."""
+    return value == "True" if isinstance(value, str) and value in ("True", "False") else value

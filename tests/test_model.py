@@ -452,3 +452,13 @@ def test_ranks_start_and_stay_equal_and_statistics_after_synchronize():
         params = [name for name in trained if "running" not in name]
         assert all(other_trained[name] == trained[name] for name in params)
         assert other_trained["norm.running_mean"] != trained["norm.running_mean"]
+
+
+@pytest.mark.parametrize(("text", "is_recorded"), [("True", True), ("False", False)])
+def test_compile_takes_the_texts_of_singas_examples(text, is_recorded):
+    net = compiled(use_graph=text)
+    net(*batch(0))
+    net(*batch(0))
+    assert bool(net.graph_info()) == is_recorded
+    with pytest.raises(OptionError, match="use_graph = 'no' must be True or False"):
+        compiled(use_graph="no")

@@ -28,6 +28,12 @@ def check_labels(where: str, x: Tensor, t: object) -> None:
         )
 
 
+def _labels(x: Tensor, t: Tensor) -> Tensor:
+    """Return class ids of shape (N, 1), which are no label matrix of ``x``, as (N,); all else as it is."""
+    is_column = isinstance(t, Tensor) and isinstance(x, Tensor) and t.shape == (*x.shape[:1], 1) != x.shape
+    return t.reshape((t.size(),)) if is_column and t.dtype.kind == "i" else t
+
+
 class SoftMaxCrossEntropy(Operator):
     autocast = "float32"
 
@@ -56,7 +62,7 @@ def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
 
     Args:
         x: float logits (N, C).
-        t: class ids (N,), int32 or int64, in 0 .. C-1; or a label matrix (N, C) of any dtype, each row
+        t: class ids (N,) or (N, 1), int32 or int64, in 0 .. C-1; or a label matrix (N, C) of any dtype, each row
             divided by its sum (one-hot, counts and probabilities all do; a row of zeros adds nothing).
 
     Returns:
@@ -66,7 +72,7 @@ def softmax_cross_entropy(x: Tensor, t: Tensor) -> Tensor:
         ShapeError: shapes do not fit, the batch is empty, or an id is out of range.
         DTypeError: class ids of a float dtype.
     """
-    return SoftMaxCrossEntropy()(x, t)  # type: ignore[no-any-return]
+    return SoftMaxCrossEntropy()(x, _labels(x, t))  # type: ignore[no-any-return]
 
 
 class CrossEntropy(Operator):
@@ -102,7 +108,7 @@ def cross_entropy(x: Tensor, t: Tensor) -> Tensor:
     Raises:
         ShapeError, DTypeError: as ``softmax_cross_entropy``.
     """
-    return CrossEntropy()(x, t)  # type: ignore[no-any-return]
+    return CrossEntropy()(x, _labels(x, t))  # type: ignore[no-any-return]
 
 
 class MeanSquareError(Operator):
