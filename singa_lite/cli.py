@@ -30,7 +30,7 @@ from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
 from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
 from .comm.trace_file import join_trace, tracing
-from .errors import CommError, OptionError
+from .errors import OptionError
 
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
@@ -53,16 +53,19 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(
-        dest="name", required=True, metavar="run | inspect | bench | plan | trace | info"
-    )
-    commands.add_parser("info", help="list what was built and which transports work")
-    run, plan = _add_run(commands), add_plan(commands)
+    commands = parser.add_subparsers(required=True, metavar="run | inspect | bench | plan | trace | info")
+    info_parser = commands.add_parser("info", help="list what was built and which transports work")
+    info_parser.set_defaults(action=_print_info)
+    run = _add_run(commands)
+    run.set_defaults(action=lambda options: run_command(run, lambda: _launch(run, options)))
+    plan = add_plan(commands)
+    plan.set_defaults(action=lambda options: run_command(plan, lambda: run_plan(options)))
     trace = commands.add_parser(
         "trace", help="join what processes wrote that were not started by `run --trace`"
     )
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
     trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
+    trace.set_defaults(action=lambda options: run_command(trace, lambda: _join(options.folder, options.file)))
     inspect = commands.add_parser("inspect", help="show what every rank of a running job is doing")
     inspect.add_argument("pid", type=int, metavar="PID", help="of a rank, or of what started the ranks")
     inspect.add_argument(
@@ -72,24 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="how many last calls of each rank (default %(default)s)",
     )
+    inspect.set_defaults(
+        action=lambda options: run_command(inspect, lambda: _inspect(options.pid, options.calls))
+    )
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
     bench.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
     )
+    bench.set_defaults(action=lambda options: _bench(options.what, options.arguments))
     options = parser.parse_args(arguments)
-    if options.name == "info":
-        print(info())
-        return 0
-    if options.name == "inspect":
-        return run_command(inspect, lambda: _inspect(options.pid, options.calls))
-    if options.name == "bench":
-        return _bench(options.what, options.arguments)
-    if options.name == "plan":
-        return run_command(plan, lambda: run_plan(options))
-    if options.name == "trace":
-        return run_command(trace, lambda: _join(options.folder, options.file))
-    return _run(run, options)
+    code: int = options.action(options)
+    return code
+
+
+def _print_info(options: argparse.Namespace) -> int:
+    print(info())
+    return 0
 
 
 def _inspect(pid: int, num_calls: int) -> int:
@@ -221,12 +223,6 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     return run
 
 
-def _leave_broken_pipe() -> int:
-    """Return the exit code where the reader of our output, `head` say, has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-    return 141  # 128 + SIGPIPE, as in a shell
-
-
 def _python(code: str) -> list[str]:
     """Return the command that runs Python code with this process's package."""
     # -c puts the current folder first, where a package of this name may be that is not the one running
@@ -258,18 +254,6 @@ def package_version() -> str:
         return version("singa-lite")
     except PackageNotFoundError:
         return f"not installed, used from {Path(__file__).parent}"
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Start the processes and wait for them; return the exit code."""
-    try:
-        return _launch(parser, options)
-    except OptionError as error:
-        parser.error(str(error))
-    except CommError as error:
-        sys.exit(f"singa-lite run: {error}")
-    except BrokenPipeError:  # all ranks are ended
-        return _leave_broken_pipe()
 
 
 def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `singa-lite bench` have in common: errors, exit codes, lists, and starting ranks."""
+"""What the commands of `singa-lite` have in common: errors, exit codes, lists, and starting ranks."""
 
 from __future__ import annotations
 
