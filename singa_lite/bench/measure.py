@@ -24,7 +24,7 @@ from ..opt import SGD, DistOpt
 from .calibration import BucketShapes, Calibration, OptionTimes, write_calibration
 from .datasets import data_set_of
 from .loopback import LoopbackCommunicator
-from .models import MODELS, make_model, takes_dist_option
+from .models import MODELS, make_model, step_arguments
 from .wire_bytes import messages_of, word_of
 
 MEASURED = (
@@ -96,13 +96,12 @@ class Training:
         self._model = make_model(work.model)
         self._model.set_optimizer(self.dist)
         self._model.compile([self._x], is_train=True, use_graph=True)
-        # the argument's default may be another option
-        self._options = {"dist_option": option} if takes_dist_option(self._model) else {}
+        self._arguments = step_arguments(self._model, option)
         self.shapes = {name: tuple(param.shape) for name, param in self._model.get_params().items()}
 
     def step(self) -> None:
         """Make a step, to the loss on the host."""
-        _, loss = self._model(self._x, self._y, **self._options)
+        _, loss = self._model(self._x, self._y, **self._arguments)
         loss.item()
 
 

@@ -28,7 +28,7 @@ from ..opt.dist import THRESHOLD
 from ..sync.text import read_dist_option
 from ..tensor import Tensor
 from .datasets import DataSet, data_set_of
-from .models import make_model, takes_dist_option
+from .models import make_model, step_arguments
 from .runs import Settings
 
 Value = TypeVar("Value")
@@ -108,8 +108,7 @@ class Trainer:
         self._device = create_device(self.dist.local_rank)
         self._device.SetRandSeed(settings.seed)
         self._model = _compiled(settings, self._data_set, self.dist, self._device)
-        # the argument's default may be another option
-        self._options = {"dist_option": self._option} if takes_dist_option(self._model) else {}
+        self._arguments = step_arguments(self._model, self._option)
         self._images = self._data_set.images(settings.synthetic, folder)
         world, rank = self.dist.world_size, self.dist.global_rank
         count = len(self._images.train_labels)
@@ -196,7 +195,7 @@ class Trainer:
         inputs, labels = tensor.from_numpy(x, self._device), tensor.from_numpy(y, self._device)
         before, updates = self._sent(), self.dist.step_counter
         start = time.perf_counter()
-        loss = _loss_of(self._model(inputs, labels, **self._options))
+        loss = _loss_of(self._model(inputs, labels, **self._arguments))
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
         if self.dist.step_counter - updates == 1:  # of several they are known of the last one alone
