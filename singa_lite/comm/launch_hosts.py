@@ -33,6 +33,7 @@ from .copy_folder import FolderCopy
 from .hosts import Host, place
 from .inspect_job import reports_at_sigquit
 from .launch import LaunchOptions, Round, open_standard_descriptors
+from .proc import parents
 from .process_names import role_names
 from .progress import NAME, VARIABLE, ProgressFile
 from .reaper import REQUESTS, die_with_launcher
@@ -305,9 +306,4 @@ def end_orphans(before: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+    return {pid for pid, parent in parents().items() if parent == os.getpid()}
