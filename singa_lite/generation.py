@@ -218,7 +218,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         file.write(sealed(manifest.to_json()))
 
 
-def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str] = ()) -> None:
+def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str]) -> None:
     """Remove all but the newest ``keep`` generations, and damaged ones.
 
     Each stops counting before its files go.

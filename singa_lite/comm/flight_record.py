@@ -140,7 +140,7 @@ def merge(records: Iterable[Record]) -> list[Record]:
     return list(merged.values())
 
 
-def records_of_process(pid: int, known: Collection[tuple[int, int]] = ()) -> list[Record]:
+def records_of_process(pid: int, known: Collection[tuple[int, int]]) -> list[Record]:
     """Return the records that process ``pid`` has open; none if it has ended or is another user's.
 
     Args:

@@ -103,7 +103,7 @@ def report_text(
     states: Mapping[int, str],
     stacks: Mapping[int, str],
     now: float,
-    num_calls: int = SHOWN_CALLS,
+    num_calls: int,
 ) -> str:
     """Return the report; ``states`` and ``stacks`` are by process, ``now`` is of ``time.monotonic``."""
     lines = [f"What every rank was doing, {time.strftime('%Y-%m-%d %H:%M:%S')}"]
