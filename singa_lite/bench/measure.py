@@ -46,7 +46,7 @@ LIMIT_S = 30.0  # on a busy machine fewer rounds have to do
 FEW, MANY = 4, 16  # ranks; more than 2, where int8 has two phases
 
 
-class StepTimes(NamedTuple):
+class LoneStepTimes(NamedTuple):
     """Seconds of a step over a LoopbackCommunicator.
 
     Attributes:
@@ -120,7 +120,7 @@ class Alone:
         for _ in range(WARM_UP):
             self.training.step()
 
-    def time_step(self) -> StepTimes:
+    def time_step(self) -> LoneStepTimes:
         """Return the times of one step more."""
         loopback = self._loopback
         loopback.calls.clear()
@@ -135,7 +135,7 @@ class Alone:
         self.groups = list(calls) or [tuple(self.training.shapes)]
         total = end - start - loopback.moved_s
         rest = end - max(loopback.waited_at_s, start) if loopback.calls else 0.0
-        return StepTimes(total, tuple(calls.values()) or (total - rest,), rest)
+        return LoneStepTimes(total, tuple(calls.values()) or (total - rest,), rest)
 
 
 def measure(
@@ -163,7 +163,7 @@ def measure(
     shapes = tuple(few[PLAIN].training.shapes.values())
     merging = [option for option in few if merges(option, shapes)]
     many = {option: Alone(work, option, MANY) for option in merging}
-    times: dict[str, list[StepTimes]] = {option: [] for option in few}
+    times: dict[str, list[LoneStepTimes]] = {option: [] for option in few}
     rests: dict[str, list[float]] = {option: [] for option in many}
     end = time.perf_counter() + limit_s
     for _ in range(rounds):
@@ -200,7 +200,7 @@ def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
 def calibration_of(
     options: Sequence[str],
     alone: Mapping[str, Alone],
-    times: Mapping[str, Sequence[StepTimes]],
+    times: Mapping[str, Sequence[LoneStepTimes]],
     choose: Callable[[Sequence[float]], float],
     about: str,
     merge_s: Mapping[str, float] | None = None,

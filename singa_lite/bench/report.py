@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs say about dist_options: a row an option, of figures over the seeds, and the table of these rows.
 
-What lives here: arithmetic and text. Results are dicts as ``train.Trainer.run`` returns them.
+What lives here: arithmetic and text. Results are dicts as ``train.RankTraining.run`` returns them.
 """
 
 from __future__ import annotations

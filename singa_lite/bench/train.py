@@ -45,9 +45,9 @@ def main(settings: str, result: str, folder: str, bar: str) -> None:
         folder: of the data; "": their cache.
         bar: "bar" has rank 0 show a progress bar, if tqdm is installed; "": none.
     """
-    trainer = Trainer(Settings(**json.loads(settings)), Path(folder) if folder else None)
-    measured = trainer.run(is_shown=bool(bar) and trainer.dist.global_rank == 0)
-    if trainer.dist.global_rank == 0:
+    training = RankTraining(Settings(**json.loads(settings)), Path(folder) if folder else None)
+    measured = training.run(is_shown=bool(bar) and training.dist.global_rank == 0)
+    if training.dist.global_rank == 0:
         with atomic_file(Path(result)) as file:
             file.write(json.dumps(measured).encode())
 
@@ -88,7 +88,7 @@ class Clock:
         self._since = self._now()
 
 
-class Trainer:
+class RankTraining:
     """One rank's model, optimizer and data, and what it has measured.
 
     Args:

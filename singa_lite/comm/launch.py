@@ -24,7 +24,7 @@ from .process_names import ProcessName, rank_names, role_names
 from .progress import VARIABLE
 from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
 from .rendezvous import threads_per_rank
-from .supervise import DRAIN_S, Job, noted_signals
+from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
 HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
@@ -144,7 +144,7 @@ def launch_round(
     rendezvous_id, started_at = os.urandom(16).hex(), time.time()
     names = _names(num_workers, options)
     try:
-        job = Job(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
+        job = RunningJob(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         remove_segments(rendezvous_id)
@@ -205,7 +205,7 @@ def _names(num_workers: int, options: LaunchOptions) -> list[ProcessName]:
 
 
 def _start_all(
-    job: Job, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
+    job: RunningJob, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
 ) -> None:
     common = common_environment(options) | job.progress.environ
     for rank, name in enumerate(job.names):

@@ -51,7 +51,7 @@ def noted_signals() -> Iterator[Sequence[int]]:
             signal.signal(number, handler)
 
 
-class Job:
+class RunningJob:
     """The ranks while they run, who failed first, and how far the ending of the others is.
 
     Args:

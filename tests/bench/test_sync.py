@@ -476,9 +476,9 @@ def test_a_seed_decides_initial_values_and_order(digits, compared, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(digits))
     made = []
     for seed in (0, 1, 0):
-        trainer = train.Trainer(Settings(f"{compared[0] / 'tiny.py'}:tiny", "fp32", seed, ranks=1))
-        values = [tensor.to_numpy(value).tobytes() for value in trainer._model.get_params().values()]
-        made.append((values[0], [batch.tolist() for batch in trainer._sampler]))
+        training = train.RankTraining(Settings(f"{compared[0] / 'tiny.py'}:tiny", "fp32", seed, ranks=1))
+        values = [tensor.to_numpy(value).tobytes() for value in training._model.get_params().values()]
+        made.append((values[0], [batch.tolist() for batch in training._sampler]))
     assert made[0] == made[2]
     assert made[0][0] != made[1][0] and made[0][1] != made[1][1]
 
