@@ -144,9 +144,8 @@ def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int, rate: float = 2.0) -
             left, right = left + kept * rows, right + kept * columns
         else:
             left += elements
-    return [
-        Message("all_reduce", 4 * count) for count in (left, right) if count
-    ]  # without a matrix there is no Q
+    # without a matrix there is no Q
+    return [Message("all_reduce", 4 * count) for count in (left, right) if count]
 
 
 # ---- gathered: bytes grow with N -------------------------------------------------------------------------

@@ -264,9 +264,8 @@ class LinkCommunicator(Communicator):
             return self.host._start(operation, array, out, scale)
         called = np.array([max(self.clock(), self._line.free_ns)], np.int64)
         calls = np.empty((self.size, 1), np.int64)
-        moved = self.host._start(
-            operation, array, out, scale
-        )  # first, so that ranks that disagree get its error
+        # first, so that ranks that disagree get its error
+        moved = self.host._start(operation, array, out, scale)
         timing = self.host._start(Operation("all_gather", f"times of {operation.name}"), called, calls, None)
         timing._arrays = (called, calls)
         work = LinkWork(self, operation.kind, moved, timing, calls)

@@ -116,9 +116,8 @@ def join_trace(folder: Path, path: Path) -> str:
             f"trace {path}: no process has written a part to {folder}, which all hosts of the job must share"
         )
     known: dict[int, Part] = {}
-    for part in sorted(
-        parts, key=lambda part: (part.rank is None, part.host == "")
-    ):  # first those of a world
+    # first those of a world
+    for part in sorted(parts, key=lambda part: (part.rank is None, part.host == "")):
         known[_free_rank(part, known)] = part
     trace = chrome_trace(known)
     with atomic_file(path) as written:
