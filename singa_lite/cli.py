@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from . import _native
 from .backend.cpu.bfloat16 import describe
@@ -22,22 +17,12 @@ from .bench.command import run_command
 from .bench.plan_command import add_plan, run_plan
 from .comm import find_transports
 from .comm.flight_report import SHOWN_CALLS
-from .comm.hosts import read_hosts
 from .comm.inspect_job import inspect_job
-from .comm.launch import EXIT_TIMEOUT_S, STOP_TIMEOUT_S, LaunchOptions
-from .comm.launch_hosts import Placement, srun_line
-from .comm.link import parse_link
 from .comm.rendezvous import threads_per_rank
-from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
-from .comm.trace_file import join_trace, tracing
-from .errors import CommError, OptionError
+from .comm.trace_file import join_trace
+from .errors import OptionError
+from .launch_command import add_run, launch_job
 
-USAGE = (
-    "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
-    "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
-    "[--max-restarts K] [--checkpoint FOLDER] [--min-ranks M] [--timeout-s T] [--exit-timeout T] [--stop-timeout T] "
-    "[-m] SCRIPT [ARGUMENT ...]"
-)
 BENCHES = (
     "sync: train with several dist_options and compare them; compare: two results of sync; "
     "allreduce: time collectives"
@@ -53,16 +38,19 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(
-        dest="name", required=True, metavar="run | inspect | bench | plan | trace | info"
-    )
-    commands.add_parser("info", help="list what was built and which transports work")
-    run, plan = _add_run(commands), add_plan(commands)
+    commands = parser.add_subparsers(required=True, metavar="run | inspect | bench | plan | trace | info")
+    info_parser = commands.add_parser("info", help="list what was built and which transports work")
+    info_parser.set_defaults(action=_print_info)
+    run = add_run(commands)
+    run.set_defaults(action=lambda options: run_command(run, lambda: launch_job(run, options)))
+    plan = add_plan(commands)
+    plan.set_defaults(action=lambda options: run_command(plan, lambda: run_plan(options)))
     trace = commands.add_parser(
         "trace", help="join what processes wrote that were not started by `run --trace`"
     )
     trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
     trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
+    trace.set_defaults(action=lambda options: run_command(trace, lambda: _join(options.folder, options.file)))
     inspect = commands.add_parser("inspect", help="show what every rank of a running job is doing")
     inspect.add_argument("pid", type=int, metavar="PID", help="of a rank, or of what started the ranks")
     inspect.add_argument(
@@ -72,24 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="how many last calls of each rank (default %(default)s)",
     )
+    inspect.set_defaults(
+        action=lambda options: run_command(inspect, lambda: _inspect(options.pid, options.calls))
+    )
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
     bench.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
     )
+    bench.set_defaults(action=lambda options: _bench(options.what, options.arguments))
     options = parser.parse_args(arguments)
-    if options.name == "info":
-        print(info())
-        return 0
-    if options.name == "inspect":
-        return run_command(inspect, lambda: _inspect(options.pid, options.calls))
-    if options.name == "bench":
-        return _bench(options.what, options.arguments)
-    if options.name == "plan":
-        return run_command(plan, lambda: run_plan(options))
-    if options.name == "trace":
-        return run_command(trace, lambda: _join(options.folder, options.file))
-    return _run(run, options)
+    code: int = options.action(options)
+    return code
+
+
+def _print_info(options: argparse.Namespace) -> int:
+    print(info())
+    return 0
 
 
 def _inspect(pid: int, num_calls: int) -> int:
@@ -113,118 +100,6 @@ def _bench(what: str, arguments: Sequence[str]) -> int:
     else:
         from .bench.allreduce import main as bench
     return bench(arguments)
-
-
-def _add_run(commands: Any) -> argparse.ArgumentParser:
-    """Add the command `run` to the subparsers ``commands`` (Any: argparse keeps their class private)."""
-    run: argparse.ArgumentParser = commands.add_parser(
-        "run",
-        help="run a script as the workers and servers of a job",
-        usage=USAGE,
-        description="Run SCRIPT as W workers and S servers, on this host or with -H on several. Every line of "
-        "output begins with its rank or role; when a process fails all are ended, and the exit code is that of the "
-        "first failure.",
-    )
-    add = run.add_argument
-    add("-n", "--num-workers", type=int, required=True, metavar="W", help="workers (ranks), >= 1")
-    add("-s", "--num-servers", type=int, metavar="S", help="servers of a kvstore, >= 0 (default 0)")
-    add(
-        "-H",
-        "--hosts",
-        type=Path,
-        metavar="FILE",
-        help="file with a host a line: HOST, HOST:COUNT or HOST slots=COUNT; MPICH's mpiexec starts processes there",
-    )
-    add(
-        "--sync-dst-dir",
-        type=Path,
-        metavar="DIR",
-        help="folder on every host to which the current folder is copied first, and in which the processes run",
-    )
-    add(
-        "--launcher",
-        metavar="local|mpi|ssh",
-        help="local: without MPI, the default without -H; mpi, ssh: the other",
-    )
-    add(
-        "--rsh",
-        default="ssh",
-        metavar="CMD",
-        help="the remote shell for -H, with its options (default %(default)s)",
-    )
-    for role in ("worker", "server"):
-        add(
-            f"--env-{role}",
-            action="append",
-            default=[],
-            metavar="NAME:VALUE",
-            help=f"set an environment variable of the {role}s; may be repeated",
-        )
-    add(
-        "--log-dir",
-        type=_folder,
-        metavar="DIR",
-        help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
-        "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
-    )
-    add(
-        "--link",
-        metavar="RATE,LATENCY",
-        help="have collectives take as long as over a link of this rate and latency per hop for each rank, for example "
-        "100mbit,1ms; kbit, mbit, gbit; us, ms, s; not with -H or -s",
-    )
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write what each rank did in its steps, as Chrome trace events for ui.perfetto.dev; with -H to a folder "
-        "that all hosts share",
-    )
-    add(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="start all processes again when one has failed, at most K times in all (default 0)",
-    )
-    add(
-        "--checkpoint",
-        type=_folder,
-        metavar="FOLDER",
-        help="folder for the job's checkpoints (SINGA_LITE_CHECKPOINT), made if it is missing; with -H one that all "
-        "hosts share",
-    )
-    add(
-        "--min-ranks",
-        type=int,
-        metavar="M",
-        help="restart with fewer workers, but not fewer than M, when one cannot start or fails twice running before "
-        "its first step",
-    )
-    add("--timeout-s", type=float, metavar="T", help="seconds a process waits for another")
-    add(
-        "--exit-timeout",
-        type=float,
-        metavar="T",
-        help=f"seconds the other processes have to end after one has ended with 0 (default {EXIT_TIMEOUT_S:g}); not "
-        "with -H",
-    )
-    add(
-        "--stop-timeout",
-        type=float,
-        metavar="T",
-        help="seconds that ranks which take signals as requests to stop (DistOpt.stop_on_signals) have after SIGTERM "
-        f"or SIGUSR1 (default {STOP_TIMEOUT_S:g}); others have two",
-    )
-    add("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
-    add("command", nargs=argparse.REMAINDER, metavar="SCRIPT", help="and its arguments")
-    return run
-
-
-def _leave_broken_pipe() -> int:
-    """Return the exit code where the reader of our output, `head` say, has gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
-    return 141  # 128 + SIGPIPE, as in a shell
 
 
 def _python(code: str) -> list[str]:
@@ -258,133 +133,6 @@ def package_version() -> str:
         return version("singa-lite")
     except PackageNotFoundError:
         return f"not installed, used from {Path(__file__).parent}"
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Start the processes and wait for them; return the exit code."""
-    try:
-        return _launch(parser, options)
-    except OptionError as error:
-        parser.error(str(error))
-    except CommError as error:
-        sys.exit(f"singa-lite run: {error}")
-    except BrokenPipeError:  # all ranks are ended
-        return _leave_broken_pipe()
-
-
-def _launch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    _check_numbers(parser, options)
-    given = LaunchOptions(
-        timeout_s=options.timeout_s,
-        exit_timeout_s=EXIT_TIMEOUT_S if options.exit_timeout is None else options.exit_timeout,
-        stop_timeout_s=STOP_TIMEOUT_S if options.stop_timeout is None else options.stop_timeout,
-        log_dir=options.log_dir,
-        num_servers=options.num_servers,
-        link=options.link,
-        worker_env=_variables(parser, "--env-worker", options.env_worker),
-        server_env=_variables(parser, "--env-server", options.env_server),
-    )
-    restart = RestartOptions(options.max_restarts, options.checkpoint, options.min_ranks)
-    is_local, command = _is_local(parser, options), _command(parser, options)
-    placement = None
-    if not is_local:
-        placement = Placement(read_hosts(options.hosts), _rsh(parser, options.rsh), options.sync_dst_dir)
-        if "SLURM_JOB_ID" in os.environ and "SLURM_STEP_NUM_TASKS" not in os.environ:
-            line = srun_line(command, options.num_workers, given)
-            parser.error(f"-H: this is a Slurm allocation, where srun starts processes: {line}")
-    restart = check_restart(restart, options.num_workers)
-    with tracing(options.trace) as variables:
-        launch_options = replace(given, worker_env={**given.worker_env, **variables})
-        if placement is None:
-            return launch_rounds(command, options.num_workers, launch_options, restart)
-        return launch_host_rounds(command, options.num_workers, placement, launch_options, restart)
-
-
-def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """Return the arguments of Python."""
-    command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        parser.error("which script? singa-lite run -n 2 train.py")
-    if options.is_module:
-        return ["-m", *command]
-    if not os.path.exists(command[0]):  # False too, not an OSError, of a name too long
-        parser.error(f"there is no script {command[0]!r} in {os.getcwd()}")
-    return command
-
-
-def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.num_workers < 1:
-        parser.error(f"-n {options.num_workers}: at least one rank is needed")
-    if (options.num_servers or 0) < 0:
-        parser.error(f"-s {options.num_servers}: must be >= 0")
-    if options.env_server and not options.num_servers:
-        parser.error("--env-server: there are no servers; start some with -s")
-    if options.link is not None:
-        parse_link("--link", options.link)
-        if options.num_servers:
-            parser.error("--link: is for collectives, not for messages to servers; leave out -s")
-        if options.hosts is not None:
-            parser.error("--link: not with -H; links between hosts are real")
-    if options.timeout_s is not None and not options.timeout_s > 0:
-        parser.error(f"--timeout-s {options.timeout_s:g}: must be > 0")
-    if options.stop_timeout is not None and not options.stop_timeout > 0:
-        parser.error(f"--stop-timeout {options.stop_timeout:g}: must be > 0")
-    if options.exit_timeout is not None and not options.exit_timeout > 0:
-        parser.error(f"--exit-timeout {options.exit_timeout:g}: must be > 0")
-
-
-def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> bool:
-    """Return whether the processes run on this host without MPI; check the options that depend on it."""
-    launcher = options.launcher or ("mpi" if options.hosts else "local")
-    if launcher in ("sge", "yarn"):
-        parser.error(
-            f"--launcher {launcher}: not supported; in a job of that scheduler start the script with mpiexec or srun"
-        )
-    if launcher not in ("local", "mpi", "ssh"):
-        parser.error(f"--launcher {launcher}: expected local, mpi or ssh")
-    if launcher != "local":
-        if options.hosts is None:
-            parser.error(f"--launcher {launcher}: needs a host file, -H FILE")
-        if options.exit_timeout is not None:
-            parser.error(
-                "--exit-timeout: not with -H; MPI waits for all processes, as long as --timeout-s says"
-            )
-        return False
-    if options.hosts is not None:
-        parser.error("--launcher local: starts processes on this host only; leave out -H")
-    if options.sync_dst_dir is not None:
-        parser.error("--sync-dst-dir: there are no hosts to copy to; give -H FILE")
-    if options.num_workers + (options.num_servers or 0) > 1 and sys.platform != "linux":
-        parser.error(
-            f"-n {options.num_workers}: shared memory works on Linux only; use mpiexec on {sys.platform}"
-        )
-    return True
-
-
-def _rsh(parser: argparse.ArgumentParser, given: str) -> list[str]:
-    """Return the words of the remote shell's command."""
-    try:
-        words = shlex.split(given)
-    except ValueError as error:
-        parser.error(f"--rsh {given!r}: {error}")
-    if not words:
-        parser.error("--rsh: expected a command, for example ssh")
-    return words
-
-
-def _folder(text: str) -> Path:
-    """Return the path of a folder; an empty one, as of an unset variable, would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path of a folder is empty; write . for the current one")
-    return Path(text)
-
-
-def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of "NAME:VALUE" words; a later one of a name counts."""
-    for word in given:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*:.*", word, re.DOTALL):
-            parser.error(f"{option} {word!r}: expected NAME:VALUE")
-    return dict(word.split(":", 1) for word in given)
 
 
 def _onednn() -> str:

@@ -218,7 +218,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         file.write(sealed(manifest.to_json()))
 
 
-def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str] = ()) -> None:
+def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str]) -> None:
     """Remove all but the newest ``keep`` generations, and damaged ones.
 
     Each stops counting before its files go.
@@ -305,7 +305,8 @@ def _read_arrays(generation: Generation, rank: int, hashes: Mapping[str, str]) -
         *(FileNotFoundError, NotADirectoryError, IsADirectoryError),
         *(ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError),
         safetensors.SafetensorError,
-    ) as error:  # AttributeError: a dtype that numpy has not
+    ) as error:
+        # AttributeError: a dtype that numpy has not
         raise DamagedError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error

@@ -21,7 +21,7 @@ FACE = "__init__"
 LEVELS = {
     14: {FACE, "__main__"},
     13: {"cli"},
-    12: {"bench"},
+    12: {"bench", "launch_command"},
     11: {"checkpoint", "communicators", "data", "gluon", "singa_wrap"},
     10: {"model"},
     9: {"kvstore", "record"},

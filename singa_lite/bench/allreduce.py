@@ -24,7 +24,7 @@ from ..comm.reaper import die_with_launcher
 from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
 from .collectives import Task
-from .command import rank_command, read_ints, read_list, run_command, say
+from .command import markdown_table, rank_command, read_ints, read_list, run_command, say
 from .runs import Place, machine_facts, machine_text, software_facts
 
 TRANSPORTS = ("shm", "mpi")
@@ -132,12 +132,12 @@ def _with_median(task: Task, row: dict[str, Any]) -> dict[str, Any]:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     names = ["collective", "transport", "ranks", "link", "bytes", "sent by a rank", "ms", "sent, GB/s"]
-    lines = [names, ["---"] * len(names)]
+    cells = []
     for row in rows:
         low, middle, high = (f"{1e3 * row[name]:.4g}" for name in ("lowest_s", "median_s", "highest_s"))
         world = [row["collective"], row["transport"], str(row["ranks"]), row["link"] or "-"]
         time = middle if low == high else f"{middle} ({low} to {high})"
-        lines.append(
+        cells.append(
             [
                 *world,
                 f"{row['bytes']:,}",
@@ -146,7 +146,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['bytes_sent'] / row['median_s'] / 1e9:.3g}",
             ]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(names, cells)
 
 
 def _bytes(word: str) -> int:

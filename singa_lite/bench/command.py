@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `singa-lite bench` have in common: errors, exit codes, lists, and starting ranks."""
+"""What the commands of `singa-lite` have in common: errors, exit codes, lists, tables, and starting ranks."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..errors import OptionError, SingaLiteError
@@ -36,6 +36,12 @@ def rank_command(module: str, *arguments: str) -> list[str]:
 def say(line: str) -> None:
     """Print a line that is no result."""
     print(line, file=sys.stderr, flush=True)
+
+
+def markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown: the ``names`` of its columns, and the cells of each row."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def read_list(option: str, text: str, known: Any = None) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError, check_number
-from .command import run_command
+from .command import markdown_table, run_command
 from .report import Figure
 from .runs import FORMAT
 
@@ -236,12 +236,7 @@ def _error(accuracy: Figure) -> Figure:
 
 def _table(changes: Mapping[str, Mapping[str, Change]], tolerance: float) -> str:
     names = ["option", *next(iter(changes.values()))]
-    lines = [
-        names,
-        ["---"] * len(names),
-        *(
-            [option, *(change.text(tolerance) for change in found.values())]
-            for option, found in changes.items()
-        ),
+    rows = [
+        [option, *(change.text(tolerance) for change in found.values())] for option, found in changes.items()
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(names, rows)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long collectives and training steps take: closed formulas, nothing measured.
 
-What lives here: times of one collective, of a step whose buckets leave as they become ready, and what combining sparse
-results adds. What does not: which messages an option sends (wire_bytes.py).
+What lives here: times of one collective, and of a step whose buckets leave as they become ready. What does not: which
+messages an option sends (wire_bytes.py).
 
 Note [symbols]: N ranks; B the payload in bytes; α seconds from a rank to the next (latency and the overhead of sending
 and receiving); β seconds for a byte on a rank's link; γ seconds for a byte to be added. A collective's time is in two
 parts, as collectives in flight share a link but not latency: how long it holds the link, and how long after it ends.
 
-Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; for the
-sparse forms Renggli et al., "SparCML", 2019.
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -189,41 +188,6 @@ class Cluster:
         return collective(self.outer, message, size)
 
 
-# ---- sparse results ----------------------------------------------------------------------------------
-
-
-def union_density(density: float, size: int) -> float:
-    """Return the share of places that any of N ranks selects, if they select independently: 1 - (1 - s)^N.
-
-    At worst, if no two select the same, it is N s.
-    """
-    check_number("union_density", "density", density, 0, 1)
-    return 1 - (1 - density) ** check_int("union_density", "size", size, 1)
-
-
-def merging_all_reduce(network: Network, message_bytes: float, dense_bytes: float, size: int) -> Transfer:
-    """Return the time of recursive doubling that merges sparse messages: sum over l < log2 N of α + β min(2^l b, 4n).
-
-    That is the worst case, in which no two ranks select the same place, so messages double until they are dense.
-    """
-    rounds = _rounds(_check(message_bytes, size))
-    sizes = [min(2**level * message_bytes, dense_bytes) for level in range(rounds)]
-    return Transfer(network.byte_s * sum(sizes), rounds * network.hop_s)
-
-
-def merge_s(size: int, kept: int, element_s: float) -> float:
-    """Return the seconds to add up N gathered messages of K elements: N K δ; for sign K is n."""
-    return check_int("merge_s", "size", size, 1) * kept * element_s
-
-
-def power_sgd_flops(n: int, rank: int) -> int:
-    """Return the floating-point operations of compressing n elements by rank r: 2 · 2 r n, for P = M Q and Q = Mᵀ P.
-
-    Making P orthonormal is of lower order and left out; so is P Qᵀ, which decompresses by 2 r n more.
-    """
-    return 4 * check_int("power_sgd_flops", "rank", rank, 1) * n
-
-
 # ---- steps -------------------------------------------------------------------------------------------
 
 
@@ -277,18 +241,6 @@ def step_s(
 def local_sgd_step_s(compute_s: float, update_s: float, transfer: Transfer, period: int) -> float:
     """Return the mean seconds of a step that averages parameters every H = ``period``: compute + update + wire/H."""
     return compute_s + update_s + transfer.total_s / check_int("local_sgd_step_s", "period", period, 1)
-
-
-def accumulated_step_s(compute_s: float, last_s: float, num_batches: int) -> float:
-    """Return the seconds of an update from several batches: n - 1 times ``compute_s``, and a whole step ``last_s``."""
-    return (check_int("accumulated_step_s", "num_batches", num_batches, 1) - 1) * compute_s + last_s
-
-
-def stops_paying_at(
-    cost: Callable[[int], float], plain: Callable[[int], float], sizes: Iterable[int]
-) -> int | None:
-    """Return the first number of ranks at which ``cost`` is not below ``plain``; None if it is at all ``sizes``."""
-    return next((size for size in sizes if cost(size) >= plain(size)), None)
 
 
 def _rounds(size: int) -> int:

@@ -24,7 +24,7 @@ from ..opt import SGD, DistOpt
 from .calibration import BucketShapes, Calibration, OptionTimes, write_calibration
 from .datasets import data_set_of
 from .loopback import LoopbackCommunicator
-from .models import MODELS, make_model, takes_dist_option
+from .models import MODELS, make_model, step_arguments
 from .wire_bytes import messages_of, word_of
 
 MEASURED = (
@@ -46,7 +46,7 @@ LIMIT_S = 30.0  # on a busy machine fewer rounds have to do
 FEW, MANY = 4, 16  # ranks; more than 2, where int8 has two phases
 
 
-class StepTimes(NamedTuple):
+class LoneStepTimes(NamedTuple):
     """Seconds of a step over a LoopbackCommunicator.
 
     Attributes:
@@ -96,13 +96,12 @@ class Training:
         self._model = make_model(work.model)
         self._model.set_optimizer(self.dist)
         self._model.compile([self._x], is_train=True, use_graph=True)
-        # the argument's default may be another option
-        self._options = {"dist_option": option} if takes_dist_option(self._model) else {}
+        self._arguments = step_arguments(self._model, option)
         self.shapes = {name: tuple(param.shape) for name, param in self._model.get_params().items()}
 
     def step(self) -> None:
         """Make a step, to the loss on the host."""
-        _, loss = self._model(self._x, self._y, **self._options)
+        _, loss = self._model(self._x, self._y, **self._arguments)
         loss.item()
 
 
@@ -121,7 +120,7 @@ class Alone:
         for _ in range(WARM_UP):
             self.training.step()
 
-    def time_step(self) -> StepTimes:
+    def time_step(self) -> LoneStepTimes:
         """Return the times of one step more."""
         loopback = self._loopback
         loopback.calls.clear()
@@ -136,7 +135,7 @@ class Alone:
         self.groups = list(calls) or [tuple(self.training.shapes)]
         total = end - start - loopback.moved_s
         rest = end - max(loopback.waited_at_s, start) if loopback.calls else 0.0
-        return StepTimes(total, tuple(calls.values()) or (total - rest,), rest)
+        return LoneStepTimes(total, tuple(calls.values()) or (total - rest,), rest)
 
 
 def measure(
@@ -164,7 +163,7 @@ def measure(
     shapes = tuple(few[PLAIN].training.shapes.values())
     merging = [option for option in few if merges(option, shapes)]
     many = {option: Alone(work, option, MANY) for option in merging}
-    times: dict[str, list[StepTimes]] = {option: [] for option in few}
+    times: dict[str, list[LoneStepTimes]] = {option: [] for option in few}
     rests: dict[str, list[float]] = {option: [] for option in many}
     end = time.perf_counter() + limit_s
     for _ in range(rounds):
@@ -201,7 +200,7 @@ def merges(option: str, shapes: Sequence[tuple[int, ...]]) -> bool:
 def calibration_of(
     options: Sequence[str],
     alone: Mapping[str, Alone],
-    times: Mapping[str, Sequence[StepTimes]],
+    times: Mapping[str, Sequence[LoneStepTimes]],
     choose: Callable[[Sequence[float]], float],
     about: str,
     merge_s: Mapping[str, float] | None = None,

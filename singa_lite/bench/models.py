@@ -136,9 +136,13 @@ def split_name(name: str) -> tuple[Path, str]:
     return Path(path), function
 
 
-def takes_dist_option(model: Model) -> bool:
-    """Return whether ``train_one_batch`` has an argument ``dist_option``, whose default could be another option."""
-    return "dist_option" in inspect.signature(model.train_one_batch).parameters
+def step_arguments(model: Model, option: str) -> dict[str, str]:
+    """Return the keyword arguments of a step with a dist_option, for ``train_one_batch``.
+
+    That is the argument ``dist_option`` where there is one, as its default could be another option; else none.
+    """
+    has_argument = "dist_option" in inspect.signature(model.train_one_batch).parameters
+    return {"dist_option": option} if has_argument else {}
 
 
 def _convolution(channels: int, kernel_size: int, stride: int = 1) -> layer.Conv2d:

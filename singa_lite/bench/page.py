@@ -13,16 +13,8 @@ from .report import Result, Row, cells_of
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 460, 320, 56, 44, 12  # of a chart, in CSS pixels
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7a5195",
-    "#555555",
-)  # Okabe, Ito
+# six of Okabe and Ito, and two more
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555")
 # what the error is drawn over: label, name in an evaluation, factor
 CHARTS = (
     ("seconds of training", "seconds", 1.0),

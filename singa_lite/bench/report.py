@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs say about dist_options: a row an option, of figures over the seeds, and the table of these rows.
 
-What lives here: arithmetic and text. Results are dicts as ``train.Trainer.run`` returns them.
+What lives here: arithmetic and text. Results are dicts as ``train.RankTraining.run`` returns them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..sync.text import read_dist_option
+from .command import markdown_table
 
 Result = Mapping[str, Any]  # JSON of a run
 PARTS = ("compute", "pack", "compress", "wire", "wait", "decompress", "update")  # with a column each
@@ -110,9 +111,7 @@ def when_reached(result: Result, target: float) -> Mapping[str, Any] | None:
 def table(rows: Sequence[Row], target: float | None) -> str:
     """Return the rows as a table in Markdown, of at least one row; the target's columns only if there is one."""
     columns = cells_of(rows, target)
-    names = list(columns[0])
-    lines = [names, ["---"] * len(names), *(list(cells.values()) for cells in columns)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(list(columns[0]), [list(cells.values()) for cells in columns])
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

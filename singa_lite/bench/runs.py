@@ -89,9 +89,8 @@ class Settings:
         if self.link is not None:
             object.__setattr__(self, "link", str(parse_link("bench: link", self.link)))
         for name in ("lr", "momentum", "weight_decay"):
-            check_number(
-                "bench", name, getattr(self, name), 0, sys.float_info.max
-            )  # which refuses inf and nan
+            # infinity and NaN are refused too
+            check_number("bench", name, getattr(self, name), 0, sys.float_info.max)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import data, tensor
+from ..comm.work import Traffic
 from ..device import create_device
 from ..errors import OptionError
 from ..files import atomic_file
@@ -27,7 +28,7 @@ from ..opt.dist import THRESHOLD
 from ..sync.text import read_dist_option
 from ..tensor import Tensor
 from .datasets import DataSet, data_set_of
-from .models import make_model, takes_dist_option
+from .models import make_model, step_arguments
 from .runs import Settings
 
 Value = TypeVar("Value")
@@ -44,9 +45,9 @@ def main(settings: str, result: str, folder: str, bar: str) -> None:
         folder: of the data; "": their cache.
         bar: "bar" has rank 0 show a progress bar, if tqdm is installed; "": none.
     """
-    trainer = Trainer(Settings(**json.loads(settings)), Path(folder) if folder else None)
-    measured = trainer.run(is_shown=bool(bar) and trainer.dist.global_rank == 0)
-    if trainer.dist.global_rank == 0:
+    training = RankTraining(Settings(**json.loads(settings)), Path(folder) if folder else None)
+    measured = training.run(is_shown=bool(bar) and training.dist.global_rank == 0)
+    if training.dist.global_rank == 0:
         with atomic_file(Path(result)) as file:
             file.write(json.dumps(measured).encode())
 
@@ -87,23 +88,7 @@ class Clock:
         self._since = self._now()
 
 
-@dataclass
-class Sent:
-    """Bytes of this rank's steps, as DistOpt counts them.
-
-    Attributes:
-        sent: put on a ring.
-        payload: of what travelled.
-    """
-
-    sent: int = 0
-    payload: int = 0
-
-    def since(self, before: Sent) -> Sent:
-        return Sent(self.sent - before.sent, self.payload - before.payload)
-
-
-class Trainer:
+class RankTraining:
     """One rank's model, optimizer and data, and what it has measured.
 
     Args:
@@ -123,15 +108,14 @@ class Trainer:
         self._device = create_device(self.dist.local_rank)
         self._device.SetRandSeed(settings.seed)
         self._model = _compiled(settings, self._data_set, self.dist, self._device)
-        # the argument's default may be another option
-        self._options = {"dist_option": self._option} if takes_dist_option(self._model) else {}
+        self._arguments = step_arguments(self._model, self._option)
         self._images = self._data_set.images(settings.synthetic, folder)
         world, rank = self.dist.world_size, self.dist.global_rank
         count = len(self._images.train_labels)
         self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
         self._step_s: list[float] = []
         self._parts_s: dict[str, list[float | None]] = {}
-        self._bytes = Sent()
+        self._traffic = Traffic()
         self._evaluations: list[dict[str, Any]] = []
 
     def run(self, *, is_shown: bool = False) -> dict[str, Any]:
@@ -161,7 +145,7 @@ class Trainer:
                 epochs.append(self._epoch(clock, advance, is_last=epoch == self._settings.epochs - 1))
         with clock.stopped():
             by_rank = np.zeros((2, self.dist.world_size))
-            by_rank[:, self.dist.global_rank] = self._bytes.sent, self._bytes.payload
+            by_rank[:, self.dist.global_rank] = self._traffic.bytes_sent, self._traffic.bytes_payload
             self._sum(by_rank)
         records = self._model.graph_info()
         return {
@@ -182,7 +166,7 @@ class Trainer:
 
     def _epoch(self, clock: Clock, advance: Callable[[], object], *, is_last: bool) -> dict[str, Any]:
         settings, images = self._settings, self._images
-        before, loss_sum = Sent(self._bytes.sent, self._bytes.payload), 0.0
+        before, loss_sum = self._traffic.copy(), 0.0
         self._model.train()
         for number, indices in enumerate(self._sampler, 1):
             batch = self._batch(images.train_images, images.train_labels, indices)
@@ -193,9 +177,9 @@ class Trainer:
                 with clock.stopped():
                     self._evaluate(clock.seconds)
                     self._model.train()
-        now = self._bytes.since(before)
+        now = self._traffic.since(before)
         with clock.stopped():
-            totals = np.array([loss_sum, now.sent, now.payload])
+            totals = np.array([loss_sum, now.bytes_sent, now.bytes_payload])
             self._sum(totals)
         steps = len(self._sampler)
         loss = float(totals[0]) / (steps * self.dist.world_size)
@@ -211,7 +195,7 @@ class Trainer:
         inputs, labels = tensor.from_numpy(x, self._device), tensor.from_numpy(y, self._device)
         before, updates = self._sent(), self.dist.step_counter
         start = time.perf_counter()
-        loss = _loss_of(self._model(inputs, labels, **self._options))
+        loss = _loss_of(self._model(inputs, labels, **self._arguments))
         value = float(loss.item())
         self._step_s.append(time.perf_counter() - start)
         if self.dist.step_counter - updates == 1:  # of several they are known of the last one alone
@@ -219,9 +203,7 @@ class Trainer:
                 self._parts_s.setdefault(name, []).append(seconds)
         if len(self._step_s) == 1:
             self._check_option_has_run()
-        now = self._sent().since(before)
-        self._bytes.sent += now.sent
-        self._bytes.payload += now.payload
+        self._traffic.add(self._sent().since(before))
         return value
 
     def _check_option_has_run(self) -> None:
@@ -235,8 +217,8 @@ class Trainer:
                 "pass it on"
             )
 
-    def _sent(self) -> Sent:
-        return Sent(self.dist.total_bytes_sent, self.dist.total_bytes_payload)
+    def _sent(self) -> Traffic:
+        return Traffic(self.dist.total_bytes_sent, self.dist.total_bytes_payload)
 
     def _step_parts(self) -> dict[str, float | None]:
         """Return the seconds of parts of the last step, by name."""
@@ -270,7 +252,7 @@ class Trainer:
                 x, y = self._batch(images, labels, part)
                 out = tensor.to_numpy(self._model(tensor.from_numpy(x, self._device)))
                 correct += int(np.count_nonzero(out.argmax(axis=1) == y))
-        totals = np.array([correct, self._bytes.sent, self._bytes.payload], np.float64)
+        totals = np.array([correct, self._traffic.bytes_sent, self._traffic.bytes_payload], np.float64)
         self._sum(totals)
         evaluation = {
             "step": len(self._step_s),

@@ -27,7 +27,7 @@ from ..comm.link import LinkCommunicator
 from ..comm.rendezvous import process_communicator
 from ..files import atomic_file
 from .calibration import Calibration, calibration_from
-from .measure import PLAIN, WARM_UP, Alone, StepTimes, Training, Workload, calibration_of, timed
+from .measure import PLAIN, WARM_UP, Alone, LoneStepTimes, Training, Workload, calibration_of, timed
 from .wire_bytes import messages_of, options_of, word_of
 
 ROUNDS = 8  # of all options: often, as other programs come and go
@@ -126,7 +126,7 @@ class Rank:
         start = time.perf_counter()
         transport, call_s = self._time_transport(), self._time_calls()
         calibrating_s = time.perf_counter() - start
-        alone: dict[str, list[StepTimes]] = {option: [] for option in self._alone}
+        alone: dict[str, list[LoneStepTimes]] = {option: [] for option in self._alone}
         windows: dict[str, list[float]] = {option: [] for option in self._training}
         sent = dict.fromkeys(windows, 0.0)
         num_steps = math.ceil(self._trial.steps / ROUNDS)
@@ -152,14 +152,14 @@ class Rank:
 
     # ---- what a prediction needs -----------------------------------------------------------------------
 
-    def _time_alone(self, option: str) -> StepTimes:
+    def _time_alone(self, option: str) -> LoneStepTimes:
         """Return the times of a step that all ranks compute at once; of each those of the slowest."""
         self._begin_together()
         step = self._alone[option].time_step()
         mine = np.array([step.total_s, step.rest_s, *step.ready_s])
         self._host.all_reduce(mine, "max").wait()
         total_s, rest_s, *ready_s = mine.tolist()
-        return StepTimes(total_s, tuple(ready_s), rest_s)
+        return LoneStepTimes(total_s, tuple(ready_s), rest_s)
 
     def _time_transport(self) -> dict[str, tuple[float, float]]:
         """Return seconds of a short collective and of a byte, for each kind that the options use."""

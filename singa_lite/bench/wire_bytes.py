@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..comm.work import ring_bytes
-from ..errors import OptionError, check_choice, check_int, check_number
+from ..errors import OptionError, check_int, check_number
 from ..sync.indices import IndexCode
 from ..sync.sparse_top_k import count_of_share
 from ..sync.text import read_dist_option
 
-INDEX_FORMATS = ("elias-fano", "int32")
 BLOCK = 256  # elements with one scale, int8
 SCALE_BYTES = 4
 
@@ -27,7 +26,7 @@ class Message(NamedTuple):
     """A collective of a step.
 
     Attributes:
-        kind: "all_reduce", "all_gather" or "all_to_all".
+        kind: one of comm.base.KINDS.
         payload: bytes of the array that a rank puts in, as sent.
     """
 
@@ -145,9 +144,8 @@ def power_sgd(shapes: Sequence[tuple[int, ...]], rank: int, rate: float = 2.0) -
             left, right = left + kept * rows, right + kept * columns
         else:
             left += elements
-    return [
-        Message("all_reduce", 4 * count) for count in (left, right) if count
-    ]  # without a matrix there is no Q
+    # without a matrix there is no Q
+    return [Message("all_reduce", 4 * count) for count in (left, right) if count]
 
 
 # ---- gathered: bytes grow with N -------------------------------------------------------------------------
@@ -158,41 +156,31 @@ def sign(n: int, num_tensors: int) -> list[Message]:
     return [Message("all_gather", -(-n // 8) + SCALE_BYTES * num_tensors)]
 
 
-def int8(n: int, size: int, *, is_gathered: bool | None = None) -> list[Message]:
+def int8(n: int, size: int) -> list[Message]:
     """A byte an element and a scale for each block of 256: c = n + 4 ceil(n/256).
 
-    Gathered it is (N-1) c bytes. In two phases, an all-to-all of blocks and an all-gather of their means, about
-    2(N-1)/N c, padded to N equal shares of blocks.
-
-    Args:
-        n: elements.
-        size: number of ranks.
-        is_gathered: None: with at most 2 ranks.
+    At most 2 ranks gather it, (N-1) c bytes. More send it in two phases, an all-to-all of blocks and an all-gather of
+    their means, about 2(N-1)/N c, padded to N equal shares of blocks.
     """
     blocks = -(-n // BLOCK)
-    if size <= 2 if is_gathered is None else is_gathered:
+    if size <= 2:
         return [Message("all_gather", n + SCALE_BYTES * blocks)]
     share = -(-blocks // size) * (BLOCK + SCALE_BYTES)
     return [Message("all_to_all", size * share), Message("all_gather", share)]
 
 
-def sparse(
-    n: int, density: float, *, value_bytes: int = 4, index_format: str = "elias-fano"
-) -> list[Message]:
+def sparse(n: int, density: float, *, value_bytes: int = 4) -> list[Message]:
     """K values of each rank with their places: (N-1) (value_bytes K + places) bytes; for top-K and DGC.
 
-    The values are padded to a multiple of 4 bytes.
+    The values are padded to a multiple of 4 bytes; for the places see ``elias_fano_bytes``.
 
     Args:
         n: elements that compete.
         density: K/n.
         value_bytes: 4 for float32, 2 for float16.
-        index_format: "elias-fano", see ``elias_fano_bytes``; "int32" takes 4 bytes a place.
     """
-    check_choice("sparse", "index_format", index_format, INDEX_FORMATS)
     kept = num_kept(n, density)
-    places = 4 * kept if index_format == "int32" else elias_fano_bytes(n, kept)
-    return [Message("all_gather", -(-value_bytes * kept // 4) * 4 + places)]
+    return [Message("all_gather", -(-value_bytes * kept // 4) * 4 + elias_fano_bytes(n, kept))]
 
 
 def elias_fano_bytes(n: int, kept: int) -> int:

@@ -5,7 +5,9 @@
 of a single model is ``Model.save_states``.
 """
 
-from .job import Job, load_job, save_job
+from .job import Job
+from .load import load_job
+from .save import save_job
 from .saving import Saving
 
 __all__ = ["Job", "Saving", "load_job", "save_job"]

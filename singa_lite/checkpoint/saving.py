@@ -56,7 +56,7 @@ class Saving:
         manifest: Manifest,
         arrays: Arrays,
         keep: int,
-        damaged: Collection[str] = (),
+        damaged: Collection[str],
     ) -> None:
         self.path = path
         self._communicator, self._manifest, self._keep = communicator, manifest, keep

@@ -19,9 +19,8 @@ from ..errors import CheckpointError
 from ..generation import Arrays, digest
 
 PREFIX = "random/"
-DEVICES, NUMPY, PYTHON, NORMALS = (
-    PREFIX + name for name in ("devices", "numpy", "python", "normals")
-)  # normals: the second of a pair that numpy and Python keep for the next call
+# normals: the second of a pair that numpy and Python keep for the next call
+DEVICES, NUMPY, PYTHON, NORMALS = (PREFIX + name for name in ("devices", "numpy", "python", "normals"))
 SIZES = {NUMPY: 626, PYTHON: 625}
 
 

@@ -37,14 +37,8 @@ from .work import Array, FinishedWork, Traffic, Work, WorkList, ring_bytes
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 REDUCE_OPS = ("sum", "mean", "max", "min")
-KINDS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-)  # native/comm/types.h
+# in the order of native/comm/types.h
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 HAS_BLOCKS = ("reduce_scatter", "all_to_all")  # a rank puts in a block for each rank
 HAS_RESULT = ("all_gather", *HAS_BLOCKS)  # not in place
 DTYPES = tuple(np.dtype(name) for name in ("float16", "float32", "float64", "int32", "int64"))

@@ -43,7 +43,7 @@ class ExitHooks:
         self.messengers: list[Messenger] = []
         self.mpi_job: MpiJob | None = None
         self._pid = os.getpid()
-        self._has_left = self._has_failed = self._has_aborted = False
+        self._has_failed = self._has_aborted = False
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread

@@ -91,7 +91,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class FlightRecord:
     """The last collectives of the ranks of one communicator.
 
     Attributes:
@@ -105,14 +105,14 @@ class Record:
     ranks: tuple[RankRecord, ...]
 
 
-def record_of(reading: tuple[str, str, list[Any]]) -> Record:
+def record_of(reading: tuple[str, str, list[Any]]) -> FlightRecord:
     """Return what the native module has read."""
     identity, title, ranks = reading
     made = (
         RankRecord(rank, max(pid, 0), joined, num_calls, tuple(map(_call_of, calls)))
         for pid, rank, joined, num_calls, calls in ranks
     )
-    return Record(identity, _printable(title), tuple(made))
+    return FlightRecord(identity, _printable(title), tuple(made))
 
 
 def _call_of(fields: dict[str, Any]) -> Call:
@@ -124,9 +124,9 @@ def _printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def merge(records: Iterable[Record]) -> list[Record]:
+def merge(records: Iterable[FlightRecord]) -> list[FlightRecord]:
     """Return one record for each communicator: processes without common memory have a part each."""
-    merged: dict[str, Record] = {}
+    merged: dict[str, FlightRecord] = {}
     for record in records:
         known = merged.get(record.id)
         if known is None or len(known.ranks) != len(record.ranks):
@@ -140,7 +140,7 @@ def merge(records: Iterable[Record]) -> list[Record]:
     return list(merged.values())
 
 
-def records_of_process(pid: int, known: Collection[tuple[int, int]] = ()) -> list[Record]:
+def records_of_process(pid: int, known: Collection[tuple[int, int]]) -> list[FlightRecord]:
     """Return the records that process ``pid`` has open; none if it has ended or is another user's.
 
     Args:
@@ -180,7 +180,7 @@ def inodes_of(paths: Iterable[str]) -> Iterator[tuple[int, int]]:
             yield status.st_dev, status.st_ino
 
 
-def records_from(pids: Iterable[int], own: Iterable[Record] = ()) -> list[Record]:
+def records_from(pids: Iterable[int], own: Iterable[FlightRecord] = ()) -> list[FlightRecord]:
     """Return the records of ``pids`` and of all processes that these name, one for each communicator.
 
     Args:

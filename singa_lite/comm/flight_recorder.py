@@ -20,7 +20,7 @@ from typing import Any
 from ..config import env, state
 from ..errors import CommError
 from .call_site import CallSites
-from .flight_record import FILE, Record, files_of, record_of, records_from
+from .flight_record import FILE, FlightRecord, files_of, record_of, records_from
 from .flight_report import full_report, late_pids, ranks_text
 from .stacks import write_stacks
 
@@ -59,7 +59,7 @@ class FlightRecorder(ABC):
         )
 
     @abstractmethod
-    def read(self) -> Record:
+    def read(self) -> FlightRecord:
         """Return what is known here; CommError if the communicator is closed."""
 
     @abstractmethod
@@ -110,7 +110,7 @@ class EngineRecorder(FlightRecorder):
         super().__init__(world_id, root)
         self._engine = engine
 
-    def read(self) -> Record:
+    def read(self) -> FlightRecord:
         return record_of(self._engine.read_record())
 
     def is_first_failure(self) -> bool:
@@ -168,7 +168,7 @@ class FileRecorder(FlightRecorder):
         """Record the end of a call."""
         self._file.end(self._rank, number, is_good)
 
-    def read(self) -> Record:
+    def read(self) -> FlightRecord:
         return record_of(self._file.read_record())
 
     def is_first_failure(self) -> bool:
@@ -183,7 +183,7 @@ class FileRecorder(FlightRecorder):
         return not any(claim is False for claim in claims)
 
 
-def records_of_this_process() -> list[Record]:
+def records_of_this_process() -> list[FlightRecord]:
     """Return the records of this process's communicators, and of all processes of this host that these name."""
     own = []
     for reference in state.flight_recorders:
@@ -204,7 +204,9 @@ def report_path(world_id: str, folder: str | Path | None = None) -> Path | None:
     )
 
 
-def deliver(records: Sequence[Record], reason: str, stacks_for: Sequence[int] | None, world_id: str) -> str:
+def deliver(
+    records: Sequence[FlightRecord], reason: str, stacks_for: Sequence[int] | None, world_id: str
+) -> str:
     """Write a report into the folder of logs, else to the error stream; return where it is, "" for the stream."""
     path = report_path(world_id)
     if path is None:

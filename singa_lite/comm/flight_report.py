@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .flight_record import ALL_THERE, FAILED, Call, RankRecord, Record
+from .flight_record import ALL_THERE, FAILED, Call, FlightRecord, RankRecord
 from .stacks import STOPPED, stacks_of, state_of
 
 SHOWN_CALLS = 4  # of each rank on a terminal; a file has all
@@ -36,7 +36,7 @@ class Difference:
     unknown: list[int] = field(default_factory=list)
 
 
-def first_difference(record: Record) -> Difference | None:
+def first_difference(record: FlightRecord) -> Difference | None:
     """Return the first call that not all ranks have made alike; None if there is none among those recorded."""
     ranks = [rank for rank in record.ranks if rank.joined]
     behind = min((rank.num_calls for rank in ranks), default=0)
@@ -68,14 +68,14 @@ def _difference(ranks: Iterable[RankRecord], number: int) -> Difference:
     return found
 
 
-def late_pids(records: Iterable[Record]) -> list[int]:
+def late_pids(records: Iterable[FlightRecord]) -> list[int]:
     """Return the processes that have not made the call where their communicator's ranks differ."""
     differences = [first_difference(record) for record in records]
     return sorted({rank.pid for one in differences if one for rank in one.missing if rank.pid})
 
 
 def full_report(
-    records: Sequence[Record],
+    records: Sequence[FlightRecord],
     reason: str = "",
     *,
     stacks_for: Collection[int] | None = None,
@@ -98,12 +98,12 @@ def full_report(
 
 
 def report_text(
-    records: Sequence[Record],
+    records: Sequence[FlightRecord],
     reason: str,
     states: Mapping[int, str],
     stacks: Mapping[int, str],
     now: float,
-    num_calls: int = SHOWN_CALLS,
+    num_calls: int,
 ) -> str:
     """Return the report; ``states`` and ``stacks`` are by process, ``now`` is of ``time.monotonic``."""
     lines = [f"What every rank was doing, {time.strftime('%Y-%m-%d %H:%M:%S')}"]
@@ -113,7 +113,7 @@ def report_text(
         lines.append("No record can be read.")
     for record in records:
         lines += _difference_lines(record)
-    by_rank: dict[int, list[tuple[Record, RankRecord]]] = defaultdict(list)
+    by_rank: dict[int, list[tuple[FlightRecord, RankRecord]]] = defaultdict(list)
     for record in records:
         for rank in record.ranks:
             by_rank[rank.rank].append((record, rank))
@@ -142,7 +142,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return "rank " + ", ".join(map(str, ranks))
 
 
-def _difference_lines(record: Record) -> list[str]:
+def _difference_lines(record: FlightRecord) -> list[str]:
     difference = first_difference(record)
     if difference is None:
         return ["", f"The ranks do not differ in the calls of the {record.title}."]
@@ -158,7 +158,7 @@ def _difference_lines(record: Record) -> list[str]:
 
 def _rank_lines(
     number: int,
-    parts: Sequence[tuple[Record, RankRecord]],
+    parts: Sequence[tuple[FlightRecord, RankRecord]],
     states: Mapping[int, str],
     stacks: Mapping[int, str],
     now: float,
@@ -183,7 +183,7 @@ def _rank_lines(
     return [text, *([f"  Python stack of rank {number}:", *_indented(stack)] if stack else [])]
 
 
-def _place(calls: Sequence[tuple[Record, Call]], now: float) -> str:
+def _place(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
     """Return in which call a rank is, the oldest that has not ended, or after which."""
     if not calls:
         return "it has called no collective"
@@ -199,7 +199,7 @@ def _place(calls: Sequence[tuple[Record, Call]], now: float) -> str:
     return f"in #{call.number} of the {record.title}, {describe(call)}, called {_ago(call.called, now)}, {how}{more}"
 
 
-def _last_calls(record: Record, rank: RankRecord, now: float, num_calls: int) -> list[str]:
+def _last_calls(record: FlightRecord, rank: RankRecord, now: float, num_calls: int) -> list[str]:
     if not rank.calls:
         return []
     lines = ["", f"Last calls of rank {rank.rank} in the {record.title}, {rank.num_calls} in all:"]

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CommError
 from .base import Operation
 from .codes import codes_of
-from .flight_record import Record
+from .flight_record import FlightRecord
 from .flight_recorder import ALL_CALLS, FileRecorder
 from .work import Array
 
@@ -44,7 +44,7 @@ class GpuRecorder(FileRecorder):
             self._is_broken = self.has_failed = True
             self.report(error)
 
-    def read(self) -> Record:
+    def read(self) -> FlightRecord:
         self._note_ends()
         return super().read()
 

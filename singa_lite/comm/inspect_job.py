@@ -21,6 +21,7 @@ from ..errors import CommError
 from .flight_record import records_from
 from .flight_recorder import ALL_CALLS, append, report_path
 from .flight_report import SHOWN_CALLS, full_report
+from .proc import parents
 
 
 def inspect_job(pid: int, num_calls: int = SHOWN_CALLS) -> str:
@@ -52,10 +53,8 @@ def inspect_job(pid: int, num_calls: int = SHOWN_CALLS) -> str:
 def descendants(pid: int) -> list[int]:
     """Return the children of process ``pid``, theirs, and so on."""
     children: dict[int, list[int]] = defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            parent = int(path.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children[parent].append(int(path.parent.name))
+    for child, parent in parents().items():
+        children[parent].append(child)
     found, waiting = [], [pid]
     while waiting:
         waiting += (below := children.pop(waiting.pop(), []))

@@ -4,7 +4,7 @@
 What lives here: starting the ranks once, from their options to their exit code. What does not: supervising them until
 the last has ended (supervise.py), what remains when this process is killed (reaper.py), starting them again
 (restart.py), finding the world from inside a rank (rendezvous.py), merging the ranks' output (output.py), their names
-(process_names.py), the command line (../cli.py).
+(process_names.py), the command line (../launch_command.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .process_names import ProcessName, rank_names, role_names
 from .progress import VARIABLE
 from .reaper import Reaper, die_with_launcher, kill_groups, remove_segments
 from .rendezvous import threads_per_rank
-from .supervise import DRAIN_S, Job, noted_signals
+from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
 HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
@@ -42,7 +42,7 @@ class LaunchOptions:
             supervise.py.
         log_dir: see ``RankOutput``.
         num_servers: servers to start beside the workers, >= 0; None: none, and SINGA_LITE_NUM_SERVERS stays as it is.
-        link: SINGA_LITE_LINK of the ranks (link.py); None leaves it as it is. Not for ``launch_on_hosts``.
+        link: SINGA_LITE_LINK of the ranks (link.py); None leaves it as it is. Not for ``launch_host_round``.
         worker_env, server_env: variables that the workers, or the servers, get beside those of this process.
     """
 
@@ -144,7 +144,7 @@ def launch_round(
     rendezvous_id, started_at = os.urandom(16).hex(), time.time()
     names = _names(num_workers, options)
     try:
-        job = Job(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
+        job = RunningJob(rendezvous_id, names, output, options.exit_timeout_s, options.stop_timeout_s)
         reaper = Reaper(rendezvous_id)
     except OSError as error:
         remove_segments(rendezvous_id)
@@ -205,28 +205,20 @@ def _names(num_workers: int, options: LaunchOptions) -> list[ProcessName]:
 
 
 def _start_all(
-    job: Job, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
+    job: RunningJob, reaper: Reaper, command: Sequence[str], num_workers: int, options: LaunchOptions
 ) -> None:
-    num_servers = options.num_servers or 0
+    common = common_environment(options) | job.progress.environ
     for rank, name in enumerate(job.names):
         environ = dict(
-            os.environ,
-            PYTHONUNBUFFERED="1",
+            common,
             SINGA_LITE_RANK=str(rank),
             SINGA_LITE_WORLD_SIZE=str(len(job.names)),
             SINGA_LITE_RENDEZVOUS_ID=job.rendezvous_id,
             SINGA_LITE_LAUNCHER_PID=str(os.getpid()),
+            SINGA_LITE_RESTART="0",
         )
-        if options.num_servers is not None:
-            environ["SINGA_LITE_NUM_SERVERS"] = str(num_servers)
-        if options.timeout_s is not None:
-            environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
         if options.link is not None:
             environ["SINGA_LITE_LINK"] = options.link
-        if options.log_dir is not None:
-            environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
-        environ.pop(VARIABLE, None)  # of a job that this launcher is part of
-        environ |= job.progress.environ | {"SINGA_LITE_RESTART": "0"}
         environ.update(options.worker_env if rank < num_workers else options.server_env)
         try:
             process = _start(command, environ)
@@ -236,6 +228,19 @@ def _start_all(
             raise CannotStart(
                 f"launch: cannot start {name.text} of {len(job.names)} processes: {error}; {HELP}"
             ) from error
+
+
+def common_environment(options: LaunchOptions) -> dict[str, str]:
+    """Return this process's environment with what ``options`` say, for all processes of a job, on any host."""
+    environ = dict(os.environ, PYTHONUNBUFFERED="1")
+    environ.pop(VARIABLE, None)  # of a job that this launcher is part of
+    if options.num_servers is not None:
+        environ["SINGA_LITE_NUM_SERVERS"] = str(options.num_servers)
+    if options.timeout_s is not None:
+        environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
+    if options.log_dir is not None:
+        environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
+    return environ
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -32,9 +32,10 @@ from ..errors import CommError, OptionError
 from .copy_folder import FolderCopy
 from .hosts import Host, place
 from .inspect_job import reports_at_sigquit
-from .launch import LaunchOptions, Round, open_standard_descriptors
+from .launch import LaunchOptions, Round, common_environment, open_standard_descriptors
+from .proc import parents
 from .process_names import role_names
-from .progress import NAME, VARIABLE, ProgressFile
+from .progress import NAME, ProgressFile
 from .reaper import REQUESTS, die_with_launcher
 from .supervise import FINAL_OUTPUT_S, POLL_S, TERM_S, how_ended
 
@@ -100,44 +101,25 @@ def launch_host_round(
     started_at = time.time()
     open_standard_descriptors()
     mpiexec, major_version = find_mpiexec()
-    rsh = shutil.which(placement.rsh[0])
-    if rsh is None:
-        raise CommError(f"launch: there is no remote shell {placement.rsh[0]!r}; name one with --rsh")
-    if re.search(r"\s", rsh):
-        raise CommError(
-            f"launch: mpiexec takes no remote shell with a blank in its path, {rsh!r}; make a link to it"
-        )
+    rsh = _remote_shell(placement)
     folder = Path.cwd()
     hosts = place(placement.hosts, num_workers, options.num_servers or 0)
     where = _host_arguments(placement.hosts, hosts, major_version)
     copy = FolderCopy(folder, placement.copy_to, placement.rsh) if placement.copy_to else None
     if copy:
         command = _in_folder(command, folder)
-    environ = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER_JOB}
-    environ.pop(VARIABLE, None)  # of a job that this launcher is part of
-    environ |= {
-        "PYTHONUNBUFFERED": "1",
-        "SINGA_LITE_RESTART": "0",
-        "SINGA_LITE_NUM_SERVERS": str(options.num_servers or 0),
-    }
-    if options.timeout_s is not None:
-        environ["SINGA_LITE_TIMEOUT_S"] = str(options.timeout_s)
-    if options.log_dir is not None:
-        environ["SINGA_LITE_LOG_DIR"] = str(options.log_dir.absolute())
-    if len(placement.rsh) > 1:
-        environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
     progress = ProgressFile(checkpoint / NAME if checkpoint else None, len(hosts))
+    environ = _environment(placement, options) | progress.environ
     environ["SINGA_LITE_WRAPPER"] = _describe(hosts, num_workers, placement, folder, options)
     wrapper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rank_wrapper.py")), sys.executable]
     start = [mpiexec, "-launcher", "ssh", "-launcher-exec", rsh, *where, "-wdir", "/"]
-    environ |= progress.environ
     try:
         if copy:
             copy.run(sorted(set(hosts)), lambda: bool(signals))
         code, is_asked = 0, False
         if not signals:
             arguments = [*start, "-n", str(len(hosts)), *wrapper, *command]
-            with reports_at_sigquit(_report):
+            with reports_at_sigquit(write_report):
                 code, is_asked = _supervise(arguments, environ, signals, progress, options)
         steps, (failed, how) = progress.steps(), progress.first_failure()
     finally:
@@ -150,7 +132,7 @@ def launch_host_round(
             if is_well
             else f"ended all processes by {name}"
         )
-        os.write(2, f"singa-lite run: {text}\n".encode())
+        write_report(text)
         code = 0 if is_well else 128 + signals[0]
     has_progress = progress.is_there
     return Round(code, failed, how_ended(how), steps, started_at, time.time(), has_progress=has_progress)
@@ -171,6 +153,28 @@ def find_mpiexec() -> tuple[str, int]:
     if version is None:
         raise CommError(f"launch: {mpiexec} is not the mpiexec of MPICH; {CURE}")
     return mpiexec, int(version[1])
+
+
+def _remote_shell(placement: Placement) -> str:
+    """Return the path of the remote shell; CommError if there is none that mpiexec can start."""
+    rsh = shutil.which(placement.rsh[0])
+    if rsh is None:
+        raise CommError(f"launch: there is no remote shell {placement.rsh[0]!r}; name one with --rsh")
+    if re.search(r"\s", rsh):
+        raise CommError(
+            f"launch: mpiexec takes no remote shell with a blank in its path, {rsh!r}; make a link to it"
+        )
+    return rsh
+
+
+def _environment(placement: Placement, options: LaunchOptions) -> dict[str, str]:
+    """Return the environment of mpiexec, which passes it on to all processes."""
+    common = common_environment(options)
+    environ = {name: value for name, value in common.items() if name not in OF_ANOTHER_JOB}
+    environ["SINGA_LITE_NUM_SERVERS"] = str(options.num_servers or 0)
+    if len(placement.rsh) > 1:
+        environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(placement.rsh[1:])
+    return environ
 
 
 def _host_arguments(hosts: Sequence[Host], placed: Sequence[str], major_version: int) -> list[str]:
@@ -213,8 +217,9 @@ def _in_folder(command: Sequence[str], folder: Path) -> list[str]:
     return [str(script.resolve().relative_to(folder.resolve())), *command[1:]]
 
 
-def _report(text: str) -> None:
-    os.write(2, f"singa-lite run: {text}\n".encode())
+def write_report(text: str) -> None:
+    """Write a line of the launcher itself to the error stream."""
+    os.write(2, f"singa-lite run: {text}\n".encode(errors="surrogateescape"))
 
 
 def _describe(
@@ -305,9 +310,4 @@ def end_orphans(before: set[int]) -> None:
 
 
 def _children() -> set[int]:
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+    return {pid for pid, parent in parents().items() if parent == os.getpid()}

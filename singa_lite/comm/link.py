@@ -157,10 +157,10 @@ class LinkWork(Work):
     """
 
     def __init__(
-        self, communicator: LinkCommunicator, kind: str, moved: Work, told: Work, calls: Array
+        self, communicator: LinkCommunicator, kind: str, moved: Work, timing: Work, calls: Array
     ) -> None:
         self._communicator, self._moved = communicator, moved
-        self.told, self.calls = told, calls  # the all-gather of the ranks' times, and its result
+        self.timing, self.calls = timing, calls  # the all-gather of the ranks' times, and its result
         self.hops = num_hops(kind, communicator.size)
         self.end_ns: int | None = None
 
@@ -234,13 +234,13 @@ class LinkCommunicator(Communicator):
         """Find out when ``work`` ends, and what was called before it; waits until all ranks have called it."""
         while work.end_ns is None:
             first = self._unscheduled[0]
-            first.told._wait(timeout_s)
+            first.timing._wait(timeout_s)
             first.end_ns = self._line.send(int(first.calls.max()), first.bytes_sent, first.hops)
             self._unscheduled.popleft()
 
     def try_to_schedule(self, work: LinkWork) -> bool:
         """Return whether it is known when ``work`` ends; never waits."""
-        while work.end_ns is None and self._unscheduled[0].told._is_done():
+        while work.end_ns is None and self._unscheduled[0].timing._is_done():
             self.schedule(self._unscheduled[0], None)
         return work.end_ns is not None
 
@@ -264,12 +264,11 @@ class LinkCommunicator(Communicator):
             return self.host._start(operation, array, out, scale)
         called = np.array([max(self.clock(), self._line.free_ns)], np.int64)
         calls = np.empty((self.size, 1), np.int64)
-        moved = self.host._start(
-            operation, array, out, scale
-        )  # first, so that ranks that disagree get its error
-        told = self.host._start(Operation("all_gather", f"times of {operation.name}"), called, calls, None)
-        told._arrays = (called, calls)
-        work = LinkWork(self, operation.kind, moved, told, calls)
+        # first, so that ranks that disagree get its error
+        moved = self.host._start(operation, array, out, scale)
+        timing = self.host._start(Operation("all_gather", f"times of {operation.name}"), called, calls, None)
+        timing._arrays = (called, calls)
+        work = LinkWork(self, operation.kind, moved, timing, calls)
         self._unscheduled.append(work)
         return work
 

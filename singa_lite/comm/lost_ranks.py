@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from pathlib import Path
 
 from .parent import parent_process
+from .proc import START_TIME, STATE, stat_fields
 
 MEMBER = re.compile(r"([0-9]{1,9}) ([0-9]*)", re.ASCII)  # process, and when it started
 
@@ -84,11 +84,8 @@ def _read(path: str) -> str:
 
 def _start_time(pid: int | str) -> str:
     """Return when process ``pid`` started, in the kernel's ticks; "" if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    fields = stat_fields(pid)
+    return fields[START_TIME] if fields and fields[STATE] not in "ZX" else ""
 
 
 def _is_alive(pid: str, start_time: str) -> bool:

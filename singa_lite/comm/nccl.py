@@ -186,10 +186,10 @@ class NcclCommunicator(Communicator):
         if self._recorder is not None:
             self._recorder.begin(operation, array)
         if wire_dtype is None:
-            return self._give(kind, op, root, array, out, name)
+            return self._submit(kind, op, root, array, out, name)
         half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype], scale)
         # NCCL would multiply by 1/N before it adds: in float16 that loses small values
-        work = self._give(kind, "sum" if op == "mean" else op, root, half, half, name)
+        work = self._submit(kind, "sum" if op == "mean" else op, root, half, half, name)
         work._narrow = half, self.size if op == "mean" else 1.0, scale
         work._out = out
         return work
@@ -213,7 +213,7 @@ class NcclCommunicator(Communicator):
         if self._recorder is not None:
             self._recorder.failed(error)
 
-    def _give(
+    def _submit(
         self, kind: str, op: ReduceOp | None, root: int, array: Array, out: Array, name: str
     ) -> NcclWork:
         """Give a collective to NCCL."""

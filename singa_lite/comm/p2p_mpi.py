@@ -92,9 +92,8 @@ class MpiMessenger(Messenger):
         self.left: dict[int, str] = {}
         self._coming: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # heads in flight
         self._arrived: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # not handed out
-        self._unplaced: dict[int, deque[_Incoming]] = {
-            peer: deque() for peer in job.peers
-        }  # arrays nowhere yet
+        # arrays nowhere yet
+        self._unplaced: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}
         self._turn = 0
         self._status = self._mpi.Status()
         self._lost: list[Any] = []  # what MPI may still read or write after an error

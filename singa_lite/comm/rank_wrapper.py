@@ -129,9 +129,8 @@ class Script:
         kill_others_of_group()
         has_time = code >= 0  # a signal ends the job at once
         if has_time and select.select([self._lost], [], [], WATCHDOG_S)[0]:
-            self.is_lost = (
-                os.read(self._lost, 100) != b""
-            )  # else it is the end of the pipe, as the watchdog has ended
+            # an empty read is the end of the pipe: the watchdog has ended
+            self.is_lost = os.read(self._lost, 100) != b""
         deadline = time.monotonic() + DRAIN_S
         while self._pump(output, POLL_S if has_time else 0) and has_time and time.monotonic() < deadline:
             pass

@@ -10,7 +10,6 @@ number of restarts counts from the start of the launcher to its end; nothing ref
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
 import time
@@ -22,7 +21,7 @@ from ..errors import CheckpointError, OptionError
 from ..generation import Manifest, find_generations
 from .hosts import place, without_slot
 from .launch import LaunchOptions, Round, launch_round, open_output, share_cores_of_host
-from .launch_hosts import Placement, launch_host_round
+from .launch_hosts import Placement, launch_host_round, write_report
 from .supervise import DRAIN_S, POLL_S, noted_signals
 
 LONGEST_DELAY_S = 60.0
@@ -151,7 +150,7 @@ def launch_host_rounds(
     options: LaunchOptions,
     restart: RestartOptions,
 ) -> int:
-    """Do what ``launch_on_hosts`` does, and again as ``restart`` says, which ``check_restart`` has returned.
+    """Do what ``launch_host_round`` does, and again as ``restart`` says, which ``check_restart`` has returned.
 
     With fewer ranks there is a slot fewer on the host of the one that failed.
     """
@@ -169,7 +168,7 @@ def launch_host_rounds(
         return ended
 
     with noted_signals() as signals:
-        return run_rounds(start, num_workers, restart, _write_report, signals)
+        return run_rounds(start, num_workers, restart, write_report, signals)
 
 
 def _with(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
@@ -179,10 +178,6 @@ def _with(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
         worker_env={**options.worker_env, **environ},
         server_env={**options.server_env, **environ},
     )
-
-
-def _write_report(text: str) -> None:
-    os.write(2, f"singa-lite run: {text}\n".encode(errors="surrogateescape"))
 
 
 def _delay(number: int) -> float:

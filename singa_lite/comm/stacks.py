@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..config import state
 from .flight_record import files_of
+from .proc import STATE, stat_fields
 
 NAME = "singa_lite-stacks"
 SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time signal, which hardly any program uses
@@ -48,7 +49,7 @@ def write_stacks() -> None:
 
 def state_of(pid: int) -> str:
     """Return what process ``pid`` does by the system's words, such as "running"; "" if it has ended."""
-    letter = _field_of(pid)
+    letter = _letter_of(pid)
     return "" if letter in ("", "Z", "X") else {**STATES, **STOPPED}.get(letter, f"state {letter}")
 
 
@@ -60,7 +61,7 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
     texts, paths = {}, {}
     for pid in pids:
         path = next(iter(files_of(pid, f"/memfd:{NAME}-{pid} ")), None)
-        if _field_of(pid) in STOPPED:
+        if _letter_of(pid) in STOPPED:
             texts[pid] = f"none: the process is {state_of(pid)}"
         elif path is None or not _catches(pid, SIGNAL):
             texts[pid] = "none: the process has ended, is another user's, or does not write stacks"
@@ -102,11 +103,10 @@ def _read(path: str, start: int) -> str:
     return ""
 
 
-def _field_of(pid: int) -> str:
+def _letter_of(pid: int) -> str:
     """Return the letter of a process's state, "" if it has ended."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    return ""
+    fields = stat_fields(pid)
+    return fields[STATE] if fields else ""
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -22,10 +22,8 @@ from .base import Communicator
 from .progress import Progress, progress_of_process
 from .stop_requests import StopRequests
 
-STOP_SIGNALS = (
-    signal.SIGTERM,
-    *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []),
-)  # no SIGUSR1 on Windows
+# no SIGUSR1 on Windows
+STOP_SIGNALS = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 REPEAT_S = 1.0  # schedulers signal every process of a job, and the launcher passes it on: that is one request
 ONLY_REQUESTS = {getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2")}
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)

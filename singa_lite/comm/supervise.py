@@ -51,7 +51,7 @@ def noted_signals() -> Iterator[Sequence[int]]:
             signal.signal(number, handler)
 
 
-class Job:
+class RunningJob:
     """The ranks while they run, who failed first, and how far the ending of the others is.
 
     Args:
@@ -128,9 +128,8 @@ class Job:
         deadline = time.monotonic() + DRAIN_S
         is_over = False
         while self._selector.get_map() and not is_over:
-            is_over = (
-                time.monotonic() >= deadline
-            )  # before a pass over all pipes: what a dead rank wrote is in them
+            # before a pass over all pipes: what a dead rank wrote is in them
+            is_over = time.monotonic() >= deadline
             self._pump(POLL_S)
         for process in self.processes:
             for pipe in (process.stdout, process.stderr):
@@ -251,9 +250,8 @@ class Job:
         for rank in self._running:
             signal_group(self.processes[rank].pid, number)
             if number == signal.SIGTERM:
-                signal_group(
-                    self.processes[rank].pid, signal.SIGCONT
-                )  # a stopped process takes it then alone
+                # a stopped process takes the signal only when it goes on
+                signal_group(self.processes[rank].pid, signal.SIGCONT)
 
 
 def how_ended(code: int) -> str:

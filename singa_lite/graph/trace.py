@@ -41,7 +41,7 @@ class TraceWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"{os.urandom(8).hex()}{SUFFIX}").open("ab", buffering=0)
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
         self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"))
 
     def add_facts(self, **facts: Any) -> None:
@@ -73,9 +73,9 @@ class TraceWriter:
         try:
             self._file.write(json.dumps(line).encode() + b"\n")
         except OSError as error:
-            self._give_up(error)
+            self._stop_writing(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _stop_writing(self, error: OSError) -> None:
         self._file = None
         sys.stderr.write(f"singa_lite: the trace of process {self.pid} ends here: {error}\n")
 

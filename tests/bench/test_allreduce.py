@@ -46,9 +46,8 @@ def test_every_collective_is_measured_at_each_size_and_link(measured):
     rows = measured[0]["rows"]
     found = [(row["link"], row["collective"], row["bytes"]) for row in rows]
     blocks = ("reduce_scatter", "all_to_all")
-    sizes = {
-        kind: (108, 4104) if kind in blocks else (100, 4096) for kind in KINDS
-    }  # 3 blocks of whole numbers
+    # 3 blocks of whole numbers
+    sizes = {kind: (108, 4104) if kind in blocks else (100, 4096) for kind in KINDS}
     links = (None, "100mbit,2ms")
     assert found == [(link, kind, size) for link in links for kind in KINDS for size in sizes[kind]]
     assert {(row["transport"], row["ranks"], len(row["seconds"])) for row in rows} == {("shm", 3, 1)}

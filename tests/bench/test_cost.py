@@ -9,7 +9,6 @@ from singa_lite.bench.cost import (
     Bucket,
     Network,
     Transfer,
-    accumulated_step_s,
     all_gather,
     all_reduce,
     collective,
@@ -17,15 +16,10 @@ from singa_lite.bench.cost import (
     exchange,
     hierarchical_all_reduce,
     local_sgd_step_s,
-    merge_s,
-    merging_all_reduce,
-    power_sgd_flops,
     ring_all_reduce,
     scatter,
     step_s,
-    stops_paying_at,
     together,
-    union_density,
 )
 from singa_lite.bench.wire_bytes import Message, fp16, fp32, int8, power_sgd, sign, sparse
 from singa_lite.errors import OptionError
@@ -105,26 +99,6 @@ def test_networks_out_of_range_are_refused():
         all_gather(NETWORK, 1, 0)
 
 
-# ---- sparse results ----------------------------------------------------------------------------------
-
-
-def test_the_union_of_independent_selections():
-    assert union_density(0.1, 2) == pytest.approx(0.19)
-    assert union_density(0.01, 1) == pytest.approx(0.01) and union_density(1.0, 5) == 1
-    assert union_density(0.001, 8) < 0.008  # at most N s
-
-
-def test_merging_doubles_messages_until_they_are_dense():
-    # 8 ranks, 10 bytes, dense 25: 10 + 20 + 25
-    assert close(merging_all_reduce(NETWORK, 10, 25, 8), 55 * 2.0, 3.0)
-    assert close(merging_all_reduce(NETWORK, 10, 25, 1), 0, 0)
-
-
-def test_what_combining_costs():
-    assert merge_s(8, 100, 1e-9) == pytest.approx(8e-7)
-    assert power_sgd_flops(1000, 4) == 16_000
-
-
 # ---- steps -------------------------------------------------------------------------------------------
 
 
@@ -162,17 +136,11 @@ def test_buckets_out_of_order_are_refused():
             step_s(10, [Bucket(at, 0, Transfer(1, 1)) for at in ready])
 
 
-def test_local_sgd_and_accumulation_by_hand():
+def test_local_sgd_by_hand():
     assert local_sgd_step_s(10, 1, Transfer(6, 2), 4) == 13
     assert local_sgd_step_s(10, 1, Transfer(6, 2), 1) == step_s(
         10, [Bucket(10, 0, Transfer(6, 2))], update_s=1
     )
-    assert accumulated_step_s(10, 19, 3) == 39 and accumulated_step_s(10, 19, 1) == 19
-
-
-def test_what_stops_paying_is_found():
-    assert stops_paying_at(lambda n: n, lambda n: 5, range(2, 10)) == 5  # equal is no gain
-    assert stops_paying_at(lambda n: n, lambda n: 50, range(2, 10)) is None
 
 
 # ---- the MNIST CNN at 100 Mbit/s and 1 ms, two ranks, 15 ms of computing, no overlap -----------------------

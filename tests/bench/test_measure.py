@@ -14,7 +14,7 @@ from singa_lite.bench.loopback import LoopbackCommunicator
 from singa_lite.bench.measure import (
     MEASURED,
     Alone,
-    StepTimes,
+    LoneStepTimes,
     Training,
     Workload,
     calibration_of,
@@ -98,8 +98,8 @@ def test_a_calibration_by_hand():
     for one in alone.values():
         one.time_step()
     times = {
-        "fp32": [StepTimes(10.0, (7.0,), 2.0), StepTimes(11.0, (7.5,), 3.0)],
-        "sign": [StepTimes(15.0, (9.0,), 5.0)],
+        "fp32": [LoneStepTimes(10.0, (7.0,), 2.0), LoneStepTimes(11.0, (7.5,), 3.0)],
+        "sign": [LoneStepTimes(15.0, (9.0,), 5.0)],
     }
     found = calibration_of(("fp32", "sign", "localSGD:2"), alone, times, min, "", {"sign": 1.0}, size=2)
     assert (found.compute_s, found.update_s) == (8.0, 2.0)

@@ -281,9 +281,8 @@ def test_a_chart_shows_every_evaluation_at_its_place():
     results = {"fp16<": [result_of(0.9, 0.99, 1.0)], "fp32": [result_of(0.5)]}
     text = page(rows_of({"fp16": results["fp16<"]}, None), results, "a & b", None)
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>"))
-    first, other = list(root.iter("polyline"))[
-        :2
-    ]  # over seconds 1, 2, 3: errors of 10, 1 and none, here 0.01 %; 50 %
+    # over seconds 1, 2, 3: errors of 10, 1 and none, here 0.01 %; 50 %
+    first, other = list(root.iter("polyline"))[:2]
     (x1, y1), (x2, y2), (x3, y3) = points_of(first)
     [(x, y)] = points_of(other)
     assert x == x1 and y < y1 < y2 < y3
@@ -476,9 +475,9 @@ def test_a_seed_decides_initial_values_and_order(digits, compared, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(digits))
     made = []
     for seed in (0, 1, 0):
-        trainer = train.Trainer(Settings(f"{compared[0] / 'tiny.py'}:tiny", "fp32", seed, ranks=1))
-        values = [tensor.to_numpy(value).tobytes() for value in trainer._model.get_params().values()]
-        made.append((values[0], [batch.tolist() for batch in trainer._sampler]))
+        training = train.RankTraining(Settings(f"{compared[0] / 'tiny.py'}:tiny", "fp32", seed, ranks=1))
+        values = [tensor.to_numpy(value).tobytes() for value in training._model.get_params().values()]
+        made.append((values[0], [batch.tolist() for batch in training._sampler]))
     assert made[0] == made[2]
     assert made[0][0] != made[1][0] and made[0][1] != made[1][1]
 

@@ -143,10 +143,10 @@ def test_a_folder_of_cifar10_is_read(tmp_path):
         (tmp_path / f"data_batch_{number}.bin").write_bytes(parts[0][(number - 1) * size : number * size])
     (tmp_path / "test_batch.bin").write_bytes(parts[1])
     settings = Settings("resnet20-cifar10", "fp32", ranks=1, batch_size=2)
-    trainer = train.Trainer(settings, tmp_path)
-    for ours, theirs in zip(trainer._images, images, strict=True):
+    training = train.RankTraining(settings, tmp_path)
+    for ours, theirs in zip(training._images, images, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    x, _ = trainer._batch(images.train_images, images.train_labels, slice(0, 2))
+    x, _ = training._batch(images.train_images, images.train_labels, slice(0, 2))
     expected = (
         images.train_images[:2] / 255.0 - np.reshape([0.4914, 0.4822, 0.4465], (3, 1, 1))
     ) / np.reshape([0.2470, 0.2435, 0.2616], (3, 1, 1))
@@ -262,7 +262,7 @@ def test_all_calls_of_the_optimizer_in_a_step_are_counted(graph, tmp_path):
 
 def step_of(folder: Path, body: str, option: str) -> None:
     settings = Settings(model_with(folder, body), option, ranks=1, batch_size=10, synthetic=40)
-    train.Trainer(settings).run()
+    train.RankTraining(settings).run()
 
 
 @pytest.mark.parametrize(
@@ -354,9 +354,9 @@ def test_a_bar_counts_all_steps_where_it_is_asked_for(tmp_path, monkeypatch):
     module.tqdm = Bar
     monkeypatch.setitem(sys.modules, "tqdm", module)
     settings = Settings(small_model(tmp_path), "fp32", ranks=1, batch_size=10, epochs=2, synthetic=40)
-    train.Trainer(settings).run()
+    train.RankTraining(settings).run()
     assert Bar.made == []
-    train.Trainer(settings).run(is_shown=True)
+    train.RankTraining(settings).run(is_shown=True)
     [bar] = Bar.made
     assert (bar.count, bar.options["total"], bar.is_closed) == (8, 8, True)
     assert "fp32" in bar.options["desc"]

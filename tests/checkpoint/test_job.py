@@ -812,22 +812,22 @@ def test_a_job_that_still_writes_when_another_begins_to_save_the_same_step_fails
     for net in (slow, other):
         checkpoint.load_job(tmp_path, net)
         net(*batch(1, 0))
-    is_saved = threading.Event()
+    is_written, is_saved = threading.Event(), threading.Event()
     write = saving.write_manifest
 
     def late(*arguments: Any) -> None:
+        is_written.set()
         assert is_saved.wait(LIMIT_S)
         write(*arguments)
 
     with mock.patch.object(saving, "write_manifest", late):
         failing = checkpoint.save_job(tmp_path, slow, block=False)
         try:
-            wait_until((failing.path / generation.rank_file(0)).exists, "a file of the slow job")
+            assert is_written.wait(LIMIT_S)
             with pytest.raises(CheckpointError, match="another model's save to"):
                 checkpoint.save_job(tmp_path, other)
-            path = generation.make_folder(
-                tmp_path, 2
-            )  # as another process does, which does not know of the first
+            # as another process does, which does not know of the first
+            path = generation.make_folder(tmp_path, 2)
         finally:
             is_saved.set()
         with pytest.raises(CheckpointError, match="cannot write"):

@@ -149,19 +149,14 @@ def complaints_of(outcome: Outcome, grace_s: float = GRACE_S) -> list[str]:
         return [*found, "hung"]
     if outcome.seconds > TIMEOUT_S + grace_s:
         found.append(f"ended {outcome.seconds:.1f} s after the fault")
-    is_ignored = outcome.kind in (
-        "raise",
-        "exit0",
-        "rankint",
-        "launcherint",
-    )  # by Python, in a function of atexit
+    # by Python, in a function of atexit
+    is_ignored = outcome.kind in ("raise", "exit0", "rankint", "launcherint")
     all_finished = outcome.stage == "exit" and is_ignored
     if outcome.code == 0 and not all_finished:
         found.append("exit code 0 although a rank was lost")
     fair = {"killed", "CommError"}
-    fair |= (
-        {"KeyboardInterrupt", "ImportError"} if outcome.kind == "launcherint" else set()
-    )  # numpy's import says so
+    # numpy's import says so
+    fair |= {"KeyboardInterrupt", "ImportError"} if outcome.kind == "launcherint" else set()
     fair |= {"done"} if outcome.stage == "exit" or outcome.kind.startswith("launcher") else set()
     found += [f"rank {rank} ended with {end}" for rank, end in outcome.survivors.items() if end not in fair]
     return found

@@ -194,9 +194,8 @@ def bfloat16_wire_keeps_the_range_of_float32_infinity_and_nan(c: Communicator) -
         inputs = []
         for rank in range(c.size):
             own = np.full((c.size, special.size * copies), 1.0, np.float32)
-            own[rank] = np.tile(
-                special, copies
-            )  # each special value is combined with ordinary ones of the others
+            # each special value is combined with ordinary ones of the others
+            own[rank] = np.tile(special, copies)
             inputs.append(np.append(own, np.float32([3e38, np.inf if rank else -np.inf])))
         for op in REDUCE_OPS:
             array = inputs[c.rank].copy()

@@ -24,7 +24,7 @@ from singa_lite import _native, autograd, layer, model, opt, tensor
 from singa_lite.comm import flight_record, flight_report, stacks
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
-from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, RankRecord, Record
+from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError
@@ -187,9 +187,10 @@ def test_ranks_that_call_different_collectives_are_shown_with_their_lines(tmp_pa
     report = path.read_text()
     assert "First call where ranks differ: #0 of the world" in report
     usual, other = line_of("the usual call"), line_of("the other call")
+    # a late one may be missing
     assert re.search(
         rf"rank (0, 2|0|2): all_reduce 'grad' mean float32\[5\] as float16 at .*:{usual}", report
-    )  # a late one may be missing
+    )
     assert re.search(rf"rank 1: broadcast 'loss' float32\[5\] root 2 at .*:{other}", report)
 
 
@@ -256,12 +257,12 @@ def test_a_group_is_reported_with_the_ranks_of_the_world(tmp_path: Path) -> None
 # ---- what is recorded ----------------------------------------------------------------------------------
 
 
-def record_of(c: Communicator) -> Record:
+def record_of(c: Communicator) -> FlightRecord:
     assert c.flight_recorder is not None
     return c.flight_recorder.read()
 
 
-def call_often(c: Communicator) -> Record:
+def call_often(c: Communicator) -> FlightRecord:
     for number in range(70):
         array = np.full((2, 1, 1, 1, 3), float(c.rank), np.float32)
         c.all_reduce(array, "sum", name=f"step {number % 2}").wait()
@@ -411,7 +412,7 @@ def rank_with(rank: int, *names: str, start: int = 0) -> RankRecord:
     ],
 )
 def test_the_first_difference_is_found(ranks, number, calls, missing) -> None:
-    record = Record("id", "world", tuple(rank_with(rank, *names) for rank, names in enumerate(ranks)))
+    record = FlightRecord("id", "world", tuple(rank_with(rank, *names) for rank, names in enumerate(ranks)))
     found = flight_report.first_difference(record)
     if number is None:
         assert found is None
@@ -422,17 +423,17 @@ def test_the_first_difference_is_found(ranks, number, calls, missing) -> None:
 
 
 def test_a_call_of_long_ago_is_called_unknown() -> None:
-    record = Record("id", "world", (rank_with(0, "a", "b", start=90), rank_with(1, "a", start=3)))
+    record = FlightRecord("id", "world", (rank_with(0, "a", "b", start=90), rank_with(1, "a", start=3)))
     found = flight_report.first_difference(record)
     assert found is not None and found.number == 4 and found.unknown == [0]
 
 
 def test_parts_of_one_communicator_are_joined() -> None:
-    mine = Record("id", "world", (rank_with(0, "a"), RankRecord(1, 101)))
-    theirs = Record("id", "world", (RankRecord(0, 100), rank_with(1, "a", "b")))
-    other = Record("id2", "group", (rank_with(0),))
+    mine = FlightRecord("id", "world", (rank_with(0, "a"), RankRecord(1, 101)))
+    theirs = FlightRecord("id", "world", (RankRecord(0, 100), rank_with(1, "a", "b")))
+    other = FlightRecord("id2", "group", (rank_with(0),))
     joined = flight_record.merge([mine, other, theirs])
-    assert joined == [Record("id", "world", (rank_with(0, "a"), rank_with(1, "a", "b"))), other]
+    assert joined == [FlightRecord("id", "world", (rank_with(0, "a"), rank_with(1, "a", "b"))), other]
 
 
 # ---- stacks --------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def call_all(c: Communicator) -> tuple[list[int | None], list[bool], list[int], 
     works[-1]._moved._wait(None)
     too_early = []
     for work in works:  # the ends are known, and have not come
-        work.told._wait(None)
+        work.timing._wait(None)
         clock.now = 0
         too_early.append(work.done())
         clock.now = work.end_ns - 1

@@ -493,7 +493,7 @@ def interrupted(world: World) -> list[str]:
 
     def interrupt(_: int, frame: Any) -> None:
         seen.append((frame.f_code.co_name, frame.f_lasti))
-        if seen[-1][0] == "_give" and seen[-2:] == [seen[-1]] * 2:  # Python stays where it calls NCCL
+        if seen[-1][0] == "_submit" and seen[-2:] == [seen[-1]] * 2:  # Python stays where it calls NCCL
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 

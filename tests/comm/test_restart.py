@@ -537,7 +537,5 @@ def test_a_host_that_loses_a_slot_keeps_the_threads_of_a_rank(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "with 2 ranks, as rank 2 failed twice running" in result.stderr
     shared = str(threads_per_rank(2))
-    assert sorted(result.stdout.splitlines()[-2:]) == [
-        "[w0] None",
-        f"[w1] {shared}",
-    ]  # d1 had two ranks at first
+    # d1 had two ranks at first
+    assert sorted(result.stdout.splitlines()[-2:]) == ["[w0] None", f"[w1] {shared}"]

@@ -206,17 +206,24 @@ def train(
     return ends
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("graph", [False, True], ids=["eager", "recorded"])
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_one_of_three_ranks_stops_all_at_the_same_step(tmp_path, transport, graph, how):
+def check_all_stop(folder, transport, graph, how):
     who = random.randrange(3)
-    ends = train(tmp_path, 3, transport, "fp32", graph, how, [who], random.uniform(0, 0.5))
+    ends = train(folder, 3, transport, "fp32", graph, how, [who], random.uniform(0, 0.5))
     assert len({step for step, _ in ends.values()}) == 1
     [(step, rest)] = set(ends.values())
     assert 0 < step < TOO_MANY
     # the steps that carried the request are as all others
     assert re.fullmatch(r"\[[1-9]\] \[\d+\]", rest), rest
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "recorded"])
+def test_a_signal_to_one_of_three_ranks_stops_all_at_the_same_step(tmp_path, transport, graph):
+    check_all_stop(tmp_path, transport, graph, "SIGTERM")
+
+
+def test_sigusr1_to_one_of_three_ranks_stops_all_as_well(tmp_path):
+    check_all_stop(tmp_path, "shm", True, "SIGUSR1")
 
 
 @pytest.mark.parametrize(
@@ -355,6 +362,8 @@ def test_sigusr1_is_a_request_however_often_it_comes(agreement, monkeypatch):
     for now in (0.0, 5.0, 9.0):
         monkeypatch.setattr(time, "monotonic", lambda now=now: now)
         signal.raise_signal(signal.SIGUSR1)
+    agreement.end_step(1)
+    assert agreement.is_decided
 
 
 def test_a_signal_behind_the_end_of_the_script_does_not_end_the_process(tmp_path):

@@ -15,19 +15,10 @@ from pathlib import Path
 import pytest
 
 from singa_lite import cli
+from singa_lite.comm.chrome_trace import COMPUTE, EXCHANGE, WAIT, WIRE, chrome_trace
 from singa_lite.comm.clock_offset import Offset, measure_offset, offset_at, pairs_with_rank_0
-from singa_lite.comm.trace_file import (
-    COMPUTE,
-    EXCHANGE,
-    WAIT,
-    WIRE,
-    Part,
-    chrome_trace,
-    join_trace,
-    parts_folder,
-    read_part,
-    tracing,
-)
+from singa_lite.comm.trace_file import join_trace, parts_folder, tracing
+from singa_lite.comm.trace_part import Part, read_part
 from singa_lite.errors import CommError, OptionError
 from singa_lite.graph import trace as trace_module
 from singa_lite.graph.clock import Span, Waited

@@ -385,9 +385,8 @@ def test_a_stopped_rank_is_named_when_the_time_is_up(tmp_path):
     )
     result = run_ranks_of(write_script(tmp_path, text), 3)
     assert result.returncode == 1
-    assert re.search(
-        r"waited 1 s for rank (0, )?1", result.stderr
-    )  # on a busy machine rank 0 may be late as well
+    # on a busy machine rank 0 may be late as well
+    assert re.search(r"waited 1 s for rank (0, )?1", result.stderr)
     assert_nothing_left(tmp_path)
 
 
@@ -418,9 +417,8 @@ def test_a_script_that_never_joins_fails_the_others_by_the_time_out(tmp_path):
 
 def test_a_rank_that_ends_well_before_joining_is_named_at_once(tmp_path):
     text = "import os, sys\nif os.environ['SINGA_LITE_RANK'] == '1':\n    sys.exit(0)\n" + STEP
-    result = run_ranks_of(
-        write_script(tmp_path, text), 3, "4", "1000", is_patient=True
-    )  # LIMIT_S comes before
+    # LIMIT_S comes before
+    result = run_ranks_of(write_script(tmp_path, text), 3, "4", "1000", is_patient=True)
     assert result.returncode == 1
     expected = r"(rank . aborted: )?rank 1 \(process \d+\) ended with exit code 0 before all ranks had joined"
     for rank in (0, 2):

@@ -100,7 +100,7 @@ def make_resized_job(folder: Path, number: int) -> None:
     if number == 2:
         return
     nets = [trained(100 * number + rank) for rank in range(GROUPS)]
-    by_rank = [job._arrays(net) for net in nets]
+    by_rank = [job.arrays_of(net) for net in nets]
     for arrays in by_rank[1:]:
         arrays.update({name: array for name, array in by_rank[0].items() if name.startswith(job.MODEL)})
     digests = [contents.digests(arrays) for arrays in by_rank]

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Linux says of a process in /proc/PID/stat.
+
+What does not live here: other files of /proc (flight_record.py, stacks.py), and what rank_wrapper.py reads of this one,
+as it runs without the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+STATE, PARENT, START_TIME = 0, 1, 19  # of ``stat_fields``; the start in the kernel's ticks
+
+
+def stat_fields(pid: int | str) -> list[str]:
+    """Return the fields of process ``pid`` behind its name, which may hold blanks; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def parents() -> dict[int, int]:
+    """Return the parent of each process of this host."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return {pid: int(fields[PARENT]) for pid in pids if (fields := stat_fields(pid))}
