@@ -102,11 +102,11 @@ def compare(tasks: Sequence[Task], file: Path | None) -> int:
                 return code
             rows += [_with_median(task, row) for row in json.loads(measured.read_bytes())]
     place = Place(machine_facts(), software_facts(), {}, {})
+    print(f"{machine_text(place)}\nmedian (lowest to highest) of {tasks[0].rounds} rounds\n\n{_table(rows)}")
     if file is not None:
         content = {"machine": place.machine, "software": place.software, "rows": rows}
         with atomic_file(file) as out:
             out.write(json.dumps(content, indent=1).encode())
-    print(f"{machine_text(place)}\nmedian (lowest to highest) of {tasks[0].rounds} rounds\n\n{_table(rows)}")
     return 0
 
 

@@ -27,7 +27,7 @@ from ..opt import SGD, DistOpt
 from ..opt.dist import THRESHOLD
 from ..sync.text import read_dist_option
 from ..tensor import Tensor
-from .datasets import DataSet, data_set_of
+from .datasets import data_set_of
 from .models import make_model, step_arguments
 from .runs import Settings
 
@@ -107,11 +107,14 @@ class RankTraining:
         self.dist = DistOpt(sgd, dist_option=self._option, threshold=threshold)
         self._device = create_device(self.dist.local_rank)
         self._device.SetRandSeed(settings.seed)
-        self._model = _compiled(settings, self._data_set, self.dist, self._device)
-        self._arguments = step_arguments(self._model, self._option)
         self._images = self._data_set.images(settings.synthetic, folder)
-        world, rank = self.dist.world_size, self.dist.global_rank
         count = len(self._images.train_labels)
+        inputs = tensor.zeros((min(settings.batch_size, count), *self._data_set.shape), self._device)
+        self._model = make_model(settings.model)
+        self._model.set_optimizer(self.dist)
+        self._model.compile([inputs], use_graph=settings.graph)
+        self._arguments = step_arguments(self._model, self._option)
+        world, rank = self.dist.world_size, self.dist.global_rank
         self._sampler = data.ShardedSampler(count, settings.batch_size, rank, world, seed=settings.seed)
         self._step_s: list[float] = []
         self._parts_s: dict[str, list[float | None]] = {}
@@ -283,14 +286,6 @@ def _loss_of(returned: Any) -> Tensor:
 def _warm(values: Sequence[Value]) -> Sequence[Value]:
     """Return the values of steps without those that record and allocate, if there are others."""
     return values[WARM_STEPS:] or values[1:] or values
-
-
-def _compiled(settings: Settings, data_set: DataSet, dist: DistOpt, device: Any) -> Model:
-    model = make_model(settings.model)
-    model.set_optimizer(dist)
-    zeros = tensor.zeros((settings.batch_size, *data_set.shape), device)
-    model.compile([zeros], use_graph=settings.graph)
-    return model
 
 
 @contextmanager

@@ -209,6 +209,8 @@ def _start_all(
 ) -> None:
     common = common_environment(options) | job.progress.environ
     for rank, name in enumerate(job.names):
+        if job.signals:  # to end: those that run get it at once
+            return
         environ = dict(
             common,
             SINGA_LITE_RANK=str(rank),

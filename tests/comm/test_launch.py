@@ -20,6 +20,7 @@ import pytest
 
 from singa_lite import cli
 from singa_lite.backend.cpu.bfloat16 import describe
+from singa_lite.comm import launch
 from singa_lite.comm.output import RankOutput, Sink
 from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
@@ -535,3 +536,21 @@ def test_the_row_of_mpi_survives_a_broken_library_too(tmp_path, monkeypatch):
     write_script(package, "raise RuntimeError('cannot load MPI library')", "__init__.py")
     monkeypatch.syspath_prepend(tmp_path)  # which the process that is asked gets
     assert_mpi4py_cannot_load(cli._ask(cli.ASK_TRANSPORT.format("mpi")))
+
+
+def test_a_signal_that_comes_while_ranks_are_started_starts_no_more_of_them(monkeypatch, capfd):
+    started = []
+
+    def start(*arguments):
+        started.append(arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start_rank(*arguments)
+
+    start_rank = launch._start
+    monkeypatch.setattr(launch, "_start", start)
+    assert (
+        launch.launch(["-c", "import time; time.sleep(60)"], 40, launch.LaunchOptions())
+        == 128 + signal.SIGTERM
+    )
+    assert len(started) == 1
+    assert "ended all ranks by SIGTERM" in capfd.readouterr().err
