@@ -10,8 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from math import inf
-from threading import TIMEOUT_MAX
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -24,7 +22,7 @@ from ..comm.rendezvous import process_communicator
 from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
 from ..device import Device
-from ..errors import GraphError, OptionError, check_choice, check_int, check_number
+from ..errors import GraphError, OptionError, check_int, check_number
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..graph.rounded import note_written
@@ -42,6 +40,7 @@ from ..tensor import Tensor, to_numpy
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs
 from .checks import as_pairs, check_arrays, check_pair, unique_names
+from .dist_arguments import check_messages, check_updates, check_values
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
 from .options import Option
 from .schedule import DecayScheduler
@@ -140,36 +139,19 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         clip_norm: float | None = None,
         **options: Option,
     ) -> None:
-        if clip_norm is not None and not 0 < check_number("DistOpt", "clip_norm", clip_norm) < inf:
-            raise OptionError(f"DistOpt: clip_norm = {clip_norm} must be > 0 and finite, or None")
-        check_int("DistOpt", "accumulate", accumulate, 1)
-        check_choice("DistOpt", "order", order, ("any", "fixed"))
-        check_choice("DistOpt", "check_finite", check_finite, (None, "raise", "skip"))
-        if microbatches is not None:
-            check_int("DistOpt", "microbatches", microbatches, 1)
-        if accumulate != 1 and microbatches is not None:
-            raise OptionError("DistOpt: accumulate and microbatches are one thing; leave one out")
-        if order == "fixed" and (microbatches is None or microbatches & (microbatches - 1)):
-            raise OptionError(
-                f"DistOpt: order='fixed' needs microbatches, a power of two, not {microbatches}"
-            )
-        self._order, self._clip_norm = order, clip_norm
-        if bucket_bytes is None:
-            bucket_bytes = 4 * check_int("DistOpt", "buffSize", buffSize, 1)
-        self.bucket_bytes = check_int("DistOpt", "bucket_bytes", bucket_bytes, 1)
-        check_int("DistOpt", "threshold", threshold, 0)
+        check_messages(buffSize, bucket_bytes, threshold, timeout_s)
+        check_updates(accumulate, microbatches, order)
+        check_values(clip_norm, check_finite, check_every)
         if spars is not None and not isinstance(spars, DecayScheduler):
             check_number("DistOpt", "spars", spars, 0)
-        if timeout_s is not None:
-            check_number("DistOpt", "timeout_s", timeout_s, 1e-3, TIMEOUT_MAX)
-        if check_every is not None:
-            check_int("DistOpt", "check_every", check_every, 1)
         if opt is not None and not isinstance(opt, Optimizer):
             raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
         if isinstance(opt, DistOpt):
             raise OptionError(
                 "DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()"
             )
+        self._order, self._clip_norm = order, clip_norm
+        self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
         self.opt = opt if opt is not None else SGD()
         self.spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
@@ -197,9 +179,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes = SchemeTable()
         self._check_every = check_every
         self._must_compare = False  # states were loaded
-        self._may_differ = (
-            False  # the ranks' parameters, since a scheme that does not keep them equal has run
-        )
+        self._may_differ = False  # as a scheme has run that does not keep the ranks' parameters equal
         # when the next call begins: an exception ended this one, of which other ranks may have made the update
         self._is_updating = False
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
