@@ -37,6 +37,11 @@ NOT_RECORDABLE = (
 )
 
 
+SIGNATURES = (
+    "an operator has forward(self, context, *arrays) and backward(self, context, *dys), see docs/singa.md"
+)
+
+
 class Context:
     """What one call of an operator knows and keeps.
 
@@ -148,7 +153,14 @@ class Operator:
                 recorder.phase = "Forward"
         if used is not inputs:
             context.input_dtypes = tuple(tensor.array.dtype for tensor in inputs)
-        result = self.forward(context, *(tensor.array for tensor in used))
+        try:
+            result = self.forward(context, *(tensor.array for tensor in used))
+        except TypeError as error:
+            if (
+                error.__traceback__ is not None and error.__traceback__.tb_next is None
+            ):  # it was not even begun
+                raise TypeError(f"{error}; {SIGNATURES}") from None
+            raise
         node = Node(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
         if self._is_own:

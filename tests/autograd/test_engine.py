@@ -267,3 +267,22 @@ def test_a_saved_array_that_is_returned_as_a_gradient_is_not_written():
     y = autograd.add(autograd.reduce_sum(p * 10.0, keepdims=0), KeepsGradient()(p))
     assert to_numpy(autograd.gradients(y)[p]).tolist() == [11, 12]
     assert to_numpy(p).tolist() == [1, 2]
+
+
+def test_an_operator_written_for_singa_is_told_about_the_context():
+    class Old(autograd.Operator):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(
+        TypeError, match=r"takes 2 positional .*; an operator has forward\(self, context, \*arrays\)"
+    ):
+        Old()(Tensor(data=np.ones(2, np.float32)))
+
+    class Wrong(Old):
+        def forward(self, context, x):
+            return x + "1"
+
+    with pytest.raises(TypeError) as error:
+        Wrong()(Tensor(data=np.ones(2, np.float32)))
+    assert "context, *arrays" not in str(error.value)
