@@ -361,7 +361,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         self._joined("abort")
         for communicator in self._groups.values():
             if communicator is not None:
-                communicator.abort(reason)
+                communicator.abort(str(reason))
 
     def allreduce(self, division: bool = False, inplace: bool = False) -> None:
         """Replace the gradients of all registered copies by their sum over copies and ranks; deprecated in nnabla.

@@ -480,6 +480,20 @@ def sums_start_while_backward_goes_on(comm: Any) -> None:
 
 
 @fact
+def several_callbacks_of_one_backward_sum_what_each_was_given(comm: Any) -> None:
+    found = []
+    for with_callbacks in (False, True):
+        params, loss = three_layers(comm.rank)
+        grads = [param.grad for param in params[:3]]
+        callbacks = [comm.all_reduce_callback(part, 1) for part in (grads[:1], grads[1:]) if with_callbacks]
+        loss.backward(communicator_callbacks=callbacks or None)
+        if not with_callbacks:
+            comm.all_reduce(grads)
+        found.append(bits(grads))
+    assert found[0] == found[1]
+
+
+@fact
 def gradients_added_up_over_two_passes_are_summed_once(comm: Any) -> None:
     found = []
     for with_callback in (False, True):
@@ -620,6 +634,11 @@ DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda comm: comm.reduce([np.ones(5)] if comm.rank == 1 else [np.ones(3), np.ones(2)], 0),
         "of 3, 2 elements",
     ),
+    "lengths of inplace": (
+        lambda comm: comm.all_reduce([np.ones(3)] * 1 + [np.ones(4)] * (comm.rank == 1), inplace=True),
+        "of 3, 4 elements",
+    ),
+    "nothing": (lambda comm: comm.all_reduce([np.ones(3)] * comm.rank), "of 0 elements"),
     "division": (lambda comm: comm.all_reduce(np.ones(3), comm.rank == 1), "mean"),
     "dtype": (lambda comm: comm.all_reduce(np.ones(3, np.int32 if comm.rank == 1 else np.float32)), "int32"),
     "inplace": (lambda comm: comm.all_reduce([np.ones(3), np.ones(4)], inplace=comm.rank == 1), "float64[7]"),

@@ -102,8 +102,9 @@ class ResumableSampler:
             return self._taken
         if self._iterated_by not in (None, threading.get_ident()):
             raise CheckpointError(
-                f"{type(self).__name__}: another thread takes its batches ahead of the training, so where that is "
-                "cannot be said; call prefetch(batches, sampler=sampler)"
+                f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "
+                "within the epoch, so the place of the training is unknown; call prefetch(batches, sampler=sampler), "
+                "or ask in the thread that trains"
             )
         return self.live_state()
 
@@ -181,7 +182,7 @@ class ResumableSampler:
                 yield number
                 if self._place is not place:
                     raise self._was_moved()
-                if self._loops != loop:
+                if self._loops != loop and not is_last:
                     raise DataError(
                         f"{type(self).__name__}: another loop over it has begun, so samples would be left out of this "
                         "one; leave one loop before the next, or make a sampler for each"

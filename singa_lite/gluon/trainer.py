@@ -316,7 +316,7 @@ class Trainer:
         else:
             states = self._optimizer.get_states()
         states["step_counter"] = np.array(self._optimizer.step_counter)
-        for name, lost in ({} if store is None else store.get_residuals()).items():
+        for name, lost in self._residuals().items():
             states[RESIDUAL + str(name)] = lost
         lr = self._shared.constant_lr
         return {**states, "lr": np.array(np.nan if lr is None else lr)}
@@ -332,7 +332,7 @@ class Trainer:
         lost: dict[Key, Array] = {
             name.removeprefix(RESIDUAL): states[name] for name in states if name.startswith(RESIDUAL)
         }
-        check_residuals("Trainer: set_states", {} if store is None else store.get_residuals(), lost)
+        check_residuals("Trainer: set_states", self._residuals(), lost)
         known = {name: states[name] for name in states if name != "lr" and not name.startswith(RESIDUAL)}
         if self._updates_on_store:
             assert store is not None
@@ -349,6 +349,11 @@ class Trainer:
             store.broadcast(self._names, params, out=params)
         lr = float(states["lr"])
         self._shared.restore(int(states["step_counter"]), None if np.isnan(lr) else lr)
+
+    def _residuals(self) -> dict[Key, Array]:
+        """Return what compression has lost here of this Trainer's parameters."""
+        lost = {} if self._kvstore is None else self._kvstore.get_residuals()
+        return {name: lost[name] for name in self._names if name in lost}
 
     def _alike(self) -> dict[str, Any]:
         """Return what must be the same where the states are loaded."""

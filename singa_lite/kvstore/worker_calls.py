@@ -61,8 +61,8 @@ class WorkerCalls(KVStoreBase):
 
         Nothing in a store of one process, where nobody could have another value.
         """
-        self._failure = self._failure or reason
-        self._communicator.abort(reason)
+        self._failure = self._failure or str(reason)
+        self._communicator.abort(str(reason))
 
     def check_usable(self, where: str) -> None:
         """Raise a CommError if the store was aborted here; ``where`` is the caller, for errors."""

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from ..tensor import Tensor
 from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
 from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
-from .overrides import ON_HOST, UNRECORDABLE, on_host, unrecordable, updates_in
+from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
@@ -73,7 +74,9 @@ class Optimizer:
             return
         inherited = []
         for name in (*ON_HOST, *UNRECORDABLE):
-            kind = next((kind for kind in cls.__mro__ if name in vars(kind)), Optimizer)
+            kind = next((kind for kind in cls.__mro__ if name in vars(kind)), None)
+            if kind is None or not isinstance(vars(kind)[name], FunctionType) or not is_of_package(cls, name):
+                continue
             is_beside = not issubclass(kind, Optimizer) and not vars(kind).get("is_recordable", False)
             if kind is cls or is_beside:
                 setattr(cls, name, (on_host if name in ON_HOST else unrecordable)(vars(kind)[name]))

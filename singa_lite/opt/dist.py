@@ -51,6 +51,7 @@ from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
 SPARS = 0.05  # share or magnitude; SINGA's default
+MAY_DIFFER = "ranks_may_differ"  # of states: since a scheme that does not keep parameters equal has run
 BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
 
 
@@ -289,6 +290,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         for param, grad in gradients:
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
+        if scheme.keeps_equal:
+            if self._may_differ:
+                with unrecorded():
+                    self._make_equal()
+            guard((self, "parameters may differ"), lambda: self._may_differ)
         if self._clip_norm is not None and not has_clip(type(scheme)):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
@@ -512,20 +518,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
-        needs_equal = scheme is not None and scheme.keeps_equal
         if self._must_compare or self._is_updating:
             with unrecorded():
                 self._compare_states(scheme)
-        if needs_equal and self._may_differ:
-            with unrecorded():
-                self._make_equal()
-        guard(
-            (self, "states may differ"),
-            lambda: self._must_compare or self._is_updating or (needs_equal and self._may_differ),
-        )
+        guard((self, "states may differ"), lambda: self._must_compare or self._is_updating)
 
     def _make_equal(self) -> None:
-        """Average parameters and optimizer state before a step that keeps them equal, if ranks have other ones."""
+        """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""
         tensors = [each for param in self._names for each in (param, *self.opt.slots(param).values())]
         if not are_equal(self.communicator, "parameters and optimizer states", tensors):
             arrays = [tensor.array for tensor in tensors]
@@ -542,7 +541,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def states_loaded(self) -> None:
         self._must_compare = True
-        self._may_differ = not all(kind.keeps_equal for kind in self._schemes.kinds)
         if self._order == "fixed":
             self._place_streams()
 
@@ -637,9 +635,13 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             )
 
     def get_states(self) -> dict[str, np.ndarray]:
-        """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>"."""
+        """Return the wrapped optimizer's states and this rank's own: "sync/<scheme>/<state>", "accumulate/<state>".
+
+        "ranks_may_differ" is there after steps of a dist_option that does not keep the ranks' parameters equal.
+        """
         states = {**self.opt.get_states(), **self._sums.state_dict(self._names)}
         states |= {} if self._finite is None else self._finite.state_dict()
+        states |= {MAY_DIFFER: np.array(True)} if self._may_differ else {}
         return states | self._schemes.state_dict(self._names)
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
@@ -658,7 +660,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._sums.check_states(sums, self._names)
         if self._finite is not None:
             self._finite.check_states(finite)
-        self.opt.set_states({k: v for k, v in states.items() if not k.startswith((SYNC, PREFIX, FINITE))})
+        self.opt.set_states(
+            {k: v for k, v in states.items() if not k.startswith((SYNC, PREFIX, FINITE, MAY_DIFFER))}
+        )
+        self._may_differ = MAY_DIFFER in states
         if self._finite is not None:
             self._finite.load_state_dict(finite)
         self._sums.load_state_dict(sums, self._names)

@@ -21,6 +21,14 @@ def updates_in(place: object) -> set[str]:
     return {"update_all", "apply"} & vars(place).keys() - {*vars(place).get("_inherited_methods", ())}
 
 
+def is_of_package(optimizer: type, name: str) -> bool:
+    """Return whether a class of this package that ``optimizer`` derives from has a method of this name."""
+    package = __name__.partition(".")[0]
+    return any(
+        name in vars(kind) and kind.__module__.partition(".")[0] == package for kind in optimizer.__mro__
+    )
+
+
 def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a method whose Python runs at every replay of a recorded step."""
 

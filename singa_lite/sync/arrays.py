@@ -128,22 +128,22 @@ def change_arrays(
 
     Args:
         start: starts it on the arrays to send, under a name that must be equal on all ranks.
-        name: of the collective; the lengths of arrays that are packed are added, as a message has only their sum.
+        name: of the collective; the lengths of several arrays are added, as messages do not say which arrays they are.
         given: the arrays.
         inplace: one by one.
     """
     check_bool(name, "inplace", inplace)
     for backend in {each.backend for each in given}:
         backend.activate()
-    if inplace:
-        start([each.array for each in given], name).wait()
+    if len(given) != 1:
+        name += f" of {', '.join(str(each.array.size) for each in given) or 0} elements"
+    if inplace or not given:  # an empty message compares the names
+        start([each.array for each in given] or [np.empty(0, np.float32)], name).wait()
         return
     alike: dict[tuple[Backend, Any], list[Any]] = {}
     for each in given:
         alike.setdefault((each.backend, each.array.dtype), []).append(each.array)
     messages = [_packed(backend, arrays) for (backend, _), arrays in alike.items()]
-    if len(messages) < len(given):
-        name += f" of {', '.join(str(each.array.size) for each in given)} elements"
     start(messages, name).wait()
     for (backend, _), arrays, message in zip(alike, alike.values(), messages, strict=True):
         if message is not arrays[0]:

@@ -211,10 +211,13 @@ class BucketedSync(Scheme, ABC):
                 if in_flight.pending is None:  # it has ended
                     yield from in_flight.bucket.grads
             self._in_flight = [in_flight for in_flight in self._in_flight if in_flight.pending is not None]
+
+    def end(self, params: list[Tensor]) -> None:
         if works := self.communicator.works_in_flight:
             raise OptionError(
                 f"{type(self).__name__}: exchange must yield {works[0].name!r}, which it has started"
             )
+        super().end(params)
 
     def _launch(self, group: list[tuple[Tensor, Tensor]]) -> None:
         params = tuple(param for param, _ in group)

@@ -797,6 +797,11 @@ def several_trainers_share_a_store_that_does_not_update(rig: Rig) -> None:
         "b": [1 - 4.0 * rig.size] * 2,
         "c": [1 - 4.0 * rig.size],
     }
+    for number, trainer in enumerate((first, second)):  # each has a file of its own
+        path = Path(rig.folder) / f"several_{number}"
+        trainer.save_states(path)
+        trainer.load_states(path)
+        trainer.set_states(trainer.get_states())
     third = gluon.Trainer({"d": parameter([1.0])}, "sgd", kvstore=store)
     assert third.update_on_kvstore
     for wanted in (None, *BOTH):

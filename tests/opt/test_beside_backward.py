@@ -289,7 +289,7 @@ def test_a_collective_that_an_exchange_has_not_yielded_is_an_error() -> None:
     with pytest.raises(
         OptionError, match="YieldsOneOfTwo: exchange must yield 'second', which it has started"
     ):
-        list(scheme.finish())
+        scheme.end([param for param, _ in scheme.finish()])
 
 
 def test_a_scheme_may_let_go_of_an_array_that_is_still_read(device: Any) -> None:

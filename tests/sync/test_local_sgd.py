@@ -13,8 +13,7 @@ from singa_lite import autograd, checkpoint, layer, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.work import ring_bytes
-from singa_lite.errors import CheckpointError
-from singa_lite.sync import find_schemes
+from singa_lite.errors import CheckpointError, CommError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.ranks import run_ranks
 from tests.sync.by_hand import SHAPES, STEPS, WORLDS, Case, bits, gradients, new_scheme, sizes
@@ -177,22 +176,44 @@ def test_ranks_are_equal_again_from_the_first_step_of_another_dist_option(
         assert went_on == ranks[0][0] == resumed
 
 
-def averaged(communicator: Any) -> float:
-    """How far the mean of the ranks' parameters and momentum is moved by the first step of fp32 after localSGD."""
-    net = made(communicator, False, "localSGD:100", momentum=0.9)
+def first_step_of_fp32(communicator: Any, use_graph: bool) -> float:
+    """How far the first step of fp32 after localSGD is from mean(p) - lr * (0.9 * mean(v) + mean(g))."""
+    net = made(communicator, use_graph, "localSGD:100", momentum=0.9)
     steps(net, communicator.rank, 0, 5)
-    momentum = {k: v for k, v in net.optimizer.get_states().items() if k.endswith(":momentum")}
-    mine = {**values(net), **momentum}
-    expected = {
-        key: np.mean(communicator.all_gather(v.copy(), name=key).wait(), 0) for key, v in mine.items()
-    }
-    net.optimizer._compare_if_loaded(net.optimizer._scheme(find_schemes()["fp32"], None))
-    found = {**values(net), **net.optimizer.get_states()}
-    return max(float(np.abs(found[key] - expected[key]).max()) for key in expected)
+    rng, lr = np.random.default_rng([communicator.rank, 5]), net.optimizer.lr_value
+    x, y = Tensor(data=rng.standard_normal((4, 5))), Tensor(data=rng.standard_normal((4, 3)))
+    autograd.training = True
+    grads = {param.name: to_numpy(grad) for param, grad in autograd.backward(net.loss(net.forward(x), y))}
+    states, expected = net.optimizer.get_states(), {}
+    for key, value in values(net).items():
+        mine = value - np.float32(lr) * (np.float32(0.9) * states[f"{key}:momentum"] + grads[key])
+        expected[key] = np.mean(communicator.all_gather(mine, name=key).wait(), 0)
+    net.optimizer.dist_option = "fp32"
+    steps(net, communicator.rank, 5, 6)
+    return max(float(np.abs(value - expected[key]).max()) for key, value in values(net).items())
 
 
-def test_what_becomes_equal_is_the_mean() -> None:
-    assert max(run_ranks(averaged, 3)) < 1e-6
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_what_becomes_equal_is_the_mean(use_graph: bool) -> None:
+    assert max(run_ranks(first_step_of_fp32, 3, use_graph)) < 1e-6
+
+
+def load_other_values(communicator: Any) -> str:
+    net = made(communicator, False, "localSGD:2", momentum=0.9)
+    steps(net, communicator.rank, 0, 4)
+    net.optimizer.dist_option = "fp32"
+    steps(net, communicator.rank, 4, 8)
+    states = net.optimizer.get_states()
+    net.set_params({**values(net), "first.b": np.full(6, communicator.rank, np.float32)})
+    net.optimizer.set_states(states)
+    with pytest.raises(CommError) as error:
+        steps(net, communicator.rank, 8, 9)
+    return str(error.value)
+
+
+def test_ranks_that_load_other_values_than_each_other_are_told_once_they_were_equal_again() -> None:
+    for text in run_ranks(load_other_values, 2):
+        assert "the ranks differ in their parameters and optimizer states: first.b" in text
 
 
 class TwoBranches(Net):

@@ -210,3 +210,31 @@ def test_python_of_a_users_optimizer_runs_at_every_step(make: Any, option: str, 
         breaks = [info.break_reason for info in net.graph_info()]
     assert found[0] == found[1]
     assert breaks == [None] if reason is None else reason in breaks[0]
+
+
+class Mixin:
+    number = 3
+
+
+class WithAttributes(opt.Optimizer):
+    """Names of a method that only Adam has, and of one that is no function here, stay what they are."""
+
+    decay = 0.9
+    __call__ = opt.Optimizer.__call__
+
+    def update_all(self, pairs: Any) -> None:
+        for param, grad in pairs:
+            param -= grad * (self.lr_value * self.decay)
+
+
+class WithStatic(Mixin, opt.SGD):
+    @staticmethod
+    def decay() -> float:
+        return 0.5
+
+
+def test_attributes_of_an_optimizer_that_are_no_methods_of_the_package_stay_as_they_are() -> None:
+    assert (WithAttributes.decay, WithStatic.decay(), WithStatic.number) == (0.9, 0.5, 3)
+    param, grad = Tensor(data=np.ones(2), stores_grad=True), Tensor(data=np.ones(2))
+    WithAttributes(lr=1.0).update(param, grad)
+    np.testing.assert_allclose(to_numpy(param), 0.1, rtol=1e-5)
