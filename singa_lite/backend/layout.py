@@ -109,6 +109,9 @@ class _Layout:
         if wanted is None:
             self._row_major(call)
             return
+        if call.name != "conv2d_backward_weight":  # another image kernel may have made the weights
+            first, _, *rest = call.inputs
+            call = replace(call, inputs=(first, self._as(w, PLAIN, call), *rest))
         of_written = {call.outputs[0].memory: wanted[0] if call.name == "conv2d_backward_data" else wanted[1]}
         formats = []
         for view, memory_format in ((x, wanted[0]), (y, wanted[1])):

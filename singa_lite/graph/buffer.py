@@ -15,6 +15,7 @@ from ..errors import GraphError
 from .arena import share_memory
 from .nodes import Collective, run_steps
 from .recorder import Recorder
+from .rounded import use_copies
 
 CURE = "; Model.compile(use_graph=True) runs such steps eagerly, or records them again, by itself"
 
@@ -91,6 +92,7 @@ class GraphBuffer:
             raise GraphError(f"RunGraph: it cannot be replayed: {self._tape.break_reason}{CURE}")
         if any(function() != value for function, value in self._tape.guards.values()):
             raise GraphError(f"RunGraph: the script would compute something else now; record it again{CURE}")
+        use_copies(None)  # of parameters that these steps may write
         run_steps(self._steps)
 
     def note_replaced(self, array: Any) -> None:

@@ -233,13 +233,19 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Layer, *inputs: Any, **options: Any) -> Any:
         if self._is_initialized:
             return forward(self, *inputs, **options)
-        before = dict(vars(self))
+        before, makes_parameters = dict(vars(self)), type(self).initialize is not Layer.initialize
+        if makes_parameters and this_thread.recorder is not None:
+            this_thread.recorder.break_graph(
+                f"it makes the parameters of a {type(self).__name__}, which a replay would do again; call the layer "
+                "once before",
+                is_lasting=False,
+            )
         try:
             self.initialize(*inputs, **options)
             self._is_initialized = True
             return forward(self, *inputs, **options)
         except BaseException:
-            if type(self).initialize is not Layer.initialize:
+            if makes_parameters:
                 vars(self).clear()
                 vars(self).update(before)
             raise

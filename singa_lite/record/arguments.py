@@ -8,6 +8,7 @@ which calls are alike (records.py).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from itertools import combinations
 from operator import is_not
 from typing import Any
@@ -107,18 +108,22 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return in_slots | getattr(value, "__dict__", {})
 
 
-def repeats(tensors: list[Tensor]) -> tuple[tuple[int, ...], bool] | None:
-    """Return which Tensors of a call are one object, as numbers, and whether others share memory; None if none do."""
+def repeats(tensors: list[Tensor], others: Mapping[int, Any]) -> tuple[tuple[int, ...], bool] | None:
+    """Return which Tensors of a call are one object, as numbers, and whether others share memory; None if none do.
+
+    Args:
+        others: arrays by their ids, with which none may share memory.
+    """
     roots = set[int]()
     for tensor in tensors:  # no comprehension: before Python 3.12 that is one more call at every replay
         array = tensor.array
         roots.add(id(array if array.base is None else root_of(array)))
-    if len(roots) == len(tensors):
+    if len(roots) == len(tensors) and roots.isdisjoint(others):
         return None
     first: dict[int, int] = {}
     numbers = tuple([first.setdefault(id(tensor), number) for number, tensor in enumerate(tensors)])
     different = [tensors[number].array for number in first.values()]
-    return numbers, any(_overlap(a, b) for a, b in combinations(different, 2))
+    return numbers, not roots.isdisjoint(others) or any(_overlap(a, b) for a, b in combinations(different, 2))
 
 
 def _overlap(a: Any, b: Any) -> bool:  # Any: arrays

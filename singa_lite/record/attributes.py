@@ -169,6 +169,10 @@ class Attributes:
             if tensor.creator is not None:
                 reason = f"{label} was made by a recorded operator of an earlier step; use clone()"
                 recorder.break_graph(reason, is_lasting=False)
+            elif recorder.writes(tensor.array):
+                recorder.break_graph(
+                    f"it changes {label} in place and sets it; use clone()", is_lasting=False
+                )
             elif not view.is_whole or uses[id(root_of(tensor.array))] > 1:
                 reason = f"{label} shares its memory with another tensor; use clone()"
                 recorder.break_graph(reason, is_lasting=False)

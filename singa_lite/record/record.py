@@ -24,6 +24,7 @@ from ..device import get_default_device
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
 from ..graph.interrupts import deferred_interrupts
+from ..graph.memory import root_of
 from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
 from ..graph.recorder import Recorder
 from ..graph.rewrite import pack_in_place
@@ -78,6 +79,7 @@ class Record:
         device: on which the step ran.
         communicators: of its collectives.
         result: what the step returned, for the caller of this call.
+        written: arrays by their ids that outlive the step and that replays write; only where there is no break_reason.
         is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
         changes_containers: whether the step has changed a list, dict or dataclass among its arguments.
         break_reason, is_lasting, is_partial: the Recorder's.
@@ -145,6 +147,7 @@ class Record:
         """Turn the tape into what a replay runs."""
         backend = self.device.backend
         views = [recorder.view(tensor.array) for tensor in inputs]
+        self.written = written_by(recorder)
         nodes = without_empty_laps(backend.lower(pack_in_place(recorder.nodes)))
         known = [view.memory for view in views if view]
         nodes, num_casts, params = keep_copies(nodes, known, copies)
@@ -239,6 +242,12 @@ class Record:
             None,
             tuple(map(_described, self._nodes)),
         )
+
+
+def written_by(recorder: Recorder) -> dict[int, Any]:
+    """Return the arrays that outlive a step and that its tape writes, by their ids."""
+    owners = (view.memory.owner for node in recorder.nodes for view in node.outputs)
+    return {id(array): array for array in (root_of(owner) for owner in owners if owner is not None)}
 
 
 def _described(node: Node) -> str:

@@ -14,10 +14,13 @@ from operator import attrgetter
 from typing import Any
 
 from ..config import this_thread
+from ..graph.memory import root_of
+from ..graph.recorder import Recorder
+from ..layer.base import layers_of
 from ..tensor import Tensor
-from ..tensor.pytree import OpaqueLeafError, flatten
+from ..tensor.pytree import OpaqueLeafError, flatten, leaves
 from .arguments import repeats
-from .record import Known, Record, RecordInfo
+from .record import Known, Record, RecordInfo, written_by
 
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
@@ -41,6 +44,7 @@ class Kind:
         misses: recordings since the last replay.
         retries: of steps that broke, but need not the next time.
         break_reason: why such calls run eagerly for good.
+        is_checked: whether a call whose inputs the model holds has shown what the step writes.
         is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
     """
 
@@ -51,6 +55,7 @@ class Kind:
     retries: int = 0
     break_reason: str | None = None
     is_settled: bool = False
+    is_checked: bool = False
 
 
 class Records:
@@ -60,6 +65,7 @@ class Records:
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._arenas: list[Any] = []
         self._copies = weakref.WeakValueDictionary[int, Any]()  # each while a record uses it
+        self._written: dict[int, Any] = {}  # arrays by their ids that outlive steps, which these write
         self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
@@ -80,6 +86,8 @@ class Records:
                         return self._run_postponed(record, model, arguments, options)
                     return record.replay(tensors)
             if self._may_record(kind, tensors, arguments, options):
+                if not kind.is_checked and self._share_memory(model, tensors):
+                    return self._note_writes(kind, model, arguments, options)
                 return self._record(kind, model, arguments, options)
         return model.run_train_one_batch(*arguments, **options)
 
@@ -108,6 +116,27 @@ class Records:
             return False
         return True
 
+    def _share_memory(self, model: Any, tensors: list[Tensor]) -> bool:
+        """Return whether an input may be a Tensor of the model, which the step may write to."""
+        held = [tensor for _, layer in layers_of(model) for tensor in leaves(vars(layer))]
+        arrays = [
+            tensor.array for tensor in (*held, *(tensor._grad for tensor in held)) if tensor is not None
+        ]
+        return not {id(root_of(array)) for array in arrays}.isdisjoint(
+            id(root_of(tensor.array)) for tensor in tensors
+        )
+
+    def _note_writes(
+        self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Run the step on the very inputs, not on copies, and note what it writes, with which inputs may share none."""
+        kind.is_checked = True
+        recorder = Recorder(leaves)
+        with recorder.recording():
+            result = model.run_train_one_batch(*arguments, **options)
+        self._written |= written_by(recorder)
+        return result
+
     def _record(self, kind: Kind, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Run the step and keep its record, or note why it cannot be replayed; return what the step returned."""
         self._misses += 1
@@ -117,6 +146,7 @@ class Records:
         finally:
             self._recorded = None
         if record.break_reason is None:
+            self._written |= record.written
             kind.misses += 1
             kind.records.insert(0, record)
             self._drop_oldest()
@@ -169,7 +199,7 @@ class Records:
                 f"arguments of type {error} do not distinguish calls; pass Tensors, plain values, or lists, "
                 "tuples, dicts and dataclasses of them"
             )
-        shared = repeats(tensors)
+        shared = repeats(tensors, self._written)
         key = key, precision, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
         if key not in self._kinds:
             reason = reason or _unfit(tensors, shared is not None and shared[1])
@@ -208,6 +238,7 @@ class Records:
     def clear(self) -> None:
         """Forget all records."""
         self._kinds.clear()
+        self._written.clear()
         self._arenas.clear()
         self._copies.clear()
 
@@ -233,7 +264,7 @@ def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:
     if any(tensor.creator is not None for tensor in tensors):
         return "an input was made by a recorded operator; pass x.clone()"
     if has_overlap:
-        return "two inputs share memory; pass x.clone()"
+        return "two inputs share memory, or one does with a Tensor that the step writes; pass x.clone()"
     for tensor in tensors:
         for name in vars(tensor).keys() - vars(Tensor.wrap(tensor.array, tensor.device)).keys() - GRADIENT:
             return f"an input has an attribute {name} of its own, which may be another one at the next call"
