@@ -90,7 +90,7 @@ def check_states(path: Path, mine: Mapping[Key, Arrays], found: object) -> None:
         )
     ):
         raise CheckpointError(f"{path}: expected arrays by key and name, got {type(found).__name__}")
-    if unknown := [key for key, arrays in found.items() if arrays and key not in mine]:
+    if unknown := [key for key in found if key not in mine]:
         raise CheckpointError(f"{path}: there are no keys {unknown} here")
     for key, states in mine.items():
         shapes, others = (
