@@ -36,10 +36,10 @@ LEVELS = {
 }
 LEVEL_OF = {module: level for level, modules in LEVELS.items() for module in modules}
 
-# The compute column never sees the exchange column: DistOpt alone imports both, and kvstore/, which stands above.
+# The compute column never sees the exchange column: DistOpt's files alone import both, and kvstore/, which is above.
 EXCHANGE = {"comm", "sync"}
 COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "opt", "model", "gluon"}
-IMPORTS_BOTH = {"opt.dist", "opt.step_options"}
+IMPORTS_BOTH = {"opt.dist", "opt.step_options", "opt.consistency"}
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
 # imported inside a function: cupy when a CUDA device is made, the data sets, and zipfile when states are saved
 LATE = {

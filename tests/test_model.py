@@ -286,7 +286,7 @@ def test_a_new_optimizer_is_prepared_too():
     net.set_optimizer(opt.DistOpt(opt.SGD(momentum=0.5), communicator=LocalCommunicator(World())))
     net(*batch(0))
     assert set(net.optimizer.get_states()) >= {"conv.W:momentum", "linear.b:momentum"}
-    assert net.optimizer._names  # and not learned as parameters of no model
+    assert net.optimizer._ranks.names  # and not learned as parameters of no model
 
 
 def test_calling_the_model_trains_whatever_the_module_flag_was():

@@ -130,7 +130,7 @@ def test_ranks_that_have_loaded_different_states_raise(tmp_path: Path, fault: st
 def drifts(communicator: Communicator, fault: str, check_every: int | None) -> tuple[int, str]:
     """How many steps were made before a rank that differs was found, and its error."""
     net, rank = compiled(communicator, OPTIMIZERS["sgd"], "fp32", True), communicator.rank
-    net.optimizer._check_every = check_every
+    net.optimizer._ranks.check_every = check_every
     for step in range(12):
         if step == 4 and rank == 2:
             if fault == "lr":

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistOpt: any optimizer, on N ranks. With step_options.py the one place that uses both compute and exchange.
+"""DistOpt: any optimizer, on N ranks.
+
+With step_options.py and consistency.py the one place that uses both compute and exchange.
 
 ``DistOpt(opt, dist_option="fp16")(loss)`` is the whole of it; SINGA's names for the same are in singa.py. How gradients
 are sent is written in sync/, what sends them in comm/.
@@ -7,7 +9,6 @@ are sent is written in sync/, what sends them in comm/.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -25,9 +26,8 @@ from ..device import Device
 from ..errors import GraphError, OptionError, check_int, check_number
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
-from ..graph.rounded import note_written
-from ..sync.agree import are_equal, compare, compare_models, compare_progress
-from ..sync.base import Scheme, StepContext, text_of
+from ..sync.agree import compare
+from ..sync.base import Scheme, StepContext
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
@@ -36,17 +36,18 @@ from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.scheme_table import PREFIX as SYNC
 from ..sync.scheme_table import SchemeTable
 from ..sync.text import read_dist_option
-from ..tensor import Tensor, to_numpy
+from ..tensor import Tensor
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs
-from .checks import as_pairs, check_arrays, check_pair, unique_names
+from .checks import as_pairs, check_arrays, check_pair
+from .consistency import Consistency
 from .dist_arguments import check_messages, check_updates, check_values
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
 from .options import Option
 from .schedule import DecayScheduler
 from .sgd import SGD
 from .singa import SingaCalls
-from .step_options import StepOptions, has_clip, schedules
+from .step_options import StepOptions, has_clip
 from .wrapper import OptimizerWrapper
 
 THRESHOLD = 2097152  # elements; SINGA's default
@@ -178,16 +179,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.global_rank = self.communicator.rank
         self.threshold = threshold
         self._schemes = SchemeTable()
-        self._check_every = check_every
-        self._must_compare = False  # states were loaded
-        self._may_differ = False  # as a scheme has run that does not keep the ranks' parameters equal
-        # when the next call begins: an exception ended this one, of which other ranks may have made the update
-        self._is_updating = False
+        self._ranks = Consistency(world, self._sums, check_every)
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
-        self._names: dict[Tensor, str] = {}
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
-        self._updated: dict[Tensor, None] = {}  # parameters that update() was called for by hand
-        self._compared: set[Scheme] = set()  # whose options the ranks have compared
         self._inside, self._between = Traffic(), Traffic()  # of the last step
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
@@ -209,7 +203,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if scheme is None:
             limit = self.threshold if threshold is None else threshold
             scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
-            self._schemes.add(kind, scheme, self._names)
+            self._schemes.add(kind, scheme, self._ranks.names)
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
                 f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
@@ -260,7 +254,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme = self._scheme(kind, threshold)
         self._schemes.check_velocity(scheme)
         self._compare_if_loaded(scheme)
-        self._compare_options(kind.names[0], scheme, given)
+        self._ranks.compare_options(self, kind.names[0], scheme, self._step_options, given)
         self._guard_attributes()
         self._sums.guard()
         if not self._sums.is_last:
@@ -269,12 +263,14 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             lap("backward")
             pause_step()
             return
-        gradients: Iterable[tuple[Tensor, Tensor]] = self._sums.means(self._gradients(loss), self._names)
+        gradients: Iterable[tuple[Tensor, Tensor]] = self._sums.means(
+            self._gradients(loss), self._ranks.names
+        )
         if self._finite is None:
             self._update(scheme, given, gradients, loss.device)
             return
         pairs = list(gradients)
-        if self._finite.may_update(pairs, self._names, lambda: self.opt._step_counter):
+        if self._finite.may_update(pairs, self._ranks.names, lambda: self.opt._step_counter):
             self._update(scheme, given, pairs, loss.device)
         self._finite.end_update()
 
@@ -291,10 +287,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             scheme.add_gradient(param, grad)
         pairs = list(scheme.finish())
         if scheme.keeps_equal:
-            if self._may_differ:
-                with unrecorded():
-                    self._make_equal()
-            guard((self, "parameters may differ"), lambda: self._may_differ)
+            self._ranks.make_equal(self)
         if self._clip_norm is not None and not has_clip(type(scheme)):
             clip_gradients([grad for _, grad in pairs], self._clip_norm)
         takes_momentum = scheme.takes_momentum(scheme.options)
@@ -322,16 +315,16 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _place_streams(self) -> None:
         first = self.opt._step_counter * self.world_size + self.communicator.rank
-        devices = dict.fromkeys(param.device for param in self._names)
+        devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
 
     def _gradients(self, loss: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what backward does, once the ranks have agreed on its parameters."""
         gradients = self._backward(loss)
         for param, grad in gradients:
-            if param not in self._names:
+            if param not in self._ranks.names:
                 rest = [(param, grad), *gradients]
-                self._register([param for param, _ in rest if param not in self._names])
+                self._register([param for param, _ in rest if param not in self._ranks.names])
                 yield from rest
                 return
             yield param, grad
@@ -360,7 +353,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
-        self._is_updating = True
+        self._ranks.is_updating = True
         self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
@@ -369,8 +362,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._end_measuring(is_timed)
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
-        self._may_differ |= not scheme.keeps_equal
-        self._is_updating = False
+        self._ranks.may_differ |= not scheme.keeps_equal
+        self._ranks.is_updating = False
 
     def _guard_attributes(self) -> None:
         """Have recorded steps see what attributes are set to between steps."""
@@ -424,70 +417,26 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 or number of threads.
         """
         self.opt.prepare(params, buffers)
-        states = {**params, **buffers}
         if self._order == "fixed":
             threads = {"OMP_NUM_THREADS": threads_of(params.values())}
             compare(
                 self.communicator, "their threads", threads, "export the same OMP_NUM_THREADS on every rank"
             )
-        compare_models(self.communicator, states, self.settings())
-        self.broadcast(states.values())
-        self._names = unique_names(dict.fromkeys([*self._names, *params.values()]))
+        self._ranks.prepare(self, params, buffers)
         if self._order == "fixed":
             self._place_streams()
             seeds = {str(device): seed for device, seed in self._seeds.items()}
             compare(self.communicator, "their random seeds", seeds, "call SetRandSeed alike before compile")
 
     def _register(self, params: list[Tensor]) -> None:
-        """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
+        """Take over parameters of no Model."""
         if self._order == "fixed":
             raise GraphError(
                 f"DistOpt: order='fixed' has not seen {params[0].name!r}; call prepare(params, buffers) with all of "
                 "them before the first call, as Model.compile does"
             )
         with unrecorded():
-            self._names = unique_names([*self._names, *params])
-            states = {self._names[param]: param for param in params}
-            compare_models(self.communicator, states, self.settings())
-            if not are_equal(self.communicator, "parameter values", params):
-                warnings.warn(
-                    "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
-                    "Call DistOpt.broadcast(params) before training, or use a Model",
-                    stacklevel=4,
-                )
-                self.broadcast(params)
-
-    def _compare_options(self, name: str, scheme: Scheme, given: dict[str, Option]) -> None:
-        """Compare, at the first step of ``scheme``, its options with the other ranks'.
-
-        Later ones are compared by the names of collectives (sync/base.py, Note [options in names]).
-        """
-        if scheme in self._compared:
-            return
-        with unrecorded():
-            options = self._step_options.step(self, type(scheme), given).options
-            text = name + text_of(options)
-            mine = {"dist_option": text, **schedules(self, type(scheme), given)}
-            # once another scheme has run, the others may not compare now: they get the text from the name
-            what = f"their dist_option, here {text}" if self._compared else "their dist_option"
-            compare(self.communicator, what, mine, "pass the same dist_option on every rank")
-        self._compared.add(scheme)
-
-    def _compare_states(self, scheme: Scheme | None) -> None:
-        """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
-
-        Args:
-            scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
-        """
-        what = "their optimizers, as an exception ended a step" if self._is_updating else "their optimizers"
-        self._must_compare = self._is_updating = False
-        values = None
-        if (scheme.keeps_equal and not self._may_differ) if scheme else self.keeps_equal:
-            names = unique_names(dict.fromkeys([*self._names, *self._updated]))
-            values = {name: to_numpy(param) for param, name in names.items()}
-            values |= {f"the state {name}": value for name, value in self.opt.get_states().items()}
-        settings = {**self.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
-        compare_progress(self.communicator, what, self.opt._step_counter, settings, values)
+            self._ranks.register(self, params)
 
     @property
     def bytes_inside_hosts(self) -> int:
@@ -518,29 +467,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
-        if self._must_compare or self._is_updating:
-            with unrecorded():
-                self._compare_states(scheme)
-        guard((self, "states may differ"), lambda: self._must_compare or self._is_updating)
-
-    def _make_equal(self) -> None:
-        """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""
-        tensors = [each for param in self._names for each in (param, *self.opt.slots(param).values())]
-        if not are_equal(self.communicator, "parameters and optimizer states", tensors):
-            arrays = [tensor.array for tensor in tensors]
-            for tensor in tensors:
-                tensor.device.backend.activate()
-                note_written(tensor.array)
-            name = self.collective_name("parameters and optimizer states")
-            self.communicator.all_reduce(arrays, "mean", name=name).wait()
-        self._may_differ = False
-
-    def _compare_if_due(self, scheme: Scheme | None) -> None:
-        if self._check_every is not None and self.opt._step_counter % self._check_every == 0:
-            self._compare_states(scheme)
+        self._ranks.compare_if_loaded(self, scheme)
 
     def states_loaded(self) -> None:
-        self._must_compare = True
+        self._ranks.states_loaded()
         if self._order == "fixed":
             self._place_streams()
 
@@ -554,8 +484,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.opt.step()
         if scheme is None:
             bookkeep(self._end_step)
-        if self._check_every is not None:
-            host(self._compare_if_due, scheme)
+        if self._ranks.check_every is not None:
+            host(self._ranks.compare_if_due, self, scheme)
 
     def update_velocity(self, pairs: Pairs) -> None:
         self._check_by_hand()
@@ -564,7 +494,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
-        name = self._names.get(param) if isinstance(param, Tensor) else None
+        name = self._ranks.names.get(param) if isinstance(param, Tensor) else None
         if name is None:
             raise OptionError(f"DistOpt: name_of: {param!r} is no parameter that it has updated or prepared")
         return name
@@ -582,7 +512,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}
         own["check_finite"] = None if self._finite is None else self._finite.mode
-        own |= {THREADS: threads_of(self._names)} if self._order == "fixed" else {}
+        own |= {THREADS: threads_of(self._ranks.names)} if self._order == "fixed" else {}
         return {**self.opt.settings(), **own}
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -610,7 +540,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
-        self._updated.update(dict.fromkeys(param for param, _ in pairs))
+        self._ranks.updated_by_hand([param for param, _ in pairs])
         self.opt.update_pairs(pairs)
 
     def update(self, param: Tensor, grad: Tensor) -> None:
@@ -620,7 +550,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._check_by_hand()
         self._schemes.check_velocity(None)
         self._guard_attributes()
-        self._updated[param] = None
+        self._ranks.updated_by_hand([param])
         grad /= self.world_size
         self.opt.update(param, grad)
 
@@ -639,10 +569,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
         "ranks_may_differ" is there after steps of a dist_option that does not keep the ranks' parameters equal.
         """
-        states = {**self.opt.get_states(), **self._sums.state_dict(self._names)}
+        states = {**self.opt.get_states(), **self._sums.state_dict(self._ranks.names)}
         states |= {} if self._finite is None else self._finite.state_dict()
-        states |= {MAY_DIFFER: np.array(True)} if self._may_differ else {}
-        return states | self._schemes.state_dict(self._names)
+        states |= {MAY_DIFFER: np.array(True)} if self._ranks.may_differ else {}
+        return states | self._schemes.state_dict(self._ranks.names)
 
     def set_states(self, states: dict[str, np.ndarray]) -> None:
         """Continue from ``get_states``, on the rank it was taken from; what is not in there starts again.
@@ -655,19 +585,21 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_arrays("DistOpt", states)
         sums, finite = ({k: states[k] for k in states if k.startswith(prefix)} for prefix in (PREFIX, FINITE))
         self._schemes.check_states(
-            states, self._names, lambda kind: kind(self.communicator, self.threshold, self.bucket_bytes, self)
+            states,
+            self._ranks.names,
+            lambda kind: kind(self.communicator, self.threshold, self.bucket_bytes, self),
         )
-        self._sums.check_states(sums, self._names)
+        self._sums.check_states(sums, self._ranks.names)
         if self._finite is not None:
             self._finite.check_states(finite)
         self.opt.set_states(
             {k: v for k, v in states.items() if not k.startswith((SYNC, PREFIX, FINITE, MAY_DIFFER))}
         )
-        self._may_differ = MAY_DIFFER in states
+        self._ranks.may_differ = MAY_DIFFER in states
         if self._finite is not None:
             self._finite.load_state_dict(finite)
-        self._sums.load_state_dict(sums, self._names)
-        self._schemes.load_state_dict(states, self._names)
+        self._sums.load_state_dict(sums, self._ranks.names)
+        self._schemes.load_state_dict(states, self._ranks.names)
         self._last = Traffic()
         self.states_loaded()
 

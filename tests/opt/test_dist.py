@@ -119,14 +119,15 @@ def different_starts_without_prepare(communicator):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         params = trained(communicator, steps=3, seed=communicator.rank, prepare=False)
-    return params, [str(warning.message) for warning in caught]
+    return params, [(str(warning.message), warning.filename) for warning in caught]
 
 
-def test_without_a_model_different_starts_are_repaired_and_reported_once():
+def test_without_a_model_different_starts_are_repaired_and_reported_once_where_the_script_called():
     results = run_ranks(different_starts_without_prepare, 2)
-    (first, texts), (second, _) = results
+    (first, warned), (second, _) = results
     assert all(values.tobytes() == second[name].tobytes() for name, values in first.items())
-    assert len(texts) == 1 and "different parameter values" in texts[0]
+    ((text, file),) = warned
+    assert "different parameter values" in text and file == __file__
 
 
 def other_manifest(communicator, kind):

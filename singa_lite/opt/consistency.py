@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be equal on all ranks of a DistOpt: when it is compared, and until when parameters may differ.
+
+What lives here: the parameters' names, and what has been compared or must be. What does not: how the ranks compare
+(sync/agree.py), what a step does (dist.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from ..comm.base import Communicator
+from ..comm.call_site import users_line
+from ..graph.recorder import guard, unrecorded
+from ..graph.rounded import note_written
+from ..sync.agree import are_equal, compare, compare_models, compare_progress
+from ..sync.base import Scheme, text_of
+from ..tensor import Tensor, to_numpy
+from .accumulate import GradientSums
+from .checks import unique_names
+from .options import Option
+from .step_options import CallDefaults, StepOptions, schedules
+
+
+class Compared(CallDefaults, Protocol):
+    """What of a DistOpt is compared, or compares."""
+
+    @property
+    def keeps_equal(self) -> bool: ...
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def broadcast(self, params: Iterable[Tensor]) -> None: ...
+
+
+class Consistency:
+    """Compares the ranks; every method gets the DistOpt as ``dist``, to which it keeps no reference.
+
+    Args:
+        communicator: of the ranks.
+        sums: whose unfinished sum has equally many calls on all ranks.
+        check_every: steps between comparisons of parameters and optimizer states; None for none.
+
+    Attributes:
+        names: parameters that the ranks have compared, with names that no two of them share.
+        may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
+        is_updating: an update has begun and not ended. True when the next one begins: an exception ended this one,
+            which other ranks may have made.
+    """
+
+    def __init__(self, communicator: Communicator, sums: GradientSums, check_every: int | None) -> None:
+        self._communicator, self._sums, self.check_every = communicator, sums, check_every
+        self.names: dict[Tensor, str] = {}
+        self.may_differ = False
+        self.is_updating = False
+        self._is_loaded = False  # states, and not compared yet
+        self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
+        self._compared: set[Scheme] = set()  # whose options the ranks have compared
+
+    def states_loaded(self) -> None:
+        """Have the ranks compare what they have loaded, before they use it."""
+        self._is_loaded = True
+
+    def updated_by_hand(self, params: Iterable[Tensor]) -> None:
+        """Compare ``params`` with the others from now on, though no call has seen them."""
+        self._by_hand.update(dict.fromkeys(params))
+
+    # ---- parameters --------------------------------------------------------------------------------------
+
+    def prepare(self, dist: Compared, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+        """Compare the parameters and buffers of a Model, and the optimizers, and copy rank 0's values to all."""
+        states = {**params, **buffers}
+        compare_models(self._communicator, states, dist.settings())
+        dist.broadcast(states.values())
+        self.names = unique_names(dict.fromkeys([*self.names, *params.values()]))
+
+    def register(self, dist: Compared, params: list[Tensor]) -> None:
+        """Take over parameters of no Model: compare the ranks', and make values equal where they are not."""
+        self.names = unique_names([*self.names, *params])
+        compare_models(self._communicator, {self.names[param]: param for param in params}, dist.settings())
+        if not are_equal(self._communicator, "parameter values", params):
+            warnings.warn_explicit(
+                "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
+                "Call DistOpt.broadcast(params) before training, or use a Model",
+                UserWarning,
+                *users_line(),
+            )
+            dist.broadcast(params)
+
+    def make_equal(self, dist: Compared) -> None:
+        """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""
+        if self.may_differ:
+            with unrecorded():
+                self._average(dist)
+        guard((self, "parameters may differ"), lambda: self.may_differ)
+
+    def _average(self, dist: Compared) -> None:
+        tensors = [each for param in self.names for each in (param, *dist.opt.slots(param).values())]
+        if not are_equal(self._communicator, "parameters and optimizer states", tensors):
+            arrays = [tensor.array for tensor in tensors]
+            for tensor in tensors:
+                tensor.device.backend.activate()
+                note_written(tensor.array)
+            name = dist.collective_name("parameters and optimizer states")
+            self._communicator.all_reduce(arrays, "mean", name=name).wait()
+        self.may_differ = False
+
+    # ---- options and states ------------------------------------------------------------------------------
+
+    def compare_options(
+        self, dist: Compared, name: str, scheme: Scheme, read: StepOptions, given: dict[str, Option]
+    ) -> None:
+        """Compare, at the first step of ``scheme``, called ``name``, its options with the other ranks'.
+
+        Later ones are compared by the names of collectives (sync/base.py, Note [options in names]).
+        """
+        if scheme in self._compared:
+            return
+        with unrecorded():
+            text = name + text_of(read.step(dist, type(scheme), given).options)
+            mine = {"dist_option": text, **schedules(dist, type(scheme), given)}
+            # once another scheme has run, the others may not compare now: they get the text from the name
+            what = f"their dist_option, here {text}" if self._compared else "their dist_option"
+            compare(self._communicator, what, mine, "pass the same dist_option on every rank")
+        self._compared.add(scheme)
+
+    def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
+        """Compare states that were loaded, or that an exception may have left different, before they are used."""
+        if self._is_loaded or self.is_updating:
+            with unrecorded():
+                self._compare_states(dist, scheme)
+        guard((self, "states may differ"), lambda: self._is_loaded or self.is_updating)
+
+    def compare_if_due(self, dist: Compared, scheme: Scheme | None) -> None:
+        """Compare states every ``check_every`` steps."""
+        if self.check_every is not None and dist.opt._step_counter % self.check_every == 0:
+            self._compare_states(dist, scheme)
+
+    def _compare_states(self, dist: Compared, scheme: Scheme | None) -> None:
+        """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
+
+        Args:
+            scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
+        """
+        what = "their optimizers, as an exception ended a step" if self.is_updating else "their optimizers"
+        self._is_loaded = self.is_updating = False
+        values = None
+        if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
+            names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))
+            values = {name: to_numpy(param) for param, name in names.items()}
+            values |= {f"the state {name}": value for name, value in dist.opt.get_states().items()}
+        settings = {**dist.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
+        compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)
