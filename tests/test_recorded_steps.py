@@ -12,7 +12,7 @@ import os
 import random
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatch
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
@@ -1259,6 +1259,77 @@ def test_a_variable_that_the_caller_changes_is_seen(scale: Any) -> None:
     assert_alike(Reads, STEPS - 2, call=change)
 
 
+class Named(list[float]):
+    """A list with an attribute, as a class of the user's own may have."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__(values)
+        self.name = "scales"
+
+
+class Row(tuple[Any, ...]):
+    pass
+
+
+class AttrDict(dict[str, float]):
+    """A dict whose items are its attributes."""
+
+    def __init__(self, **values: float) -> None:
+        super().__init__(values)
+        self.__dict__ = self
+
+
+@dataclass
+class Settings:
+    scale: float
+    cache: int = field(default=0, init=False)  # so dataclasses.replace cannot make one
+
+
+def apply_scale(scale: float, **others: float) -> float:
+    return scale
+
+
+READS: dict[str, tuple[Any, Any, Any]] = {  # what is read, how, and how the caller sets it
+    "list": (Named(1.0), lambda held: held[0], lambda held, value: held.__setitem__(0, value)),
+    "tuple": (Row([[1.0]]), lambda held: held[0][0], lambda held, value: held[0].__setitem__(0, value)),
+    "dict": (
+        AttrDict(scale=1.0),
+        lambda held: sum(held.values()),
+        lambda held, value: held.update(scale=value),
+    ),
+    "vars": (
+        SimpleNamespace(scale=1.0),
+        lambda held: apply_scale(**vars(held)),
+        lambda held, value: setattr(held, "scale", value),
+    ),
+    "asdict": (
+        Settings(1.0),
+        lambda held: next(iter(asdict(held).values())),
+        lambda held, value: setattr(held, "scale", value),
+    ),
+}
+
+
+@pytest.mark.parametrize("is_attribute", [False, True])
+@pytest.mark.parametrize("kind", READS)
+def test_what_an_object_of_a_container_class_holds_is_seen(kind: str, is_attribute: bool) -> None:
+    held, read, put = READS[kind]
+
+    class Reads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = held if is_attribute else None
+
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * float(read(self.held if is_attribute else held))
+
+    def change(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        put(held, 1.0 if step < 3 else 0.5)
+        return net(x, y)
+
+    assert_alike(Reads, STEPS - 2, call=change)
+
+
 HISTORY: deque[int] = deque()  # more than is compared one by one
 
 
@@ -1312,6 +1383,10 @@ def counted_list(net: Any) -> None:
     CALLS.append(len(CALLS))
 
 
+def counted_list_of_a_class(net: Any) -> None:
+    net.named.append(len(net.named))
+
+
 def counted_object(net: Any) -> None:
     net.counter.calls += 1
 
@@ -1336,6 +1411,7 @@ ARRAY = np.zeros(3)
     [
         (counted_global, "variable COUNT"),
         (counted_list, "variable CALLS"),
+        (counted_list_of_a_class, "named"),
         (counted_object, "counter"),
         (counted_class, "Counter.calls"),
         (counted_array, "variable ARRAY"),
@@ -1346,6 +1422,7 @@ def test_a_step_that_changes_a_variable_runs_eagerly_and_says_so(count: Any, lab
         def __init__(self) -> None:
             super().__init__()
             self.counter = SimpleNamespace(calls=0)
+            self.named = Named()
 
         def train_one_batch(self, x: Tensor, y: Tensor) -> Any:
             count(self)
@@ -1353,7 +1430,7 @@ def test_a_step_that_changes_a_variable_runs_eagerly_and_says_so(count: Any, lab
 
     net = assert_alike(Counts, 0, label)
     calls = {"variable COUNT": COUNT, "variable CALLS": len(CALLS), "counter": 2 * net.counter.calls}
-    calls |= {"Counter.calls": Counter.calls, "variable ARRAY": ARRAY[0]}
+    calls |= {"Counter.calls": Counter.calls, "variable ARRAY": ARRAY[0], "named": 2 * len(net.named)}
     assert calls[label] == 2 * STEPS
 
 

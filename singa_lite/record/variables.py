@@ -24,6 +24,7 @@ import random
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatchmethod
 from operator import is_
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
@@ -57,6 +58,7 @@ from .user_code import PARTS, defaults_of, is_users, names_of, unseeded_calls, v
 
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
+PACKAGE = __name__.partition(".")[0]
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 
 # label of a variable, for people; what reads it, or returns Absent
@@ -90,6 +92,7 @@ class Variables:
         self._layers = {id(layer) for layer in layers}
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
+        self._reads_all = False  # by vars(), or as __dict__
         self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
         self._functions: list[FunctionType] = []  # of the user
@@ -213,6 +216,7 @@ class Variables:
     def _follow_function(self, function: FunctionType) -> None:
         names, attributes = names_of(function.__code__)
         self._names |= attributes
+        self._reads_all |= "vars" in names or "__dict__" in attributes
         if function.__name__ != "initialize":
             self._unseeded |= dict.fromkeys(unseeded_calls(function.__code__), function.__qualname__)
         self._functions.append(function)
@@ -297,15 +301,23 @@ class Variables:
             return Same(value.__func__), self._describe_object(value.__self__, within)
         if id(value) in self._layers or id(value) in within:
             return Same(value)
-        return Same(value), tuple(
+        held = tuple(
             (label, self._describe(read(), (*within, id(value))))
             for label, read in self._attributes("", value)
         )
+        # of a class of the user's own that is a container as well
+        if isinstance(value, (list, tuple)):
+            return Same(value), self._describe(list(value), (*within, id(value))), held
+        if isinstance(value, dict):
+            return Same(value), self._describe(dict(value), (*within, id(value))), held
+        return Same(value), held
 
     def _attributes(self, label: str, value: Any) -> list[Location]:
         """Return where the attributes of an object are that functions name; of another model's layer all of them."""
         held = vars(value) if hasattr(value, "__dict__") else {}
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
+        if (self._reads_all or is_dataclass(value)) and not _is_known(value):
+            names |= held.keys()
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
         elif isinstance(value, WRAPPERS) or type(value).__module__ == "multiprocessing.sharedctypes":
@@ -329,6 +341,11 @@ class Variables:
 def _objects_in(attribute: Attribute) -> list[object]:
     """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
+
+
+def _is_known(value: object) -> bool:
+    """Return whether the recorder sees what an object does, or it is a class."""
+    return isinstance(value, (type, Layer, Optimizer)) or type(value).__module__.startswith(f"{PACKAGE}.")
 
 
 def _are_equal_plain(a: object, b: object) -> bool:
