@@ -158,7 +158,7 @@ class GradientSums:
         key = device, dtype.char
         if key not in self._factors:
             with unrecorded():
-                self._factors[key] = device.backend.empty((1,), dtype)
+                self._factors[key] = device.backend.empty((), dtype)
                 device.backend.run("fill", out=self._factors[key], value=1.0 / self.num_batches)
         return self._factors[key]
 

@@ -34,12 +34,13 @@ def clip_gradients(grads: list[Tensor], norm: float) -> None:
     factors = clip_factors(grads, norm, EPSILON)
     for grad in grads:
         run, dtype = grad.device.backend.run, accumulation_dtype(grad.dtype)
+        factor = factors[dtype].reshape(())  # for a gradient without dimensions, too
         if dtype == grad.dtype:
-            run("mul", grad.array, factors[dtype], out=grad.array)
+            run("mul", grad.array, factor, out=grad.array)
         else:
             wide = grad.device.backend.empty(grad.shape, dtype)
             run("cast", grad.array, out=wide)
-            run("mul", wide, factors[dtype], out=wide)
+            run("mul", wide, factor, out=wide)
             run("cast", wide, out=grad.array)
 
 

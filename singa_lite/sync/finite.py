@@ -60,7 +60,7 @@ class FiniteCheck:
         for param, grad in pairs:
             key = grad.device, grad.dtype
             if key not in factors:
-                factors[key] = _filled(grad, (1,), lambda: 1 / self.loss_scale)
+                factors[key] = _filled(grad, (), lambda: 1 / self.loss_scale)
             grad.device.backend.run("mul", grad.array, factors[key].array, out=grad.array)
             yield param, grad
 

@@ -716,6 +716,26 @@ BAD_CALLS: list[tuple[str, Callable[[], object], type[SingaLiteError], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x: x[...],
+        lambda x: x[()],
+        lambda x: autograd.slice(x, [], []),
+        lambda x: autograd.pad(x, "constant", []),
+    ],
+    ids=["ellipsis", "empty tuple", "slice", "pad"],
+)
+def test_a_part_of_a_tensor_without_dimensions_is_the_tensor(
+    device: Device, take: Any, training: None
+) -> None:
+    x = Tensor(data=np.array(3, np.float32), device=device, requires_grad=True, stores_grad=True)
+    y = take(x)
+    assert y.shape == () and to_numpy(y) == 3
+    ((_, grad),) = autograd.backward(take(x) * x)
+    assert grad.shape == () and to_numpy(grad) == 6
+
+
 def test_an_empty_batch_goes_through_a_network_in_evaluation(device: Device) -> None:
     autograd.training = False
     net = [

@@ -413,6 +413,7 @@ SAMPLES = [
     Sample("compare", (np.arange(3.0), np.ones(3)), (np.array([0.0, 1, 0]),), {"relation": "equal"}),
     Sample("clip", (X,), (np.clip(X, -0.5, 0.5),), {"min": -0.5, "max": 0.5}),
     Sample("clip", (X,), (np.minimum(X, 0.5),), {"min": None, "max": 0.5}),
+    Sample("clip", (X,), (np.full_like(X, -0.5),), {"min": 0.5, "max": -0.5}),  # all become max, as in NumPy
     Sample("clip_backward", (DY, X), (DY * (np.abs(X) < 0.5),), {"min": -0.5, "max": 0.5}),
     Sample("clip_backward", (DY, X), (DY * (X > -0.5),), {"min": -0.5, "max": None}),
     Sample("fill", (), (np.full((2, 3), 2.5),), {"value": 2.5}),

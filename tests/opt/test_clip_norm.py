@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, opt
+from singa_lite import autograd, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CommError, OptionError
@@ -179,6 +179,49 @@ def test_dtypes_are_clipped_by_the_norm_of_all_together() -> None:
         expected = whole[start : start + value.size].reshape(value.shape)
         np.testing.assert_allclose(to_numpy(tensor), expected, rtol=worst, atol=1e-6)
         start += value.size
+
+
+class Sums(model.Model):
+    """Has a parameter without dimensions."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.w = Tensor((), dtype=dtype, stores_grad=True, name="w")
+        self.v = Tensor((3,), dtype=dtype, stores_grad=True, name="v")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return autograd.reduce_sum((self.w + self.v) * x, keepdims=0)
+
+    def train_one_batch(self, x: Tensor) -> Tensor:
+        loss = self.forward(x)
+        self.optimizer(loss)
+        return loss
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_norm": 1.0}, {"accumulate": 2}, {"check_finite": "skip"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_parameter_without_dimensions_is_updated(options: Any, dtype: str, use_graph: bool) -> None:
+    net = Sums(dtype)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.25), communicator=LocalCommunicator(World()), **options))
+    x = Tensor(data=np.array([1, 2, 2], dtype), dtype=dtype)
+    net.compile([x], use_graph=use_graph)
+    for _ in range(4):
+        net(x)
+    grads = np.array([5, 1, 2, 2], np.float64)  # of w, then of v
+    if "clip_norm" in options:
+        grads /= np.linalg.norm(grads)
+    updates = (
+        2 if "accumulate" in options else 4 - net.optimizer.num_skipped
+    )  # by a loss scale that was too large
+    assert updates >= 2
+    expected = -0.25 * grads * updates
+    found = np.append(to_numpy(net.w), to_numpy(net.v))
+    np.testing.assert_allclose(found, expected, rtol=2e-6 if dtype == "float32" else 3e-3)
 
 
 def not_finite(communicator: Any, bad: float) -> np.ndarray:

@@ -203,13 +203,13 @@ class Pad(Operator):
         shape = tuple(b + size + a for b, size, a in zip(befores, x.shape, afters, strict=True))
         y = context.empty(shape, x.dtype)
         context.run("fill", out=y, value=self.constant)
-        context.run("copy", x, out=y[self.inside(x.shape)])
+        context.run("copy", x, out=y[(*self.inside(x.shape), ...)])
         return y
 
     def backward(self, context: Context, *dys: Array) -> Array:
         (shape,) = context.saved
         dx = context.empty(shape, dys[0].dtype)
-        context.run("copy", dys[0][self.inside(shape)], out=dx)
+        context.run("copy", dys[0][(*self.inside(shape), ...)], out=dx)
         return dx
 
 
@@ -242,7 +242,7 @@ class Slice(Operator):
         self.parts = parts
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        part = inputs[0][self.parts]
+        part = inputs[0][(*self.parts, ...)]  # an array without dimensions, too
         context.save(inputs[0].shape)
         out = context.empty(part.shape, part.dtype)
         context.run("copy", part, out=out)
@@ -252,7 +252,7 @@ class Slice(Operator):
         (shape,) = context.saved
         dx = context.empty(shape, dys[0].dtype)
         context.run("fill", out=dx, value=0.0)
-        context.run("copy", dys[0], out=dx[self.parts])
+        context.run("copy", dys[0], out=dx[(*self.parts, ...)])
         return dx
 
 

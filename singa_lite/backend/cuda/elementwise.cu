@@ -14,7 +14,8 @@ KERNEL clip(const T* from, T* to, Int n, double min, double max, Int has_min, In
   const A low = widen(narrow<T>(min)), high = widen(narrow<T>(max));
   EACH(i, n) {
     const A x = widen(from[i]);
-    to[i] = narrow<T>(has_min && x < low ? low : has_max && x > high ? high : x);
+    const A y = has_min && x < low ? low : x;
+    to[i] = narrow<T>(has_max && y > high ? high : y);
   }
 }
 
