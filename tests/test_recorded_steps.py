@@ -14,6 +14,7 @@ import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatch
+from itertools import chain
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, model, opt, tensor
+from singa_lite import autograd, data, layer, model, opt, tensor
 from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
@@ -2164,6 +2165,58 @@ def test_a_random_stream_that_a_step_sets_is_not_frozen(change: Any, reason: str
             return super().loss_of(x, y + Tensor(y.shape).gaussian(0, 1))
 
     assert_alike(Draws, 0, reason)
+
+
+@pytest.mark.parametrize("read", [lambda s: s.epoch, lambda s: s.position, lambda s: s.state_dict()["epoch"]])
+def test_the_place_of_a_sampler_is_not_frozen(read: Any) -> None:
+    class Reads(Net):
+        def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().loss_of(x, y) * float(1 + read(sampler))
+
+    def call(net: Any, step: int, x: Tensor, y: Tensor) -> Any:
+        nonlocal sampler, batches
+        if step == 0:
+            sampler = data.ShardedSampler(6, 2, 0, 1)
+            batches = chain(sampler, sampler)
+        next(batches)
+        return net(x, y)
+
+    sampler = batches = None
+    assert_alike(Reads, 0, "it reads the place of a sampler", call=call)
+
+
+MEASURED = (
+    *("bytes_sent", "total_bytes_sent", "bytes_payload", "total_bytes_payload", "wait_s", "step_seconds"),
+    *("bytes_inside_hosts", "bytes_between_hosts"),
+)
+
+
+def read_what_is_measured(communicator: Any, use_graph: bool) -> list[Any]:
+    found = []
+    for name in MEASURED:
+
+        class Reads(Net):
+            measured = name
+
+            def loss_of(self, x: Tensor, y: Tensor) -> Tensor:
+                value = getattr(self.optimizer, self.measured)
+                is_time = self.measured in ("wait_s", "step_seconds")
+                return super().loss_of(x, y) * float(bool(value) if is_time else 1 + value)
+
+        results, states, net = trained(
+            Reads, use_graph, lambda: opt.DistOpt(opt.SGD(0.001), communicator=communicator), communicator
+        )
+        found.append((name, results, states, [info.break_reason for info in net.graph_info()]))
+    return found
+
+
+def test_what_is_measured_of_steps_is_not_frozen() -> None:
+    eager, graph = (run_ranks(read_what_is_measured, 2, use_graph) for use_graph in (False, True))
+    for mine, theirs in zip(chain(*eager), chain(*graph), strict=True):
+        name = mine[0]
+        if name.startswith(("bytes", "total")):  # no time, and "total" goes on
+            assert mine[:3] == theirs[:3]
+        assert theirs[3] == [f"it reads {name}, which a replay would not do"]
 
 
 FADING = opt.ExponentialDecay(1.0, 1, 0.5)

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import this_thread
 from ..errors import CheckpointError, DataError, OptionError, check_bool, check_int
 
 Array = np.ndarray[Any, Any]
@@ -73,17 +74,23 @@ class ResumableSampler:
     @property
     def epoch(self) -> int:
         """Epoch of the next batch."""
-        return self._place.epoch
+        return self._read_place().epoch
 
     @property
     def start(self) -> int:
         """Samples of this epoch that another number of ranks has used."""
-        return self._place.start
+        return self._read_place().start
 
     @property
     def position(self) -> int:
         """What is done of this epoch, behind ``start``."""
-        return self._place.position
+        return self._read_place().position
+
+    def _read_place(self) -> Place:
+        """Return the place; a recorded step that reads it must run eagerly, as a replay would not."""
+        if this_thread.recorder is not None:
+            this_thread.recorder.break_graph("it reads the place of a sampler, which a replay would not do")
+        return self._place
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch`` (>= 0), outside a loop; within that epoch already, stay at the position."""
@@ -98,6 +105,7 @@ class ResumableSampler:
             CheckpointError: another thread runs the loop or has left it within the epoch, ahead of what was trained on,
                 without ``follow``.
         """
+        self._read_place()
         if self._taken is not None:
             return self._taken
         if self._iterated_by not in (None, threading.get_ident()):

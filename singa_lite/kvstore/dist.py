@@ -147,6 +147,7 @@ class DistStore(KVStore):
 
     @property
     def traffic(self) -> MessageTraffic:
+        break_graph("it reads the traffic of a key-value store, which a replay would not do")
         return self._messenger.traffic
 
     def server_stats(self) -> list[dict[str, Any]]:

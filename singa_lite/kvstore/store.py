@@ -22,6 +22,7 @@ from ..errors import (
     check_choice,
     check_number,
 )
+from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
 from ..tensor import Tensor
 from .arguments import Arguments
@@ -78,6 +79,7 @@ class KVStore(WorkerCalls):
     @property
     def learning_rate(self) -> float | None:
         """What ``set_learning_rate`` has set since ``set_optimizer``; None: the rate is the optimizer's."""
+        break_graph("it reads the learning rate of a key-value store, which a replay would not do")
         return self._lr
 
     @property

@@ -441,12 +441,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     @property
     def bytes_inside_hosts(self) -> int:
         """Of ``bytes_sent``, those among the ranks of this host; 0 unless the last step was ``hierarchical``."""
-        return self._inside.bytes_sent
+        return self._measured("bytes_inside_hosts", self._inside).bytes_sent
 
     @property
     def bytes_between_hosts(self) -> int:
         """Of ``bytes_sent``, those among the leaders of hosts; 0 unless the last step was ``hierarchical``."""
-        return self._between.bytes_sent
+        return self._measured("bytes_between_hosts", self._between).bytes_sent
 
     @property
     def keeps_equal(self) -> bool:

@@ -15,7 +15,7 @@ from ..comm.base import Communicator
 from ..comm.work import Traffic
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool
 from ..graph.clock import StepTimes, end_step
-from ..graph.recorder import persist
+from ..graph.recorder import break_graph, persist
 from ..tensor import Tensor
 from ..tensor.checks import listed
 from ..tensor.core import check_tensor
@@ -57,32 +57,38 @@ class ArrayCollectives:
         A step is what a call of DistOpt that updates makes; what a script sends otherwise, by ``all_reduce`` in a step
         made by hand, say, counts in ``communicator.traffic`` alone. So it is for all that is said of a step here.
         """
-        return self._last.bytes_sent
+        return self._measured("bytes_sent", self._last).bytes_sent
 
     @property
     def total_bytes_sent(self) -> int:
         """The sum of ``bytes_sent`` over all steps since this was made; what is loaded does not change it."""
-        return self._total.bytes_sent
+        return self._measured("total_bytes_sent", self._total).bytes_sent
 
     @property
     def bytes_payload(self) -> int:
         """Bytes of what travelled in the last step."""
-        return self._last.bytes_payload
+        return self._measured("bytes_payload", self._last).bytes_payload
 
     @property
     def total_bytes_payload(self) -> int:
         """The sum of ``bytes_payload`` over all steps since this was made, as ``total_bytes_sent``."""
-        return self._total.bytes_payload
+        return self._measured("total_bytes_payload", self._total).bytes_payload
 
     @property
     def wait_s(self) -> float:
         """Seconds the host waited for collectives in the last step."""
-        return self._last.wait_s
+        return self._measured("wait_s", self._last).wait_s
 
     @property
     def step_seconds(self) -> StepSeconds | None:
         """Where the time of the last step went; None before the first one, and on CUDA, which runs behind the host."""
-        return None if self._times is None else step_seconds(self._times, self._last.bytes_sent)
+        last = self._measured("step_seconds", self._last)
+        return None if self._times is None else step_seconds(self._times, last.bytes_sent)
+
+    def _measured(self, name: str, traffic: Traffic) -> Traffic:
+        """Return ``traffic``, for the attribute ``name``."""
+        break_graph(f"it reads {name}, which a replay would not do")
+        return traffic
 
     def _begin_measuring(self) -> None:
         self._before = self.communicator.traffic.copy()
