@@ -67,7 +67,9 @@ class Model(Layer):
 
     @property
     def optimizer(self) -> Any:  # Any: Optimizer, or None before set_optimizer; train_one_batch calls it
-        """What ``set_optimizer`` was given."""
+        """What ``set_optimizer`` was given; in a step before that GraphError."""
+        if self._optimizer is None and this_thread.model is self:
+            raise GraphError(f"{type(self).__name__}: call set_optimizer before training")
         return self._optimizer
 
     @optimizer.setter
@@ -133,7 +135,7 @@ class Model(Layer):
             return
         params = self.get_params()
         buffers = {name: value for name, value in self.get_states().items() if name not in params}
-        self.optimizer.prepare(params, buffers)
+        self._optimizer.prepare(params, buffers)
         self._prepared = frozenset(map(id, params.values()))
 
     def _check_prepared(self) -> None:
@@ -180,9 +182,18 @@ class Model(Layer):
         raise GraphError(f"{type(self).__name__} defines no train_one_batch")
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        """``train_one_batch`` in training mode, ``forward`` in evaluation mode."""
+        """``train_one_batch`` in training mode, ``forward`` in evaluation mode.
+
+        Raises:
+            GraphError: neither ``compile`` nor, for a model with an optimizer, ``eval`` was called.
+        """
         if not self.training:
             is_layer = this_thread.model is not None and not self._has_mode
+            means_to_train = self._optimizer is not None and this_thread.recording
+            if means_to_train and not (is_layer or self._has_mode):
+                raise GraphError(
+                    f"{type(self).__name__}: call compile([inputs]) before training, or eval() to evaluate"
+                )
             return (self.forward if is_layer else self._evaluate)(*inputs, **options)
         if this_thread.model is self:
             raise GraphError(
@@ -265,7 +276,7 @@ class Model(Layer):
 
         targets = self._compiled_states("load_states")
         self._prepare()
-        known = None if self.optimizer is None else self.optimizer.get_states()
+        known = None if self._optimizer is None else self._optimizer.get_states()
         loaded = read_checkpoint(fpath, targets, known)
         self.restore(loaded, f"load_states: {fpath}")
         return loaded.aux
@@ -285,7 +296,7 @@ class Model(Layer):
 
         states = {name: to_numpy(value) for name, value in self._compiled_states(where).items()}
         random_states = [device.get_random_state() for device in self.devices()]
-        optimizer = None if self.optimizer is None else self.optimizer.get_states()
+        optimizer = None if self._optimizer is None else self._optimizer.get_states()
         for records in self._all_records():
             records.postpone()
         return Checkpoint(states, {}, random_states, optimizer)
@@ -326,8 +337,8 @@ class Model(Layer):
         self.set_states(checkpoint.states)
         for device, random_state in zip(self.devices(), checkpoint.random_states, strict=False):
             device.set_random_state(random_state)
-        if self.optimizer is not None:
-            self.optimizer.states_loaded()
+        if self._optimizer is not None:
+            self._optimizer.states_loaded()
         for records in self._all_records():
             records.clear()
 

@@ -307,6 +307,43 @@ def test_a_model_that_is_not_compiled_says_so(tmp_path):
         net(*batch(0))
 
 
+class Outer(model.Model):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_training_without_compile_is_an_error_and_evaluation_is_none():
+    net, (x, y) = Net(), batch(0)
+    assert net(x).shape == (8, 4)  # has no optimizer, so it is not meant to train
+    net.set_optimizer(opt.SGD(0.1))
+    for inputs in ((x, y), (x,)):
+        with pytest.raises(GraphError, match=r"call compile\(\[inputs\]\) before training, or eval\(\)"):
+            net(*inputs)
+    with autograd.no_grad():
+        assert net(x).shape == (8, 4)
+    outer = Outer(net)
+    outer.compile([x])  # calls it as a layer
+    outer.eval()
+    assert outer(x).shape == (8, 4)
+    net.eval()
+    assert net(x).shape == (8, 4)
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+def test_training_without_an_optimizer_is_an_error(use_graph):
+    net, (x, y) = Net(), batch(0)
+    net.compile([x], use_graph=use_graph)
+    assert net.optimizer is None
+    with pytest.raises(GraphError, match="Net: call set_optimizer before training"):
+        net(x, y)
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World())))
+    net(x, y)
+
+
 def test_wrong_arguments_raise():
     with pytest.raises(GraphError, match="expected an Optimizer"):
         Net().set_optimizer("sgd")
