@@ -67,6 +67,13 @@ def everything(net):
     return states, slots, get_default_device().get_random_state()
 
 
+def test_a_list_that_is_no_array_is_a_checkpoint_error(tmp_path):
+    path = tmp_path / "file"
+    with pytest.raises(CheckpointError, match="a value of aux_states is no array"):
+        compiled().save_states(str(path), {"a": [[1], [2, 3]]})
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("name", ["\udc80", "a" * 70_000])
 def test_a_name_that_no_archive_can_have_is_a_checkpoint_error(name, tmp_path):
     path = tmp_path / "file"

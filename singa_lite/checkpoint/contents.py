@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..dtypes import bfloat16
 from ..errors import CheckpointError, OptionError
 from ..generation import FORMAT, Arrays, Manifest, digest, new_id
 from ..tensor import Tensor, to_numpy
@@ -131,6 +132,14 @@ def _fixed(setting: Json) -> Json:
 
 
 def digests(arrays: Arrays) -> dict[str, str]:
+    """Return the hash of each array.
+
+    Raises:
+        CheckpointError: one is bfloat16.
+    """
+    for name, array in arrays.items():
+        if array.dtype == bfloat16:
+            raise CheckpointError(f"save_job: {name!r} is bfloat16; save it as float32")
     return {name: digest(array) for name, array in arrays.items()}
 
 

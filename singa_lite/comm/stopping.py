@@ -79,6 +79,8 @@ class StopAgreement:
 
     def listen(self, signals: Iterable[int]) -> None:
         """Have ``signals`` ask to stop; see ``DistOpt.stop_on_signals``."""
+        if not isinstance(signals, Iterable):
+            raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}")
         numbers = [_signal("stop_on_signals", number) for number in signals]
         if numbers and threading.current_thread() is not threading.main_thread():
             raise OptionError("stop_on_signals: Python handles signals in the main thread; call it there")

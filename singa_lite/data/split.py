@@ -160,10 +160,12 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
         [[0, 1, 2]]
     """
     check_int("batches", "batch_size", batch_size, 1)
-    if not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
+    try:
+        len(sampler), iter(sampler)
+    except TypeError:
         raise OptionError(
             f"batches: {sampler!r} is no sampler; it needs a length and indices to iterate over"
-        )
+        ) from None
     return Batches(sampler, batch_size)
 
 

@@ -19,6 +19,7 @@ from ..comm.work import Work
 from ..errors import (
     CheckpointError,
     OptionError,
+    check_bool,
     check_choice,
     check_number,
 )
@@ -229,6 +230,7 @@ class KVStore(WorkerCalls):
         Returns:
             Work.
         """
+        check_bool("pushpull", "wait", wait)
         options = self._arguments.options("pushpull", scale, mean, allow_none)
         specs = self._arguments.known("pushpull", key)
         pushes = self._arguments.pushes("pushpull", specs, key, value, options)

@@ -186,6 +186,7 @@ class Embedding(Layer):
             ShapeError: W is not (input_dim, output_dim).
             DTypeError: W is not a Tensor or numpy array of real numbers.
         """
+        check_bool(repr(self), "freeze", freeze)
         if not isinstance(W, (Tensor, np.ndarray)) or W.dtype.kind not in "iuf":
             came = W.dtype if isinstance(W, np.ndarray) else type(W).__name__
             raise DTypeError(f"{self!r}: W must be a Tensor or numpy array of real numbers, not {came}")

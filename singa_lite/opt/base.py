@@ -17,7 +17,7 @@ from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
 from ..config import this_thread
 from ..device import Device
-from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_int
+from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..graph.clock import drop_step, lap
 from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import Scalar
@@ -237,7 +237,11 @@ class Optimizer:
             kernel: a name of ``backend.formulas.UPDATES``; its states are the first of ``slot_names``.
             pairs: what ``update_all`` was given.
             attributes: of the kernel: numbers, or what ``scalar`` gives for those that change.
+
+        Raises:
+            OptionError: there is no such kernel. ShapeError, DTypeError, DeviceError: a gradient does not fit.
         """
+        check_choice("run_update", "kernel", kernel, tuple(UPDATES))
         self._guard_methods()
         if not isinstance(pairs, BackwardPairs):
             self._run_update(kernel, pairs, attributes)

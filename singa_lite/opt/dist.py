@@ -23,7 +23,7 @@ from ..comm.rendezvous import process_communicator
 from ..comm.stopping import STOP_SIGNALS, StopAgreement
 from ..comm.work import Traffic
 from ..device import Device
-from ..errors import GraphError, OptionError, check_int, check_number
+from ..errors import GraphError, OptionError, check_int
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync.agree import compare
@@ -35,13 +35,13 @@ from ..sync.finite import FiniteCheck
 from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.scheme_table import PREFIX as SYNC
 from ..sync.scheme_table import SchemeTable
-from ..sync.text import read_dist_option
+from ..sync.text import options_by_name, read_dist_option
 from ..tensor import Tensor
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs
 from .checks import as_pairs, check_arrays, check_pair
 from .consistency import Consistency
-from .dist_arguments import check_messages, check_updates, check_values
+from .dist_arguments import check_messages, check_spars, check_updates, check_values
 from .fixed_order import THREADS, FixedOrderSums, begin_microbatch, threads_of
 from .options import Option
 from .schedule import DecayScheduler
@@ -86,8 +86,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         threshold: elements; how the sparse schemes and partialUpdate form groups: a parameter above it alone,
             smaller ones joined until they exceed it.
         spars: what the option ``spars`` is where neither a call nor the text of ``dist_option`` says: a number, or a
-            DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps; recorded
-            steps see it.
+            DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps, unless the
+            text gives it; recorded steps see it.
         bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
@@ -144,8 +144,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_messages(buffSize, bucket_bytes, threshold, timeout_s)
         check_updates(accumulate, microbatches, order)
         check_values(clip_norm, check_finite, check_every)
-        if spars is not None and not isinstance(spars, DecayScheduler):
-            check_number("DistOpt", "spars", spars, 0)
+        if spars is not None:
+            check_spars(spars)
         if opt is not None and not isinstance(opt, Optimizer):
             raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
         if isinstance(opt, DistOpt):
@@ -155,7 +155,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._order, self._clip_norm = order, clip_norm
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
         self.opt = opt if opt is not None else SGD()
-        self.spars = SPARS if spars is None else spars
+        self._spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
         self._step_options = StepOptions(options, clip_norm)
         self._step_options.check(self, spars)
@@ -217,6 +217,21 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme = _fixed_kind(kind)(self.communicator, threshold, self.bucket_bytes, self)
         scheme.num_microbatches = self.world_size * self._sums.num_batches
         return scheme
+
+    @property
+    def spars(self) -> float | DecayScheduler:
+        """The option ``spars`` of steps for which neither a call nor the text of ``dist_option`` gives it."""
+        return self._spars
+
+    @spars.setter
+    def spars(self, spars: float | DecayScheduler) -> None:
+        check_spars(spars)
+        if "spars" in options_by_name(*read_dist_option(self.dist_option)):
+            raise OptionError(
+                f"DistOpt: dist_option = {self.dist_option!r} gives spars, so setting the attribute would do nothing; "
+                "set dist_option"
+            )
+        self._spars = spars
 
     # ---- one step ----------------------------------------------------------------------------------
 

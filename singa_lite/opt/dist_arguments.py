@@ -7,6 +7,7 @@ from math import inf
 from threading import TIMEOUT_MAX
 
 from ..errors import OptionError, check_choice, check_int, check_number
+from .schedule import DecayScheduler
 
 
 def check_messages(buff_size: object, bucket_bytes: object, threshold: object, timeout_s: object) -> None:
@@ -29,6 +30,12 @@ def check_updates(accumulate: object, microbatches: object, order: object) -> No
         raise OptionError("DistOpt: accumulate and microbatches are one thing; leave one out")
     if order == "fixed" and (number is None or number & (number - 1)):
         raise OptionError(f"DistOpt: order='fixed' needs microbatches, a power of two, not {number}")
+
+
+def check_spars(spars: object) -> None:
+    """Raise OptionError unless this is a number >= 0 or a schedule; what schemes take of it, they check."""
+    if not isinstance(spars, DecayScheduler):
+        check_number("DistOpt", "spars", spars, 0)
 
 
 def check_values(clip_norm: object, check_finite: object, check_every: object) -> None:

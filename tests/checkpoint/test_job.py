@@ -27,6 +27,7 @@ from singa_lite.comm.local import LocalCommunicator
 from singa_lite.data import ShardedSampler, prefetch
 from singa_lite.errors import CheckpointError, OptionError, SingaLiteError
 from singa_lite.files import PART_SUFFIX
+from singa_lite.tensor import Tensor
 from tests.checkpoint.job_net import OPTIONS, Net, batch, bits, compiled, train
 from tests.comm.processes import fresh_environment, run_ranks_of, wait_until, write_script
 from tests.limits import LIMIT_S
@@ -702,6 +703,23 @@ def test_extras_that_would_come_back_otherwise_are_refused(tmp_path: Path, value
     net = compiled(LocalCommunicator(World()), "fp32", False)
     with pytest.raises(OptionError, match="extra 'a'"):
         checkpoint.save_job(tmp_path, net, extra={"a": value})
+
+
+class Rounded(Net):
+    buffers = ("half",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = Tensor((2,), dtype="bfloat16")
+
+
+def test_a_bfloat16_buffer_is_refused_by_name(tmp_path: Path) -> None:
+    net = Rounded()
+    net.set_optimizer(opt.SGD(0.1))
+    net.compile([batch(0, 0)[0]])
+    with pytest.raises(CheckpointError, match="'model/half' is bfloat16; save it as float32"):
+        checkpoint.save_job(tmp_path, net)
+    assert not list(tmp_path.glob("step*"))
 
 
 def test_extras_of_the_other_byte_order_come_back(tmp_path: Path) -> None:

@@ -411,6 +411,11 @@ def test_what_is_no_signal_to_handle_is_refused(agreement, number, message):
         agreement.listen([number])
 
 
+def test_a_number_is_no_list_of_signals(agreement):
+    with pytest.raises(OptionError, match="expected a list of signals, got 15"):
+        agreement.listen(15)
+
+
 def test_signals_need_the_main_thread(agreement):
     errors = []
 

@@ -184,7 +184,7 @@ def test_bad_options_are_option_errors():
     for batch_size in (0, -3, 2.0, True, None):
         with pytest.raises(OptionError, match="batch_size"):
             batches(SplitSampler(10), batch_size)
-    for sampler in (None, 3, iter([1, 2])):
+    for sampler in (None, 3, iter([1, 2]), np.array(3)):
         with pytest.raises(OptionError, match="is no sampler"):
             batches(sampler, 2)
 

@@ -87,6 +87,8 @@ def test_an_updater_changes_the_value_in_place(store, set_updater):
     assert seen == [3, 4]
     with pytest.raises(OptionError, match="expected a function, got 3"):
         store.set_updater(3)
+    with pytest.raises(OptionError, match="pushpull: wait = 'no'"):
+        store.pushpull(3, np.ones((2, 3), F32), wait="no")
 
 
 def test_an_optimizer_updates_the_value(store):

@@ -433,6 +433,7 @@ def test_a_wrong_explicit_input_size_is_a_shape_error_at_the_first_call(make: Ca
         (lambda: layer.Embedding(2, 2).from_pretrained(np.ones((2, 3))), ShapeError, r"must be \(2, 2\)"),
         (lambda: layer.Embedding(1, 3).from_pretrained([[1.0, 2, 3]]), DTypeError, "not list"),
         (lambda: layer.Embedding(1, 3).from_pretrained(None), DTypeError, "not NoneType"),
+        (lambda: layer.Embedding(1, 3).from_pretrained(np.ones((1, 3)), np.ones(3)), OptionError, "freeze"),
         (lambda: layer.Embedding(1, 3).from_pretrained("abc"), DTypeError, "not str"),
         (lambda: layer.Embedding(1, 3).from_pretrained(np.array([["a"] * 3])), DTypeError, "not <U1"),
         (lambda: layer.Embedding(1, 3).from_pretrained(np.ones((1, 3), "c16")), DTypeError, "not complex128"),

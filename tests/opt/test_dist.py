@@ -324,6 +324,8 @@ def test_two_models_on_one_dist_opt_keep_their_names():
         lambda d: opt.DistOpt(communicator=d.communicator, dist_option="sparseTopK", corr="no"),
         lambda d: d(None),
         lambda d: d.update(Tensor((2,)), np.ones(2, np.float32)),
+        lambda d: setattr(d, "spars", -1),
+        lambda d: d.opt.run_update("sgb", []),
     ],
 )
 def test_arrays_and_arguments_that_do_not_fit_raise(make):
@@ -337,6 +339,17 @@ def test_a_learning_rate_can_be_set():
     assert dist.opt.lr(0) == 0.5
     with pytest.raises(OptionError, match="SGD: lr = inf"):
         dist.lr = float("inf")
+
+
+def test_spars_can_be_set_unless_the_text_gives_it():
+    dist = opt.DistOpt(communicator=LocalCommunicator(World()), dist_option="sparseTopK")
+    assert dist.spars == 0.05
+    dist.spars = 0.5
+    assert dist.spars == 0.5
+    dist.dist_option = "sparseTopK:0.3"
+    with pytest.raises(OptionError, match=r"'sparseTopK:0\.3' gives spars.*set dist_option"):
+        dist.spars = 0.1
+    assert dist.spars == 0.5
 
 
 def disagreeing_group(communicator):

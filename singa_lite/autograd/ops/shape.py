@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from builtins import slice as slice_type  # ``slice`` is the operator here
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -190,11 +191,10 @@ class Pad(Operator):
         if not is_float(inputs[0].dtype) and not self.constant.is_integer():
             raise DTypeError(f"pad: constant = {self.constant} is not a {inputs[0].dtype}")
 
-    def inside(self, shape: Shape) -> tuple[slice_type, ...]:
-        """Return the slices of the result that hold x of this shape."""
-        return tuple(
-            slice_type(before, before + size) for before, size in zip(self.pads, shape, strict=False)
-        )
+    def inside(self, shape: Shape) -> tuple[Any, ...]:
+        """Return the index of the part of the result that holds x of this shape."""
+        parts = (slice_type(before, before + size) for before, size in zip(self.pads, shape, strict=False))
+        return *parts, ...  # an array even where there is no axis
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x = inputs[0]
@@ -203,13 +203,13 @@ class Pad(Operator):
         shape = tuple(b + size + a for b, size, a in zip(befores, x.shape, afters, strict=True))
         y = context.empty(shape, x.dtype)
         context.run("fill", out=y, value=self.constant)
-        context.run("copy", x, out=y[(*self.inside(x.shape), ...)])
+        context.run("copy", x, out=y[self.inside(x.shape)])
         return y
 
     def backward(self, context: Context, *dys: Array) -> Array:
         (shape,) = context.saved
         dx = context.empty(shape, dys[0].dtype)
-        context.run("copy", dys[0][(*self.inside(shape), ...)], out=dx)
+        context.run("copy", dys[0][self.inside(shape)], out=dx)
         return dx
 
 
@@ -239,10 +239,10 @@ class Slice(Operator):
     autocast = "keep"
 
     def __init__(self, parts: tuple[slice_type, ...]) -> None:
-        self.parts = parts
+        self.parts = (*parts, ...)  # so a part is an array even where there is no axis
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        part = inputs[0][(*self.parts, ...)]  # an array without dimensions, too
+        part = inputs[0][self.parts]
         context.save(inputs[0].shape)
         out = context.empty(part.shape, part.dtype)
         context.run("copy", part, out=out)
@@ -252,7 +252,7 @@ class Slice(Operator):
         (shape,) = context.saved
         dx = context.empty(shape, dys[0].dtype)
         context.run("fill", out=dx, value=0.0)
-        context.run("copy", dys[0], out=dx[(*self.parts, ...)])
+        context.run("copy", dys[0], out=dx[self.parts])
         return dx
 
 
