@@ -113,7 +113,7 @@ class Device:
         self._seed, self._counter = int(seed), 0
 
     def next_random(self) -> tuple[Any, Any]:  # Any: ints, or Scalars while a step is recorded
-        """Claim the next piece of the random stream, as (seed, counter) for a random kernel."""
+        """Claim the next piece of the random stream: (seed, counter), numbers for a random kernel and nothing else."""
         return scalar(lambda: self._seed), scalar(self._draw)
 
     def _draw(self) -> int:

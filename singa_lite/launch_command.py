@@ -24,6 +24,7 @@ from .comm.link import parse_link
 from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
 from .comm.trace_file import tracing
 
+RSH = "ssh"
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
     "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
@@ -65,9 +66,8 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     )
     add(
         "--rsh",
-        default="ssh",
         metavar="CMD",
-        help="the remote shell for -H, with its options (default %(default)s)",
+        help=f"the remote shell for -H, with its options (default {RSH})",
     )
     for role in ("worker", "server"):
         add(
@@ -226,6 +226,8 @@ def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
         parser.error("--launcher local: starts processes on this host only; leave out -H")
     if options.sync_dst_dir is not None:
         parser.error("--sync-dst-dir: there are no hosts to copy to; give -H FILE")
+    if options.rsh is not None:
+        parser.error("--rsh: there are no hosts to reach; give -H FILE")
     if options.num_workers + (options.num_servers or 0) > 1 and sys.platform != "linux":
         parser.error(
             f"-n {options.num_workers}: shared memory works on Linux only; use mpiexec on {sys.platform}"
@@ -233,10 +235,10 @@ def _is_local(parser: argparse.ArgumentParser, options: argparse.Namespace) -> b
     return True
 
 
-def _rsh(parser: argparse.ArgumentParser, given: str) -> list[str]:
+def _rsh(parser: argparse.ArgumentParser, given: str | None) -> list[str]:
     """Return the words of the remote shell's command."""
     try:
-        words = shlex.split(given)
+        words = shlex.split(RSH if given is None else given)
     except ValueError as error:
         parser.error(f"--rsh {given!r}: {error}")
     if not words:

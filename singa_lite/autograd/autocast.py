@@ -75,9 +75,11 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
         DeviceError: inside, an input on a device without that precision.
 
     Example:
+        >>> x = Tensor(data=np.ones((2, 3), np.float32))
         >>> with autograd.autocast("bf16"):
-        ...     loss = autograd.softmax_cross_entropy(autograd.matmul(x, w), labels)
-        >>> sgd(loss)
+        ...     y = autograd.matmul(x, Tensor(data=np.ones((3, 4), np.float32)))
+        >>> y.dtype
+        dtype(bfloat16)
     """
     check_precision("autocast", precision)
     used = precision if check_bool("autocast", "enabled", enabled) else "fp32"

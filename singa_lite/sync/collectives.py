@@ -7,7 +7,7 @@ the SUM over the ranks in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -100,9 +100,10 @@ class ArrayCollectives:
         times = end_step()
         self._times = times if is_timed else None
 
-    def broadcast(self, params: Iterable[Tensor]) -> None:
-        """Copy rank 0's values of ``params`` to every rank."""
-        self.communicator.broadcast(_lasting(params), 0, name=self.collective_name("parameters")).wait()
+    def broadcast(self, params: Iterable[Tensor] | Mapping[str, Tensor]) -> None:
+        """Copy rank 0's values of ``params``, Tensors or those of a dict such as ``get_params()``, to every rank."""
+        tensors = params.values() if isinstance(params, Mapping) else params
+        self.communicator.broadcast(_lasting(tensors), 0, name=self.collective_name("parameters")).wait()
 
     def synchronize(self, model: HasStates) -> None:
         """Average parameters and batch-norm statistics over the ranks, before evaluation or saving."""

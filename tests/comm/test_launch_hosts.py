@@ -493,6 +493,7 @@ def test_a_folder_is_not_copied_to_itself_nor_to_a_relative_path(tmp_path, proje
         ("--launcher yarn", "start the script with mpiexec or srun"),
         ("--launcher x", "--launcher x: expected local, mpi or ssh"),
         ("--sync-dst-dir /x", "--sync-dst-dir: there are no hosts to copy to; give -H FILE"),
+        ("--rsh ssh", "--rsh: there are no hosts to reach; give -H FILE"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys, options, message):

@@ -370,6 +370,17 @@ def test_a_rank_that_makes_one_step_more_gets_an_error():
     assert isinstance(results[1], CommError)
 
 
+def broadcast_a_dict(communicator):
+    params = make_params(communicator.rank)
+    opt.DistOpt(communicator=communicator).broadcast(params)
+    return {name: to_numpy(param).tobytes() for name, param in params.items()}
+
+
+def test_parameters_by_name_are_broadcast():
+    expected = {name: to_numpy(param).tobytes() for name, param in make_params(0).items()}
+    assert run_ranks(broadcast_a_dict, 3) == [expected] * 3
+
+
 # ---- SINGA's methods -----------------------------------------------------------------------------------
 
 
