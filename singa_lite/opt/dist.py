@@ -110,7 +110,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             that its text gives as well.
 
     Attributes:
-        opt, dist_option: as given; may be set between steps on every rank, which recorded steps see.
+        opt, dist_option: as given; may be set between steps on every rank, which recorded steps see. So may ``lr``,
+            which is that of ``opt``; its other numbers are set there, as ``dist.opt.momentum``.
         communicator, world_size, local_rank, global_rank: of this process.
 
     Raises:
