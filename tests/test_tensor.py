@@ -295,6 +295,8 @@ def test_one_element_is_a_number_for_python() -> None:
     for call in (int, float, "{:.1f}".format):
         with pytest.raises(ShapeError, match="more than one element"):
             call(Tensor((2,)))
+    with pytest.raises(OptionError, match="format: Invalid format specifier"):
+        f"{t:top}"
 
 
 def test_a_number_to_the_power_of_a_tensor_has_a_gradient(training: None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from ..config import state
 from ..device import Device, get_default_device
 from ..dtypes import bfloat16, is_float
-from ..errors import DeviceError, DTypeError, GraphError, ShapeError, check_number
+from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_number
 from ..graph.buffer import note_replaced
 from ..graph.memory import address_of
 from ..graph.recorder import bookkeep, break_graph, guard, tell_other_threads, unrecorded
@@ -212,7 +212,13 @@ class Tensor:
 
     def __format__(self, spec: str) -> str:
         """Return the value of a one-element tensor in the format of a number, as in f"{loss:.3f}"; "" is str()."""
-        return format(self.item(), spec) if spec else str(self)
+        if not spec:
+            return str(self)
+        number = self.item()
+        try:
+            return format(number, spec)
+        except ValueError as error:
+            raise OptionError(f"format: {error}") from None
 
     def item(self) -> Number:
         """Return the value of a one-element tensor as a Python number."""
