@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from ..errors import OptionError
 from ..tensor import Tensor
-from .base import MomentumRule, Optimizer
+from .base import MomentumRule, Optimizer, Pairs
 from .schedule import DecayScheduler
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(Optimizer, ABC):
     """Passes schedules, steps, slots and descriptions on; what updates, a subclass writes.
 
     Attributes:
@@ -45,6 +46,9 @@ class OptimizerWrapper(Optimizer):
         raise OptionError(
             f"{type(self).__name__}: has no call(loss); call the optimizer itself, as optimizer(loss)"
         )
+
+    @abstractmethod
+    def update_all(self, pairs: Pairs) -> None: ...
 
     def lr_at(self, step: int) -> float:
         return self.opt.lr_at(step)

@@ -157,6 +157,7 @@ def without_class(description):
             "no Optimizer is called 'Lion'; known are AdaGrad, .*SGD.* top of the script",
         ),
         (lambda: opt.create("Optimizer"), "no Optimizer is called"),
+        (lambda: opt.create("OptimizerWrapper", lr=0.1), "no Optimizer is called"),
         (lambda: opt.create(opt.SGD), "no Optimizer is called <class"),
         (lambda: opt.create("SGD", rate=0.1), "SGD cannot be made of .rate.: .*rate"),
         (lambda: opt.create("SGD", lr={"class": "Lion"}), "no DecayScheduler is called 'Lion'"),
