@@ -67,9 +67,7 @@ class Model(Layer):
 
     @property
     def optimizer(self) -> Any:  # Any: Optimizer, or None before set_optimizer; train_one_batch calls it
-        """What ``set_optimizer`` was given; in a step before that GraphError."""
-        if self._optimizer is None and this_thread.model is self:
-            raise GraphError(f"{type(self).__name__}: call set_optimizer before training")
+        """What ``set_optimizer`` was given."""
         return self._optimizer
 
     @optimizer.setter
@@ -189,7 +187,7 @@ class Model(Layer):
         """
         if not self.training:
             is_layer = this_thread.model is not None and not self._has_mode
-            means_to_train = self._optimizer is not None and this_thread.recording
+            means_to_train = self._optimizer is not None and this_thread.recording and not self._is_compiled
             if means_to_train and not (is_layer or self._has_mode):
                 raise GraphError(
                     f"{type(self).__name__}: call compile([inputs]) before training, or eval() to evaluate"
@@ -218,6 +216,12 @@ class Model(Layer):
         try:
             with autocast_like(self._precision):
                 return self.train_one_batch(*inputs, **options)
+        except (AttributeError, TypeError) as error:
+            if self._optimizer is None and "'NoneType' object" in str(error):
+                raise GraphError(
+                    f"{type(self).__name__}: {error}; call set_optimizer before training"
+                ) from error
+            raise
         finally:
             this_thread.model = outer
 

@@ -338,10 +338,44 @@ def test_training_without_an_optimizer_is_an_error(use_graph):
     net, (x, y) = Net(), batch(0)
     net.compile([x], use_graph=use_graph)
     assert net.optimizer is None
-    with pytest.raises(GraphError, match="Net: call set_optimizer before training"):
+    with pytest.raises(GraphError, match=r"Net: .*NoneType.*; call set_optimizer before training"):
         net(x, y)
     net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World())))
     net(x, y)
+
+
+class MayOptimize(Net):
+    def train_one_batch(self, x, y):
+        loss = self.loss(self.forward(x), y)
+        if self.optimizer is not None:
+            self.optimizer(loss)
+        return loss
+
+
+def test_a_step_may_ask_whether_there_is_an_optimizer():
+    net, (x, y) = MayOptimize(), batch(0)
+    net.compile([x])
+    before = values(net)
+    net(x, y)
+    assert {name: before[name] for name in net.get_params()} == {
+        name: value for name, value in values(net).items() if name in net.get_params()
+    }
+
+
+class OwnModes(Net):
+    def train(self, mode=True):
+        self.training = mode
+
+    def eval(self):
+        self.training = False
+
+
+def test_modes_of_the_users_own_are_taken_once_it_is_compiled():
+    net, (x, _) = OwnModes(), batch(0)
+    net.set_optimizer(opt.SGD(0.1))
+    net.compile([x])
+    net.eval()
+    assert net(x).shape == (8, 4)
 
 
 def test_wrong_arguments_raise():

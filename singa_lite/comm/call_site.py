@@ -31,6 +31,16 @@ class CallSites:
         return site
 
 
+def users_stacklevel() -> int:
+    """Return the ``stacklevel`` with which a warning of the caller names the user's line; 1 if no user called."""
+    frame, level = sys._getframe(1), 1
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return level
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return 1
+
+
 def users_line() -> tuple[str, int]:
     """Return file and line of the innermost frame outside of this package, ("", 0) if all are inside."""
     frame = sys._getframe(1)

@@ -74,23 +74,36 @@ class ResumableSampler:
     @property
     def epoch(self) -> int:
         """Epoch of the next batch."""
-        return self._read_place().epoch
+        return self._watched("epoch")
 
     @property
     def start(self) -> int:
         """Samples of this epoch that another number of ranks has used."""
-        return self._read_place().start
+        return self._watched("start")
 
     @property
     def position(self) -> int:
         """What is done of this epoch, behind ``start``."""
-        return self._read_place().position
+        self._break_graph()
+        return self._place.position
 
-    def _read_place(self) -> Place:
-        """Return the place; a recorded step that reads it must run eagerly, as a replay would not."""
+    def _watched(self, name: str) -> int:
+        """Return a part of the place that changes seldom: a step that reads it is recorded again when it has."""
+
+        def read() -> int:
+            value: int = getattr(self._place, name)
+            return value
+
         if this_thread.recorder is not None:
-            this_thread.recorder.break_graph("it reads the place of a sampler, which a replay would not do")
-        return self._place
+            this_thread.recorder.guards.setdefault((self, name), (read, read()))
+        return read()
+
+    def _break_graph(self) -> None:
+        """Have a recorded step run eagerly that reads what changes with every batch."""
+        if this_thread.recorder is not None:
+            this_thread.recorder.break_graph(
+                "it reads the position of a sampler, which a replay would not do"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch`` (>= 0), outside a loop; within that epoch already, stay at the position."""
@@ -105,7 +118,7 @@ class ResumableSampler:
             CheckpointError: another thread runs the loop or has left it within the epoch, ahead of what was trained on,
                 without ``follow``.
         """
-        self._read_place()
+        self._break_graph()
         if self._taken is not None:
             return self._taken
         if self._iterated_by not in (None, threading.get_ident()):

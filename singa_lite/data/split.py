@@ -160,12 +160,11 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
         [[0, 1, 2]]
     """
     check_int("batches", "batch_size", batch_size, 1)
-    try:
-        len(sampler), iter(sampler)
-    except TypeError:
+    is_number = isinstance(sampler, np.ndarray) and not sampler.ndim
+    if is_number or not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
         raise OptionError(
             f"batches: {sampler!r} is no sampler; it needs a length and indices to iterate over"
-        ) from None
+        )
     return Batches(sampler, batch_size)
 
 

@@ -147,7 +147,7 @@ class DistStore(KVStore):
 
     @property
     def traffic(self) -> MessageTraffic:
-        break_graph("it reads the traffic of a key-value store, which a replay would not do")
+        break_graph("it uses a key-value store")
         return self._messenger.traffic
 
     def server_stats(self) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class ReplicaStore(KVStore):
 
     @property
     def traffic(self) -> MessageTraffic:
-        break_graph("it reads the traffic of a key-value store, which a replay would not do")
+        break_graph("it uses a key-value store")
         self._traffic.wait_s = self._communicator.traffic.wait_s
         return self._traffic
 

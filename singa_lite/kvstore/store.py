@@ -80,7 +80,7 @@ class KVStore(WorkerCalls):
     @property
     def learning_rate(self) -> float | None:
         """What ``set_learning_rate`` has set since ``set_optimizer``; None: the rate is the optimizer's."""
-        break_graph("it reads the learning rate of a key-value store, which a replay would not do")
+        break_graph("it uses a key-value store")
         return self._lr
 
     @property

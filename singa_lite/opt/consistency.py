@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..comm.base import Communicator
-from ..comm.call_site import users_line
+from ..comm.call_site import users_stacklevel
 from ..graph.recorder import guard, unrecorded
 from ..graph.rounded import note_written
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
@@ -81,11 +81,10 @@ class Consistency:
         self.names = unique_names([*self.names, *params])
         compare_models(self._communicator, {self.names[param]: param for param in params}, dist.settings())
         if not are_equal(self._communicator, "parameter values", params):
-            warnings.warn_explicit(
+            warnings.warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
                 "Call DistOpt.broadcast(params) before training, or use a Model",
-                UserWarning,
-                *users_line(),
+                stacklevel=users_stacklevel(),
             )
             dist.broadcast(params)
 

@@ -35,7 +35,7 @@ from ..sync.finite import FiniteCheck
 from ..sync.fixed_order import FIXED_ORDER, FixedOrder
 from ..sync.scheme_table import PREFIX as SYNC
 from ..sync.scheme_table import SchemeTable
-from ..sync.text import options_by_name, read_dist_option
+from ..sync.text import read_dist_option
 from ..tensor import Tensor
 from .accumulate import PREFIX, GradientSums
 from .base import Optimizer, Pairs
@@ -86,8 +86,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         threshold: elements; how the sparse schemes and partialUpdate form groups: a parameter above it alone,
             smaller ones joined until they exceed it.
         spars: what the option ``spars`` is where neither a call nor the text of ``dist_option`` says: a number, or a
-            DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps, unless the
-            text gives it; recorded steps see it.
+            DecayScheduler of the step; None is 0.05. The attribute of this name can be set between steps; recorded
+            steps see it.
         bucket_bytes: fp32, fp16 and bf16 send a message as soon as it exceeds these bytes; tuning never changes
             results.
         timeout_s: seconds a collective waits for its peers; None is 300, or SINGA_LITE_TIMEOUT_S. The first
@@ -227,11 +227,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     @spars.setter
     def spars(self, spars: float | DecayScheduler) -> None:
         check_spars(spars)
-        if "spars" in options_by_name(*read_dist_option(self.dist_option)):
-            raise OptionError(
-                f"DistOpt: dist_option = {self.dist_option!r} gives spars, so setting the attribute would do nothing; "
-                "set dist_option"
-            )
         self._spars = spars
 
     # ---- one step ----------------------------------------------------------------------------------

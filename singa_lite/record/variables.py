@@ -5,13 +5,14 @@ A replay runs no Python, so all of it must be what it was when the step was reco
 
 Note [variables]: the functions of the user's classes are read, and those that they name: global variables, variables of
 closures, code and defaults of functions, attributes of functions, classes, modules and objects. Of an object its class
-counts, and those attributes that such a function names, at any depth: the functions of the class of what an attribute
-or a container holds are read too. A container of up to MAX_ITEMS is compared with all that it holds; of a list, dict
-(its values) or deque of up to MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of
-up to MAX_BYTES are compared by content, larger ones by identity. What installed packages and Python's own modules read
-is not looked at, nor are clocks, files and print, names that only exist at run time (eval, globals(), getattr of a
-computed name, imports inside functions), and attributes that an object did not have when the step was recorded.
-Functions that make a generator without a seed, or ask the system for numbers, break the graph.
+counts, and those attributes that such a function names (where one names vars, all of a namespace of argparse or types),
+at any depth: the functions of the class of what an attribute or a container holds are read too. A container of up to
+MAX_ITEMS is compared with all that it holds; of a list, dict (its values) or deque of up to MAX_IDENTITIES whether it
+holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared by content, larger ones by
+identity. What installed packages and Python's own modules read is not looked at, nor are clocks, files and print, names
+that only exist at run time (eval, globals(), getattr of a computed name, vars() of other objects, imports inside
+functions), and attributes that an object did not have when the step was recorded. Functions that make a generator
+without a seed, or ask the system for numbers, break the graph.
 
 What lives here: finding the variables and comparing them. What does not: reading one function's code (user_code.py),
 and what each kind of container holds (containers.py).
@@ -24,7 +25,6 @@ import random
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
 from functools import cached_property, partial, partialmethod, singledispatchmethod
 from operator import is_
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
@@ -58,7 +58,7 @@ from .user_code import PARTS, defaults_of, is_users, names_of, unseeded_calls, v
 
 WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
-PACKAGE = __name__.partition(".")[0]
+NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 
 # label of a variable, for people; what reads it, or returns Absent
@@ -255,28 +255,28 @@ class Variables:
         can_change = isinstance(value, containers()) and not (
             isinstance(value, BOUND) and not items_of(value)
         )
-        return self._describe(value, ()) if can_change else None
+        return self._describe(value, set()) if can_change else None
 
-    def _describe(self, value: object, within: tuple[int, ...]) -> Hashable:
+    def _describe(self, value: object, seen: set[int]) -> Hashable:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:
             return describe_large(value)
-        structure, tensors = flatten(value, lambda other: self._describe_object(other, within))
+        structure, tensors = flatten(value, lambda other: self._describe_object(other, seen))
         return structure, tuple((Same(tensor), Same(tensor.array)) for tensor in tensors)
 
-    def _describe_object(self, value: Any, within: tuple[int, ...]) -> Hashable:
+    def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
             return Same(value), frozenset(value)
         if isinstance(value, deque) and len(value) <= MAX_ITEMS:
-            return Same(value), self._describe(list(value), within)
+            return Same(value), self._describe(list(value), seen)
         if isinstance(value, deque):
             return describe_large(value)
         if isinstance(value, np.ndarray) and value.dtype.hasobject and value.size <= MAX_ITEMS:
-            return Same(value), self._describe(value.tolist(), within)
+            return Same(value), self._describe(value.tolist(), seen)
         if isinstance(value, MappingProxyType):
             is_large = len(value) > MAX_ITEMS
-            return describe_large(value) if is_large else (Same(value), self._describe(dict(value), within))
+            return describe_large(value) if is_large else (Same(value), self._describe(dict(value), seen))
         if isinstance(value, ref):
-            return Same(value), self._describe(value(), within)
+            return Same(value), self._describe(value(), seen)
         if isinstance(value, (memoryview, CData)):
             return Same(value), bytes_of(value)
         if isinstance(value, np.ndarray) and value.nbytes <= MAX_BYTES:
@@ -284,7 +284,7 @@ class Variables:
         if isinstance(value, (bytearray, array)) and len(value) <= MAX_BYTES:
             return Same(value), bytes(value)
         if isinstance(value, BOUND):
-            return Same(value), self._describe(bound_to(value), within)
+            return Same(value), self._describe(bound_to(value), seen)
         if isinstance(value, np.random.Generator):
             return Same(value), repr(value.bit_generator.state)
         if isinstance(value, (np.random.BitGenerator, np.random.SeedSequence)):
@@ -296,36 +296,42 @@ class Variables:
         if isinstance(value, itertools.count):
             return Same(value), repr(value)
         if isinstance(value, partial):
-            return Same(value), self._describe([value.args, value.keywords], within)
+            return Same(value), self._describe([value.args, value.keywords], seen)
         if isinstance(value, MethodType):
-            return Same(value.__func__), self._describe_object(value.__self__, within)
-        if id(value) in self._layers or id(value) in within:
+            return Same(value.__func__), self._describe_object(value.__self__, seen)
+        if id(value) in self._layers or id(value) in seen:
             return Same(value)
-        held = tuple(
-            (label, self._describe(read(), (*within, id(value))))
-            for label, read in self._attributes("", value)
-        )
-        # of a class of the user's own that is a container as well
-        if isinstance(value, (list, tuple)):
-            return Same(value), self._describe(list(value), (*within, id(value))), held
-        if isinstance(value, dict):
-            return Same(value), self._describe(dict(value), (*within, id(value))), held
-        return Same(value), held
+        seen.add(id(value))
+        held = tuple((label, self._describe(read(), seen)) for label, read in self._attributes("", value))
+        return Same(value), self._items(value, seen), held
+
+    def _items(self, value: object, seen: set[int]) -> Hashable:
+        """Return what an object holds whose class is a subclass of list, tuple or dict, None for other objects."""
+        if isinstance(value, (list, tuple, dict)) and len(value) > MAX_ITEMS:
+            return describe_large(value)
+        # not by an __iter__ of the user's own
+        if isinstance(value, list):
+            return self._describe(list(list.__iter__(value)), seen)
+        if isinstance(value, tuple):
+            return self._describe(list(tuple.__iter__(value)), seen)
+        return self._describe(dict(dict.items(value)), seen) if isinstance(value, dict) else None
 
     def _attributes(self, label: str, value: Any) -> list[Location]:
         """Return where the attributes of an object are that functions name; of another model's layer all of them."""
         held = vars(value) if hasattr(value, "__dict__") else {}
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
-        if (self._reads_all or is_dataclass(value)) and not _is_known(value):
-            names |= held.keys()
+        is_read_whole = self._reads_all and f"{type(value).__module__}.{type(value).__name__}" in NAMESPACES
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
         elif isinstance(value, WRAPPERS) or type(value).__module__ == "multiprocessing.sharedctypes":
             names |= held.keys() & {"data", "maps", "_obj"}
-        elif isinstance(value, DecayScheduler) and "call" in self._names:
+        elif is_read_whole or (isinstance(value, DecayScheduler) and "call" in self._names):
             names |= held.keys()
+        elif isinstance(value, dict) and held is value:
+            names.clear()  # they are its items
         return [
             (f"the class of {label}", partial(type, value)),
+            *([(f"the attributes of {label}", partial(" ".join, held))] if is_read_whole else []),
             *(
                 (
                     f"{label}.{name}",
@@ -341,11 +347,6 @@ class Variables:
 def _objects_in(attribute: Attribute) -> list[object]:
     """Return what an attribute holds beside Tensors and plain values, functions among them."""
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
-
-
-def _is_known(value: object) -> bool:
-    """Return whether the recorder sees what an object does, or it is a class."""
-    return isinstance(value, (type, Layer, Optimizer)) or type(value).__module__.startswith(f"{PACKAGE}.")
 
 
 def _are_equal_plain(a: object, b: object) -> bool:

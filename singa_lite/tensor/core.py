@@ -217,7 +217,7 @@ class Tensor:
         number = self.item()
         try:
             return format(number, spec)
-        except ValueError as error:
+        except (OverflowError, ValueError) as error:
             raise OptionError(f"format: {error}") from None
 
     def item(self) -> Number:

@@ -341,17 +341,6 @@ def test_a_learning_rate_can_be_set():
         dist.lr = float("inf")
 
 
-def test_spars_can_be_set_unless_the_text_gives_it():
-    dist = opt.DistOpt(communicator=LocalCommunicator(World()), dist_option="sparseTopK")
-    assert dist.spars == 0.05
-    dist.spars = 0.5
-    assert dist.spars == 0.5
-    dist.dist_option = "sparseTopK:0.3"
-    with pytest.raises(OptionError, match=r"'sparseTopK:0\.3' gives spars.*set dist_option"):
-        dist.spars = 0.1
-    assert dist.spars == 0.5
-
-
 def disagreeing_group(communicator):
     communicator.new_group([0, 1] if communicator.rank == 0 else [0, 2])
 

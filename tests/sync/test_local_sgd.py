@@ -146,8 +146,11 @@ def test_a_dist_opt_says_that_ranks_differ() -> None:
 
 
 def switch(communicator: Any, use_graph: bool, option: str, folder: str) -> list[dict[str, bytes]]:
-    """Bits of parameters and states: after fp32 behind ``option``, and of a job that was saved and goes on there."""
+    """Bits of parameters and states: twice after fp32 behind ``option``, and of a job that goes on from a save."""
     net = made(communicator, use_graph, option, momentum=0.9)
+    found: list[dict[str, bytes]] = []
+    net.optimizer.dist_option = "fp32"  # recorded while ranks are equal
+    steps(net, communicator.rank, 20, 22)
     for first in (0, 3):  # twice, as what is recorded of the first turn is replayed in the second
         net.optimizer.dist_option = option
         steps(net, communicator.rank, first, first + 3)
@@ -155,14 +158,18 @@ def switch(communicator: Any, use_graph: bool, option: str, folder: str) -> list
         if first == 3:
             checkpoint.save_job(folder, net)
         steps(net, communicator.rank, first + 3, first + 6)
+        found.append(kept(net))
     other = made(communicator, use_graph, option, momentum=0.9)
     other.optimizer.dist_option = "fp32"
     assert checkpoint.load_job(folder, other) is not None
     steps(other, communicator.rank, 6, 9)
-    return [
-        bits(values(each)) | bits({k: v for k, v in each.optimizer.get_states().items() if "sync/" not in k})
-        for each in (net, other)
-    ]
+    return [*found, kept(other)]
+
+
+def kept(net: Any) -> dict[str, bytes]:
+    """Bits of parameters and of what the optimizer keeps, without that of dist_options."""
+    states = {k: v for k, v in net.optimizer.get_states().items() if "sync/" not in k}
+    return bits(values(net)) | bits(states)
 
 
 @pytest.mark.parametrize("use_graph", [False, True])
@@ -172,8 +179,9 @@ def test_ranks_are_equal_again_from_the_first_step_of_another_dist_option(
     size: int, option: str, use_graph: bool, tmp_path: Path
 ) -> None:
     ranks = run_ranks(switch, size, use_graph, option, str(tmp_path))
-    for went_on, resumed in ranks:
-        assert went_on == ranks[0][0] == resumed
+    for first, second, resumed in ranks:
+        assert first == ranks[0][0]
+        assert second == ranks[0][1] == resumed
 
 
 def first_step_of_fp32(communicator: Any, use_graph: bool) -> float:
