@@ -10,6 +10,7 @@
 #include "comm/engine.h"
 #include "comm/flight_recorder.h"
 #include "comm/p2p.h"
+#include "comm/stack_marks.h"
 #include "common/error.h"
 
 namespace py = pybind11;
@@ -319,6 +320,10 @@ PYBIND11_MODULE(_comm, m) {
       .def("read_record", [](const FlightFile& file) { return to_python(read_flight(file.memory(), file.bytes())); });
   m.def("claim_report", &claim_report, py::arg("path"), py::arg("id"));
   m.def("read_flight", &read_flight_of, py::arg("memory"));
+
+  m.attr("STACKS_BEGIN") = py::bytes(&kStacksBegin, 1);
+  m.attr("STACKS_END") = py::bytes(&kStacksEnd, 1);
+  m.def("mark_stacks", &mark_stacks, py::arg("signal"), py::arg("descriptor"));
 
   m.def("float_to_half", &narrow<DType::kFloat16>);
   m.def("half_to_float", &widen<DType::kFloat16>);

@@ -81,7 +81,7 @@ def full_report(
     stacks_for: Collection[int] | None = None,
     num_calls: int = SHOWN_CALLS,
 ) -> str:
-    """Return what every rank of this host is doing, with Python stacks. Takes up to half a second.
+    """Return what every rank of this host is doing, with Python stacks, which take up to a second.
 
     Args:
         records: one for each communicator.

@@ -3,7 +3,8 @@
 
 Python's faulthandler writes them in the signal handler itself, so also those of a process that never comes back to
 Python's main loop: in an endless loop, in a call of native code, at the prompt of a debugger. A stopped process writes
-nothing.
+nothing. native/comm/stack_marks.h marks where they begin and end, and keeps errno, which faulthandler sets to 0: a
+system call that has just failed would raise ``OSError: [Errno 0]`` otherwise.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from .. import _native
 from ..config import state
 from .flight_record import files_of
 from .proc import STATE, stat_fields
 
 NAME = "singa_lite-stacks"
 SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time signal, which hardly any program uses
-ANSWER_S = 0.4  # for stacks to come; they take milliseconds where there is a core to run on
-QUIET_S = 0.03  # after the last piece of a stack, which comes in many
+ANSWER_S = 1.0  # for stacks to come; they take milliseconds where there is a core to run on
+POLL_S = 0.005  # between looks whether they are there
 MAX_BYTES = 1 << 20  # of old stacks in a process's file
 STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "I": "idle"}
 STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
@@ -34,17 +36,19 @@ STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 def write_stacks() -> None:
     """Have SIGNAL write this process's stacks into a file of its own from now on; a second call does nothing.
 
-    Nothing happens on other systems than Linux, or if the program has a handler for SIGNAL.
+    Nothing happens on other systems than Linux, without native code, or if the program has a handler for SIGNAL.
     """
     if state.writes_stacks == os.getpid():
         return
     state.writes_stacks = os.getpid()  # a forked child has its parent's file
-    if sys.platform != "linux" or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+    native, _ = _native.load("_comm")
+    if sys.platform != "linux" or native is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return
     with contextlib.suppress(OSError):  # no descriptors left
         descriptor = os.memfd_create(f"{NAME}-{os.getpid()}")  # kept until the process ends
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(SIGNAL, descriptor, all_threads=True)
+        native.mark_stacks(SIGNAL, descriptor)
 
 
 def state_of(pid: int) -> str:
@@ -58,6 +62,9 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
 
     Takes up to ``ANSWER_S``. Only processes that have called ``write_stacks`` get the signal.
     """
+    native, reason = _native.load("_comm")
+    if native is None:
+        return dict.fromkeys(pids, f"none: {reason}")
     texts, paths = {}, {}
     for pid in pids:
         path = next(iter(files_of(pid, f"/memfd:{NAME}-{pid} ")), None)
@@ -68,14 +75,20 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
         else:
             paths[pid] = path
     starts = {pid: _ask(pid, path) for pid, path in paths.items()}
-    sizes, deadline = dict(starts), time.monotonic() + ANSWER_S
-    while sizes:
-        time.sleep(QUIET_S)
-        for pid, before in list(sizes.items()):
-            sizes[pid] = _size(paths[pid])
-            if starts[pid] < before == sizes[pid] or time.monotonic() > deadline:
-                del sizes[pid]
-                texts[pid] = _read(paths[pid], starts[pid]) or "none: the process did not answer"
+    deadline = time.monotonic() + ANSWER_S
+    while starts:
+        time.sleep(POLL_S)
+        is_over = time.monotonic() > deadline
+        for pid, start in list(starts.items()):
+            _, _, answer = _read(paths[pid], start).partition(native.STACKS_BEGIN)
+            stacks, end, _ = answer.partition(native.STACKS_END)
+            if end or is_over or not state_of(pid):
+                del starts[pid]
+                texts[pid] = stacks.decode(errors="replace").strip("\n")
+                if not end:
+                    texts[pid] += (
+                        "\nand more that did not come in time" if stacks else "none: no answer in time"
+                    )
     return texts
 
 
@@ -96,11 +109,11 @@ def _size(path: str) -> int:
     return 0
 
 
-def _read(path: str, start: int) -> str:
+def _read(path: str, start: int) -> bytes:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(start)
-        return file.read(MAX_BYTES).decode(errors="replace").strip("\n")
-    return ""
+        return file.read(MAX_BYTES)
+    return b""
 
 
 def _letter_of(pid: int) -> str:

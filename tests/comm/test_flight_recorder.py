@@ -439,11 +439,21 @@ def test_parts_of_one_communicator_are_joined() -> None:
 # ---- stacks --------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def running(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs ``code``; it and what it has forked are killed afterwards."""
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def test_a_process_without_a_file_for_stacks_gets_no_signal() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+    with running("import time; time.sleep(600)") as process:
         assert stacks.stacks_of([process.pid])[process.pid].startswith("none: ")
         assert process.poll() is None
-        process.kill()
 
 
 KEEPS_HANDLER = """
@@ -462,6 +472,81 @@ os.kill(os.getpid(), signal.SIGQUIT)
 def test_handlers_of_the_program_stay() -> None:
     result = run_command([sys.executable, "-c", KEEPS_HANDLER])
     assert (result.returncode, result.stdout.split(), result.stderr) == (0, ["mine", "quit"], "")
+
+
+FORKS = """
+import os, time
+from singa_lite.comm import stacks
+stacks.write_stacks()
+is_child = os.fork() == 0
+stacks.write_stacks()
+print(os.getpid(), flush=True)
+def child():
+    time.sleep(600)
+def parent():
+    time.sleep(600)
+child() if is_child else parent()
+"""
+
+
+def test_a_forked_child_writes_stacks_into_its_own_file() -> None:
+    with running(FORKS) as process:
+        assert process.stdout
+        pids = {int(process.stdout.readline()) for _ in range(2)}
+        (child,) = pids - {process.pid}
+        wait_until(lambda: "in child" in stacks.stacks_of([child])[child], "the child's stack")
+        wait_until(lambda: "in parent" in stacks.stacks_of([process.pid])[process.pid], "the parent's stack")
+        both = stacks.stacks_of(pids)
+        assert "in parent" not in both[child] and "in child" not in both[process.pid]
+
+
+KEEPS_ERRNO = """
+import ctypes
+from singa_lite.comm import stacks
+stacks.write_stacks()
+libc = ctypes.PyDLL(None)
+libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
+errno = libc.__errno_location()
+errno[0] = 5
+libc["raise"](int(stacks.SIGNAL))
+print(errno[0])
+"""
+
+
+def test_writing_stacks_keeps_the_error_of_a_system_call() -> None:
+    result = run_command([sys.executable, "-c", KEEPS_ERRNO])
+    assert (result.returncode, result.stdout, result.stderr) == (0, "5\n", "")
+
+
+WRITES_SLOWLY = """
+import os, signal, sys, time
+from singa_lite import _native
+from singa_lite.comm import stacks
+native, _ = _native.load("_comm")
+file = os.memfd_create(f"{stacks.NAME}-{os.getpid()}")
+def write(*_):
+    for piece in (b"end of an older one", native.STACKS_END, native.STACKS_BEGIN, b"first\\n", b"last\\n"):
+        os.write(file, piece)
+        time.sleep(.1)
+    if sys.argv[1] == "end":
+        os.write(file, native.STACKS_END)
+signal.signal(stacks.SIGNAL, write)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "limit_s", "text"),
+    [("end", LIMIT_S, "first\nlast"), ("no end", 3, "first\nlast\nand more that did not come in time")],
+)
+def test_stacks_are_waited_for_to_their_end(
+    end: str, limit_s: float, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "ANSWER_S", limit_s)
+    with running(WRITES_SLOWLY, end) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        assert stacks.stacks_of([process.pid]) == {process.pid: text}
 
 
 # ---- a running job -------------------------------------------------------------------------------------
