@@ -32,7 +32,7 @@ LEVELS = {
     4: {"backend", "comm"},
     3: {"_native", "generation", "graph", "model_file", "profile"},
     2: {"files"},
-    1: {"errors", "config", "dtypes"},
+    1: {"errors", "config", "dtypes", "users_line"},
 }
 LEVEL_OF = {module: level for level, modules in LEVELS.items() for module in modules}
 
@@ -271,6 +271,17 @@ def _changed_constant(node: ast.AST) -> str:
     return name if name.isupper() else ""
 
 
+def warnings_without_a_line(files: list[File]) -> Iterator[str]:
+    """Files that warn by themselves: users_line.py finds the line of the user's program that a warning names."""
+    for file in files:
+        for node in file.nodes:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if "warnings" in names and file.name != "users_line":
+                yield f"{file.name} imports warnings"
+
+
 def missing_docstrings(files: list[File]) -> Iterator[str]:
     yield from (
         f"{file.name} has no docstring"
@@ -292,6 +303,7 @@ RULES = [
     hidden_imports,
     import_cycles,
     module_state,
+    warnings_without_a_line,
     missing_docstrings,
     missing_licence,
 ]
@@ -439,6 +451,11 @@ VIOLATIONS = {
         {"layer/linear.py": "from .. import tensor\ndef f(x):\n    tensor.SEEN.append(x)"},
         "layer.linear changes SEEN",
     ),
+    "a warning": (
+        warnings_without_a_line,
+        {"tensor.py": "def f():\n    import warnings"},
+        "tensor imports warnings",
+    ),
     "no docstring": (missing_docstrings, {"tensor.py": "x = 1"}, "tensor has no docstring"),
     "no licence": (missing_licence, {"tensor.py": ""}, "tensor has no SPDX line"),
 }
@@ -446,6 +463,7 @@ VIOLATIONS = {
 SOUND = {
     "__init__.py": "from .opt import DistOpt",
     "errors.py": "",
+    "users_line.py": "import warnings",
     "config.py": "state = {}\ndef f():\n    global state",
     "device.py": "",
     "tensor.py": "from . import config\nTABLE = {}\nTABLE['add'] = 1",

@@ -17,7 +17,6 @@ replays do. Eager operators round a parameter at each use, as anybody may write 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -30,6 +29,7 @@ from ..device import Device
 from ..dtypes import bfloat16, is_float
 from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
 from ..tensor import Tensor, float32
+from ..users_line import warn
 
 RULES = ("low", "float32", "widest", "keep")
 # what products are computed in
@@ -92,10 +92,9 @@ def _report_slow_cpu() -> None:
     """Warn, once a process, if the CPU has no instructions for products of bfloat16; one with a GPU computes there."""
     state.has_looked_for_bfloat16 = True
     if not find_instructions():
-        warnings.warn(
+        warn(
             "This CPU has no instructions for bfloat16 (AVX-512 BF16 or AMX): autocast computes the same numbers in "
-            "float32 of rounded inputs, more slowly than one that has them",
-            stacklevel=3,
+            "float32 of rounded inputs, more slowly than one that has them"
         )
 
 

@@ -8,7 +8,6 @@ What does not live here: the files (../generation.py), the states of another num
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..generation import Arrays, DamagedError, Generation, Manifest, find_genera
 from ..model import Model
 from ..model_file import Checkpoint
 from ..opt.fixed_order import check_threads
+from ..users_line import warn
 from .contents import changed_settings, check_optimizer, check_resized_samplers, digests
 from .job import (
     MODEL,
@@ -91,7 +91,7 @@ def load_job(
             damaged.append(generation.manifest.id)
             continue
         for problem in problems:
-            warnings.warn(f"load_job: {problem}; going on from {generation.path.name}", stacklevel=2)
+            warn(f"load_job: {problem}; going on from {generation.path.name}")
         job = _go_on(communicator, model, trainer, sampler, generation, arrays)
         known = state_of(model)
         known.known |= {each["id"] for _, each in found["generations"]}
@@ -108,15 +108,11 @@ def _warn_of_changes(generation: Generation, optimizer: Any) -> None:
     """Warn where the job goes on with another dist_option or other settings of the optimizer."""
     saved_with, has = generation.manifest.dist_option, getattr(optimizer, "dist_option", None)
     if saved_with != has:
-        warnings.warn(
-            f"load_job: {generation.path.name} was saved with dist_option {saved_with!r}, and goes on with {has!r}",
-            stacklevel=3,
+        warn(
+            f"load_job: {generation.path.name} was saved with dist_option {saved_with!r}, and goes on with {has!r}"
         )
     if changed := changed_settings(generation.manifest.optimizer, optimizer.settings()):
-        warnings.warn(
-            f"load_job: {generation.path.name} was saved with another {', '.join(changed)} of the optimizer",
-            stacklevel=3,
-        )
+        warn(f"load_job: {generation.path.name} was saved with another {', '.join(changed)} of the optimizer")
 
 
 def _found(folder: str | os.PathLike[str]) -> Json:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from ..device import Device, get_default_device
 from ..errors import DeviceError, DTypeError, OptionError, ShapeError, check_bool, check_int, check_number
 from ..tensor import Tensor, to_numpy
 from ..tensor.checks import as_axis, as_numbers
+from ..users_line import warn
 
 Array = np.ndarray[Any, Any]
 Data = TypeVar("Data", Tensor, Array)
@@ -112,9 +112,7 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
     norm = math.sqrt(sum(_square_sum(array) for array in distinct))
     if not math.isfinite(norm):
         if check_isfinite:
-            warnings.warn(
-                f"clip_global_norm: the norm is {norm}; nothing is scaled", UserWarning, stacklevel=2
-            )
+            warn(f"clip_global_norm: the norm is {norm}; nothing is scaled")
         return norm
     scale = max_norm / (norm + 1e-8)
     if scale < 1:

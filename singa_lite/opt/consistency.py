@@ -7,17 +7,16 @@ What lives here: the parameters' names, and what has been compared or must be. W
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from ..comm.base import Communicator
-from ..comm.call_site import users_stacklevel
 from ..graph.recorder import guard, unrecorded
 from ..graph.rounded import note_written
 from ..sync.agree import are_equal, compare, compare_models, compare_progress
 from ..sync.base import Scheme, text_of
 from ..tensor import Tensor, to_numpy
+from ..users_line import warn
 from .accumulate import GradientSums
 from .checks import unique_names
 from .options import Option
@@ -81,10 +80,9 @@ class Consistency:
         self.names = unique_names([*self.names, *params])
         compare_models(self._communicator, {self.names[param]: param for param in params}, dist.settings())
         if not are_equal(self._communicator, "parameter values", params):
-            warnings.warn(
+            warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
-                "Call DistOpt.broadcast(params) before training, or use a Model",
-                stacklevel=users_stacklevel(),
+                "Call DistOpt.broadcast(params) before training, or use a Model"
             )
             dist.broadcast(params)
 

@@ -10,7 +10,6 @@ sample, whichever rank has it. A microbatch that draws 2**20 times or more runs 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..device import Device, get_num_threads
 from ..errors import CheckpointError, OptionError
 from ..graph.recorder import bookkeep, guard_ahead, steps_since_start, unrecorded
 from ..tensor import Tensor
+from ..users_line import warn
 from .accumulate import BATCHES, CALLS, PREFIX, Array, Gradients, GradientSums
 
 LEVEL = f"{PREFIX}level/"
@@ -169,10 +169,9 @@ def check_threads(saved: Mapping[str, Any], mine: Mapping[str, Any], where: str)
         return
     before, now = saved.get(THREADS), mine.get(THREADS)
     if THREADS not in saved:
-        warnings.warn(
+        warn(
             f"{where}: it does not say on how many threads a rank computed, and order='fixed' has the same bits only "
-            f"with as many as then; here there are {now}",
-            stacklevel=2,
+            f"with as many as then; here there are {now}"
         )
     elif before is not None and now is not None and before != now:
         raise CheckpointError(

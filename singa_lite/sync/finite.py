@@ -12,7 +12,6 @@ the scale again, see ``scalar``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..dtypes import accumulation_dtype
 from ..errors import CheckpointError, NonFiniteError
 from ..graph.recorder import fork, host, join, scalar
 from ..tensor import Tensor, to_numpy
+from ..users_line import warn
 
 LARGEST_SCALE = 2.0**15  # float16's largest power of two; the first scale
 GROW_AFTER = 2000
@@ -122,12 +122,11 @@ class FiniteCheck:
             )
         self._count(bool(texts))
         if self._num_in_a_row == WARN_AFTER and self._communicator.rank == 0:
-            warnings.warn(
+            warn(
                 f"DistOpt: {WARN_AFTER} updates in a row were left out, the last because the gradient of "
                 f"{', '.join(texts)} is not finite. If parameters, inputs or statistics hold a NaN, no later update "
                 "is made either: go on from a checkpoint",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return not texts
 

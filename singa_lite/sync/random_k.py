@@ -7,13 +7,13 @@ The choice is the beginning of a permutation that the group's name and the numbe
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ..users_line import warn
 from .base import StepContext
 from .buckets import Bucket, BucketedSync, Exchange
 from .sparse_top_k import check_share, count_of_share
@@ -58,10 +58,9 @@ class RandomK(BucketedSync):
         density = self.options.density
         if density < LEAST_SAFE and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"randomK: density = {density} has an element wait for {1 / density:.0f} steps on average, and may "
-                f"diverge then; use {LEAST_SAFE} or more, a smaller learning rate, or sparseTopK",
-                stacklevel=2,
+                f"diverge then; use {LEAST_SAFE} or more, a smaller learning rate, or sparseTopK"
             )
 
     def exchange(self, bucket: Bucket) -> Exchange:

@@ -565,8 +565,11 @@ def test_a_kernel_that_cannot_be_captured_leaves_the_step_uncaptured(device: Any
     monkeypatch.setattr(backend, "fill", reads)
     [part] = backend.compile(nodes_of(device, ("fill", (), a, {"value": 1.0})))
     part()
-    with pytest.warns(UserWarning, match="kernel by kernel from now on: .* reads values of the device"):
+    with pytest.warns(
+        UserWarning, match="kernel by kernel from now on: .* reads values of the device"
+    ) as caught:
         part()
+    assert caught[0].filename == __file__
     for _ in range(3):  # no other warning: the tests make those errors
         part()
     assert part.num_launches == 0 and backend.capture is None

@@ -731,8 +731,11 @@ def test_extras_of_the_other_byte_order_come_back(tmp_path: Path) -> None:
 
 def test_another_dist_option_is_a_warning(tmp_path: Path) -> None:
     checkpoint.save_job(tmp_path, compiled(LocalCommunicator(World()), "dgc:0.05", False))
-    with pytest.warns(UserWarning, match=r"saved with dist_option 'dgc:0\.05', and goes on with 'fp32'"):
+    with pytest.warns(
+        UserWarning, match=r"saved with dist_option 'dgc:0\.05', and goes on with 'fp32'"
+    ) as caught:
         checkpoint.load_job(tmp_path, compiled(LocalCommunicator(World()), "fp32", False))
+    assert caught[0].filename == __file__
 
 
 def with_optimizer(optimizer: opt.Optimizer) -> Net:

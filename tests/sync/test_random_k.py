@@ -112,8 +112,11 @@ def test_float16_is_refused() -> None:
 
 def test_a_share_at_which_it_may_diverge_is_warned_of_once() -> None:
     scheme = new_scheme("randomK", LocalCommunicator(World()), Case())
-    with pytest.warns(UserWarning, match=r"randomK: density = 0.04 has an element wait for 25 steps"):
+    with pytest.warns(
+        UserWarning, match=r"randomK: density = 0.04 has an element wait for 25 steps"
+    ) as caught:
         begin(scheme, density=0.04)
+    assert caught[0].filename == begin.__code__.co_filename
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin(scheme, density=0.04)

@@ -15,7 +15,6 @@ nodes one by one for good; a warning gives the reason.
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from ...config import this_thread
 from ...errors import GraphError
 from ...graph.nodes import Collective, Host, Kernel, Node, Scalar, Wait
+from ...users_line import warn
 from .executable import ExecutableGraph, begin_capture, discard_capture
 from .graph_memory import GraphMemory
 from .launch import Launcher, by_value
@@ -76,7 +76,7 @@ class CapturedPart:
                 self._capture()
             except GraphError as error:
                 self._has_failed = True
-                warnings.warn(f"a recorded step runs kernel by kernel from now on: {error}", stacklevel=2)
+                warn(f"a recorded step runs kernel by kernel from now on: {error}")
         if self._graph is not None:
             self._launch()
             return

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the line of the user's program that called this package, for records of calls and for warnings."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from types import FrameType
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def users_line() -> tuple[str, int]:
+    """Return file and line of the innermost frame outside of this package, ("", 0) if all are inside."""
+    frame, _ = _users_frame()
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, naming the user's line."""
+    frame, stacklevel = _users_frame()
+    warnings.warn(message, category, stacklevel if frame else 1)
+
+
+def _users_frame() -> tuple[FrameType | None, int]:
+    """Return the innermost frame outside of this package, or None, and the caller's ``stacklevel`` of it."""
+    frame, level = sys._getframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, "<frozen")):
+        frame, level = frame.f_back, level + 1  # type: ignore[assignment]
+    return frame, level
