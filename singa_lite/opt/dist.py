@@ -111,7 +111,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     Attributes:
         opt, dist_option: as given; may be set between steps on every rank, which recorded steps see. So may ``lr``,
-            which is that of ``opt``; its other numbers are set there, as ``dist.opt.momentum``.
+            which is that of ``opt``; its other numbers are set there, as ``dist.opt.momentum``, and an OptionError if
+            they are set here.
         communicator, world_size, local_rank, global_rank: of this process.
 
     Raises:
@@ -147,15 +148,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         check_values(clip_norm, check_finite, check_every)
         if spars is not None:
             check_spars(spars)
-        if opt is not None and not isinstance(opt, Optimizer):
-            raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(opt).__name__}")
-        if isinstance(opt, DistOpt):
-            raise OptionError(
-                "DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()"
-            )
+        self.opt = opt if opt is not None else SGD()
+        _check_opt(self)
         self._order, self._clip_norm = order, clip_norm
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
-        self.opt = opt if opt is not None else SGD()
         self._spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
         self._step_options = StepOptions(options, clip_norm)
@@ -184,6 +180,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
         self._inside, self._between = Traffic(), Traffic()  # of the last step
+        self._own = frozenset(vars(self))
 
     def _make_sums(self, accumulate: int, microbatches: int | None) -> GradientSums:
         if microbatches is None:
@@ -258,6 +255,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 scheme's first step about its options too.
         """
         check_recorded(loss)
+        self._guard_attributes()
         if threshold is not None:
             check_int("DistOpt", "threshold", threshold, 0)
         given = self._step_options.read_call(self, dist_option, spars, options)
@@ -266,7 +264,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._schemes.check_velocity(scheme)
         self._compare_if_loaded(scheme)
         self._ranks.compare_options(self, kind.names[0], scheme, self._step_options, given)
-        self._guard_attributes()
         self._sums.guard()
         if not self._sums.is_last:
             self._sums.add(self._gradients(loss))
@@ -377,8 +374,15 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._ranks.is_updating = False
 
     def _guard_attributes(self) -> None:
-        """Have recorded steps see what attributes are set to between steps."""
-        guard((self, "opt and dist_option"), lambda: (id(self.opt), self.dist_option))
+        """Check what attributes were set to between steps, and have recorded steps see them."""
+        _check_opt(self)
+        strays = (vars(self).keys() - self._own) & vars(self.opt).keys()
+        if strays:
+            names = ", ".join(sorted(strays))
+            raise OptionError(
+                f"DistOpt: {names} was set on the DistOpt, where nothing reads it; set that of dist.opt"
+            )
+        guard((self, "attributes"), lambda: (id(self.opt), self.dist_option, len(vars(self))))
 
     # ---- stopping ------------------------------------------------------------------------------------
 
@@ -618,6 +622,14 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 def round_bf16(array: Any) -> None:
     """Round a raw array in place to what it is after travelling as bfloat16."""
     LocalCommunicator(World()).all_reduce(array, "sum", wire_dtype="bfloat16", name="bfloat16").wait()
+
+
+def _check_opt(dist: DistOpt) -> None:
+    """Raise OptionError unless what ``dist`` wraps is an optimizer, and no DistOpt."""
+    if isinstance(dist.opt, DistOpt):
+        raise OptionError("DistOpt: opt is a DistOpt already; give the optimizer itself, for example SGD()")
+    if not isinstance(dist.opt, Optimizer):
+        raise OptionError(f"DistOpt: opt must be an Optimizer, not {type(dist.opt).__name__}")
 
 
 def _fixed_kind(kind: type[Scheme]) -> type[FixedOrder]:

@@ -214,6 +214,38 @@ def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
     assert name == "opt" or payloads[4] < payloads[2] == payloads[8]
 
 
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("kind", [Called, Net], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("momentum", 0.5, "momentum was set on the DistOpt, where nothing reads it; set that of dist.opt"),
+        ("opt", 5, "opt must be an Optimizer, not int"),
+    ],
+)
+def test_an_attribute_that_no_step_would_read_is_refused(
+    name: str, value: Any, text: str, kind: type[Net], use_graph: bool
+) -> None:
+    net = kind("all_reduce")
+    sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=LocalCommunicator(World()))
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    for step in range(3):
+        sgd.mine = step  # of the script
+        net(*batch(step, 0))
+    before, wrapped = {name: to_numpy(param) for name, param in net.get_params().items()}, sgd.opt
+    setattr(sgd, name, value)
+    with pytest.raises(OptionError, match=text):
+        net(*batch(3, 0))
+    assert all(np.array_equal(to_numpy(param), before[name]) for name, param in net.get_params().items())
+    if name == "opt":
+        sgd.opt = wrapped
+    else:
+        delattr(sgd, name)
+    net(*batch(3, 0))
+    assert sgd.step_counter == 4
+
+
 @pytest.mark.parametrize(
     "options", [{"check_finite": "raise"}, {"check_finite": "skip"}, {"order": "fixed", "microbatches": 2}]
 )
