@@ -13,11 +13,12 @@ from singa_lite import layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.link import LinkCommunicator, parse_link
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.graph import clock
 from singa_lite.tensor import from_numpy
 from tests.opt.every_scheme import ACTIVE, check_that_none_is_missing
 from tests.ranks import run_ranks
 
-SLEEP_S = 0.03
+LATE_S = 0.6
 
 
 class Net(model.Model):
@@ -109,7 +110,7 @@ def behind_a_late_rank(communicator):
         for _ in range(3):
             made(x, y)
         if communicator.rank == 1:
-            time.sleep(10 * SLEEP_S)
+            time.sleep(LATE_S)
         made(x, y)
         found.append((dist.step_seconds, dist.wait_s))
     return found
@@ -120,29 +121,45 @@ def test_the_time_that_a_rank_is_late_is_waited_by_the_other(transport):
     ranks = run_ranks(behind_a_late_rank, 2, transport=transport)
     for (first, wait_s), (second, _) in zip(*ranks, strict=True):
         assert first.wait == pytest.approx(wait_s, rel=0.05)
-        assert first.wait > 5 * SLEEP_S > second.wait
-        assert first.total - first.wait < 5 * SLEEP_S
-        assert first.overlap is not None and first.wire < 5 * SLEEP_S
+        assert first.wait > LATE_S / 2 > second.wait
+        assert first.total - first.wait < LATE_S / 2
+        assert first.overlap is not None and first.wire < LATE_S / 2
+
+
+class Clock:
+    """Seconds that pass where a test says so, in place of ``time.perf_counter``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(clock, "perf_counter", time.perf_counter)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    return Clock(monkeypatch)
 
 
 class Slow(Net):
-    """Sleeps in its forward pass."""
+    """Takes a second for its forward pass."""
 
     def forward(self, x):
-        time.sleep(SLEEP_S)
+        self.seconds.now += 1
         return super().forward(x)
 
 
-def test_only_what_is_between_call_and_update_counts():
-    alone = LocalCommunicator(World())
-    made, dist, x, y = net(alone)
-    made.__class__ = Slow
-    made(x, y)
-    assert dist.step_seconds.compute >= SLEEP_S
-    made.__class__ = Net
-    time.sleep(SLEEP_S)  # loading data
-    made(x, y)
-    assert dist.step_seconds.total < SLEEP_S
+def slow_net(seconds, kind=Slow, **options):
+    made, dist, x, y = net(LocalCommunicator(World()), **options)
+    made.__class__, made.seconds = kind, seconds
+    return made, dist, x, y
+
+
+def test_only_what_is_between_call_and_update_counts(seconds):
+    made, dist, x, y = slow_net(seconds)
+    for _ in range(2):
+        made(x, y)
+        assert dist.step_seconds.compute == dist.step_seconds.total == 1
+        seconds.now += 10  # loading data
 
 
 class Failing(Slow):
@@ -153,22 +170,19 @@ class Failing(Slow):
         raise ValueError("a bad batch")
 
 
-def test_a_step_that_failed_does_not_count_for_the_next_one():
-    made, dist, x, y = net(LocalCommunicator(World()))
-    made.__class__ = Failing
+def test_a_step_that_failed_does_not_count_for_the_next_one(seconds):
+    made, dist, x, y = slow_net(seconds, Failing)
     with pytest.raises(ValueError, match="bad batch"):
         made(x, y)
-    made.__class__ = Net
-    made(x, y)
-    assert dist.step_seconds.total < SLEEP_S
-
-
-def test_accumulation_counts_all_calls_of_the_update():
-    made, dist, x, y = net(LocalCommunicator(World()), accumulate=3)
     made.__class__ = Slow
-    for call in range(3):
+    made(x, y)
+    assert dist.step_seconds.total == 1
+
+
+def test_accumulation_counts_all_calls_of_the_update(seconds):
+    made, dist, x, y = slow_net(seconds, accumulate=3)
+    for _ in range(3):
         assert dist.step_seconds is None
         made(x, y)
-        if call < 2:
-            time.sleep(10 * SLEEP_S)
-    assert 3 * SLEEP_S <= dist.step_seconds.compute < 10 * SLEEP_S
+        seconds.now += 10
+    assert dist.step_seconds.compute == dist.step_seconds.total == 3
