@@ -382,10 +382,20 @@ def test_no_bar_is_shown_without_a_terminal(linked):
         assert "\r" not in done.stderr and "step/s" not in done.stderr
 
 
+WAITS_TO_BE_SEEN = """import os, time
+deadline = time.monotonic() + {limit_s}
+while not os.path.exists({file!r}) and time.monotonic() < deadline:
+    time.sleep(0.01)
+self.optimizer(loss)
+return out, loss
+"""
+
+
 def test_a_bar_is_shown_on_a_terminal(tmp_path):
+    seen_file = tmp_path / "seen"
     arguments = [
         "--model",
-        small_model(tmp_path),
+        model_with(tmp_path, WAITS_TO_BE_SEEN.format(file=str(seen_file), limit_s=LIMIT_S / 4)),
         *TRAINED,
         "--options",
         "fp32",
@@ -408,6 +418,8 @@ def test_a_bar_is_shown_on_a_terminal(tmp_path):
             if not chunk:
                 break
             seen += chunk
+            if b"/2 [" in seen:  # a bar that ends before the launcher has read it is not shown
+                seen_file.touch()
         assert started.wait(LIMIT_S) == 0, seen.decode()
     os.close(master)
     assert b"seed 0 fp32: " in seen and b"/2 [" in seen
