@@ -10,11 +10,14 @@ therefore yield the same parameters in the same order.
 Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
 such a gradient as shared: it is never written to, and copied before a caller gets it. So is every gradient of a
 script's own operator, which may return an array that it has kept.
+Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's ``recompute`` makes
+again in backward, from what is kept anyway and with the same bits. In float32 all is kept: who wants less memory
+chooses bfloat16, and its time pays for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -83,8 +86,36 @@ class Context:
             self.saved = values
 
 
+class Recomputed:
+    """The output of a call that is not kept for backward, see Note [recomputing].
+
+    Args:
+        compute: makes it again, as a new array.
+        num_kernels: how many that takes.
+    """
+
+    MOST_KERNELS = 5  # of more the time is felt
+
+    def __init__(self, compute: Callable[[], Array], num_kernels: int) -> None:
+        self.compute, self.num_kernels = compute, num_kernels
+        self._array: Array = None
+
+    def array(self) -> Array:
+        """Return it, the same array at each call."""
+        if self._array is None:
+            self._array = self.compute()
+        return self._array
+
+
+def array_of(value: Any) -> Any:
+    """Return the array of a ``Recomputed``, anything else as it is."""
+    return value.array() if isinstance(value, Recomputed) else value
+
+
 class Node:
     """One recorded call: the operator, its context and where its inputs came from."""
+
+    recomputed: Recomputed | None = None  # its output
 
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
@@ -100,6 +131,18 @@ class Node:
             for tensor, needed in zip(inputs, context.needs_grad, strict=True)
         ]
         self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
+
+    def recompute(self, context: Context, inputs: tuple[Tensor, ...], output: Array) -> None:
+        """Keep no array for backward that can be recomputed: of ``inputs``, and ``output``."""
+        arrays = [tensor.array for tensor in inputs]
+        makers = [None if tensor.creator is None else tensor.creator.recomputed for tensor in inputs]
+        num_kernels = 1 + sum(maker.num_kernels for maker in makers if maker is not None)
+        if num_kernels <= Recomputed.MOST_KERNELS:
+            compute = self.op.recompute(context, [b or a for a, b in zip(arrays, makers, strict=True)])
+            self.recomputed = None if compute is None else Recomputed(compute, num_kernels)
+        pairs = zip((*arrays, output), (*makers, self.recomputed), strict=True)
+        instead = {id(array): recomputed for array, recomputed in pairs if recomputed is not None}
+        context.saved = tuple(instead.get(id(value), value) for value in context.saved)
 
 
 class Operator:
@@ -137,6 +180,15 @@ class Operator:
 
     def backward(self, context: Context, *dys: Array) -> Array | tuple[Array | None, ...] | None:
         raise NotImplementedError(f"{type(self).__name__}.backward")
+
+    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
+        """Return what computes the one output again, in little time and with the same bits; None: nothing does.
+
+        Args:
+            context: as ``forward`` left it.
+            inputs: an array, unless it can be recomputed.
+        """
+        return None
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Check, compute and, where a gradient may be needed, record; a Tensor or a tuple of Tensors."""
@@ -176,6 +228,8 @@ class Operator:
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
+            if recorder is not None and autocast is not None:
+                node.recompute(context, used, arrays[0])
         return outputs if isinstance(result, tuple) else outputs[0]
 
 
@@ -370,7 +424,7 @@ def _walk(nodes: list[Node], output: int, seed: Array) -> Iterator[tuple[Tensor,
 
 def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     """Run one node's backward and hand its results on to where its inputs came from."""
-    context, node.context = node.context, None  # frees what was saved during the walk
+    context, node.context, node.recomputed = node.context, None, None  # frees what was saved during the walk
     if context is None:
         raise GraphError("backward: part of this record was used up by an earlier backward()")
     arrived = [gradients.pop((node, index), None) for index in range(len(node.outputs))]
@@ -401,6 +455,7 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
 
 def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tuple[Array | None, ...]:
     """Call an operator's backward; return its results, checked, in the dtypes that the inputs had."""
+    context.saved = tuple(map(array_of, context.saved))
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
     is_own = node.op._is_own

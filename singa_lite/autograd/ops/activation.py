@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...errors import ShapeError, check_choice, check_number
 from ...tensor import Tensor, as_axis
 from ...tensor.checks import convert_number
-from ..engine import Array, Context, Operator
+from ..engine import Array, Context, Operator, Recomputed
 from ._common import Elementwise, SavesOutput, check_floats, check_tensors, like, scaled
 
 __all__ = [
@@ -28,6 +30,10 @@ __all__ = [
 
 class ReLU(SavesOutput):
     kernel = "relu"
+
+    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
+        [x] = inputs
+        return (lambda: like(context, "relu", x.compute())) if isinstance(x, Recomputed) else None
 
 
 def relu(x: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...config import this_thread
 from ...dtypes import accumulation_dtype
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
-from ..engine import Array, Context, Operator
-from ._common import check_floats, check_floats_beside, check_some
+from ..engine import Array, Context, Operator, Recomputed, array_of
+from ._common import check_floats, check_floats_beside, check_some, like
 
 __all__ = ["batchnorm_2d", "layer_norm"]
 
@@ -70,6 +72,20 @@ class BatchNorm2d(Operator):
         context.run("batchnorm_2d_train", *inputs, out=out, momentum=self.momentum, eps=self.eps)
         context.save(x, scale, mean, inverse_std)
         return y
+
+    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
+        if not context.training:
+            return None
+        scale, bias = (like(context, "copy", array) for array in inputs[1:])  # they may change meanwhile
+
+        def compute() -> Array:
+            x = array_of(inputs[0])
+            y = context.empty(x.shape, x.dtype)
+            out = (y, *(context.empty(scale.shape, scale.dtype) for _ in range(4)))
+            context.run("batchnorm_2d_train", x, scale, bias, out=out, momentum=self.momentum, eps=self.eps)
+            return y
+
+        return compute
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array, ...]:
         x, scale = context.saved[:2]

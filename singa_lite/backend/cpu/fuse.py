@@ -105,10 +105,15 @@ def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
     if len(norm.inputs) != 5 or len(forward.inputs) != 3 or not forward.attributes.get("relu"):
         return  # with a residual x alone does not decide the sign
     is_alike = _are_alike(*norm.inputs[:2], relu.inputs[0])
+    copied = graph.maker(forward.inputs[1], "copy")  # of the scale, where the output is computed again
+    scale_number, scale = (
+        (forward_number, forward.inputs[1]) if copied is None else (copied[0], copied[1].inputs[0])
+    )
     if (
         is_alike
         and _is_compiled(norm, *relu.inputs, relu.out, *forward.inputs)
-        and forward.inputs[0] == norm.inputs[1]
+        and (forward.inputs[0], scale) == norm.inputs[1:3]
+        and not graph.is_changed(scale, scale_number, last)
         and not any(graph.is_changed(view, forward_number, last) for view in forward.inputs)
     ):
         graph.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))
