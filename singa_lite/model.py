@@ -124,6 +124,8 @@ class Model(Layer):
             self._precision = before
             raise
         self._is_compiled = True
+        for name, param in self.get_params().items():  # as an optimizer does that is set later or never
+            param.name = name
         self._prepare()
         self.train(is_train)
         self.graph(use_graph, sequential)

@@ -17,7 +17,7 @@ import os
 import stat
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
@@ -31,6 +31,7 @@ STATES_FILE = "tensor_dict.npz"
 ATTRIBUTES_FILE = "states_attr.json"
 OPTIMIZER_FILE = "optimizer.npz"
 AUX_PREFIX = "aux."
+AUXILIARY = 1  # the state_type of what is no state of the model, in SINGA's files too, which have no prefix
 RANDOM_STATE = "random_state"
 
 MAX_NAME_BYTES = 60_000  # of an array; ZIP has room for 65535
@@ -81,7 +82,7 @@ def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> No
         raise CheckpointError(f"save_states: auxiliary states {twice} are states of the model; rename them")
     arrays = {**checkpoint.states, **aux}
     attributes: dict[str, Any] = {
-        name: {"state_type": int(name in aux), "shape": value.shape, "dtype": str(value.dtype)}
+        name: {"state_type": AUXILIARY if name in aux else 0, "shape": value.shape, "dtype": str(value.dtype)}
         for name, value in arrays.items()
     }
     attributes[RANDOM_STATE] = [list(pair) for pair in checkpoint.random_states]
@@ -168,10 +169,13 @@ def _read(
         if lacking or unknown:
             raise CheckpointError(f"it lacks {lacking} and has unknown {unknown}")
         contents = {name: _unpacked(archive, known[name]) for name in sorted(wanted & set(known))}
-    arrays = _arrays(contents[STATES_FILE], limit, states)
-    random_states = _random_states(_attributes(contents[ATTRIBUTES_FILE], arrays))
+    attributes = _attributes(contents[ATTRIBUTES_FILE])
+    auxiliary = {name for name, entry in attributes.items() if _kind(entry) == AUXILIARY}
+    arrays = _arrays(contents[STATES_FILE], limit, states, auxiliary)
+    _check_shapes(attributes, arrays)
+    random_states = _random_states(attributes)
     slots = _arrays(contents[OPTIMIZER_FILE], limit) if OPTIMIZER_FILE in contents else None
-    aux = {name[len(AUX_PREFIX) :]: value for name, value in arrays.items() if name not in states}
+    aux = {name.removeprefix(AUX_PREFIX): value for name, value in arrays.items() if name not in states}
     return Checkpoint({name: arrays[name] for name in states}, aux, random_states, slots)
 
 
@@ -212,14 +216,19 @@ def _unpacked(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         return member.read(info.file_size + 1)
 
 
-def _arrays(content: bytes, limit: int, expected: Mapping[str, ArrayLike] | None = None) -> Arrays:
-    """Read the arrays of an npz file: those ``expected`` and auxiliary ones, or all if None."""
+def _arrays(
+    content: bytes,
+    limit: int,
+    expected: Mapping[str, ArrayLike] | None = None,
+    auxiliary: Collection[str] = (),
+) -> Arrays:
+    """Read the arrays of an npz file: those ``expected`` and ``auxiliary`` ones, or all if None."""
     file = io.BytesIO(content)
     with zipfile.ZipFile(file) as archive:
         members = {name.removesuffix(".npy"): info for name, info in _members(archive, file, limit).items()}
         if expected is not None:
             missing, others = sorted(set(expected) - set(members)), sorted(set(members) - set(expected))
-            unknown = [name for name in others if not name.startswith(AUX_PREFIX)]
+            unknown = [name for name in others if name not in auxiliary]
             if missing or unknown:
                 raise CheckpointError(f"it lacks {missing} and has unknown {unknown}")
         return {
@@ -245,18 +254,25 @@ def _array(name: str, content: bytes, like: ArrayLike | None) -> np.ndarray[Any,
     return np.ndarray(shape, dtype, values.copy(), order="F" if is_fortran else "C")
 
 
-def _attributes(content: bytes, arrays: Arrays) -> dict[str, Any]:
-    """Parse and check the attributes: an entry for each array, with its shape."""
+def _attributes(content: bytes) -> dict[str, Any]:
     attributes = json.loads(content)
     if not isinstance(attributes, dict):
         raise CheckpointError(f"{ATTRIBUTES_FILE} is not an object")
+    return attributes
+
+
+def _kind(entry: Any) -> Any:
+    return entry.get("state_type") if isinstance(entry, dict) else None
+
+
+def _check_shapes(attributes: dict[str, Any], arrays: Arrays) -> None:
+    """Raise CheckpointError unless the attributes have an entry for each array, with its shape."""
     for name, array in arrays.items():
         entry = attributes.get(name)
         if not isinstance(entry, dict) or entry.get("shape") != list(array.shape):
             raise CheckpointError(
                 f"{ATTRIBUTES_FILE} says {entry!r} of {name!r}, which has shape {array.shape}"
             )
-    return attributes
 
 
 def _random_states(attributes: dict[str, Any]) -> list[tuple[int, int]]:

@@ -350,7 +350,8 @@ def check_recorded(y: object) -> None:
     if y.creator is None:
         raise GraphError(
             "backward: this tensor was not recorded; set autograd.training = True before the forward pass, "
-            "compute outside no_grad(), and from at least one tensor with stores_grad=True"
+            "compute outside no_grad(), and from at least one tensor with stores_grad=True; "
+            "calling a Model that is not compiled evaluates it"
         )
     if y.creator.context is None:
         raise GraphError("backward: the record of this tensor was used up by an earlier backward()")

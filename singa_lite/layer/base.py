@@ -4,7 +4,9 @@
 Note [what is a state]: a leaf Tensor attribute with ``stores_grad`` is a parameter; one whose name is in the
 class's ``buffers`` is a state without gradient. Both are found in attributes, in lists, tuples and dicts, and
 in layers below, and are named by their path: ``conv1.W``, ``blocks.0.bn.running_mean``. The order is that of
-assignment, so it is the same on every rank; a tensor two layers share counts once, under its first name.
+assignment, so it is the same on every rank; a tensor two layers share counts once, under its first name. A layer whose
+class overrides ``get_params`` or ``get_states`` has what these return, in the layers above it too; values are copied
+into these Tensors, and ``set_params`` of such a layer is not called.
 """
 
 from __future__ import annotations
@@ -295,9 +297,32 @@ def _walk_layer(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str
             if id(entry) in seen:
                 continue
             if isinstance(entry, Layer):
-                yield from _walk_layer(entry, f"{name}.", seen)
+                own = _walk_own if _has_own_states(entry) else _walk_layer
+                yield from own(entry, f"{name}.", seen)
             elif isinstance(entry, Tensor) and entry.creator is None:
                 is_param = entry.stores_grad
                 if is_param or attribute in layer.buffers:
                     seen.add(id(entry))
                     yield name, entry, is_param
+
+
+def _has_own_states(layer: Layer) -> bool:
+    """Return whether the class of ``layer`` says itself what its parameters or states are."""
+    kind = type(layer)
+    return kind.get_params is not Layer.get_params or kind.get_states is not Layer.get_states
+
+
+def _walk_own(layer: Layer, prefix: str, seen: set[int]) -> Iterator[tuple[str, Tensor, bool]]:
+    """As ``_walk_layer``, by what the methods of ``layer`` return."""
+    seen.add(id(layer))
+    params, states = layer.get_params(), layer.get_states()
+    for values in (params, states):
+        if not isinstance(values, Mapping):
+            raise DTypeError(
+                f"{layer!r}: get_params and get_states must return Tensors by name, not {values!r}"
+            )
+    for name, tensor in {**params, **states}.items():
+        check_tensor(repr(layer), tensor)
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield prefix + name, tensor, name in params

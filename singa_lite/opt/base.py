@@ -23,6 +23,7 @@ from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import Scalar
 from ..graph.recorder import bookkeep, break_graph, guard, scalar, unrecorded
 from ..tensor import Tensor
+from ..tensor.checks import as_dtype
 from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
 from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
@@ -59,6 +60,7 @@ class Optimizer:
 
     Args:
         lr: learning rate, >= 0, a number or a DecayScheduler of the step.
+        dtype: accepted for SINGA scripts; what is kept of a parameter has its dtype.
     """
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
@@ -84,8 +86,9 @@ class Optimizer:
                 inherited.append(name)
         cls._inherited_methods = tuple(inherited)
 
-    def __init__(self, lr: float | DecayScheduler) -> None:
+    def __init__(self, lr: float | DecayScheduler, dtype: object = None) -> None:
         self.lr = lr
+        self.dtype = None if dtype is None else as_dtype(dtype)
         self._step_counter = 0
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
         self._parameters: list[Tensor] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from ..errors import OptionError, check_bool
 from ..graph.recorder import guard, scalar
-from ..tensor.checks import as_dtype
 from .base import MomentumRule, Optimizer, Pairs
 from .schedule import DecayScheduler, ScheduleAttribute
 
@@ -38,12 +37,11 @@ class SGD(Optimizer):
         nesterov: bool = False,
         dtype: object = None,
     ) -> None:
-        super().__init__(lr)
+        super().__init__(lr, dtype)
         self.momentum = momentum
         self.dampening = dampening
         self.weight_decay = weight_decay
         self.nesterov = check_bool("SGD", "nesterov", nesterov)
-        self.dtype = None if dtype is None else as_dtype(dtype)
 
     is_recordable = True
     momentum = ScheduleAttribute()

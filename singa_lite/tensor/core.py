@@ -39,6 +39,7 @@ from .checks import (
     convert,
     convert_number,
     float32,
+    int32,
     is_number_or_bool,
     listed,
     natural_dtype,
@@ -51,6 +52,7 @@ __all__ = ["OPERATORS", "Number", "PlaceHolder", "Tensor", "number_array", "to_n
 Number = float | int
 # "add", "sub", "mul", "div", "pow", "matmul", "negative", "abs", "backward"
 OPERATORS: dict[str, Callable[..., Any]] = {}
+SINGA_DTYPES = {"float": float32, "int": int32}  # where numpy's are of 64 bits
 
 
 class Tensor:
@@ -313,6 +315,13 @@ class Tensor:
         values = convert(values, self.dtype, "copy_from_numpy").reshape(self.shape)
         self.device.backend.run("copy", self.device.backend.asarray(values), out=self.array)
 
+    def copy_from(self, t: Tensor | np.ndarray) -> None:
+        """Overwrite the values with those of a Tensor, as ``copy_data``, or of an array, as ``copy_from_numpy``."""
+        if isinstance(t, np.ndarray):
+            self.copy_from_numpy(t)
+        else:
+            self.copy_data(t)
+
     def copy_data(self, t: Tensor) -> None:
         """Overwrite the values with those of ``t``: same shape and dtype, any device; see Note [in place]."""
         self.check_leaf("copy_data")
@@ -321,8 +330,6 @@ class Tensor:
             raise ShapeError(f"copy_data: {t.dtype}{t.shape} does not fit into {self.dtype}{self.shape}")
         source = t.array if t.device is self.device else self.device.backend.asarray(to_numpy(t))
         self.device.backend.run("copy", source, out=self.array)
-
-    copy_from = copy_data
 
     def clone(self) -> Tensor:
         """Return a leaf with a copy of the values, and the same flags."""
@@ -349,13 +356,14 @@ class Tensor:
         self.to_device(get_default_device())
 
     def as_type(self, dtype: Any) -> Tensor:
-        """Return a leaf with the values rounded to ``dtype``."""
-        array = self.device.backend.empty(self.shape, _held_dtype(dtype, self.device))
+        """Return a leaf with the values rounded to ``dtype``; the texts "float" and "int" are float32 and int32."""
+        wanted = SINGA_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+        array = self.device.backend.empty(self.shape, _held_dtype(wanted, self.device))
         self.device.backend.run("cast", self.array, out=array)
         return Tensor.wrap(array, self.device)
 
     def to_type(self, dtype: Any) -> Tensor:
-        """Round the values to ``dtype`` in place; returns self. GraphError if recorded."""
+        """Round the values to ``dtype``, as ``as_type`` takes it, in place; returns self. GraphError if recorded."""
         self.check_leaf("to_type")
         self._replace(self.as_type(dtype).array, self.device)
         return self
