@@ -77,6 +77,7 @@ class State:
         graph_buffers: those that hold what was recorded by hand, or record it (graph.buffer.GraphBuffer).
         communicator: the process's communicator (comm.base.Communicator), made at first use.
         communicator_pid: the process that made it; a forked child must not use its parent's.
+        communicator_lock: held while it is made.
         messenger: the process's messenger (comm.p2p.Messenger), made at first use.
         messenger_pid: likewise the process that made it.
         store: the process's store of a job (kvstore.base.KVStore), made at first use.
@@ -104,6 +105,7 @@ class State:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     communicator: Any = None  # Any: a type of a module above; comm/rendezvous.py owns it
     communicator_pid: int = 0
+    communicator_lock: Any = field(default_factory=threading.RLock)
     messenger: Any = None  # Any: likewise
     messenger_pid: int = 0
     store: Any = None  # Any: likewise

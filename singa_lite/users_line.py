@@ -8,13 +8,13 @@ import sys
 import warnings
 from types import FrameType
 
-PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
 
 def users_line() -> tuple[str, int]:
     """Return file and line of the innermost frame outside of this package, ("", 0) if all are inside."""
     frame, _ = _users_frame()
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+    if frame is None:
+        return "", 0
+    return frame.f_code.co_filename.encode(errors="replace").decode(), frame.f_lineno
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -29,3 +29,8 @@ def _users_frame() -> tuple[FrameType | None, int]:
     while frame is not None and frame.f_code.co_filename.startswith((PACKAGE, "<frozen")):
         frame, level = frame.f_back, level + 1  # type: ignore[assignment]
     return frame, level
+
+
+PACKAGE = (
+    os.path.dirname(_users_frame.__code__.co_filename) + os.sep
+)  # as frames have it, which need not be absolute

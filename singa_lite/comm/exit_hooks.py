@@ -19,6 +19,7 @@ from types import TracebackType
 from ..config import state
 from ..errors import CommError
 from .dispatch import DispatchCommunicator
+from .error_stream import tell
 from .link import LinkCommunicator
 from .mpi import MpiCommunicator
 from .mpi_job import FINAL_OUTPUT_S, MpiJob
@@ -91,7 +92,7 @@ class ExitHooks:
                     call()
             except CommError as error:
                 self._has_failed = True
-                sys.stderr.write("".join(format_exception(error)))
+                tell("".join(format_exception(error)))
                 self._abort(_text(error))
 
         self.at_exit(last_call)  # now, so before the messengers' own hooks, which close them
@@ -135,7 +136,7 @@ class ExitHooks:
             assert self.mpi_job is not None
             # mpiexec does not name the rank of a line, and mixes lines: all in one write
             first = f"singa_lite: rank {self.mpi_job.rank} of {self.mpi_job.size} failed:\n"
-            sys.stderr.write("".join([first, *format_exception(kind, error, traceback)]))
+            tell("".join([first, *format_exception(kind, error, traceback)]))
         if not is_mpi or self._excepthook is not sys.__excepthook__:
             self._excepthook(kind, error, traceback)
         self._fail(_text(error))
@@ -180,5 +181,5 @@ def _text(error: BaseException) -> str:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # pythonw and some daemons have none
+        with contextlib.suppress(ValueError, AttributeError):  # the script has closed it, or there is none
             stream.flush()

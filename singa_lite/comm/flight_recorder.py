@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from typing import Any
 from ..config import env, state
 from ..errors import CommError
 from .call_site import CallSites
+from .error_stream import tell
 from .flight_record import FILE, FlightRecord, files_of, record_of, records_from
 from .flight_report import full_report, late_pids, ranks_text
 from .stacks import write_stacks
@@ -77,7 +77,7 @@ class FlightRecorder(ABC):
         file, line = self.sites.find(kind, name)
         where = f" ({file}:{line})" if file else ""
         shown = name if len(name) <= ALL_CALLS else name[:ALL_CALLS] + "..."
-        _print(
+        tell(
             f"singa_lite: warning: rank {rank} has waited {waited_s:.3g} s in {kind} #{number} {shown!r}{where} for "
             f"{ranks_text(late)}; `singa-lite inspect {os.getpid()}` shows what every rank is doing\n"
         )
@@ -210,7 +210,7 @@ def deliver(
     """Write a report into the folder of logs, else to the error stream; return where it is, "" for the stream."""
     path = report_path(world_id)
     if path is None:
-        _print(full_report(records, reason, stacks_for=stacks_for))
+        tell(full_report(records, reason, stacks_for=stacks_for))
         return ""
     # the file is there at once, as other ranks look for it
     append(path, lambda: full_report(records, reason, stacks_for=stacks_for, num_calls=ALL_CALLS))
@@ -234,10 +234,3 @@ def _appeared(path: Path | None) -> str:
             break
         time.sleep(APPEAR_S / 10)
     return ""
-
-
-def _print(text: str) -> None:
-    """Write to the error stream in one piece, as lines of ranks are mixed there."""
-    if sys.stderr is not None:
-        sys.stderr.write(text)
-        sys.stderr.flush()

@@ -14,6 +14,7 @@ from types import FrameType
 
 from ..config import state
 from ..errors import CommError
+from .error_stream import tell
 from .flight_recorder import deliver, is_recording, records_of_this_process
 
 
@@ -37,11 +38,14 @@ def _report(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
+    signal.signal(number, signal.SIG_IGN)  # one that comes meanwhile has the same answer
     try:
         records = records_of_this_process()
         world = next((record.id for record in records if record.title == "world"), "")
         where = deliver(records, "", None, world)
     except (OSError, ValueError, CommError) as error:  # the script goes on, whatever a folder of logs does
         where = f"not written: {error}"
-    if where and sys.stderr is not None:
-        sys.stderr.write(f"singa_lite: what every rank was doing: {where}\n")
+    finally:
+        signal.signal(number, _report)
+    if where:
+        tell(f"singa_lite: what every rank was doing: {where}\n")

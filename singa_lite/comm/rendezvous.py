@@ -242,16 +242,21 @@ def process_communicator(
         if explicit:
             _check_same(_explicit_world(rendezvous_id, local_rank, world_size), state.communicator.world)
         return state.communicator
-    timeout_s = _timeout(timeout_s)
-    world = find_world(rendezvous_id, local_rank, world_size, timeout_s)
-    if state.communicator is not None and world.size > 1 and _same(world, state.communicator.world):
-        raise CommError(
-            f"process_communicator: this process was forked from rank {world.rank} after that had joined its "
-            "world; communicate in the parent, or start workers before it joins"
-        )
-    state.communicator = connect(world, timeout_s)
-    state.communicator_pid = os.getpid()
-    return state.communicator
+    with state.communicator_lock:
+        if (
+            state.communicator is not None and state.communicator_pid == os.getpid()
+        ):  # by another thread meanwhile
+            return process_communicator(rendezvous_id, local_rank, world_size, timeout_s)
+        timeout_s = _timeout(timeout_s)
+        world = find_world(rendezvous_id, local_rank, world_size, timeout_s)
+        if state.communicator is not None and world.size > 1 and _same(world, state.communicator.world):
+            raise CommError(
+                f"process_communicator: this process was forked from rank {world.rank} after that had joined its "
+                "world; communicate in the parent, or start workers before it joins"
+            )
+        state.communicator = connect(world, timeout_s)
+        state.communicator_pid = os.getpid()
+        return state.communicator
 
 
 def process_messenger(timeout_s: float | None = None) -> Messenger:

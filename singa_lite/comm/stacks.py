@@ -3,8 +3,9 @@
 
 Python's faulthandler writes them in the signal handler itself, so also those of a process that never comes back to
 Python's main loop: in an endless loop, in a call of native code, at the prompt of a debugger. A stopped process writes
-nothing. native/comm/stack_marks.h marks where they begin and end, and keeps errno, which faulthandler sets to 0: a
-system call that has just failed would raise ``OSError: [Errno 0]`` otherwise.
+nothing. The stack is that of the main thread: the frames of others may go away while they are read.
+native/comm/stack_marks.h marks where a stack begins and ends, and keeps errno, which faulthandler sets to 0: a system
+call that has just failed would raise ``OSError: [Errno 0]`` otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
 def write_stacks() -> None:
-    """Have SIGNAL write this process's stacks into a file of its own from now on; a second call does nothing.
+    """Have SIGNAL write the main thread's stack into a file of this process from now on; a second call does nothing.
 
     Nothing happens on other systems than Linux, without native code, or if the program has a handler for SIGNAL.
     """
@@ -47,7 +48,7 @@ def write_stacks() -> None:
     with contextlib.suppress(OSError):  # no descriptors left
         descriptor = os.memfd_create(f"{NAME}-{os.getpid()}")  # kept until the process ends
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
-        faulthandler.register(SIGNAL, descriptor, all_threads=True)
+        faulthandler.register(SIGNAL, descriptor, all_threads=False)
         native.mark_stacks(SIGNAL, descriptor)
 
 
@@ -85,6 +86,8 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
             if end or is_over or not state_of(pid):
                 del starts[pid]
                 texts[pid] = stacks.decode(errors="replace").strip("\n")
+                if end and not texts[pid]:
+                    texts[pid] = "none: a thread without Python got the signal"
                 if not end:
                     texts[pid] += (
                         "\nand more that did not come in time" if stacks else "none: no answer in time"

@@ -256,4 +256,9 @@ class RunningJob:
 
 def how_ended(code: int) -> str:
     """Return in words how a process with this exit code, negative for a signal, has ended."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal
+        return f"killed by signal {-code}"

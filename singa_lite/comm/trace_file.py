@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
 from .base import Communicator
 from .chrome_trace import chrome_trace
 from .clock_offset import measure_offset, pairs_with_rank_0
+from .error_stream import tell
 from .trace_part import Part, read_part
 
 LEAVE_S = 2.0  # that a rank waits at its end for each comparison of clocks
@@ -63,7 +63,7 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
             message = join_trace(folder, path)
         except (CommError, CheckpointError, OSError) as error:
             message = str(error)
-        sys.stderr.write(f"singa-lite: {message}\n")
+        tell(f"singa-lite: {message}\n")
 
 
 def start_trace(communicator: Communicator) -> None:

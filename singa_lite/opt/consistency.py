@@ -80,11 +80,11 @@ class Consistency:
         self.names = unique_names([*self.names, *params])
         compare_models(self._communicator, {self.names[param]: param for param in params}, dist.settings())
         if not are_equal(self._communicator, "parameter values", params):
+            dist.broadcast(params)
             warn(
                 "DistOpt: the ranks started with different parameter values; rank 0's were copied to all. "
                 "Call DistOpt.broadcast(params) before training, or use a Model"
             )
-            dist.broadcast(params)
 
     def make_equal(self, dist: Compared) -> None:
         """Average parameters and optimizer state before an update that keeps them equal, if ranks have other ones."""

@@ -38,6 +38,7 @@ from ..sync.scheme_table import SchemeTable
 from ..sync.text import read_dist_option
 from ..tensor import Tensor
 from .accumulate import PREFIX, GradientSums
+from .arguments import argument_names
 from .base import Optimizer, Pairs
 from .checks import as_pairs, check_arrays, check_pair
 from .consistency import Consistency
@@ -376,8 +377,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
         _check_opt(self)
-        strays = (vars(self).keys() - self._own) & vars(self.opt).keys()
-        if strays:
+        if type(self) is DistOpt and (
+            strays := (vars(self).keys() - self._own) & set(argument_names(type(self.opt)))
+        ):
             names = ", ".join(sorted(strays))
             raise OptionError(
                 f"DistOpt: {names} was set on the DistOpt, where nothing reads it; set that of dist.opt"

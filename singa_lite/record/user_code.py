@@ -8,6 +8,7 @@ values of what they name (variables.py).
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from itertools import pairwise
 from operator import attrgetter
@@ -16,7 +17,8 @@ from typing import Any
 
 from .attributes import Absent
 
-LIBRARIES = {*sys.stdlib_module_names, __name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
+PACKAGES = {__name__.partition(".")[0], "numpy", "cupy", "mpi4py"}
+STDLIB = os.path.dirname(os.__file__) + os.sep
 INSTALLED = ("site-packages", "dist-packages")
 # which draw new numbers if they are made without a seed
 GENERATORS = {"default_rng", "RandomState", "Random"}
@@ -57,15 +59,27 @@ def unseeded_calls(code: CodeType) -> set[str]:
 
 
 def is_users(value: Any) -> bool:
-    """Return whether a function, class or module belongs to no installed package."""
+    """Return whether a function, class or module belongs to the program, and not to Python or an installed package."""
     if isinstance(value, ModuleType):
-        name = value.__name__
-    elif isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
-        name = str(value.__globals__.get("__name__"))
-    else:
-        name = value.__module__ or ""
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return name.partition(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
+        return _is_users_file(value.__name__, getattr(value, "__file__", None))
+    if isinstance(value, FunctionType):  # whose __module__ may be that of a function it wraps
+        return _is_users_file(str(value.__globals__.get("__name__")), value.__code__.co_filename)
+    name = value.__module__ or ""
+    if name == "builtins":  # or made by exec in a namespace without a name
+        codes = [each.__code__ for each in vars(value).values() if isinstance(each, FunctionType)]
+        return bool(codes) and _is_users_file("", codes[0].co_filename)
+    return _is_users_file(name, getattr(sys.modules.get(name), "__file__", None))
+
+
+def _is_users_file(module: str, file: str | None) -> bool:
+    """Return whether code of ``module`` in ``file`` is the program's, whatever names its modules have."""
+    if module.partition(".")[0] in PACKAGES or (file or "").startswith("<frozen"):
+        return False
+    if not file:
+        return module not in sys.stdlib_module_names
+    if file == getattr(sys.modules["__main__"], "__file__", None):
+        return True
+    return not file.startswith(STDLIB) and not any(folder in file for folder in INSTALLED)
 
 
 def defaults_of(function: FunctionType) -> dict[str, object]:

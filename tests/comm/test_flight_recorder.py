@@ -24,7 +24,9 @@ from singa_lite import _native, autograd, layer, model, opt, tensor
 from singa_lite.comm import flight_record, flight_report, stacks
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
+from singa_lite.comm.error_stream import tell
 from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
+from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
 from singa_lite.errors import CommError
@@ -78,6 +80,29 @@ def end_lateness(kind: str, folder: Path, pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
     if kind in ("native", "pdb"):
         (folder / "pipe").write_text("continue\n")
+
+
+def warns_into(communicator: Communicator, stream: str) -> None:
+    """Wait for a rank, and report, where the error stream takes nothing."""
+    with open("/dev/full" if stream == "full" else os.devnull, "w") as errors:
+        sys.stderr = None if stream == "none" else errors
+        if stream == "closed":
+            errors.close()
+        if communicator.rank == 1:
+            time.sleep(1.5 * LATE_S)
+        communicator.all_reduce(np.ones(3, np.float32), "sum", name="grad").wait(
+            10 * LATE_S
+        )  # a tenth: a warning
+        report_at_sigquit()
+        for _ in range(3):
+            signal.raise_signal(signal.SIGQUIT)
+        communicator.all_reduce(np.ones(3, np.float32), "sum", name="end").wait()
+        sys.stderr = sys.__stderr__
+
+
+@pytest.mark.parametrize("stream", ["full", "closed", "none"])
+def test_an_error_stream_that_takes_nothing_is_no_error(stream: str) -> None:
+    run_ranks(warns_into, 2, stream)
 
 
 def waits_for_rank_1(c: Communicator, kind: str, folder: Path, has_logs: bool) -> tuple[str, str]:
@@ -436,6 +461,33 @@ def test_parts_of_one_communicator_are_joined() -> None:
     assert joined == [FlightRecord("id", "world", (rank_with(0, "a"), rank_with(1, "a", "b"))), other]
 
 
+def test_a_text_for_the_user_is_written_at_once_and_whole(capfd: pytest.CaptureFixture[str]) -> None:
+    text = "a line of \udcff\n" * 10_000
+    tell(text)
+    assert capfd.readouterr().err == text.replace("\udcff", "\\udcff")
+    sys.stderr, before = io.StringIO(), sys.stderr
+    try:
+        tell("into an object")
+        assert sys.stderr.getvalue() == "into an object"
+    finally:
+        sys.stderr = before
+
+
+ODD_PATH = """
+import numpy as np
+from singa_lite.comm.rendezvous import process_communicator
+c = process_communicator()
+c.all_reduce(np.ones(3, np.float32), "sum", name="grad").wait()
+"""
+
+
+def test_a_script_whose_path_is_not_utf_8_communicates(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"odd \xff '\n")
+    folder.mkdir()
+    result = run_command(launch_command(write_script(folder, ODD_PATH), 2))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 # ---- stacks --------------------------------------------------------------------------------------------
 
 
@@ -498,6 +550,36 @@ def test_a_forked_child_writes_stacks_into_its_own_file() -> None:
         wait_until(lambda: "in parent" in stacks.stacks_of([process.pid])[process.pid], "the parent's stack")
         both = stacks.stacks_of(pids)
         assert "in parent" not in both[child] and "in child" not in both[process.pid]
+
+
+RUNS_BESIDE = """
+import sys, threading
+from singa_lite.comm import stacks
+stacks.write_stacks()
+def deep(n):
+    return n and deep(n - 1)
+def work():
+    number = 0
+    while True:
+        number += 1
+        deep(37 * number % 300)
+        exec("def shallow(n):\\n    return n and shallow(n - 1)\\nshallow(30)", {})
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+print("ready", flush=True)
+def wait():
+    threading.Event().wait(600)
+wait()
+"""
+
+
+def test_a_process_whose_other_threads_run_is_asked_unharmed() -> None:
+    with running(RUNS_BESIDE) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        wait_until(lambda: "in wait" in stacks.stacks_of([process.pid])[process.pid], "the stack")
+        for _ in range(200):
+            assert "in wait" in stacks.stacks_of([process.pid])[process.pid]
+        assert process.poll() is None
 
 
 KEEPS_ERRNO = """

@@ -289,6 +289,38 @@ def test_a_process_whose_thread_failed_ends_with_1(tmp_path):
     assert "singa-lite run: rank 1 failed first (exit code 1)" in result.stderr
 
 
+def test_a_process_whose_thread_failed_ends_with_1_where_it_has_closed_its_output(tmp_path):
+    text = STEP + "import threading\nif rank == 1:\n    thread = threading.Thread(target=lambda: 1 / 0)\n"
+    text += "    thread.start()\n    thread.join()\n    sys.stdout.close()\n"
+    result = run_ranks_of(write_script(tmp_path, text), 2)
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+    assert "rank 1 failed first (exit code 1)" in result.stderr
+
+
+def test_a_rank_that_a_real_time_signal_ends_is_named(tmp_path):
+    text = STEP + "if rank == 1:\n    os.kill(os.getpid(), 35)\n" + AGAIN
+    result = run_ranks_of(write_script(tmp_path, text), 2)
+    assert result.returncode != 0 and "rank 1 failed first (killed by signal 35)" in result.stderr
+
+
+JOINS_IN_THREADS = """
+import threading
+from singa_lite import opt
+made = []
+threads = [threading.Thread(target=lambda: made.append(opt.DistOpt(opt.SGD(0.1)))) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(made), len({id(each.communicator) for each in made}))
+"""
+
+
+def test_threads_that_join_at_once_have_one_communicator(tmp_path):
+    result = run_ranks_of(write_script(tmp_path, JOINS_IN_THREADS), 2)
+    assert sorted(result.stdout.splitlines()) == ["[0] 4 1", "[1] 4 1"], result.stderr
+
+
 def test_a_daemon_thread_that_fails_harms_nobody(tmp_path):
     text = STEP + "import threading\nthread = threading.Thread(target=lambda: 1 / 0, daemon=True)\n"
     text += "thread.start()\nthread.join()\n" + AGAIN + REPORT

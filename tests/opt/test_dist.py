@@ -130,6 +130,23 @@ def test_without_a_model_different_starts_are_repaired_and_reported_once_where_t
     assert "different parameter values" in text and file == __file__
 
 
+def different_starts_that_raise(communicator):
+    params = make_params(communicator.rank)
+    dist = opt.DistOpt(opt.SGD(lr=0.1), communicator=communicator)
+    autograd.training = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="different parameter values"):
+            dist(loss_of(params, *batch_of(0, communicator.rank, communicator.size)))
+        dist(loss_of(params, *batch_of(1, communicator.rank, communicator.size)))
+    return {name: to_numpy(param).tobytes() for name, param in params.items()}
+
+
+def test_different_starts_are_repaired_where_the_warning_is_an_error():
+    first, *others = run_ranks(different_starts_that_raise, 3)
+    assert others == [first, first]
+
+
 def other_manifest(communicator, kind):
     params = make_params()
     if communicator.rank == 1:

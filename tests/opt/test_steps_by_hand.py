@@ -246,6 +246,38 @@ def test_an_attribute_that_no_step_would_read_is_refused(
     assert sgd.step_counter == 4
 
 
+class Scaled(opt.DistOpt):
+    """Has a number of its own by the name of one of the wrapped optimizer's."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.momentum = 0.5
+
+
+class Noted(opt.SGD):
+    """An optimizer with an attribute that is no argument of it."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
+        self.note = "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapped"), [(Scaled, opt.SGD), (opt.DistOpt, Noted)], ids=lambda kind: kind.__name__
+)
+def test_attributes_of_a_subclass_and_of_the_script_are_its_own(
+    kind: type[opt.DistOpt], wrapped: type[opt.SGD]
+) -> None:
+    net = Called("all_reduce")
+    sgd = kind(wrapped(0.1), communicator=LocalCommunicator(World()))
+    sgd.note = "another"
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=True)
+    for step in range(3):
+        net(*batch(step, 0))
+    assert [info.break_reason for info in net.graph_info()] == [None]
+
+
 @pytest.mark.parametrize(
     "options", [{"check_finite": "raise"}, {"check_finite": "skip"}, {"order": "fixed", "microbatches": 2}]
 )

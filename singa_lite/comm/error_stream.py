@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tell the user something on the error stream, which may be closed or full: that is no error of the program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def tell(text: str) -> None:
+    """Write ``text`` to the error stream in one piece, as lines of ranks are mixed there; nothing if it cannot be.
+
+    Python's own buffer is passed by: a signal may have interrupted a write into it, and what cannot be written would
+    stay in it, to fail again at exit.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # full; closed; None
+        try:
+            descriptor = sys.stderr.fileno()
+        except (OSError, AttributeError):  # an object in its place, without a file
+            sys.stderr.write(text)
+            return
+        data = text.encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(descriptor, data) :]
