@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "common/bfloat16.h"
 
 namespace singa_lite {
@@ -128,7 +129,7 @@ bool run(const Body& body) {
     Plan::recording()->add(step);
     return true;
   }
-  py::gil_scoped_release release;
+  GilRelease release;
   return step();
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "comm/combine.h"
 #include "comm/engine.h"
 #include "comm/flight_recorder.h"
@@ -50,7 +51,7 @@ Segment::Check in_python(const py::object& check) {
 template <class T, class... Arguments>
 std::shared_ptr<T> make(const std::string& rendezvous_id, int rank, Arguments... arguments, double timeout_s,
                         const py::object& check) {
-  py::gil_scoped_release release;
+  GilRelease release;
   return std::shared_ptr<T>(new T(rendezvous_id, rank, arguments..., timeout_s, in_python(check)), [](T* made) {
     if (!made->is_forked()) delete made;
   });
@@ -58,7 +59,7 @@ std::shared_ptr<T> make(const std::string& rendezvous_id, int rank, Arguments...
 
 template <class T>
 void wait_for_all(T& made, const py::object& check) {
-  py::gil_scoped_release release;
+  GilRelease release;
   made.wait_for_all(in_python(check));
 }
 
@@ -77,7 +78,7 @@ std::shared_ptr<Op> start(Engine& engine, int kind, int op, int dtype, int wire,
                   std::move(name),
                   scale,
                   asks_to_stop};
-  py::gil_scoped_release release;  // the caller holds `file`
+  GilRelease release;  // the caller holds `file`
   return engine.start(std::move(request), site);
 }
 
@@ -144,7 +145,7 @@ template <DType Wire>
 void narrow(const py::handle& in, const py::handle& out, std::size_t count, float scale) {
   const auto* from = static_cast<const float*>(memory_of(in, false));
   void* to = const_cast<void*>(memory_of(out, true));
-  py::gil_scoped_release release;
+  GilRelease release;
   to_wire(Wire, from, to, count, scale);
 }
 
@@ -153,7 +154,7 @@ template <DType Wire>
 void widen(const py::handle& in, const py::handle& out, std::size_t count, float scale) {
   const void* from = memory_of(in, false);
   auto* to = static_cast<float*>(const_cast<void*>(memory_of(out, true)));
-  py::gil_scoped_release release;
+  GilRelease release;
   from_wire(Wire, from, to, count, scale);
 }
 
@@ -165,7 +166,7 @@ double wait(Engine& engine, Op& op, double limit_s, double waits_since_s) {
   const double since_s = waits_since_s > 0 ? waits_since_s : monotonic_s();
   for (;;) {
     {
-      py::gil_scoped_release release;
+      GilRelease release;
       if (engine.wait(op, kSliceS, limit_s, since_s)) return 0;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -180,7 +181,7 @@ bool wait_in_slices(double limit_s, const Wait& wait, const MovedS& moved_s) {
   for (;;) {
     const double end_s = std::max(since_s, moved_s()) + limit_s;
     {
-      py::gil_scoped_release release;
+      GilRelease release;
       if (wait(std::min(monotonic_s() + kSliceS, end_s))) return true;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -202,7 +203,7 @@ std::vector<Memory> memories_of(const py::list& arrays, bool is_written) {
 
 std::shared_ptr<Outgoing> send_message(Messenger& messenger, int to, std::string head, const py::list& arrays) {
   const std::vector<Memory> memories = memories_of(arrays, false);
-  py::gil_scoped_release release;
+  GilRelease release;
   return messenger.send(to, std::move(head), memories);
 }
 
@@ -275,9 +276,9 @@ PYBIND11_MODULE(_comm, m) {
       .def("take_first_failure", &Engine::take_first_failure)
       .def("start", &start)
       .def("wait", &wait)
-      .def("is_done", &Engine::is_done, py::call_guard<py::gil_scoped_release>())
-      .def("abort", &Engine::abort, py::call_guard<py::gil_scoped_release>())
-      .def("close", &Engine::close, py::call_guard<py::gil_scoped_release>());
+      .def("is_done", &Engine::is_done, py::call_guard<GilRelease>())
+      .def("abort", &Engine::abort, py::call_guard<GilRelease>())
+      .def("close", &Engine::close, py::call_guard<GilRelease>());
 
   py::class_<Outgoing, std::shared_ptr<Outgoing>>(m, "Outgoing")
       .def_property_readonly("has_ended", [](const Outgoing& sent) { return sent.is_sent || sent.has_failed; })
@@ -294,11 +295,11 @@ PYBIND11_MODULE(_comm, m) {
            py::arg("num_servers"), py::arg("timeout_s"), py::arg("check"))
       .def("wait_for_all", &wait_for_all<Messenger>, py::arg("check"))
       .def("send", &send_message)
-      .def("is_done", &Messenger::is_done, py::call_guard<py::gil_scoped_release>())
+      .def("is_done", &Messenger::is_done, py::call_guard<GilRelease>())
       .def("wait", &wait_sent)
       .def("receive", &receive_message)
       .def("read", &read_message)
-      .def("leave", &Messenger::leave, py::call_guard<py::gil_scoped_release>());
+      .def("leave", &Messenger::leave, py::call_guard<GilRelease>());
 
   py::class_<FlightFile>(m, "FlightFile")
       .def(py::init<int>(), py::arg("size"))

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "bindings/gil.h"
 #include "cuda/convolution.h"
 #include "cuda/norm.h"
 #include "cuda/rnn.h"
@@ -18,7 +19,7 @@ using namespace singa_lite::cudnn;
 namespace {
 
 using Address = std::uintptr_t;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Unlocked = py::call_guard<singa_lite::GilRelease>;
 
 void* at(Address address) { return reinterpret_cast<void*>(address); }
 

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "bindings/gil.h"
 #include "comm/nccl.h"
 
 namespace py = pybind11;
@@ -26,7 +27,7 @@ NcclId id_of(const std::string& bytes) {
 py::bytes unique_id(const NcclLibrary& library) {
   NcclId id;
   {
-    py::gil_scoped_release release;
+    GilRelease release;
     library.check(library.get_unique_id(&id), "ncclGetUniqueId");
   }
   return py::bytes(id.bytes, sizeof(id.bytes));
@@ -42,7 +43,7 @@ std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std
                                        const std::string& id, int rank, int size, int device, double timeout_s,
                                        const std::vector<std::pair<int, int>>& peers,
                                        const NcclCommunicator* parent, bool is_blocking) {
-  py::gil_scoped_release release;
+  GilRelease release;
   auto* made = new NcclCommunicator(std::move(library), std::move(driver), id_of(id), rank, size, device, timeout_s,
                                     peers, parent, is_blocking, check_signals);
   return std::shared_ptr<NcclCommunicator>(made, [](NcclCommunicator* communicator) {
@@ -72,7 +73,7 @@ PYBIND11_MODULE(_nccl, m) {
       PyErr_SetString(comm_error, error.what());
     }
   });
-  const auto release = py::call_guard<py::gil_scoped_release>();
+  const auto release = py::call_guard<GilRelease>();
 
   py::class_<Driver, std::shared_ptr<Driver>>(m, "Driver", py::module_local())
       .def(py::init<const Names&>(), py::arg("names"), release)

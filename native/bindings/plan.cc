@@ -21,7 +21,7 @@ bool record(Plan& plan, const py::function& kernel, const py::tuple& inputs, con
 
 // Runs the steps from `first` on: the number of the first that did not, or how many there are.
 std::size_t run_steps(const Plan& plan, std::size_t first) {
-  py::gil_scoped_release release;
+  GilRelease release;
   const auto& steps = plan.steps();
   while (first < steps.size() && steps[first]()) ++first;
   return first;

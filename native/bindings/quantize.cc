@@ -25,7 +25,7 @@ std::optional<bool> run_quantize(const py::handle& gradient_, const py::handle& 
   const Array<Word> codes(codes_);
   if (!all(gradient, residual, codes) || !is_known(bits)) return {};
   if (residual.size != gradient.size || codes.size != words_for(gradient.size, bits)) return {};
-  py::gil_scoped_release release;
+  GilRelease release;
   return quantize(bits, threshold, gradient.data(), residual.data(), gradient.size,
                   reinterpret_cast<std::uint8_t*>(codes.data()));
 }
@@ -34,7 +34,7 @@ bool run_dequantize(const py::handle& codes_, const py::handle& values_, int bit
   const Array<const Word> codes(codes_);
   const Out values(values_);
   if (!all(codes, values) || !is_known(bits) || codes.size != words_for(values.size, bits)) return false;
-  py::gil_scoped_release release;
+  GilRelease release;
   dequantize(bits, threshold, adds, reinterpret_cast<const std::uint8_t*>(codes.data()), values.data(), values.size);
   return true;
 }

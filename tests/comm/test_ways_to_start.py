@@ -321,6 +321,28 @@ def test_threads_that_join_at_once_have_one_communicator(tmp_path):
     assert sorted(result.stdout.splitlines()) == ["[0] 4 1", "[1] 4 1"], result.stderr
 
 
+WORKS_ON = """
+import threading, time
+import numpy as np
+from singa_lite import autograd
+from singa_lite.tensor import from_numpy
+x, w = (from_numpy(np.ones((64, 64), np.float32)) for _ in range(2))
+def work():
+    while True:
+        autograd.relu(autograd.matmul(x, w))
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.2)
+print("done")
+"""
+
+
+def test_a_daemon_thread_at_work_does_not_crash_the_end(tmp_path):
+    script = write_script(tmp_path, WORKS_ON)
+    for _ in range(5):
+        result = run_command([sys.executable, str(script)])
+        assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+
+
 def test_a_daemon_thread_that_fails_harms_nobody(tmp_path):
     text = STEP + "import threading\nthread = threading.Thread(target=lambda: 1 / 0, daemon=True)\n"
     text += "thread.start()\nthread.join()\n" + AGAIN + REPORT
