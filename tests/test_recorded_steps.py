@@ -2075,7 +2075,7 @@ def test_operators_from_outside_run_eagerly_unless_they_say_that_they_can_be_rec
         (lambda: random.Random().random(), "Random"),
         (lambda: np.random.RandomState().rand(), "RandomState"),
         (lambda: random.SystemRandom().random(), "SystemRandom"),
-        (lambda: os.urandom(1)[0] / 256, "urandom"),
+        (lambda: int.from_bytes(os.urandom(6), "big") / 2**48, "urandom"),
     ],
 )
 def test_numbers_of_generators_that_a_step_makes_are_not_frozen(draw: Any, name: str) -> None:

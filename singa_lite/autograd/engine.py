@@ -10,13 +10,14 @@ therefore yield the same parameters in the same order.
 Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
 such a gradient as shared: it is never written to, and copied before a caller gets it. So is every gradient of a
 script's own operator, which may return an array that it has kept.
-Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's ``recompute`` makes
-again in backward, from what is kept anyway and with the same bits. In float32 all is kept: who wants less memory
-chooses bfloat16, and its time pays for it.
+Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's ``_recomputation``
+makes again in backward, from what is kept anyway and with the same bits (the field's activation recomputation). In
+float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -91,17 +92,18 @@ class Recomputed:
 
     Args:
         compute: makes it again, as a new array.
-        num_kernels: how many that takes.
+        output: the one of the forward pass, which is used where somebody else has kept it.
     """
 
-    MOST_KERNELS = 5  # of more the time is felt
-
-    def __init__(self, compute: Callable[[], Array], num_kernels: int) -> None:
-        self.compute, self.num_kernels = compute, num_kernels
+    def __init__(self, compute: Callable[[], Array], output: Array) -> None:
+        self.compute = compute
+        self._output = weakref.ref(output)
         self._array: Array = None
 
     def array(self) -> Array:
         """Return it, the same array at each call."""
+        if self._array is None:
+            self._array = self._output()
         if self._array is None:
             self._array = self.compute()
         return self._array
@@ -132,17 +134,16 @@ class Node:
         ]
         self.outputs: list[tuple[tuple[int, ...], Any]] = []  # (shape, dtype) of each
 
-    def recompute(self, context: Context, inputs: tuple[Tensor, ...], output: Array) -> None:
-        """Keep no array for backward that can be recomputed: of ``inputs``, and ``output``."""
+    def keep_less(self, context: Context, inputs: tuple[Tensor, ...], output: Array) -> None:
+        """Keep no array for backward that can be computed again: of ``inputs``, and ``output``."""
         arrays = [tensor.array for tensor in inputs]
         makers = [None if tensor.creator is None else tensor.creator.recomputed for tensor in inputs]
-        num_kernels = 1 + sum(maker.num_kernels for maker in makers if maker is not None)
-        if num_kernels <= Recomputed.MOST_KERNELS:
-            compute = self.op.recompute(context, [b or a for a, b in zip(arrays, makers, strict=True)])
-            self.recomputed = None if compute is None else Recomputed(compute, num_kernels)
+        compute = self.op._recomputation(context, [b or a for a, b in zip(arrays, makers, strict=True)])
+        self.recomputed = None if compute is None else Recomputed(compute, output)
         pairs = zip((*arrays, output), (*makers, self.recomputed), strict=True)
         instead = {id(array): recomputed for array, recomputed in pairs if recomputed is not None}
-        context.saved = tuple(instead.get(id(value), value) for value in context.saved)
+        if instead and isinstance(context.saved, tuple):
+            context.saved = tuple(instead.get(id(value), value) for value in context.saved)
 
 
 class Operator:
@@ -181,12 +182,16 @@ class Operator:
     def backward(self, context: Context, *dys: Array) -> Array | tuple[Array | None, ...] | None:
         raise NotImplementedError(f"{type(self).__name__}.backward")
 
-    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
+    def _recomputation(
+        self, context: Context, inputs: list[Array | Recomputed]
+    ) -> Callable[[], Array] | None:
         """Return what computes the one output again, in little time and with the same bits; None: nothing does.
+
+        It must not hold ``context``, which holds what it makes.
 
         Args:
             context: as ``forward`` left it.
-            inputs: an array, unless it can be recomputed.
+            inputs: an array, unless it can be computed again.
         """
         return None
 
@@ -228,8 +233,8 @@ class Operator:
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
-            if recorder is not None and autocast is not None:
-                node.recompute(context, used, arrays[0])
+            if recorder is not None and recorder.break_reason is None and autocast is not None:
+                node.keep_less(context, used, arrays[0])
         return outputs if isinstance(result, tuple) else outputs[0]
 
 
@@ -456,7 +461,8 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
 
 def _gradients_of_inputs(node: Node, context: Context, dys: list[Array]) -> tuple[Array | None, ...]:
     """Call an operator's backward; return its results, checked, in the dtypes that the inputs had."""
-    context.saved = tuple(map(array_of, context.saved))
+    if isinstance(context.saved, tuple):  # an operator of a script may have set something else
+        context.saved = tuple(map(array_of, context.saved))
     result = node.op.backward(context, *dys)
     results = result if isinstance(result, tuple) else (result,)
     is_own = node.op._is_own

@@ -49,7 +49,8 @@ def write_stacks() -> None:
         descriptor = os.memfd_create(f"{NAME}-{os.getpid()}")  # kept until the process ends
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(SIGNAL, descriptor, all_threads=False)
-        native.mark_stacks(SIGNAL, descriptor)
+        if not native.mark_stacks(SIGNAL, descriptor):  # nobody would know where a stack ends
+            faulthandler.unregister(SIGNAL)
 
 
 def state_of(pid: int) -> str:

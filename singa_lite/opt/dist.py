@@ -384,7 +384,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             raise OptionError(
                 f"DistOpt: {names} was set on the DistOpt, where nothing reads it; set that of dist.opt"
             )
-        guard((self, "attributes"), lambda: (id(self.opt), self.dist_option, len(vars(self))))
+        guard((self, "attributes"), lambda: (id(self.opt), self.dist_option, tuple(vars(self))))
 
     # ---- stopping ------------------------------------------------------------------------------------
 

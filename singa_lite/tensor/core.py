@@ -219,7 +219,7 @@ class Tensor:
         number = self.item()
         try:
             return format(number, spec)
-        except (OverflowError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise OptionError(f"format: {error}") from None
 
     def item(self) -> Number:

@@ -31,9 +31,20 @@ __all__ = [
 class ReLU(SavesOutput):
     kernel = "relu"
 
-    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
-        [x] = inputs
-        return (lambda: like(context, "relu", x.compute())) if isinstance(x, Recomputed) else None
+    def _recomputation(
+        self, context: Context, inputs: list[Array | Recomputed]
+    ) -> Callable[[], Array] | None:
+        [source], backend = inputs, context.backend
+        if not isinstance(source, Recomputed):
+            return None
+
+        def compute() -> Array:
+            x = source.compute()
+            y = backend.empty(x.shape, x.dtype)
+            backend.run("relu", x, out=y)
+            return y
+
+        return compute
 
 
 def relu(x: Tensor) -> Tensor:

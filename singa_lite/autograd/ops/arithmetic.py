@@ -7,11 +7,9 @@ passes dy on unchanged; the engine never adds into one that two inputs share (SI
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ...errors import ShapeError
 from ...tensor import Number, Tensor
-from ..engine import Array, Context, Operator, Recomputed
+from ..engine import Array, Context, Operator
 from ._common import Broadcasting, broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
 
 __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
@@ -23,12 +21,6 @@ class Add(Broadcasting):
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*(x.shape for x in inputs))
         return broadcasting(context, "add", *inputs)
-
-    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
-        sources = [x for x in inputs if isinstance(x, Recomputed)]
-        if len(sources) < len(inputs):
-            return None
-        return lambda: broadcasting(context, "add", *(source.compute() for source in sources))
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         return tuple(

@@ -75,15 +75,15 @@ class Conv2d(Operator):
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (x, w, b_dtype), needs_grad = dys, context.saved, context.needs_grad
         dx = dw = db = None
-        if needs_grad[0]:
-            dx = context.empty(x.shape, x.dtype)
-            context.run("conv2d_backward_data", dy, w, out=dx, **self.geometry)
         has_bias = len(needs_grad) == 3 and needs_grad[2]
         if needs_grad[1] or has_bias:
             dw = context.empty(w.shape, context.gradient_dtype(1, w.dtype))
             db = context.empty(w.shape[:1], b_dtype) if has_bias else None
             out = (dw, db) if has_bias else dw
             context.run("conv2d_backward_weight", dy, x, out=out, **self.geometry)
+        if needs_grad[0]:  # last, when a recorded step needs x no more
+            dx = context.empty(x.shape, x.dtype)
+            context.run("conv2d_backward_data", dy, w, out=dx, **self.geometry)
         return (dx, dw, db)[: len(needs_grad)]
 
 

@@ -9,7 +9,7 @@ from ...config import this_thread
 from ...dtypes import accumulation_dtype
 from ...errors import DeviceError, DTypeError, OptionError, ShapeError, check_number
 from ...tensor import Tensor
-from ..engine import Array, Context, Operator, Recomputed, array_of
+from ..engine import Array, Context, Operator, Recomputed
 from ._common import check_floats, check_floats_beside, check_some, like
 
 __all__ = ["batchnorm_2d", "layer_norm"]
@@ -73,16 +73,20 @@ class BatchNorm2d(Operator):
         context.save(x, scale, mean, inverse_std)
         return y
 
-    def recompute(self, context: Context, inputs: list[Array | Recomputed]) -> Callable[[], Array] | None:
-        if not context.training:
+    def _recomputation(
+        self, context: Context, inputs: list[Array | Recomputed]
+    ) -> Callable[[], Array] | None:
+        x, backend, attributes = inputs[0], context.backend, {"momentum": self.momentum, "eps": self.eps}
+        if (
+            isinstance(x, Recomputed) or x.ndim != 4
+        ):  # where there are no images it takes longer than it saves
             return None
         scale, bias = (like(context, "copy", array) for array in inputs[1:])  # they may change meanwhile
 
         def compute() -> Array:
-            x = array_of(inputs[0])
-            y = context.empty(x.shape, x.dtype)
-            out = (y, *(context.empty(scale.shape, scale.dtype) for _ in range(4)))
-            context.run("batchnorm_2d_train", x, scale, bias, out=out, momentum=self.momentum, eps=self.eps)
+            y = backend.empty(x.shape, x.dtype)
+            out = (y, *(backend.empty(scale.shape, scale.dtype) for _ in range(4)))
+            backend.run("batchnorm_2d_train", x, scale, bias, out=out, **attributes)
             return y
 
         return compute

@@ -117,3 +117,5 @@ def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
         and not any(graph.is_changed(view, forward_number, last) for view in forward.inputs)
     ):
         graph.merge(first, last, replace(norm, inputs=(relu.inputs[0], *norm.inputs[1:], forward.inputs[2])))
+        if not any(view.memory.owner is not None or graph.readers(view) for view in forward.outputs):
+            graph.put(forward_number, None)  # one that was computed again for the ReLU alone
