@@ -77,9 +77,8 @@ class BatchNorm2d(Operator):
         self, context: Context, inputs: list[Array | Recomputed]
     ) -> Callable[[], Array] | None:
         x, backend, attributes = inputs[0], context.backend, {"momentum": self.momentum, "eps": self.eps}
-        if (
-            isinstance(x, Recomputed) or x.ndim != 4
-        ):  # where there are no images it takes longer than it saves
+        # where there are no images it takes longer than it saves
+        if isinstance(x, Recomputed) or x.ndim != 4:
             return None
         scale, bias = (like(context, "copy", array) for array in inputs[1:])  # they may change meanwhile
 
