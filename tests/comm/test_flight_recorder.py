@@ -573,7 +573,8 @@ wait()
 """
 
 
-def test_a_process_whose_other_threads_run_is_asked_unharmed() -> None:
+def test_a_process_whose_other_threads_run_is_asked_unharmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "ANSWER_S", LIMIT_S)
     with running(RUNS_BESIDE) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
         wait_until(lambda: "in wait" in stacks.stacks_of([process.pid])[process.pid], "the stack")
