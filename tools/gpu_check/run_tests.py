@@ -30,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("backend/test_kernels", "backend/test_cuda", "backend", "autograd", "layer", "opt", "")
 FILE_TIMEOUT_S = 80
 SHOWN = 8  # failures of a file
-TOGETHER = 4  # files at a time: tests are short kernels and much Python
+TOGETHER = max(
+    1, min(8, (os.cpu_count() or 1) // 2)
+)  # files at a time: tests are short kernels and much Python
 LINE = re.compile(r"^(tests/\S+?\.py)::")
 
 

@@ -8,7 +8,8 @@
 #   wheels/*.whl      what the machine lacks of pybind11, setuptools, pytest, pytest-timeout, hypothesis, ...
 #   modules/*.so      singa_lite's, built elsewhere for the machine's Python, for the case that building fails
 #   cupy_cache.tgz    kernels that an earlier command compiled, from keep_cache
-#   libnccl.so.2      NCCL 2.30 or later, which lets ranks share a GPU, for in_tree -m tools.gpu_check.ranks
+#   libnccl.so.2.xz   NCCL 2.30 or later, which lets ranks share a GPU, from tools/gpu_day/shrink_nccl.py, for:
+#                     with_nccl check --parts ranks
 #   commit            what `git rev-parse HEAD` says, as a copy of the tree may have no git
 set -u
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -19,7 +20,6 @@ mkdir -p "$OUT" "$CUPY_CACHE_DIR"
 [ -f "$CARRIED/cupy_cache.tgz" ] && tar xzf "$CARRIED/cupy_cache.tgz" -C "$CACHE"
 [ -f "$CARRIED/commit" ] && export GPU_CHECK_COMMIT=$(cat "$CARRIED/commit")
 [ -d "$CARRIED/modules" ] && export GPU_CHECK_MODULES=$CARRIED/modules
-[ -f "$CARRIED/libnccl.so.2" ] && export SINGA_LITE_NCCL_LIB=$CARRIED/libnccl.so.2
 
 # reads CUDA's and PyTorch's libraries, gigabytes, before the first part with a deadline needs them
 "$PYTHON" -c '
@@ -46,6 +46,13 @@ in_tree() (
   [ -d "$CHECKOUT/build/gpu-check/tree/singa_lite" ] && cd "$CHECKOUT/build/gpu-check/tree"
   PYTHONPATH=$PWD:$CHECKOUT/build/gpu-check/site${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" "$@"
 )
+
+# a command with the carried NCCL
+with_nccl() {
+  "$PYTHON" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
+    "$CARRIED/libnccl.so.2.xz" "$CACHE/libnccl.so.2" || return
+  SINGA_LITE_NCCL_LIB=$CACHE/libnccl.so.2 "$@"
+}
 
 # the compiled kernels, for the next command: put the file into .gpu_day
 keep_cache() { tar czf "$OUT/cupy_cache.tgz" -C "$CACHE" cupy_cache_dir; }
