@@ -32,6 +32,10 @@ PARAMETERS = {
     "resnet50": 25_557_032,
 }
 OURS = ["eager", "graph", "bf16"]  # bf16: recorded, mixed precision
+MIXED = {
+    "bf16": "torch autocast",
+    "fp16": "torch amp",
+}  # mixed precision here, and its like there; fp16 on GPUs
 TORCH = ["torch eager", "torch channels_last", "torch compile", "torch autocast"]
 LR, MOMENTUM, WEIGHT_DECAY = 0.005, 0.9, 1e-5
 CLASSES = {"resnet50": 1000}  # of the others: 10
@@ -89,8 +93,11 @@ def our_step(
     network = find_network(model)()
     tensors = tensor.from_numpy(x, device), tensor.from_numpy(labels.astype(np.int32), device)
     sgd = (opt.SGD if is_distributed else Plain)(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    precision = "bf16" if mode == "bf16" else "fp32"
-    network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
+    precision = mode if mode in MIXED else "fp32"
+    if mode == "fp16":  # scales the loss, alone too
+        network.set_optimizer(opt.DistOpt(sgd, check_finite="skip", communicator=communicator))
+    else:
+        network.set_optimizer(opt.DistOpt(sgd, communicator=communicator) if is_distributed else sgd)
     network.compile([tensors[0]], use_graph=mode != "eager", precision=precision)
     check_count(model, sum(value.size() for value in network.get_params().values()))
     options = ["bf16"] if mode == "bf16" else []  # of the wire too; a caller may add its own to the others

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from interleaved import Group, machine, serve, time_interleaved
-from steps import Step
+from steps import MIXED, Step
 
 OURS = ["eager", "graph", "bf16"]  # bf16: recorded, mixed precision
 TORCH = ["torch eager", "torch compile", "torch autocast", "torch autocast compile"]
@@ -103,8 +103,8 @@ def check_count(count: int, arguments: argparse.Namespace) -> None:
         raise RuntimeError(f"{count} parameters, not {number_of_parameters(arguments)}: another network")
 
 
-def our_step(mode: str, arguments: argparse.Namespace) -> Step:
-    """A call of the example's model, in this process alone."""
+def our_step(mode: str, arguments: argparse.Namespace, device: Any = None) -> Step:
+    """A call of the example's model, in this process alone, on the CPU unless a device is given."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
     from model.transformer import Transformer
 
@@ -120,9 +120,9 @@ def our_step(mode: str, arguments: argparse.Namespace) -> Step:
             return out, loss
 
     network = Alone(CHARACTERS, arguments.length, arguments.layers, arguments.width, arguments.heads)
-    x, y = (tensor.from_numpy(ids.astype(np.int32)) for ids in batch(arguments))
+    x, y = (tensor.from_numpy(ids.astype(np.int32), device) for ids in batch(arguments))
     network.set_optimizer(opt.Adam(lr=LR))
-    network.compile([x], use_graph=mode != "eager", precision="bf16" if mode == "bf16" else "fp32")
+    network.compile([x], use_graph=mode != "eager", precision=mode if mode in MIXED else "fp32")
     check_count(sum(value.size() for value in network.get_params().values()), arguments)
     if mode != "eager":
         network(x, y)
@@ -131,13 +131,14 @@ def our_step(mode: str, arguments: argparse.Namespace) -> Step:
     return partial(network, x, y)
 
 
-def torch_step(mode: str, arguments: argparse.Namespace) -> Step:
+def torch_step(mode: str, arguments: argparse.Namespace, device: str = "cpu") -> Step:
     """The same network and step in PyTorch."""
     import torch
     from torch import nn
     from torch.nn import functional
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if device == "cpu":
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     width, heads = arguments.width, arguments.heads
 
@@ -167,16 +168,17 @@ def torch_step(mode: str, arguments: argparse.Namespace) -> Step:
         def forward(self, x: Any) -> Any:
             return self.head(self.norm(self.blocks(self.characters(x) + self.positions(self.numbers))))
 
-    network = Transformer()
+    network = Transformer().to(device)
     check_count(sum(value.numel() for value in network.parameters()), arguments)
-    x, y = map(torch.from_numpy, batch(arguments))
+    x, y = (torch.from_numpy(ids).to(device) for ids in batch(arguments))
     optimizer = torch.optim.Adam(network.parameters(), lr=LR, fused=True)
-    call = torch.compile(network) if mode.endswith("compile") else network
+    options = {} if device == "cpu" else {"mode": "reduce-overhead"}  # CUDA graphs
+    call = torch.compile(network, **options) if mode.endswith("compile") else network
     is_mixed = "autocast" in mode
 
     def step() -> Any:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        with torch.autocast(device, torch.bfloat16, enabled=is_mixed):
             loss = functional.cross_entropy(call(x).flatten(0, 1), y.flatten())
         loss.backward()
         optimizer.step()

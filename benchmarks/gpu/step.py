@@ -6,7 +6,8 @@
 
 All steps take turns; a turn is some steps and a wait for the device; medians of turns. Graph mode is held against the
 faster of PyTorch's row-major and channels_last steps. cudnn.benchmark is on there. First without TF32, then with it on
-both sides, then float16 here beside torch.autocast(float16) there, which keeps float32 weights.
+both sides, then mixed precision, precision="fp16" and "bf16" here beside torch.autocast(float16), with its GradScaler,
+and torch.autocast(bfloat16) there; last a model in float16, weights included, beside torch.autocast(float16).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
-from benchmarks.steps import Step, batch, our_step, torch_step
+from benchmarks.steps import MIXED, Step, batch, our_step, torch_step
 from singa_lite import device
 
 # model -> (shape, shape to try the script with, limit beside eager PyTorch)
@@ -30,6 +31,8 @@ CASES = {
     "resnet50": ((64, 3, 224, 224), (2, 3, 32, 32), 1.0),
 }
 COMPILED_LIMIT = 1.0
+# dtype, or mixed precision, and whether TF32 is allowed
+PRECISIONS = (("float32", False), ("float32", True), ("fp16", False), ("bf16", False), ("float16", False))
 WARM_STEPS = 4  # before times count: they compile, record, capture and choose algorithms
 
 
@@ -42,22 +45,21 @@ def main() -> None:
     arguments = parser.parse_args()
     gpu = device.create_cuda_gpu()
     for model in arguments.models:
-        for dtype, tf32 in (("float32", False), ("float32", True), ("float16", False)):
-            if arguments.compile and dtype == "float16":
-                continue
-            compare(gpu, model, dtype, tf32, arguments.compile)
+        for dtype, tf32 in PRECISIONS:
+            if dtype == "float32" or not arguments.compile:
+                compare(gpu, model, dtype, tf32, arguments.compile)
 
 
 def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> None:
     """Report our steps of one model as a share of PyTorch's; ``gpu``: a Device."""
     shape, small, limit = CASES[model]
-    peers = ["torch amp"] if dtype == "float16" else ["torch eager", "torch channels_last"]
+    peers = ["torch eager", "torch channels_last"] if dtype == "float32" else [MIXED.get(dtype, "torch amp")]
     peers = ["torch compile"] if is_compiled else peers
     x, labels = batch(model, shape=small if QUICK else shape)
     title = f"step of {model}, batch {len(x)}, {dtype}{' with TF32' if tf32 else ''}"
     allow_tf32(tf32)
     steps = {}
-    for mode in ["graph", *([] if is_compiled else ["eager"]), *peers]:
+    for mode in ["graph", *([] if is_compiled or dtype in MIXED else ["eager"]), *peers]:
         try:
             steps[mode] = warm_step(gpu, mode, model, x, labels, dtype)
         except Exception as error:
@@ -68,7 +70,7 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
     if "graph" in steps and (refusals := refusals_of(steps["graph"])):
         note += f"; graph mode ran eagerly: {refusals}"
     theirs = min((medians[peer] for peer in peers if peer in medians), default=None)
-    required = None if dtype == "float16" else COMPILED_LIMIT if is_compiled else limit
+    required = None if dtype != "float32" else COMPILED_LIMIT if is_compiled else limit
     for mode in ("graph", "eager"):
         if mode in medians or mode == "graph":
             ratio = medians[mode] / theirs if theirs and mode in medians else None
@@ -83,13 +85,14 @@ def refusals_of(step: Any) -> str:
 
 
 def name_of(peers: Sequence[str]) -> str:
-    return {"torch amp": "torch amp", "torch compile": "torch.compile"}.get(peers[0], "PyTorch eager")
+    return peers[0] if len(peers) == 1 else "PyTorch eager"
 
 
 def warm_step(gpu: Any, mode: str, model: str, x: np.ndarray, labels: np.ndarray, dtype: str) -> Step:
     if mode.startswith("torch"):
         step = torch_step(mode, model, x, labels, device=TORCH_DEVICE)
     else:
+        mode, dtype = (dtype, "float32") if dtype in MIXED else (mode, dtype)
         step = our_step(mode, model, x.astype(dtype), labels, device=gpu)
     for _ in range(WARM_STEPS):
         step()

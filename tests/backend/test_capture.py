@@ -107,6 +107,18 @@ def graphs(net: Net) -> list[Any]:
     return [part for part in parts if part._graph is not None]
 
 
+def test_a_step_is_recorded_when_its_backward_pass_is_the_first_to_need_so_much_workspace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = cuda_device(monkeypatch)
+    monkeypatch.setitem(vars(device.backend), "_workspaces", [[] for _ in device.backend.streams.all])
+    monkeypatch.setitem(vars(device.backend), "_plans", {})
+    net = compiled(device, True, opt.SGD(lr=0.1), Images)
+    trained(net, device, range(4))
+    autograd.training = False
+    assert [info.break_reason for info in net.graph_info()] == [None] and graphs(net)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_captured_steps_equal_eager_ones_bit_for_bit(device: Any, option: str) -> None:
     eager, graph = (compiled(device, use_graph, distributed()) for use_graph in (False, True))

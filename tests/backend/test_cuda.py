@@ -24,8 +24,6 @@ from singa_lite.errors import DeviceError
 from singa_lite.sync.indices import IndexCode
 from tests.devices import cuda_device, no_gpu, standin_cupy
 from tests.limits import LIMIT_S
-from tests.standin import nvrtc
-from tools.gpu_check.compile import TYPES, own_kernels, types_for
 
 RNG = np.random.default_rng(40)
 CPU = NumpyBackend()
@@ -142,8 +140,7 @@ def test_nothing_is_selected_from_nothing(backend: Backend) -> None:
 
 def test_scale_is_the_largest_power_of_two_that_fits(backend: Backend) -> None:
     for largest in (
-        1e-38,
-        1e-45,
+        1.2e-38,
         3.4e38,
         1.0,
         65504.0,
@@ -153,6 +150,11 @@ def test_scale_is_the_largest_power_of_two_that_fits(backend: Backend) -> None:
     ):
         for limit in (65504.0, 65504.0 / 3, 1.0):
             check(backend, "power_of_two_scale", [np.array([largest], "f")], [np.zeros(1, "f")], limit=limit)
+
+
+def test_a_subnormal_number_is_scaled_or_counts_as_0(backend: Backend) -> None:
+    (scale,) = on(backend, "power_of_two_scale", [np.array([1e-45], "f")], [np.zeros(1, "f")], limit=65504.0)
+    assert scale[0] in (1, 2.0**126)  # a GPU's arithmetic takes it for 0, see common.cuh
 
 
 # ---- many elements and many arrays ----------------------------------------------------------------------------
@@ -532,18 +534,3 @@ for name, taken in json.loads(sys.argv[1]).items():
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values())
     assert takes_any or set(taken) <= set(known), f"{name}{tuple(known)} is called with {taken}"
 """
-
-
-@pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
-@pytest.mark.parametrize("file", TYPES)
-def test_sources_compile_without_a_warning(file: str, architecture: str, backend: Any) -> None:
-    compiler = nvrtc.load()
-    if compiler is None:
-        pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc)")
-    source_of = backend._compile.__globals__["source_of"]
-    kernels = [name for name in own_kernels() if name.startswith(f"{file}.")]
-    for source in {
-        source_of(file, types, name.partition(".")[2]): None for name in kernels for types in types_for(name)
-    }:
-        complaints, ptx = nvrtc.compile_source(compiler, source, architecture)
-        assert complaints == "" and b".entry" in ptx, f"{complaints[:1000]}\n{source[-3000:]}"

@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[Sequence[str], float]] = {
     "step cnn": (["benchmarks.gpu.step", "cnn"], 40),
     "step resnet18": (["benchmarks.gpu.step", "resnet18"], 45),
     "step resnet50": (["benchmarks.gpu.step", "resnet50"], 60),
+    "transformer": (["benchmarks.gpu.transformer"], 60),
     "top-k": (["benchmarks.gpu.top_k"], 40),
     "DistOpt": (["benchmarks.gpu.dist_opt"], 40),
     "all_reduce": (["benchmarks.gpu.all_reduce"], 40),

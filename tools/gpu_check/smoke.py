@@ -74,6 +74,8 @@ def losses(dev: Any, dtype: str, states: dict[str, np.ndarray], use_graph: bool 
         x.copy_from_numpy(images.astype(dtype))
         y.copy_from_numpy(labels)
         found.append(model(x, y)[1])
+    if use_graph and (refused := [info.break_reason for info in model.graph_info() if info.break_reason]):
+        raise RuntimeError(f"the step was not replayed: {refused[0]}")
     return np.array([float(tensor.to_numpy(loss).item()) for loss in found])
 
 

@@ -5,8 +5,8 @@
     python -m tools.gpu_day.profile cnn resnet50
 
 The profiler sees all kernels of the process, ours in CUDA graphs too. Printed for each model and each of float32,
-float32 with TF32, and float16: the kernels of 3 warm steps by their time on the GPU, recorded here, channels_last (or
-amp) there. What fails is left out, with its reason.
+float32 with TF32, and mixed precision: the kernels of 3 warm steps by their time on the GPU, recorded here,
+channels_last (with autocast) there. What fails is left out, with its reason.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any
 
 from benchmarks.gpu.rows import QUICK, explain
 from benchmarks.gpu.step import CASES, allow_tf32, free, synchronize, warm_step
-from benchmarks.steps import batch
+from benchmarks.steps import MIXED, batch
 from singa_lite import device
 
 STEPS, ROWS = 3, 25
-DTYPES = (("float32", False), ("float32", True), ("float16", False))
+PEERS = {"float32": "torch channels_last", **MIXED}
+DTYPES = (("float32", False), ("float32", True), ("fp16", False), ("bf16", False))
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
     for model in arguments.models:
         for dtype, tf32 in DTYPES:
             allow_tf32(tf32)
-            for mode in ("graph", "torch amp" if dtype == "float16" else "torch channels_last"):
+            for mode in ("graph", PEERS[dtype]):
                 print(
                     f"##### {model}, {dtype}{' with TF32' if tf32 else ''}, {mode}: {STEPS} steps", flush=True
                 )

@@ -55,15 +55,19 @@ struct Performance {
   int determinism, math, reserved[3];
 };
 
-std::size_t workspace_of(int algorithm, const Object& y) { return algorithm == 1 ? 64 + 8 * count(y) : 0; }
+enum Direction { kForward = 1, kBackwardFilter, kBackwardData };  // each needs more workspace than the one before
+
+std::size_t workspace_of(Direction direction, int algorithm, const Object& y) {
+  return algorithm == 1 ? 64 + 8 * direction * count(y) : 0;
+}
 
 // Fastest first, with every trap: one that fails, one that is not deterministic, one timed in other arithmetic, one
 // that needs workspace, one that always works.
-int list(const Object& y, const Object& c, int asked, int* found, Performance* results) {
+int list(Direction direction, const Object& y, const Object& c, int asked, int* found, Performance* results) {
   const Performance all[] = {
       {6, kNotSupported, -1, 0, 1, c.math, {}},           {3, 0, 0.1f, 0, 0, c.math, {}},
-      {2, 0, 0.2f, workspace_of(2, y), 1, 0, {}},         {1, 0, 0.3f, workspace_of(1, y), 1, c.math, {}},
-      {0, 0, 0.4f, workspace_of(0, y), 1, c.math, {}},
+      {2, 0, 0.2f, workspace_of(direction, 2, y), 1, 0, {}},         {1, 0, 0.3f, workspace_of(direction, 1, y), 1, c.math, {}},
+      {0, 0, 0.4f, workspace_of(direction, 0, y), 1, c.math, {}},
   };
   *found = 0;
   for (const Performance& result : all)
@@ -73,7 +77,7 @@ int list(const Object& y, const Object& c, int asked, int* found, Performance* r
   return kSuccess;
 }
 
-int find(const Object* handle, const Object& x, const Object& w, const Object& y, const Object& c, int asked,
+int find(Direction direction, const Object* handle, const Object& x, const Object& w, const Object& y, const Object& c, int asked,
          int* found, Performance* results, void* workspace, std::size_t bytes, void* out, std::size_t out_bytes) {
   if (const int status = check(x, w, y, c)) return status;
   const int started = start(handle, [=] {
@@ -81,19 +85,19 @@ int find(const Object* handle, const Object& x, const Object& w, const Object& y
     std::memset(workspace, 0xff, std::min(bytes, std::size_t(1) << 16));
   });
   if (started) return started;
-  list(y, c, asked, found, results);
+  list(direction, y, c, asked, found, results);
   for (int i = 0; i < *found; ++i)
     if (results[i].memory > bytes) results[i].status = kTooSmall;
   return kSuccess;
 }
 
-int run_check(const Object& x, const Object& w, const Object& y, const Object& c, const void* a_data,
+int run_check(Direction direction, const Object& x, const Object& w, const Object& y, const Object& c, const void* a_data,
               const void* b_data, const void* out_data, int algorithm, std::size_t bytes) {
   if (const int status = check(x, w, y, c)) return status;
   for (const void* data : {a_data, b_data, out_data})
     if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return fail(kMisaligned, "alignment");
   if (algorithm < 0 || algorithm > 3) return fail(kNotSupported, "algorithm");
-  if (bytes < workspace_of(algorithm, y)) return fail(kTooSmall, "workspace");
+  if (bytes < workspace_of(direction, algorithm, y)) return fail(kTooSmall, "workspace");
   last_run[0] = algorithm;
   last_run[1] = c.math;
   return kSuccess;
@@ -140,50 +144,50 @@ int cudnnFindConvolutionForwardAlgorithmEx(Object* handle, Object* x, const void
                                            Object* y, void* out, int asked, int* found, Performance* results,
                                            void* workspace, std::size_t bytes) {
   if (const int status = counted("cudnnFindConvolutionForwardAlgorithmEx")) return status;
-  return find(handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*y) * size_of(y->dtype));
+  return find(kForward, handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*y) * size_of(y->dtype));
 }
 int cudnnFindConvolutionBackwardDataAlgorithmEx(Object* handle, Object* w, const void*, Object* y, const void*,
                                                 Object* c, Object* x, void* out, int asked, int* found,
                                                 Performance* results, void* workspace, std::size_t bytes) {
   if (const int status = counted("cudnnFindConvolutionBackwardDataAlgorithmEx")) return status;
-  return find(handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*x) * size_of(x->dtype));
+  return find(kBackwardData, handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*x) * size_of(x->dtype));
 }
 int cudnnFindConvolutionBackwardFilterAlgorithmEx(Object* handle, Object* x, const void*, Object* y, const void*,
                                                   Object* c, Object* w, void* out, int asked, int* found,
                                                   Performance* results, void* workspace, std::size_t bytes) {
   if (const int status = counted("cudnnFindConvolutionBackwardFilterAlgorithmEx")) return status;
-  return find(handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*w) * size_of(w->dtype));
+  return find(kBackwardFilter, handle, *x, *w, *y, *c, asked, found, results, workspace, bytes, out, count(*w) * size_of(w->dtype));
 }
 
 int cudnnGetConvolutionForwardAlgorithm_v7(Object*, Object* x, Object* w, Object* c, Object* y, int asked, int* found,
                                            Performance* results) {
   const int status = check(*x, *w, *y, *c);
-  return status ? status : list(*y, *c, asked, found, results);
+  return status ? status : list(kForward, *y, *c, asked, found, results);
 }
 int cudnnGetConvolutionBackwardDataAlgorithm_v7(Object*, Object* w, Object* y, Object* c, Object* x, int asked,
                                                 int* found, Performance* results) {
   const int status = check(*x, *w, *y, *c);
-  return status ? status : list(*y, *c, asked, found, results);
+  return status ? status : list(kBackwardData, *y, *c, asked, found, results);
 }
 int cudnnGetConvolutionBackwardFilterAlgorithm_v7(Object*, Object* x, Object* y, Object* c, Object* w, int asked,
                                                   int* found, Performance* results) {
   const int status = check(*x, *w, *y, *c);
-  return status ? status : list(*y, *c, asked, found, results);
+  return status ? status : list(kBackwardFilter, *y, *c, asked, found, results);
 }
 
 int cudnnGetConvolutionForwardWorkspaceSize(Object*, Object* x, Object* w, Object* c, Object* y, int algorithm,
                                             std::size_t* bytes) {
-  *bytes = workspace_of(algorithm, *y);
+  *bytes = workspace_of(kForward, algorithm, *y);
   return check(*x, *w, *y, *c);
 }
 int cudnnGetConvolutionBackwardDataWorkspaceSize(Object*, Object* w, Object* y, Object* c, Object* x, int algorithm,
                                                  std::size_t* bytes) {
-  *bytes = workspace_of(algorithm, *y);
+  *bytes = workspace_of(kBackwardData, algorithm, *y);
   return check(*x, *w, *y, *c);
 }
 int cudnnGetConvolutionBackwardFilterWorkspaceSize(Object*, Object* x, Object* y, Object* c, Object* w, int algorithm,
                                                    std::size_t* bytes) {
-  *bytes = workspace_of(algorithm, *y);
+  *bytes = workspace_of(kBackwardFilter, algorithm, *y);
   return check(*x, *w, *y, *c);
 }
 
@@ -191,7 +195,7 @@ int cudnnConvolutionForward(Object* handle, const void* alpha, Object* x, const 
                             Object* c, int algorithm, void* workspace, std::size_t bytes, const void* beta, Object* y,
                             void* y_data) {
   if (const int status = counted("cudnnConvolutionForward")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  if (const int status = run_check(kForward, *x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
   return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
     if (bytes > 0) std::memset(workspace, 0xff, bytes);
     const auto xs = read(x, x_data), ws = read(w, w_data);
@@ -204,7 +208,7 @@ int cudnnConvolutionBackwardData(Object* handle, const void* alpha, Object* w, c
                                  const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
                                  const void* beta, Object* x, void* x_data) {
   if (const int status = counted("cudnnConvolutionBackwardData")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  if (const int status = run_check(kBackwardData, *x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
   return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
     if (bytes > 0) std::memset(workspace, 0xff, bytes);
     const auto ws = read(w, w_data), ys = read(y, y_data);
@@ -217,7 +221,7 @@ int cudnnConvolutionBackwardFilter(Object* handle, const void* alpha, Object* x,
                                    const void* y_data, Object* c, int algorithm, void* workspace, std::size_t bytes,
                                    const void* beta, Object* w, void* w_data) {
   if (const int status = counted("cudnnConvolutionBackwardFilter")) return status;
-  if (const int status = run_check(*x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
+  if (const int status = run_check(kBackwardFilter, *x, *w, *y, *c, x_data, w_data, y_data, algorithm, bytes)) return status;
   return start(handle, [=, by = factors(x->dtype, alpha, beta), x = *x, w = *w, y = *y, c = *c] {
     if (bytes > 0) std::memset(workspace, 0xff, bytes);
     const auto xs = read(x, x_data), ys = read(y, y_data);
