@@ -10,9 +10,10 @@ therefore yield the same parameters in the same order.
 Note [gradient ownership]: an operator's backward may hand on dy itself or a view of it. The engine marks
 such a gradient as shared: it is never written to, and copied before a caller gets it. So is every gradient of a
 script's own operator, which may return an array that it has kept.
-Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's ``_recomputation``
-makes again in backward, from what is kept anyway and with the same bits (the field's activation recomputation). In
-float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it.
+Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's
+``_recomputation`` makes again in backward, from what is kept anyway and with the same bits (the field's activation
+recomputation). In float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it. On a GPU all
+is kept, too.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ class Operator:
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
         if node is not None:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
-            if recorder is not None and recorder.break_reason is None and autocast is not None:
+            is_recorded = recorder is not None and recorder.break_reason is None
+            if is_recorded and autocast is not None and context.backend.recomputes:
                 node.keep_less(context, used, arrays[0])
         return outputs if isinstance(result, tuple) else outputs[0]
 

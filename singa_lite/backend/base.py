@@ -164,6 +164,7 @@ class Backend(ABC):
     missing_precisions: Mapping[str, str] = {}
     # sets whether Python may write to an array; None: not needed, as ``rounds_updates`` is never True
     set_writeable: Callable[[Array, bool], None] | None = None
+    recomputes = False  # whether memory is scarcer than time, see Note [recomputing] in autograd/engine.py
     runs_behind_host = False  # whether a kernel may still run when its call has returned
 
     def run(

@@ -9,6 +9,11 @@ from ..graph.memory import Memory, View
 from ..graph.rewrite import GraphRewriter
 
 
+def are_alike(*views: View) -> bool:
+    """Return whether all have the dtype of the first."""
+    return all(view.dtype == views[0].dtype for view in views)
+
+
 def relu_before_pooling(graph: GraphRewriter, last: int) -> None:
     """max_pool_2d_backward, relu_backward -> relu_backward on the smaller side, max_pool_2d_backward.
 

@@ -37,6 +37,7 @@ TYPES = {
         "signs": "el fl dl",
         "gather": "ei Ei fi di ii li el El fl dl il ll",
         "layer_norm": "e E f d ef Ef",
+        "batch_norm": "e E f",
         "low_rank": "e f d",
     }.items()
 }

@@ -50,6 +50,7 @@ class NumpyBackend(
     """Every kernel in numpy: the reference of all faster paths. Calls end before they return."""
 
     name = "cpu"
+    recomputes = True
     missing_precisions: Mapping[str, str] = {
         "fp16": "CPUs have no instructions for products of float16; choose 'bf16'"
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fewer and smaller kernels for a recorded step: what follows an addition becomes part of it.
+"""Fewer and smaller kernels for a recorded step: what follows an addition or a batch norm becomes part of it.
 
 The calls made here are in Note [lowered calls] in ../base.py.
 """
@@ -13,12 +13,14 @@ from ...graph.memory import View
 from ...graph.nodes import Kernel, Node
 from ...graph.rewrite import GraphRewriter
 from ..fuse import relu_before_pooling
+from ..fuse_norm import add_residual, relu_after, relu_in_norm_backward
+from .batch_norm import has_fused_calls
 
 
 def fuse(nodes: list[Node]) -> list[Node]:
-    """Return the same step in fewer kernels, the same bits."""
+    """Return the same step in fewer kernels."""
     graph = GraphRewriter(nodes, lambda view: is_float(view.dtype))
-    for rule in (relu_before_pooling, _bias_and_relu, _add_and_relu, _add_and_gelu, _add_and_norm):
+    for rule in RULES:
         for number in range(len(nodes)):
             rule(graph, number)
     return graph.rest()
@@ -78,3 +80,21 @@ def _sum_before(graph: GraphRewriter, last: int, name: str) -> tuple[int, Kernel
     return (
         (first, add, node) if is_same and add.out.memory not in {view.memory for view in add.inputs} else None
     )
+
+
+def _norm_and_residual(graph: GraphRewriter, last: int) -> None:
+    add_residual(graph, last, has_fused_calls)
+
+
+def _norm_and_relu(graph: GraphRewriter, last: int) -> None:
+    relu_after(graph, last, has_fused_calls, "batchnorm_2d_train")
+
+
+def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
+    relu_in_norm_backward(graph, last, has_fused_calls)
+
+
+RULES = (
+    *(relu_before_pooling, _norm_and_residual, _norm_and_relu, _relu_in_norm_backward),
+    *(_bias_and_relu, _add_and_relu, _add_and_gelu, _add_and_norm),
+)

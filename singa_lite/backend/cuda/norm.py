@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation by cuDNN, and layer normalisation.
+"""Batch normalization by cuDNN, but for images with channels last, and layer normalization.
 
-What lives here: the batches cuDNN doesn't take. What does not: cuDNN's calls (native/cuda/norm.h).
+What lives here: the batches cuDNN doesn't take. What does not: cuDNN's calls (native/cuda/norm.h), and channels last
+(batch_norm.py).
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any
 
 from ...errors import DeviceError
 from ..base import Array
-from .cudnn import DTYPES, CudnnCaller, addresses, check_sizes
+from .batch_norm import ChannelsLastNorm, takes
+from .cudnn import DTYPES, addresses, check_sizes
 from .launch import types_of
 
 MOST_TRAINED = 880801  # samples; more are unsupported by cuDNN
 MOST_INFERRED = 65528  # of 65535 that cuDNN takes; parts of a multiple of 8 samples begin aligned
 
 
-class NormKernels(CudnnCaller):
+class NormKernels(ChannelsLastNorm):
     """batchnorm_2d over every axis but 1, for ``memory_format`` see ../layout.py; layer_norm over the last ones."""
 
     def batchnorm_2d_train(
@@ -26,16 +28,21 @@ class NormKernels(CudnnCaller):
         x: Array,
         scale: Array,
         bias: Array,
+        residual: Array | None = None,
         *,
         out: tuple[Array, ...],
         momentum: float,
         eps: float,
         memory_format: int = 1,
+        relu: bool = False,
     ) -> None:
         y, mean, inverse_std, running_mean, running_var = out
         if not x.size:
             for statistic in out[1:]:
                 self.find("fill")(out=statistic, value=nan)  # 0 / 0
+            return
+        if memory_format > 1 and takes(x, scale):
+            self._train_channels_last(x, scale, bias, residual, out, momentum, eps, relu)
             return
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         x, target = self._aligned(x), self._target(y)
@@ -66,6 +73,7 @@ class NormKernels(CudnnCaller):
         scale: Array,
         mean: Array,
         inverse_std: Array,
+        bias: Array | None = None,
         *,
         out: tuple[Array, ...],
         memory_format: int = 1,
@@ -74,6 +82,9 @@ class NormKernels(CudnnCaller):
         if not x.size:
             for gradient in (dscale, dbias):
                 self.find("fill")(out=gradient, value=0.0)
+            return
+        if memory_format > 1 and takes(x, scale):
+            self._backward_channels_last(dy, x, scale, mean, inverse_std, bias, out)
             return
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
