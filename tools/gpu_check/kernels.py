@@ -124,7 +124,10 @@ def calls() -> Iterator[Call]:
         yield from formula_calls(np.random.default_rng(2), dtype)
         yield from large_calls(np.random.default_rng(3), dtype)
         yield from transformer_calls(np.random.default_rng(4), dtype)
+        if dtype != "float64":
+            yield from norm_calls(np.random.default_rng(6), dtype)
     yield from transformer_calls(np.random.default_rng(5), "bfloat16")
+    yield from norm_calls(np.random.default_rng(7), "bfloat16")
     for kind in (np.int32, np.int64):
         yield "random_indices", [], [np.zeros(500, kind)], {"n": LARGE, "seed": 1, "counter": 2}
 
@@ -171,6 +174,17 @@ def large_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     yield "random_uniform", [], [x.copy()], {"low": 0.0, "high": 1.0, **random}
     yield "random_bernoulli", [], [x.copy()], {"p": 0.3, **random}
     yield "dropout", [x], [x.copy(), np.zeros(LARGE, bool)], {"ratio": 0.4, **random}
+
+
+def norm_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
+    """Batch norm of images with channels last, more of them than a block has, fused with what stands beside it."""
+    shape = (2, 264, 9, 7)
+    x, residual, out = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
+    scale, bias, mean, std = rng.uniform(0.5, 1, (4, shape[1])).astype(np.float32)
+    options = {"memory_format": shape[1], "relu": True, "momentum": 0.1, "eps": 1e-5}
+    yield "batchnorm_2d_train", [x, scale, bias, residual], [out, mean, std, mean.copy(), std.copy()], options
+    given, gradients = [residual, x, scale, mean, std, bias], [out, scale.copy(), bias.copy()]
+    yield "batchnorm_2d_backward", given, gradients, {"memory_format": shape[1]}
 
 
 def transformer_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
