@@ -24,6 +24,7 @@ TYPES = {
     for file, types in {
         "elementwise": "e E f d i l",
         "move": "ff ee EE dd ef fe Ef fE fd df ei fi di il ii ll lf if ?f f? e? E? d? i? l? BB",
+        "strided": "ff ee EE dd ef fe Ef fE fd df ei fi di il ii ll lf if ?f f? e? E? d? i? l? BB DD",
         "reduce": "e E f d i l ef Ef",
         "loss": "ei Ei fi di el El fl dl ee EE ff dd fe fE",
         "random": "e E f d",

@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import ShapeError
 from .launch import by_value
 
+LOAD = 16  # bytes that a thread reads at once at most
 MAX_AXES = 8  # of Broadcast in common.cuh and Axes in reduce.cu, after joining
 Strides = tuple[int, ...]
 
@@ -59,6 +60,13 @@ def strided(shape: tuple[int, ...], a: Strides, b: Strides) -> np.ndarray[Any, A
     """Return the same for given strides."""
     sizes, (a_steps, b_steps) = joined(shape, a, b)
     return _packed(len(sizes), sizes, a_steps, b_steps)
+
+
+def are_loads(shape: Sequence[int], itemsize: int, *strides: Strides) -> bool:
+    """Return whether arrays of those strides, in bytes, are made of runs of LOAD bytes along the last axis."""
+    if not shape or itemsize * shape[-1] % LOAD or any(given[-1] != itemsize for given in strides):
+        return False
+    return not any(stride % LOAD for given in strides for stride in given[:-1])
 
 
 @lru_cache(4096)

@@ -121,20 +121,21 @@ KERNEL batch_norm_gradient_sums(const T* dy, const T* x, const A* scale, const A
   add_up(values, part, wide, sums);
 }
 
-// The two sums of channel c, of all `chunks`; a block has 32 channels, for each of them 8 threads.
+// The two sums of channel c, of all `chunks`; a block has 8 channels, for each of them 32 threads.
 __device__ inline bool sums_of_channel(const double* sums, Int channels, Int chunks, Int* c, double found[2]) {
-  __shared__ double parts[2][8][32];
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32;
-  *c = blockIdx.x * Int(32) + lane;
+  __shared__ double parts[2][32][8];
+  const int column = threadIdx.x % 8, row = threadIdx.x / 8;
+  *c = blockIdx.x * Int(8) + column;
   double mine[2] = {};
-  if (*c < channels)
-    for (Int chunk = row; chunk < chunks; chunk += 8)
+  if (*c < channels) {
+    _Pragma("unroll 4") for (Int chunk = row; chunk < chunks; chunk += 32)
       for (int which = 0; which < 2; ++which) mine[which] += sums[(2 * chunk + which) * channels + *c];
-  for (int which = 0; which < 2; ++which) parts[which][row][lane] = mine[which];
+  }
+  for (int which = 0; which < 2; ++which) parts[which][row][column] = mine[which];
   __syncthreads();
   for (int which = 0; which < 2; ++which) {
     found[which] = 0;
-    for (int other = 0; other < 8; ++other) found[which] += parts[which][other][lane];
+    for (int other = 0; other < 32; ++other) found[which] += parts[which][other][column];
   }
   return row == 0 && *c < channels;
 }

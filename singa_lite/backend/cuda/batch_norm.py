@@ -12,13 +12,13 @@ from typing import Any
 from ...graph.memory import View
 from ...graph.nodes import Kernel
 from ..base import Array
+from .axes import LOAD
 from .cudnn import CudnnCaller
 from .launch import THREADS
 
-LOAD = 16  # bytes, of one thread at once
 WIDEST = 32  # threads side by side
 LEAST_ROWS = 8  # of a thread, where blocks are not needed to fill the GPU
-BLOCKS = 6  # of a multiprocessor
+BLOCKS = 4  # of a multiprocessor
 
 
 def takes(x: Array | View, scale: Array | View) -> bool:
@@ -104,4 +104,4 @@ class ChannelsLastNorm(CudnnCaller):
         return x.dtype.char, groups * chunks, chunks, sums, (rows, channels, wide)
 
     def _each_channel(self, name: str, x: Array, *arguments: Any) -> None:
-        self.launch(f"batch_norm.{name}", x.dtype.char, -(-x.shape[1] // 32), 256, *arguments)
+        self.launch(f"batch_norm.{name}", x.dtype.char, -(-x.shape[1] // 8), THREADS, *arguments)

@@ -49,6 +49,10 @@ __device__ inline Bfloat16 double_to_bfloat16(double value) {
   return float_to_bfloat16(__uint_as_float(bits));
 }
 
+struct Sixteen {  // bytes, to copy
+  alignas(16) Bits halves[2];
+};
+
 // ---- types ----------------------------------------------------------------------------------------------------
 
 template <class V> struct WideOf { typedef V type; };
@@ -84,6 +88,13 @@ template <> struct Narrow<Bfloat16, float> {
   static __device__ Bfloat16 of(float value) { return float_to_bfloat16(value); }
 };
 template <class V, class W> __device__ inline V narrow(W value) { return Narrow<V, W>::of(value); }
+
+template <class V, class W> struct Convert {
+  static __device__ V of(W value) { return narrow<V>(widen(value)); }
+};
+template <class V> struct Convert<V, V> {
+  static __device__ V of(V value) { return value; }
+};
 
 template <class V> __device__ inline bool is_nan(V value) { return value != value; }
 // NaN wins, as in numpy

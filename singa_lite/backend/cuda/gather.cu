@@ -20,18 +20,20 @@ KERNEL gather(const T* x, const U* indices, T* y, Int n, Int size, Int count, In
 
 // A block for each position and group of columns looks through all indices, so every sum has one order.
 KERNEL gather_backward(const T* dy, const U* indices, T* dx, Int size, Int count, Int after, Int* faults) {
-  __shared__ Int seen[256];
+  __shared__ Int found[256];
   const Int groups = (after + blockDim.x - 1) / blockDim.x, row = blockIdx.x / groups, position = row % size;
   const Int column = blockIdx.x % groups * blockDim.x + threadIdx.x;
   const T* from = dy + row / size * count * after + column;
   Total total = 0;
   for (Int start = 0; start < count; start += blockDim.x) {
-    if (start + threadIdx.x < count) seen[threadIdx.x] = index_of(indices, start + threadIdx.x, size, faults);
+    const Int i = start + threadIdx.x;
+    const bool is_here = i < count && index_of(indices, i, size, faults) == position;
+    Int here;
+    const Int place = before_in_block(Int(is_here), &here);
+    if (is_here) found[place] = i;
     __syncthreads();
-    const Int here = count - start < blockDim.x ? count - start : static_cast<Int>(blockDim.x);
     if (column < after)
-      for (Int i = 0; i < here; ++i)
-        if (seen[i] == position) total += widen(from[(start + i) * after]);
+      for (Int k = 0; k < here; ++k) total += widen(from[found[k] * after]);
     __syncthreads();
   }
   if (column < after) dx[row * after + column] = narrow<T>(total);

@@ -50,6 +50,7 @@ C_TYPES = {
     "i": "int",
     "l": "Int",
     "q": "Int",
+    "D": "Sixteen",
 }
 # a line that makes one kernel by a macro: UNARY(relu, A, ...) makes relu_formula, REDUCTION(max_rows, ...) max_rows
 MADE_BY_MACRO = re.compile(r"^[A-Z_]+\d?\((\w+),.*$", re.MULTILINE)

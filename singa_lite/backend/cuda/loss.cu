@@ -29,42 +29,76 @@ KERNEL softmax_backward(const T* dy, const T* y, T* dx, Int n, Int step) {
 
 // ---- attention: softmax of rows of n scores, which are multiplied by scale --------------------------------------
 
-struct Scores {
+// the threads that have a row: a block, or a warp, which waits for no others
+struct Block {
+  Int row = blockIdx.x, first = threadIdx.x, step = blockDim.x;
+  template <class Op> __device__ A join(A value) const { return over_block<Op>(value); }
+};
+struct Warp {
+  Int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = threadIdx.x % 32, step = 32;
+  template <class Op> __device__ A join(A value) const {
+    for (int distance = 16; distance; distance /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffff, value, distance));
+    return value;
+  }
+};
+#define EACH_OF_TEAM(i, n) for (Int i = team.first; i < (n); i += team.step)
+
+template <class Team> struct Scores {
+  Team team;
   const T* row;
   Int seen;
   A scale, largest, total;
 
   // queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
   __device__ Scores(const T* scores, Int n, double factor, Int queries)
-      : row(scores + blockIdx.x * n), seen(n), scale(factor), largest(widen(row[0])), total(0) {
-    if (queries && blockIdx.x % queries + 1 < n) seen = blockIdx.x % queries + 1;
-    EACH_OF_ROW(i, seen) largest = larger(largest, A(widen(row[i])));
-    largest = over_block<Larger>(largest);
-    EACH_OF_ROW(i, seen) total += exp((widen(row[i]) - largest) * scale);
-    total = over_block<Add>(total);
+      : row(scores + team.row * n), seen(n), scale(factor), largest(widen(row[0])), total(0) {
+    if (queries && team.row % queries + 1 < n) seen = team.row % queries + 1;
+    EACH_OF_TEAM(i, seen) largest = larger(largest, A(widen(row[i])));
+    largest = team.template join<Larger>(largest);
+    EACH_OF_TEAM(i, seen) total += exp((widen(row[i]) - largest) * scale);
+    total = team.template join<Add>(total);
   }
   __device__ A probability(Int i) const { return i < seen ? exp((widen(row[i]) - largest) * scale) / total : A(0); }
 };
 
-KERNEL attention(const T* scores, T* y, Int n, double scale, Int queries) {
-  const Scores row(scores, n, scale, queries);
-  EACH_OF_ROW(i, n) y[blockIdx.x * n + i] = narrow<T>(row.probability(i));
+template <class Team> __device__ void probabilities(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
+  const Team team;
+  if (team.row >= rows) return;
+  const Scores<Team> row(scores, n, scale, queries);
+  EACH_OF_TEAM(i, n) y[team.row * n + i] = narrow<T>(row.probability(i));
 }
 
-// y: the probabilities, dy: the gradient of them, dx: that of the products of queries and keys
-KERNEL attention_backward(const T* scores, const T* dy, T* y, T* dx, Int n, double scale, Int queries) {
-  const Scores row(scores, n, scale, queries);
+template <class Team>
+__device__ void gradients(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries) {
+  const Team team;
+  if (team.row >= rows) return;
+  const Scores<Team> row(scores, n, scale, queries);
+  const Int start = team.row * n;
   A total = 0;
-  EACH_OF_ROW(i, n) {
+  EACH_OF_TEAM(i, n) {
     const A probability = row.probability(i);
-    y[blockIdx.x * n + i] = narrow<T>(probability);
-    total += probability * widen(dy[blockIdx.x * n + i]);
+    y[start + i] = narrow<T>(probability);
+    if (i < row.seen) total += probability * widen(dy[start + i]);
   }
-  total = over_block<Add>(total);
-  EACH_OF_ROW(i, n) {
-    const Int at = blockIdx.x * n + i;
-    dx[at] = narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[at]) - total)));
-  }
+  total = team.template join<Add>(total);
+  EACH_OF_TEAM(i, n)
+    dx[start + i] = i < row.seen ? narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[start + i]) - total)))
+                                 : narrow<T>(A(0));
+}
+
+KERNEL attention(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
+  probabilities<Block>(scores, y, rows, n, scale, queries);
+}
+KERNEL attention_of_warps(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
+  probabilities<Warp>(scores, y, rows, n, scale, queries);
+}
+// y: the probabilities, dy: the gradient of them, dx: that of the products of queries and keys
+KERNEL attention_backward(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries) {
+  gradients<Block>(scores, dy, y, dx, rows, n, scale, queries);
+}
+KERNEL attention_backward_of_warps(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale,
+                                   Int queries) {
+  gradients<Warp>(scores, dy, y, dx, rows, n, scale, queries);
 }
 
 // ---- labels -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ import numpy as np
 from ...dtypes import accumulation_dtype, bfloat16
 from ...errors import ShapeError
 from ..base import Array
-from .launch import Launcher
+from .launch import THREADS, Launcher
+
+WARP_ROW = 2048  # elements of a row of scores at most that a warp has
 
 
 class LossKernels(Launcher):
@@ -70,11 +72,14 @@ class LossKernels(Launcher):
         return out
 
     def _each_score(self, name: str, scores: Array, causal: bool, queries: Array, *arrays: Array) -> None:
-        """Start a kernel with a block for each row of ``scores``."""
+        """Start a kernel with a warp for each row of ``scores``, or a block if that is long."""
         length = scores.shape[3]
-        numbers = (length, queries.shape[3] ** -0.5, scores.shape[2] if causal else 0)
+        if not scores.size:
+            return
         rows = scores.size // length
-        self.each_row(f"loss.{name}", scores.dtype.char, rows, length, scores, *arrays, *numbers)
+        name, blocks = (f"{name}_of_warps", -(-rows * 32 // THREADS)) if length <= WARP_ROW else (name, rows)
+        numbers = (rows, length, queries.shape[3] ** -0.5, scores.shape[2] if causal else 0)
+        self.launch(f"loss.{name}", scores.dtype.char, blocks, THREADS, scores, *arrays, *numbers)
 
     def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
         """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""

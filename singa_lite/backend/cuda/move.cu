@@ -1,26 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of move.py from arrays of T to arrays of U.
 
-template <class V, class W> struct Convert {
-  static __device__ V of(W value) { return narrow<V>(widen(value)); }
-};
-template <class V> struct Convert<V, V> {
-  static __device__ V of(V value) { return value; }
-};
-
 KERNEL cast(const T* from, U* to, Int n) {
   BATCHES(n) {
     U values[4];
     IN_BATCH(i, n) values[u] = Convert<U, T>::of(from[i]);
     IN_BATCH(i, n) to[i] = values[u];
-  }
-}
-
-// Copies n elements between any strides: a transposition, a repetition, a part of an array.
-KERNEL gather(const T* from, U* to, Int n, Broadcast axes) {
-  EACH(i, n) {
-    OFFSETS(axes, i, n, offset, target);
-    to[target] = Convert<U, T>::of(from[offset]);
   }
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that move, join, reduce and multiply arrays: move.cu, reduce.cu, and cuBLAS for products."""
+"""Kernels that move, join, reduce and multiply arrays: move.cu, strided.cu, reduce.cu, and cuBLAS for products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...config import state
 from ...errors import DTypeError, ShapeError
 from ..base import Array
-from .axes import reduction, strided
+from .axes import LOAD, are_loads, reduction, strided
 from .launch import THREADS, Launcher, by_value, types_of
 
 MAX_PARTS, PART_ELEMENTS = 120, 2048  # of Parts in move.cu
@@ -59,12 +59,20 @@ class MoveKernels(Launcher):
 
     def _gather(self, x: Array, out: Array, strides: tuple[int, ...]) -> None:
         """Fill ``out`` with elements of ``x`` that are ``strides`` bytes apart; both may be parts of larger arrays."""
+        types, sizes = x.dtype.char + out.dtype.char, (x.itemsize, out.itemsize)
+        shape, steps = out.shape, (strides, out.strides)
+        if (
+            types[0] == types[1]
+            and (x.data.ptr | out.data.ptr) % LOAD == 0
+            and are_loads(shape, sizes[0], *steps)
+        ):
+            shape = (*shape[:-1], shape[-1] * sizes[0] // LOAD)
+            types, sizes, steps = "DD", (LOAD, LOAD), ((*strides[:-1], LOAD), (*out.strides[:-1], LOAD))
+        count = prod(shape)
         axes = strided(
-            out.shape,
-            tuple(stride // x.itemsize for stride in strides),
-            tuple(stride // out.itemsize for stride in out.strides),
+            shape, *(tuple(s // size for s in step) for step, size in zip(steps, sizes, strict=True))
         )
-        self.each("move.gather", x.dtype.char + out.dtype.char, out.size, x, out, out.size, axes)
+        self.each("strided.copy", types, count, x, out, count, axes)
 
     def gather(self, x: Array, indices: Array, *, out: Array, axis: int, where: str = "gather") -> None:
         """Indices are checked on the device, as class ids are (loss.py)."""

@@ -22,7 +22,7 @@ EMULATION = HERE.parent / "emulation.h"
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden")
 EXPANDER = ("g++", "-E", "-P", "-D__global__=__global__", "-D__launch_bounds__(...)=")
 ENTRY = re.compile(r'extern "C" __global__ void (\w+)\s*\(')
-STRIDED = {"gather"}  # kernels that are told the strides of their arrays
+STRIDED = {"copy"}  # kernels that are told the strides of their arrays
 KINDS = {int: "i8", float: "f8"}
 
 
