@@ -157,6 +157,35 @@ def test_a_subnormal_number_is_scaled_or_counts_as_0(backend: Backend) -> None:
     assert scale[0] in (1, 2.0**126)  # a GPU's arithmetic takes it for 0, see common.cuh
 
 
+@pytest.mark.parametrize("length", [5, 700, 2048, 2049, 4100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_to_memory_of_any_length(backend: Backend, length: int, causal: bool) -> None:
+    queries, dy = RNG.standard_normal((2, 2, 3, 16)).astype("f")
+    memory, options = RNG.standard_normal((2, length, 32)).astype("f"), {"num_heads": 2, "causal": causal}
+    check(backend, "attention", [queries, memory], [dy], **options)
+    check(backend, "attention_backward", [dy, queries, memory], [dy, memory], **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bool"])
+@pytest.mark.parametrize("start", [0, 1, 8])
+@pytest.mark.parametrize("last", [16, 24, 20, 3])
+def test_transpositions_of_runs(backend: Backend, dtype: str, start: int, last: int) -> None:
+    """Runs of 16 bytes move at once, where addresses and strides permit."""
+    x = np.arange(start + 5 * 3 * 4 * last).astype(dtype)
+    given = backend.asarray(x)[start:].reshape(5, 3, 4, last)
+    out = backend.asarray(np.zeros((4, 5, 3, last), dtype))
+    backend.run("transpose", given, out=out, axes=(2, 0, 1, 3))
+    expected = x[start:].reshape(5, 3, 4, last).transpose(2, 0, 1, 3)
+    np.testing.assert_array_equal(backend.to_numpy(out), expected)
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
+def test_gradients_of_many_indices_come_to_their_places(backend: Backend, count: int) -> None:
+    indices = RNG.integers(0, 7, count).astype("i")
+    dy = RNG.standard_normal((2, count, 300)).astype("f")
+    check(backend, "gather_backward", [dy, indices], [np.zeros((2, 7, 300), "f")], axis=1)
+
+
 # ---- many elements and many arrays ----------------------------------------------------------------------------
 
 

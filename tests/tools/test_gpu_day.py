@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -113,11 +115,12 @@ def test_profiles_are_printed_for_what_works_and_reasons_for_the_rest(tmp_path: 
     ours = [number for number, line in enumerate(lines) if line.endswith("graph: 3 steps")]
     assert [lines[number].split(", graph")[0] for number in ours] == [
         "##### cnn, float32",
-        "##### cnn, float32 with TF32",
-        "##### cnn, float16",
+        "##### cnn, tf32",
+        "##### cnn, fp16",
+        "##### cnn, bf16",
     ]
     assert all(lines[number + 1] == "kernels by self_device_time_total" for number in ours)
-    assert sum(line.startswith("left out: ") for line in lines) == 3  # that torch has no networks
+    assert sum(line.startswith("left out: ") for line in lines) == 4  # that torch has no networks
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def carried(tmp_path: Path) -> Path:
     (folder / "wheels").mkdir(parents=True)
     (folder / "modules").mkdir()
     (folder / "commit").write_text("0123abcd\n")
-    (folder / "libnccl.so.2").touch()
+    (folder / "libnccl.so.2.xz").write_bytes(lzma.compress(b"a library"))
     kernel = tmp_path / "cupy_cache_dir" / "kernel.cubin"
     kernel.parent.mkdir()
     kernel.touch()
@@ -140,7 +143,7 @@ def begin(folder: Path, commands: str) -> list[str]:
     """Run commands behind begin.sh in ``folder``; return what Python was started with, a line each time."""
     python = folder / "python"
     python.write_text(
-        '#!/bin/sh\n[ "$1" = -c ] || '
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"; '
         'echo "$PWD $* ${GPU_CHECK_COMMIT-} ${GPU_CHECK_MODULES-} ${SINGA_LITE_NCCL_LIB-}" >> "$CALLS"\n'
     )
     python.chmod(0o755)
@@ -157,9 +160,52 @@ def test_a_machine_gets_what_was_carried_to_it(tmp_path: Path, carried: Path) ->
     [line] = begin(tmp_path, f'build "step cnn"; [ -f {cached} ]; keep_cache')
     assert line.startswith(f"{tmp_path} -m tools.gpu_check.check --parts machine build compile step cnn ")
     assert f"--wheels {carried}/wheels" in line and f"--out {tmp_path}/out/a" in line
-    assert line.endswith(f" 0123abcd {carried}/modules {carried}/libnccl.so.2")
+    assert line.endswith(f" 0123abcd {carried}/modules ")
     with tarfile.open(tmp_path / "out" / "cupy_cache.tgz") as archive:
         assert "cupy_cache_dir/kernel.cubin" in archive.getnames()
+
+
+def test_a_carried_nccl_serves_the_commands_that_ask_for_it(tmp_path: Path, carried: Path) -> None:
+    library = tmp_path / "build" / "gpu-check" / "cache" / "libnccl.so.2"
+    with_it, without = begin(tmp_path, "with_nccl check --parts ranks; check --parts ranks")
+    assert with_it.endswith(f" {library}") and without.endswith(f"{carried}/modules ")
+    assert library.read_bytes() == b"a library"
+
+
+def test_a_libnccl_is_shrunk_to_one_architecture(tmp_path: Path) -> None:
+    """An ELF file of two sections of device code, each a fat binary of PTX and of two architectures."""
+
+    def image(kind: int, architecture: int, code: bytes) -> bytes:
+        return (
+            struct.pack("<HHIQIII", kind, 1, 64, len(code), 0, 0, 0)
+            + struct.pack("<I", architecture).ljust(36, b"\1")
+            + code
+        )
+
+    images = image(1, 90, b"ptx-----") + image(2, 80, b"ampere--") + image(2, 90, b"hopper--")
+    binary = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(images)) + images + bytes(8)
+    names = b"\0.nv_fatbin\0__nv_relfatbin\0.shstrtab\0"
+    start, count = 64, 4
+    contents = [b"", binary, binary, names]
+    places = [start + sum(map(len, contents[:i])) for i in range(count)]
+    numbers = [0, names.index(b".nv"), names.index(b"__nv"), names.index(b".shs")]
+    table = b"".join(
+        struct.pack("<IIQQQQIIQQ", numbers[i], 0, 0, 0, places[i], len(contents[i]), 0, 0, 0, 0)
+        for i in range(count)
+    )
+    head = bytearray(64)
+    struct.pack_into("<Q", head, 0x28, start + sum(map(len, contents)))
+    struct.pack_into("<HHH", head, 0x3A, 64, count, 3)
+    library = tmp_path / "libnccl.so.2"
+    library.write_bytes(bytes(head) + b"".join(contents) + table)
+    command = [sys.executable, "-m", "tools.gpu_day.shrink_nccl", str(library)]
+    done = run(*command, "90", str(tmp_path / "out" / "small.xz"))
+    assert done.returncode == 0, done.stderr
+    small = lzma.decompress((tmp_path / "out" / "small.xz").read_bytes())
+    assert len(small) == library.stat().st_size and small.count(b"hopper--") == 1
+    assert small.index(b"hopper--") == library.read_bytes().index(b"hopper--")
+    assert b"ampere" not in small and b"ptx" not in small
+    assert b"no machine code for sm_75" in run(*command, "75", str(tmp_path / "x")).stderr.encode()
 
 
 def test_nothing_need_be_carried(tmp_path: Path) -> None:

@@ -206,6 +206,11 @@ def transformer_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     projections, y = normal(3, 40, 3 * 16), normal(3, 40, 16)
     yield "attention", [projections], [y.copy()], options
     yield "attention_backward", [y, projections], [projections.copy()], options
+    queries, memory = normal(1, 2, 16), normal(1, 2100, 2 * 16)  # rows of scores that are too long for a warp
+    options = {"num_heads": 2, "causal": False}
+    yield "attention", [queries, memory], [queries.copy()], options
+    given, gradients = [queries, queries, memory], [queries.copy(), memory.copy()]
+    yield "attention_backward", given, gradients, options
 
 
 if __name__ == "__main__":

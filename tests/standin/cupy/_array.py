@@ -98,9 +98,11 @@ class MemoryPool:
         self.free.setdefault(place, []).append(memory)
 
     def free_all_blocks(self) -> None:
-        for place, unused in list(self.free.items()):
-            while unused and place[0] == cuda.current()[-1]:
-                unused.pop()
+        for place in tuple(
+            self.free
+        ):  # not items(): pairs are allocated, and a collection may give memory back then
+            while self.free[place] and place[0] == cuda.current()[-1]:
+                self.free[place].pop()
 
     def __del__(self, leaked: list[DeviceMemory] = LEAKED) -> None:  # a default outlives the module
         for unused in self.free.values():
