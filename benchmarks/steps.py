@@ -117,8 +117,9 @@ def torch_step(
 ) -> Step:
     """``wrap``, e.g. DistributedDataParallel, is called on the network.
 
-    On a GPU "torch compile" replays CUDA graphs; "torch amp" computes in float16 where PyTorch thinks fit, and "torch
-    autocast" in bfloat16, with channels last.
+    On a GPU "torch compile" replays CUDA graphs; "torch deterministic" is eager without cuDNN's algorithms whose sums
+    have no fixed order, as ours are; "torch amp" computes in float16 where PyTorch thinks fit, and "torch autocast" in
+    bfloat16, with channels last.
     """
     import torch
     from torch import nn
@@ -147,6 +148,13 @@ def torch_step(
         optimizer.step()
         return loss
 
+    def deterministic_step() -> Any:
+        torch.backends.cudnn.deterministic = True
+        try:
+            return step()
+        finally:
+            torch.backends.cudnn.deterministic = False
+
     def autocast_step() -> Any:
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16):
@@ -166,7 +174,12 @@ def torch_step(
         scaler.update()
         return loss
 
-    return {"torch amp": half_step, "torch autocast": autocast_step}.get(mode, step)
+    others = {
+        "torch amp": half_step,
+        "torch autocast": autocast_step,
+        "torch deterministic": deterministic_step,
+    }
+    return others.get(mode, step)
 
 
 def torch_network(model: str) -> Any:

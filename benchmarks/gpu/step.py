@@ -5,7 +5,8 @@
     python -m benchmarks.gpu.step cnn --compile            beside torch.compile(mode="reduce-overhead")
 
 All steps take turns; a turn is some steps and a wait for the device; medians of turns. Graph mode is held against the
-faster of PyTorch's row-major and channels_last steps. cudnn.benchmark is on there. First without TF32, then with it on
+faster of PyTorch's row-major and channels_last steps, and besides against a row-major one with cudnn.deterministic, as
+our convolutions take cuDNN's deterministic algorithms. cudnn.benchmark is on there. First without TF32, then with it on
 both sides, then mixed precision, precision="fp16" and "bf16" here beside torch.autocast(float16), with its GradScaler,
 and torch.autocast(bfloat16) there; last a model in float16, weights included, beside torch.autocast(float16).
 """
@@ -55,11 +56,12 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
     shape, small, limit = CASES[model]
     peers = ["torch eager", "torch channels_last"] if dtype == "float32" else [MIXED.get(dtype, "torch amp")]
     peers = ["torch compile"] if is_compiled else peers
+    like = ["torch deterministic"] if dtype == "float32" and not is_compiled else []
     x, labels = batch(model, shape=small if QUICK else shape)
     title = f"step of {model}, batch {len(x)}, {dtype}{' with TF32' if tf32 else ''}"
     allow_tf32(tf32)
     steps = {}
-    for mode in ["graph", *([] if is_compiled or dtype in MIXED else ["eager"]), *peers]:
+    for mode in ["graph", *([] if is_compiled or dtype in MIXED else ["eager"]), *peers, *like]:
         try:
             steps[mode] = warm_step(gpu, mode, model, x, labels, dtype)
         except Exception as error:
@@ -75,6 +77,12 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
         if mode in medians or mode == "graph":
             ratio = medians[mode] / theirs if theirs and mode in medians else None
             report(f"{title}: {mode} / {name_of(peers)}", ratio, required if mode == "graph" else None, note)
+    if like and {"graph", *like} <= medians.keys():
+        report(
+            f"{title}: graph / torch deterministic",
+            medians["graph"] / medians["torch deterministic"],
+            note=note,
+        )
     steps.clear()
     free(gpu)
 
