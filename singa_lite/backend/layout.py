@@ -101,7 +101,7 @@ class _Layout:
     def _convolution(self, call: Kernel) -> None:
         x, w, y, geometry = _of_convolution(call)
         wanted = None
-        if self._accepts(x) and self._accepts(w) and all(map(_is_image, (x, y))) and _is_row_major(call):
+        if self._accepts(x) and all(map(_is_image, (x, y))) and _is_row_major(call):
             has_bias = len(call.inputs) == 3 or isinstance(call.out, tuple)
             wanted = self._conv_formats(
                 call.name, x.shape, w.shape, y.shape, has_bias, dtype=x.dtype, **geometry

@@ -20,6 +20,7 @@ from singa_lite.backend.base import Backend
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.backend.formulas import UPDATES, Update
 from singa_lite.device import allow_tf32
+from singa_lite.dtypes import bfloat16
 from singa_lite.errors import DeviceError
 from singa_lite.sync.indices import IndexCode
 from tests.devices import cuda_device, no_gpu, standin_cupy
@@ -164,6 +165,39 @@ def test_attention_to_memory_of_any_length(backend: Backend, length: int, causal
     memory, options = RNG.standard_normal((2, length, 32)).astype("f"), {"num_heads": 2, "causal": causal}
     check(backend, "attention", [queries, memory], [dy], **options)
     check(backend, "attention_backward", [dy, queries, memory], [dy, memory], **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("start", [0, 1, 8])
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 4097])
+def test_elements_are_computed_by_packs_and_one_by_one_alike(
+    backend: Backend, dtype: str, start: int, size: int
+) -> None:
+    """Beside arrays that begin within 16 bytes, that end within a pack, and that are repeated along an axis."""
+    kind = bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    a, b, row, column = (RNG.standard_normal(n).astype(kind) for n in (start + 3 * size, 3 * size, size, 3))
+    whole, second = backend.asarray(a)[start:].reshape(3, size), backend.asarray(b).reshape(3, size)
+    out, kept = (backend.asarray(np.zeros((3, size), kind)) for _ in range(2))
+    wide = a[start:].reshape(3, size).astype("f" if kind != np.float64 else "d")
+    for other, given in (
+        (b.reshape(3, size), second),
+        (row, backend.asarray(row)),
+        (column[:, None], backend.asarray(column).reshape(3, 1)),
+        (row[:1], backend.asarray(row[:1])),
+    ):
+        for first, right in ((whole, wide + other), (given, None)):
+            if right is None and other.shape != (3, size):
+                continue
+            backend.run("add", first, given if right is not None else whole, out=out)
+            np.testing.assert_array_equal(
+                backend.to_numpy(out), (wide + other.astype(wide.dtype)).astype(kind)
+            )
+        backend.run("add_gelu", whole, given, out=(out, kept))
+        np.testing.assert_array_equal(backend.to_numpy(kept), (wide + other.astype(wide.dtype)).astype(kind))
+        backend.run("gelu", kept, out=kept)
+        np.testing.assert_array_equal(backend.to_numpy(kept), backend.to_numpy(out))
+    backend.run("negative", whole, out=out)
+    np.testing.assert_array_equal(backend.to_numpy(out), -a[start:].reshape(3, size))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bool"])

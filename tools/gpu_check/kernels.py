@@ -182,6 +182,7 @@ def norm_calls(rng: np.random.Generator, dtype: str) -> Iterator[Call]:
     x, residual, out = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
     scale, bias, mean, std = rng.uniform(0.5, 1, (4, shape[1])).astype(np.float32)
     options = {"memory_format": shape[1], "relu": True, "momentum": 0.1, "eps": 1e-5}
+    yield "reorder", [x], [out.copy()], {"memory_formats": (1, shape[1])}
     yield "batchnorm_2d_train", [x, scale, bias, residual], [out, mean, std, mean.copy(), std.copy()], options
     given, gradients = [residual, x, scale, mean, std, bias], [out, scale.copy(), bias.copy()]
     yield "batchnorm_2d_backward", given, gradients, {"memory_format": shape[1]}

@@ -39,25 +39,115 @@ template <class F, class V> __device__ F with_numbers(const Numbers& numbers) {
   return formula;
 }
 
-template <class V, class F> __device__ void map_one(const F& formula, const T* from, T* to, Int n) {
-  BATCHES(n) {
+// Neighbouring elements that a thread reads and writes at once, 16 bytes of T: one by one, those of 16 bits take two to
+// three times as long. A part of fewer, behind the last whole pack or where addresses and axes do not permit, has Width<1>.
+enum { kPack = 16 / sizeof(T) };
+
+template <int count> struct Width {
+  static constexpr int value = count;
+};
+template <class V, int count> struct alignas(sizeof(V) * count < 16 ? sizeof(V) * count : 16) Pack {
+  V values[count];
+};
+template <class Address> __device__ inline bool is_aligned(Address address) {
+  return reinterpret_cast<Bits>(address) % 16 == 0;
+}
+
+// kPack values from an address, or the one there repeated, where step is 0
+template <class V, class W> __device__ inline void take(const W* from, Int step, V* values) {
+  if (step == 0) {
+    const V value = static_cast<V>(widen(*from));
+    for (int k = 0; k < kPack; ++k) values[k] = value;
+    return;
+  }
+  const Pack<W, kPack> pack = *reinterpret_cast<const Pack<W, kPack>*>(from);
+  for (int k = 0; k < kPack; ++k) values[k] = static_cast<V>(widen(pack.values[k]));
+}
+
+// Calls use(number of the first element, values, Width) for all n.
+template <class V, class Use> __device__ void each_value(const T* from, Int n, bool in_packs, const Use& use) {
+  const Int packs = in_packs && is_aligned(from) ? n / kPack : 0, rest = n - packs * kPack;
+  EACH(pack, packs) {
+    V xs[kPack];
+    take(from + pack * kPack, 1, xs);
+    use(pack * kPack, xs, Width<kPack>());
+  }
+  BATCHES(rest) {
     V xs[4];
-    IN_BATCH(i, n) xs[u] = static_cast<V>(widen(from[i]));
-    IN_BATCH(i, n) to[i] = narrow<T>(formula(xs[u]));
+    IN_BATCH(i, rest) xs[u] = static_cast<V>(widen(from[packs * kPack + i]));
+    IN_BATCH(i, rest) use(packs * kPack + i, xs + u, Width<1>());
   }
 }
 
-template <class V, class F>
-__device__ void map_two(const F& formula, const T* from_a, const U* from_b, T* to, Int n, const Broadcast& axes) {
-  BATCHES(n) {
+// The same of pairs. A pack is within the innermost axis, along which neither, or one of them only, is repeated.
+template <class V, class Use>
+__device__ void each_pair(const T* from_a, const U* from_b, Int n, const Broadcast& axes, bool in_packs, const Use& use) {
+  const Int step_a = axes.a[0], step_b = axes.b[0];
+  const bool are_runs = (axes.ndim == 1 || axes.shape[0] % kPack == 0) && step_a <= 1 && step_b <= 1;
+  const bool are_aligned = (step_a == 0 || is_aligned(from_a)) && (step_b == 0 || is_aligned(from_b));
+  const Int packs = in_packs && are_runs && are_aligned ? n / kPack : 0, rest = n - packs * kPack;
+  EACH(pack, packs) {
+    const Int first = pack * kPack;
+    OFFSETS(axes, first, n, offset_a, offset_b);
+    V as[kPack], bs[kPack];
+    take(from_a + offset_a, step_a, as);
+    take(from_b + offset_b, step_b, bs);
+    use(first, as, bs, Width<kPack>());
+  }
+  BATCHES(rest) {
     V as[4], bs[4];
-    IN_BATCH(i, n) {
-      OFFSETS(axes, i, n, offset_a, offset_b);
+    IN_BATCH(i, rest) {
+      OFFSETS(axes, packs * kPack + i, n, offset_a, offset_b);
       as[u] = static_cast<V>(widen(from_a[offset_a]));
       bs[u] = static_cast<V>(widen(from_b[offset_b]));
     }
-    IN_BATCH(i, n) to[i] = narrow<T>(formula(as[u], bs[u]));
+    IN_BATCH(i, rest) use(packs * kPack + i, as + u, bs + u, Width<1>());
   }
+}
+
+// What becomes of the values: `count` neighbours of out, from the element number `first` on.
+template <class V, class F> struct Mapped {
+  const F& formula;
+  T* to;
+  template <int count> __device__ void operator()(Int first, const V* xs, Width<count>) const {
+    Pack<T, count> made;
+    for (int k = 0; k < count; ++k) made.values[k] = narrow<T>(formula(xs[k]));
+    *reinterpret_cast<Pack<T, count>*>(to + first) = made;
+  }
+  template <int count> __device__ void operator()(Int first, const V* as, const V* bs, Width<count>) const {
+    Pack<T, count> made;
+    for (int k = 0; k < count; ++k) made.values[k] = narrow<T>(formula(as[k], bs[k]));
+    *reinterpret_cast<Pack<T, count>*>(to + first) = made;
+  }
+};
+// formula of a and b, which is kept too, rounded, and behind of that
+template <class V, class R, class F, class G> struct MappedTwice {
+  const F& formula;
+  const G& behind;
+  T *to, *kept;
+  template <int count> __device__ void operator()(Int first, const V* as, const V* bs, Width<count>) const {
+    Pack<T, count> made, found;
+    for (int k = 0; k < count; ++k) {
+      made.values[k] = narrow<T>(formula(as[k], bs[k]));
+      found.values[k] = narrow<T>(behind(static_cast<R>(widen(made.values[k]))));
+    }
+    *reinterpret_cast<Pack<T, count>*>(kept + first) = made;
+    *reinterpret_cast<Pack<T, count>*>(to + first) = found;
+  }
+};
+
+template <class V, class F> __device__ void map_one(const F& formula, const T* from, T* to, Int n) {
+  each_value<V>(from, n, is_aligned(to), Mapped<V, F>{formula, to});
+}
+template <class V, class F>
+__device__ void map_two(const F& formula, const T* from_a, const U* from_b, T* to, Int n, const Broadcast& axes) {
+  each_pair<V>(from_a, from_b, n, axes, is_aligned(to), Mapped<V, F>{formula, to});
+}
+template <class V, class R, class F, class G>
+__device__ void map_two_then(const F& formula, const G& behind, const T* from_a, const U* from_b, T* to, T* kept, Int n,
+                             const Broadcast& axes) {
+  const MappedTwice<V, R, F, G> use{formula, behind, to, kept};
+  each_pair<V>(from_a, from_b, n, axes, is_aligned(to) && is_aligned(kept), use);
 }
 
 // the first has the shape of the result
@@ -94,19 +184,7 @@ __device__ void map_three(const F& formula, const T* from_c, const T* from_a, co
   FORMULA(name, type, (type a, type b), value)                                             \
   FORMULA(name##_then, result, (result x), then)                                           \
   KERNEL name##_formula(const T* from_a, const U* from_b, T* to, T* kept, Int n, Broadcast axes) { \
-    const name##_value formula = {};                                                       \
-    const name##_then_value behind = {};                                                   \
-    BATCHES(n) {                                                                           \
-      T values[4];                                                                         \
-      IN_BATCH(i, n) {                                                                     \
-        OFFSETS(axes, i, n, offset_a, offset_b);                                           \
-        values[u] = narrow<T>(formula(widen(from_a[offset_a]), widen(from_b[offset_b]))); \
-      }                                                                                    \
-      IN_BATCH(i, n) {                                                                     \
-        kept[i] = values[u];                                                               \
-        to[i] = narrow<T>(behind(static_cast<result>(widen(values[u]))));                  \
-      }                                                                                    \
-    }                                                                                      \
+    map_two_then<type, result>(name##_value{}, name##_then_value{}, from_a, from_b, to, kept, n, axes);                 \
   }
 
 #define TERNARY(name, type, c, a, b, value, ...)                                           \
