@@ -33,7 +33,13 @@ CASES = {
 }
 COMPILED_LIMIT = 1.0
 # dtype, or mixed precision, and whether TF32 is allowed
-PRECISIONS = (("float32", False), ("float32", True), ("fp16", False), ("bf16", False), ("float16", False))
+PRECISIONS = {
+    "float32": ("float32", False),
+    "tf32": ("float32", True),
+    "fp16": ("fp16", False),
+    "bf16": ("bf16", False),
+    "float16": ("float16", False),
+}
 WARM_STEPS = 4  # before times count: they compile, record, capture and choose algorithms
 
 
@@ -43,10 +49,11 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--compile", action="store_true", help="beside torch.compile, with float32 alone")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     arguments = parser.parse_args()
     gpu = device.create_cuda_gpu()
     for model in arguments.models:
-        for dtype, tf32 in PRECISIONS:
+        for dtype, tf32 in (PRECISIONS[name] for name in arguments.precisions):
             if dtype == "float32" or not arguments.compile:
                 compare(gpu, model, dtype, tf32, arguments.compile)
 

@@ -143,8 +143,11 @@ class Block(Net):
         return super().forward(autograd.reshape(third, (x.shape[0], 288)))
 
 
-def losses(device: Any, use_graph: bool) -> tuple[list[float], Net]:
+def losses(device: Any, use_graph: bool, precision: str = "fp32") -> tuple[list[float], Net]:
     net, rng = compiled(device, use_graph, opt.SGD(lr=0.05), Block), np.random.default_rng(4)
+    net.compile(
+        [Tensor(data=np.zeros((6, 36), "f"), device=device)], use_graph=use_graph, precision=precision
+    )
     found = []
     for _ in range(5):
         x = Tensor(data=rng.standard_normal((6, 36)).astype("f"), device=device)
@@ -168,3 +171,16 @@ def test_recorded_norms_take_their_relus_and_residuals_over(device: Any) -> None
         node for node in info.nodes if node.startswith("batchnorm_2d_train")
     )
     assert names.count("relu_backward") == 3  # of the residual's ReLU, and the perceptron's two
+
+
+def test_images_of_a_step_in_mixed_precision_have_their_channels_last(device: Any) -> None:
+    """Its weights are float32, and tensor cores compute all the same."""
+    if reason := device.backend.missing_precisions.get("bf16"):
+        pytest.skip(reason)
+    (eager, _), (recorded, net) = losses(device, False, "bf16"), losses(device, True, "bf16")
+    np.testing.assert_allclose(recorded, eager, rtol=2e-2)
+    [info] = net.graph_info()
+    for name in ("conv2d", "conv2d_backward_data", "batchnorm_2d_train", "batchnorm_2d_backward"):
+        found = [node for node in info.nodes if node.split()[0] == name]
+        assert len(found) >= 2 and all("8" in node.rpartition("memory_format")[2] for node in found), found
+    assert not any(node.startswith("reorder") for node in info.nodes if "[6, 8, 6, 6]" in node.split("->")[0])

@@ -16,20 +16,14 @@ import traceback
 from typing import Any
 
 from benchmarks.gpu.rows import QUICK, TORCH_DEVICE, explain
-from benchmarks.gpu.step import CASES, WARM_STEPS, allow_tf32, free, synchronize, warm_step
+from benchmarks.gpu.step import CASES, PRECISIONS, WARM_STEPS, allow_tf32, free, synchronize, warm_step
 from benchmarks.gpu.transformer import our_step, torch_step
 from benchmarks.steps import MIXED, batch
 from singa_lite import device
 
 STEPS, ROWS = 3, 40
-PEERS = {"float32": "torch channels_last", **MIXED}
+PEERS = {"float32": "torch channels_last", "float16": "torch amp", **MIXED}
 TRANSFORMER = argparse.Namespace(batch=16, length=512, layers=6, width=512, heads=8)
-PRECISIONS = {
-    "float32": ("float32", False),
-    "tf32": ("float32", True),
-    "fp16": ("fp16", False),
-    "bf16": ("bf16", False),
-}
 
 
 def main() -> None:
