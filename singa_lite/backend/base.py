@@ -22,9 +22,11 @@ So a training step is a list of (kernel, arrays, attributes) that can be recorde
 Note [lowered calls]: ``lower`` alone makes these, each backend those that it knows.
 - On CUDA (cuda/fuse.py): ``relu`` of add, True where the result goes through a ReLU; add_gelu, "(a, b) -> (GELU of the
   sum, sum)"; one more input ``residual`` of layer_norm, which gives its sum with x behind the other outputs.
-- On the CPU (cpu/fuse.py, compiled kernels only): ``relu`` of conv2d, matmul and batchnorm_2d_train. One more input,
-  there too: ``bias`` of matmul, a row; ``residual`` of batchnorm_2d_train, added before the ReLU; ``bias`` of
-  batchnorm_2d_backward, which then computes the gradient of the ReLU behind that norm as well.
+- On the CPU (cpu/fuse.py, compiled kernels only): ``relu`` of conv2d and matmul; one more input ``bias`` of matmul, a
+  row.
+- On both (fuse_norm.py; on CUDA of images with channels last): ``relu`` of batchnorm_2d_train, and one more input
+  ``residual``, added before the ReLU; ``bias`` of batchnorm_2d_backward, which then computes the gradient of the ReLU
+  behind that norm as well.
 - Memory formats, channels per block, 1 for row-major (layout.py): ``memory_formats`` of a convolution, of x and y or
   of their gradients; ``memory_format`` of batchnorm_2d_train, max_pool_2d, avg_pool_2d and their backward kernels.
 - ``rounded`` of an optimizer step, on the CPU: numbers of parameters, each of which has a bfloat16 copy behind the
