@@ -30,3 +30,14 @@ def test_sources_compile_without_a_warning(file: str, architecture: str, backend
     }:
         complaints, ptx = nvrtc.compile_source(compiler, source, architecture)
         assert complaints == "" and b".entry" in ptx, f"{complaints[:1000]}\n{source[-3000:]}"
+
+
+@pytest.mark.parametrize("types", ["e", "E"])
+def test_elements_of_16_bits_move_by_16_bytes(types: str, backend: Any) -> None:
+    compiler = nvrtc.load()
+    if compiler is None:
+        pytest.skip("NVRTC is not installed (pip install nvidia-cuda-nvrtc)")
+    source = backend._compile.__globals__["source_of"]("elementwise", types, "add_gelu_formula")
+    _, ptx = nvrtc.compile_source(compiler, source, "compute_90")
+    entry = ptx[ptx.index(b".entry add_gelu_formula") :].partition(b"\n}\n")[0]
+    assert entry.count(b"ld.global.v4.u32") >= 2 and entry.count(b"st.global.v4.u32") >= 2
