@@ -213,6 +213,13 @@ def test_transpositions_of_runs(backend: Backend, dtype: str, start: int, last: 
     np.testing.assert_array_equal(backend.to_numpy(out), expected)
 
 
+@pytest.mark.parametrize("shape", [(2, 8, 0, 4), (2, 64, 0, 40), (0, 8, 3, 3)])
+def test_nothing_is_reordered(backend: Backend, shape: tuple[int, ...]) -> None:
+    for formats in ((1, shape[1]), (shape[1], 1)):
+        x, out = (backend.zeros(shape, "float32") for _ in range(2))
+        backend.run("reorder", x, out=out, memory_formats=formats)
+
+
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 3000])
 def test_gradients_of_many_indices_come_to_their_places(backend: Backend, count: int) -> None:
     indices = RNG.integers(0, 7, count).astype("i")

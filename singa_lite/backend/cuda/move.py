@@ -49,9 +49,11 @@ class MoveKernels(Launcher):
         block, area = max(memory_formats), x.shape[2] * x.shape[3]
         rows, columns = (block, area) if memory_formats[0] == 1 else (area, block)
         tiles = -(-rows // TILE) * -(-columns // TILE)
+        if not x.size:
+            return
         if min(rows, columns) < TILE // 2:  # of weights: most of a tile would be empty
             self.transpose(x.reshape(-1, rows, columns), out=out.reshape(-1, columns, rows), axes=(0, 2, 1))
-        elif x.size:
+        else:
             matrices = x.size // (rows * columns)
             self.launch("move.flip", x.dtype.char, matrices * tiles, THREADS, x, out, rows, columns)
 

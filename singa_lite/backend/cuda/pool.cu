@@ -28,14 +28,10 @@ struct Position {
   int row, column;
 
   __device__ Position(Int i, Int height, Int width, Int channels) {
-    if (i <= 0x7fffffff) find(unsigned(i), unsigned(height), unsigned(width), unsigned(channels));  // see OFFSETS
-    else find(i, height, width, channels);
-  }
-  template <class Index> __device__ void find(Index i, Index height, Index width, Index channels) {
-    const Index pixel = i / channels, line = pixel / width, image = line / height;
+    const Int pixel = i / channels, line = pixel / width;
     channel = i - pixel * channels;
-    plane = image;
-    row = int(line - image * height);
+    plane = line / height;
+    row = int(line - plane * height);
     column = int(pixel - line * width);
   }
 };
