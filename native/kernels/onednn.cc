@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/onednn.h"
 
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -35,6 +36,30 @@ bool are_reorders_slow() {
   return are;
 }
 
+constexpr std::size_t kPartBytes = 1 << 20;  // takes much longer than to start two parallel regions
+
+// How many parts of the first axis have these two formats, each in the same bytes of the array; 0 if they have none, or it is
+// not worth it.
+std::int64_t count_parts(const dnnl::memory::desc& plain, const dnnl::memory::desc& chosen) {
+  if (plain.get_data_type() != chosen.get_data_type() || plain.get_size() != chosen.get_size()) return 0;
+  std::int64_t rows = 1, elements = 1;  // rows of a block
+  for (const auto size : chosen.get_dims()) elements *= size;
+  const auto sizes = chosen.get_inner_blks(), axes = chosen.get_inner_idxs();
+  for (std::size_t i = 0; i < sizes.size(); ++i)
+    if (axes[i] == 0) rows *= sizes[i];
+  const std::int64_t blocks = chosen.get_dims()[0] / rows;
+  if (plain.get_strides()[0] * rows * blocks != elements || chosen.get_strides()[0] * blocks != elements) return 0;
+  std::int64_t parts = blocks;
+  while (parts > 1 && (blocks % parts || chosen.get_size() / std::size_t(parts) < kPartBytes)) --parts;
+  return parts > 1 ? parts : 0;
+}
+
+dnnl::memory::desc part_of(const dnnl::memory::desc& whole, std::int64_t parts) {
+  auto dims = whole.get_dims();
+  dims[0] /= parts;
+  return whole.submemory_desc(dims, Dims(dims.size(), 0));
+}
+
 float* floats_at(const dnnl::memory& memory) { return static_cast<float*>(memory.get_data_handle()); }
 std::size_t num_floats(const dnnl::memory& memory) { return memory.get_desc().get_size() / sizeof(float); }
 
@@ -65,9 +90,15 @@ OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots
     if (conversion.is_widened) scratch_bytes_ += rounded(slot.widened.get_size());
     const auto& plain = conversion.is_widened ? slot.widened : slot.plain;
     if (plain == slot.chosen) continue;
-    const auto& [from, to] = slot.is_output ? std::tie(slot.chosen, plain) : std::tie(plain, slot.chosen);
-    conversion.reorder = dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to));
-    scratch_bytes_ += rounded(slot.chosen.get_size());
+    conversion.from = slot.is_output ? slot.chosen : plain;
+    conversion.to = slot.is_output ? plain : slot.chosen;
+    if (slot.is_output && !conversion.is_widened) conversion.parts = count_parts(plain, slot.chosen);
+    if (conversion.parts) {
+      conversion.from = part_of(conversion.from, conversion.parts);
+      conversion.to = part_of(conversion.to, conversion.parts);
+    }
+    conversion.reorder = dnnl::reorder(dnnl::reorder::primitive_desc(engine, conversion.from, engine, conversion.to));
+    scratch_bytes_ += rounded((slot.is_output ? conversion.from : conversion.to).get_size());
   }
 }
 
@@ -84,22 +115,36 @@ void OnednnCall::run(const std::vector<const void*>& arrays) const {
   note_parallel_region(num_threads());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    const auto& [is_widened, reorder] = conversions_[i];
-    plain[i] = is_widened ? in_scratch(slot.widened)
-                          : dnnl::memory(slot.plain, onednn_engine(), const_cast<void*>(arrays[i]));
-    dnnl::memory chosen = reorder ? in_scratch(slot.chosen) : plain[i];
+    const Conversion& conversion = conversions_[i];
+    void* const array = const_cast<void*>(arrays[i]);
+    plain[i] = conversion.is_widened ? in_scratch(slot.widened) : dnnl::memory(slot.plain, onednn_engine(), array);
+    dnnl::memory chosen = conversion.parts     ? dnnl::memory(slot.chosen, onednn_engine(), array)
+                          : conversion.reorder ? in_scratch(slot.chosen)
+                                               : plain[i];
     arguments.emplace(slot.arg, chosen);
     if (slot.is_output) continue;
-    if (is_widened) from_bfloat16(static_cast<const Bfloat16*>(arrays[i]), floats_at(plain[i]), num_floats(plain[i]));
-    if (reorder) reorder.execute(stream(), plain[i], chosen);
+    if (conversion.is_widened)
+      from_bfloat16(static_cast<const Bfloat16*>(arrays[i]), floats_at(plain[i]), num_floats(plain[i]));
+    if (conversion.reorder) conversion.reorder.execute(stream(), plain[i], chosen);
   }
   primitive_.execute(stream(), arguments);
   for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const Conversion& conversion = conversions_[i];
     if (!slots_[i].is_output) continue;
-    const auto& [is_widened, reorder] = conversions_[i];
-    if (reorder) reorder.execute(stream(), arguments.at(slots_[i].arg), plain[i]);
-    if (is_widened)
-      to_bfloat16(floats_at(plain[i]), static_cast<Bfloat16*>(const_cast<void*>(arrays[i])), num_floats(plain[i]));
+    void* const array = const_cast<void*>(arrays[i]);
+    if (conversion.parts) put_in_order(conversion, array, in_scratch(conversion.from));
+    else if (conversion.reorder) conversion.reorder.execute(stream(), arguments.at(slots_[i].arg), plain[i]);
+    if (conversion.is_widened) to_bfloat16(floats_at(plain[i]), static_cast<Bfloat16*>(array), num_floats(plain[i]));
+  }
+}
+
+void OnednnCall::put_in_order(const Conversion& conversion, void* array, dnnl::memory part) {
+  const std::size_t bytes = conversion.from.get_size();
+  char *ordered = static_cast<char*>(array), *const copy = static_cast<char*>(part.get_data_handle());
+  for (std::int64_t i = 0; i < conversion.parts; ++i, ordered += bytes) {
+    dnnl::memory to(conversion.to, onednn_engine(), ordered);
+    parallel_for(bytes, 1, [=](std::size_t first, std::size_t last) { std::memcpy(copy + first, ordered + first, last - first); });
+    conversion.reorder.execute(stream(), part, to);
   }
 }
 

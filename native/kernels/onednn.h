@@ -2,7 +2,8 @@
 // oneDNN's side of the kernels: one CPU engine, primitives kept by what they were made for, and calls on plain arrays.
 //
 // An OnednnCall is a primitive with the memory formats it chose. Where they differ from the caller's plain arrays it reorders
-// through thread-local scratch.
+// through thread-local scratch. A large result whose rows are as many bytes in both formats is written to the caller's array and
+// put in order there, some rows at a time: the scratch for a gradient of 512 x 512 3 x 3 weights is 1.2 MB instead of 9.4.
 //
 // Note [slow reorders]: without AVX-512 oneDNN has no fast code that reads or writes bfloat16: reordering the images behind the
 // MNIST CNN's last pooling takes 6 ms, as floats .04. There arrays are widened and rounded by loops of ours, and reordered as
@@ -58,7 +59,11 @@ class OnednnCall {
   struct Conversion {
     bool is_widened = false;  // by a loop, see Note [slow reorders]
     dnnl::reorder reorder;    // empty where nothing else has to change
+    std::int64_t parts = 0;   // of the caller's array, which reorder puts in order one by one; 0 where it reads scratch
+    dnnl::memory::desc from, to;  // one of them
   };
+
+  static void put_in_order(const Conversion& conversion, void* array, dnnl::memory part);
 
   dnnl::primitive primitive_;
   std::vector<Slot> slots_;

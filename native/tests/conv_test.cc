@@ -177,6 +177,8 @@ int main() {
       test_conv(make_conv(2, 8, 8, 9, 9, 3, 1, 1, 1, 8), has_bias);      // depthwise
       test_conv(make_conv(2, 16, 24, 5, 5, 1, 1, 0, 1, 1), has_bias);    // pointwise
       test_conv(make_conv(1, 4, 4, 3, 3, 3, 3, 2, 1, 1), has_bias);      // stride and padding beyond the image
+      test_conv(make_conv(2, 256, 384, 5, 5, 3, 2, 1, 1, 1), has_bias);  // dw is put in order by parts of 128 rows
+      test_conv(make_conv(1, 512, 512, 4, 4, 3, 1, 1, 1, 2), has_bias);  // and of a group
     }
 #ifdef SINGA_LITE_ONEDNN
     test_winograd(make_3x3(2, 64, 64, 8, 8, 1, 1));
