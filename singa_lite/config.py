@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import OptionError
+
 # Environment switch -> what it does. Read through env(), so that a misspelt name fails at once.
 SWITCHES = {
     "SINGA_LITE_RANK": "rank of this process, set by `singa-lite run`",
@@ -139,3 +141,15 @@ def env(switch: str, default: str | None = None) -> str | None:
     if switch not in SWITCHES:
         raise KeyError(f"{switch} is not in config.SWITCHES")
     return os.environ.get(switch) or default
+
+
+def is_on(switch: str, default: bool = False) -> bool:
+    """Return whether the environment switch ``switch`` is on or 1 rather than off or 0; ``default`` if unset or empty.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    value = env(switch)
+    if value not in (None, "on", "1", "off", "0"):
+        raise OptionError(f"{switch}={value}: expected on or off")
+    return default if value is None else value in ("on", "1")

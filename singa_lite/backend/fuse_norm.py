@@ -29,7 +29,7 @@ def add_residual(graph: GraphRewriter, last: int, takes: Takes) -> None:
         graph.merge(first, last, replace(norm, inputs=inputs, out=out))
 
 
-def relu_after(graph: GraphRewriter, last: int, takes: Takes, *names: str) -> None:
+def relu_after(graph: GraphRewriter, last: int, takes: Takes, names: tuple[str, ...]) -> None:
     """One of ``names``, relu -> the same with ReLU."""
     pair = graph.pair(last, "relu", *names)
     if pair is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import env, state
+from ..config import env, is_on, state
 from ..errors import CommError
 from .call_site import CallSites
 from .error_stream import tell
@@ -32,7 +32,7 @@ APPEAR_S = 0.1  # for the file that another rank has begun to write
 
 def is_recording() -> bool:
     """Return whether this process records; SINGA_LITE_FLIGHT_RECORDER=off is for measuring what that costs."""
-    return env("SINGA_LITE_FLIGHT_RECORDER", "on") != "off"
+    return is_on("SINGA_LITE_FLIGHT_RECORDER", default=True)
 
 
 def title_of(members: Sequence[int], name: str) -> str:

@@ -138,7 +138,7 @@ class NcclCommunicator(Communicator):
             self.timeout_s,
             peers,
             parent,
-            config.env("SINGA_LITE_NCCL_BLOCKING") == "1",
+            config.is_on("SINGA_LITE_NCCL_BLOCKING"),
         )
         self._wait = self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone)

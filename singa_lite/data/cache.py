@@ -21,20 +21,21 @@ except ImportError:  # Windows: two processes may fetch at once; each still writ
 
 def cache_root() -> Path:
     """SINGA_LITE_CACHE, or ``~/.cache/singa_lite``; each data set has a folder of its own in it."""
-    return Path(config.env("SINGA_LITE_CACHE") or Path.home() / ".cache" / "singa_lite").expanduser()
+    return as_path("SINGA_LITE_CACHE", config.env("SINGA_LITE_CACHE", "~/.cache/singa_lite"))
 
 
 def as_path(where: str, folder: object) -> Path:
-    """Return ``folder`` as a Path; DataError if it is none, or the system does not let it be looked up."""
+    """Return ``folder`` as a Path, with a home for ``~``; DataError if it is none or cannot be looked up."""
     if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fspath(folder):
         raise DataError(f"{where}: folder must be a path, not {folder!r}")
     try:
-        os.stat(folder)
+        path = Path(folder).expanduser()
+        os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass  # the caller says so
-    except (OSError, UnicodeEncodeError) as error:  # the latter: half of a surrogate pair
+    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # half of a surrogate pair; nobody's home
         raise DataError(f"{where}: {error}") from error
-    return Path(folder)
+    return path
 
 
 @contextmanager

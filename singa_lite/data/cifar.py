@@ -101,7 +101,7 @@ def load_cifar10(folder: str | Path | None = None) -> Cifar:
     """
     if folder is None:
         return read_archive(fetch_cifar10())
-    folder = as_path("load_cifar10", folder).expanduser()
+    folder = as_path("load_cifar10", folder)
     for candidate in (folder, folder / SUBFOLDER):
         if any(os.path.exists(candidate / name) for name in FILES):
             return read_folder(candidate)
@@ -268,7 +268,7 @@ def fetch_cifar10(folder: str | Path | None = None) -> Path:
     Raises:
         DataError: the network does not allow it, or what came is not the archive; the text says what to do instead.
     """
-    folder = cache_root() / "cifar10" if folder is None else as_path("fetch_cifar10", folder).expanduser()
+    folder = cache_root() / "cifar10" if folder is None else as_path("fetch_cifar10", folder)
     path = folder / ARCHIVE_NAME
     try:
         if _is_whole(path):

@@ -12,6 +12,7 @@ from singa_lite import autograd, layer, opt
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.device import allow_tf32
 from singa_lite.dtypes import bfloat16
+from singa_lite.errors import OptionError
 from singa_lite.tensor import Tensor, to_numpy
 from tests.backend.test_capture import Net, compiled
 from tests.devices import cuda_device, no_gpu
@@ -111,6 +112,17 @@ def test_a_mean_far_from_zero_does_not_hide_the_variance(device: Any) -> None:
     )[2]
     right = 1 / x.astype("float64").std((0, 2, 3))
     np.testing.assert_allclose(inverse_std, right, rtol=1e-6)
+
+
+def test_what_is_fused_is_refused_for_row_major_images(device: Any) -> None:
+    backend = device.backend
+    x, c = backend.asarray(np.ones((2, 8, 3, 3), "f")), backend.asarray(np.ones(8, "f"))
+    given = {"out": (x, c, c, c, c), "momentum": 0.1, "eps": 1e-5}
+    for inputs, extra in (([x, c, c], {"relu": True}), ([x, c, c, x], {})):
+        with pytest.raises(OptionError, match="batchnorm_2d_train: a residual and a ReLU"):
+            backend.run("batchnorm_2d_train", *inputs, **given, **extra)
+    with pytest.raises(OptionError, match="batchnorm_2d_backward: a ReLU's gradient"):
+        backend.run("batchnorm_2d_backward", x, x, c, c, c, c, out=(x, c, c))
 
 
 def test_what_is_not_finite_is_seen(device: Any) -> None:

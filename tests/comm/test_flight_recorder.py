@@ -26,10 +26,11 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
 from singa_lite.comm.error_stream import tell
 from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
+from singa_lite.comm.flight_recorder import is_recording
 from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
-from singa_lite.errors import CommError
+from singa_lite.errors import CommError, OptionError
 from tests.comm.processes import (
     assert_nothing_left,
     fresh_environment,
@@ -394,6 +395,15 @@ def record_nothing(c: Communicator) -> tuple[bool, str]:
 def test_the_recorder_can_be_switched_off() -> None:
     results = run_ranks(record_nothing, 3)
     assert all(is_off and "disagree" in text and "doing" not in text for is_off, text in results)
+
+
+def test_a_switch_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in {"": True, "on": True, "1": True, "off": False, "0": False}.items():
+        monkeypatch.setenv("SINGA_LITE_FLIGHT_RECORDER", value)
+        assert is_recording() == expected
+    monkeypatch.setenv("SINGA_LITE_FLIGHT_RECORDER", "OFF")
+    with pytest.raises(OptionError, match="SINGA_LITE_FLIGHT_RECORDER=OFF: expected on or off"):
+        is_recording()
 
 
 # ---- comparing records ---------------------------------------------------------------------------------

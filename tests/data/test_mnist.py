@@ -106,6 +106,20 @@ def test_a_damaged_gzip_a_missing_file_and_a_missing_folder_are_named(folder):
         load_mnist("\ud800")
 
 
+def test_the_home_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="load_mnist: Could not determine home directory"):
+        load_mnist("~nobody-of-this-name/mnist")
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    monkeypatch.setenv("SINGA_LITE_CACHE", "~nobody-of-this-name")
+    with pytest.raises(DataError, match="SINGA_LITE_CACHE: Could not determine home directory"):
+        load_mnist()
+
+
+def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(FIXTURE.parent))
+    assert len(load_mnist(f"~/{FIXTURE.name}").train_images) == len(load_mnist(FIXTURE).train_images)
+
+
 def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):
     packed = folder / "train-labels-idx1-ubyte.gz"
     packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + bytes(1 << 25)))

@@ -7,6 +7,7 @@ The calls made here are in Note [lowered calls] in ../base.py; only compiled ker
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -36,7 +37,15 @@ def _is_compiled(call: Kernel, *others: View) -> bool:
 def fuse(nodes: list[Node]) -> list[Node]:
     """Return the same step in fewer kernels."""
     graph = GraphRewriter(nodes, is_compiled_dtype)
-    for rule in (_add_bias, _add_residual, _relu_after, relu_before_pooling, _relu_in_norm_backward, *RULES):
+    rules = (
+        _add_bias,
+        partial(add_residual, takes=_is_compiled),
+        partial(relu_after, takes=_is_compiled, names=("conv2d", "matmul", "batchnorm_2d_train")),
+        relu_before_pooling,
+        partial(relu_in_norm_backward, takes=_is_compiled),
+        *RULES,
+    )
+    for rule in rules:
         for number in range(len(nodes)):
             rule(graph, number)
     return graph.rest()
@@ -63,15 +72,3 @@ def _add_bias(graph: GraphRewriter, last: int) -> None:
     ):
         out = replace(add.out, shape=call.out.shape, strides=row_major(call.out.shape, add.out.dtype))
         graph.merge(first, last, replace(call, inputs=(*call.inputs, bias), out=out))
-
-
-def _add_residual(graph: GraphRewriter, last: int) -> None:
-    add_residual(graph, last, _is_compiled)
-
-
-def _relu_after(graph: GraphRewriter, last: int) -> None:
-    relu_after(graph, last, _is_compiled, "conv2d", "matmul", "batchnorm_2d_train")
-
-
-def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
-    relu_in_norm_backward(graph, last, _is_compiled)

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..._native import load
-from ...config import env
-from ...errors import OptionError
+from ...config import env, is_on
 from ...graph.memory import View
 from ...graph.nodes import Host, Kernel, Node
 from ..base import Array, Backend, is_kernel
@@ -43,11 +42,9 @@ class NativeKernels(Backend):
         self._conv_formats = getattr(module, "conv_formats", None)  # only with oneDNN
         self._empty = getattr(module, "empty", None)
         self.set_writeable = getattr(module, "set_writeable", None)
-        winograd = env("SINGA_LITE_WINOGRAD", "")
-        if winograd not in ("", "on", "off"):
-            raise OptionError(f"SINGA_LITE_WINOGRAD={winograd}: expected on or off")
-        if winograd and self._conv_formats is not None:
-            module.use_winograd(winograd == "on")  # type: ignore[union-attr]
+        has_choice, winograd = env("SINGA_LITE_WINOGRAD"), is_on("SINGA_LITE_WINOGRAD")
+        if has_choice and self._conv_formats is not None:
+            module.use_winograd(winograd)  # type: ignore[union-attr]
 
     def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
         return super().allocate(shape, dtype) if self._empty is None else self._empty(shape, dtype)  # type: ignore[safe-super]

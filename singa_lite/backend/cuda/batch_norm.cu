@@ -5,10 +5,7 @@
 // order, so a call gives the same bits every time.
 
 const int kPack = 16 / sizeof(T);
-
-struct alignas(16) Pack {
-  T values[kPack];
-};
+typedef Pack<T, kPack> Load;
 
 // The part of a thread: `wide` threads, a power of two up to 32, are side by side, in `groups` blocks for all channels;
 // the other blocks take other rows.
@@ -31,11 +28,11 @@ struct Part {
     if (const Int r = first + u * part.step; r < (rows))
 #define EACH_CHANNEL(k) _Pragma("unroll") for (int k = 0; k < kPack; ++k)
 
-__device__ inline Pack load(const T* x, const Part& part, Int row) {
-  return *reinterpret_cast<const Pack*>(x + row * part.channels + part.column);
+__device__ inline Load load(const T* x, const Part& part, Int row) {
+  return *reinterpret_cast<const Load*>(x + row * part.channels + part.column);
 }
-__device__ inline void store(const Pack& pack, T* x, const Part& part, Int row) {
-  *reinterpret_cast<Pack*>(x + row * part.channels + part.column) = pack;
+__device__ inline void store(const Load& pack, T* x, const Part& part, Int row) {
+  *reinterpret_cast<Load*>(x + row * part.channels + part.column) = pack;
 }
 
 // Adds what the threads of a block have for the same channel, and writes it to sums: (blocks that share channels, 2,
@@ -65,11 +62,11 @@ KERNEL batch_norm_sums(const T* x, double* sums, Int rows, Int channels, Int wid
   double values[2][kPack] = {};
   if (part.has_channels() && part.row < rows) {
     A shift[kPack], sum[kPack] = {}, squares[kPack] = {};
-    const Pack start = load(x, part, part.row);
+    const Load start = load(x, part, part.row);
     EACH_CHANNEL(k) shift[k] = widen(start.values[k]);
     Int count = 0;
     ROW_BATCHES(part, rows) {
-      Pack packs[4];
+      Load packs[4];
       IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
       IN_ROWS(r, part, rows) {
         ++count;
@@ -103,7 +100,7 @@ KERNEL batch_norm_gradient_sums(const T* dy, const T* x, const A* scale, const A
       least[k] = bias ? bias[c] : 0;
     }
     ROW_BATCHES(part, rows) {
-      Pack grads[4], packs[4];
+      Load grads[4], packs[4];
       IN_ROWS(r, part, rows) grads[u] = load(dy, part, r);
       IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
       IN_ROWS(r, part, rows) EACH_CHANNEL(k) {
@@ -175,7 +172,7 @@ KERNEL batch_norm_apply(const T* x, const A* scale, const A* bias, const A* mean
     offset[k] = bias[c];
   }
   ROW_BATCHES(part, rows) {
-    Pack packs[4], others[4];
+    Load packs[4], others[4];
     IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
     if (residual) IN_ROWS(r, part, rows) others[u] = load(residual, part, r);
     IN_ROWS(r, part, rows) {
@@ -205,7 +202,7 @@ KERNEL batch_norm_backward(const T* dy, const T* x, const A* scale, const A* bia
     least[k] = bias ? bias[c] : 0;
   }
   ROW_BATCHES(part, rows) {
-    Pack grads[4], packs[4];
+    Load grads[4], packs[4];
     IN_ROWS(r, part, rows) grads[u] = load(dy, part, r);
     IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
     IN_ROWS(r, part, rows) {

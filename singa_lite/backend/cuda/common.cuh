@@ -49,9 +49,11 @@ __device__ inline Bfloat16 double_to_bfloat16(double value) {
   return float_to_bfloat16(__uint_as_float(bits));
 }
 
-struct Sixteen {  // bytes, to copy
-  alignas(16) Bits halves[2];
+// Neighbouring elements that a thread reads or writes at once, at best 16 bytes.
+template <class V, int count> struct alignas(sizeof(V) * count < 16 ? sizeof(V) * count : 16) Pack {
+  V values[count];
 };
+typedef Pack<Bits, 2> Sixteen;  // bytes, to copy
 
 // ---- types ----------------------------------------------------------------------------------------------------
 
@@ -194,10 +196,16 @@ struct Larger {
   template <class V> static __device__ V of(V a, V b) { return larger(a, b); }
 };
 
-// The values of all threads of a block joined by Op, for every thread; blocks are whole warps.
+// The values of all threads of a warp joined by Op, for every thread.
+template <class Op, class V> __device__ V over_warp(V value) {
+  for (int distance = 16; distance; distance /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffff, value, distance));
+  return value;
+}
+
+// The same of a block, which is whole warps.
 template <class Op, class V> __device__ V over_block(V value) {
   __shared__ V parts[32];
-  for (int distance = 16; distance; distance /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffff, value, distance));
+  value = over_warp<Op>(value);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = value;
   __syncthreads();
   value = parts[0];

@@ -46,9 +46,6 @@ enum { kPack = 16 / sizeof(T) };
 template <int count> struct Width {
   static constexpr int value = count;
 };
-template <class V, int count> struct alignas(sizeof(V) * count < 16 ? sizeof(V) * count : 16) Pack {
-  V values[count];
-};
 template <class Address> __device__ inline bool is_aligned(Address address) {
   return reinterpret_cast<Bits>(address) % 16 == 0;
 }

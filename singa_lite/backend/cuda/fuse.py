@@ -7,6 +7,7 @@ The calls made here are in Note [lowered calls] in ../base.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ...dtypes import is_float
 from ...graph.memory import View
@@ -82,19 +83,10 @@ def _sum_before(graph: GraphRewriter, last: int, name: str) -> tuple[int, Kernel
     )
 
 
-def _norm_and_residual(graph: GraphRewriter, last: int) -> None:
-    add_residual(graph, last, has_fused_calls)
-
-
-def _norm_and_relu(graph: GraphRewriter, last: int) -> None:
-    relu_after(graph, last, has_fused_calls, "batchnorm_2d_train")
-
-
-def _relu_in_norm_backward(graph: GraphRewriter, last: int) -> None:
-    relu_in_norm_backward(graph, last, has_fused_calls)
-
-
 RULES = (
-    *(relu_before_pooling, _norm_and_residual, _norm_and_relu, _relu_in_norm_backward),
+    relu_before_pooling,
+    partial(add_residual, takes=has_fused_calls),
+    partial(relu_after, takes=has_fused_calls, names=("batchnorm_2d_train",)),
+    partial(relu_in_norm_backward, takes=has_fused_calls),
     *(_bias_and_relu, _add_and_relu, _add_and_gelu, _add_and_norm),
 )

@@ -36,10 +36,7 @@ struct Block {
 };
 struct Warp {
   Int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = threadIdx.x % 32, step = 32;
-  template <class Op> __device__ A join(A value) const {
-    for (int distance = 16; distance; distance /= 2) value = Op::of(value, __shfl_xor_sync(0xffffffff, value, distance));
-    return value;
-  }
+  template <class Op> __device__ A join(A value) const { return over_warp<Op>(value); }
 };
 #define EACH_OF_TEAM(i, n) for (Int i = team.first; i < (n); i += team.step)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import nan, prod
 from typing import Any
 
-from ...errors import DeviceError
+from ...errors import DeviceError, OptionError
 from ..base import Array
 from .batch_norm import ChannelsLastNorm, takes
 from .cudnn import DTYPES, addresses, check_sizes
@@ -44,6 +44,8 @@ class NormKernels(ChannelsLastNorm):
         if memory_format > 1 and takes(x, scale):
             self._train_channels_last(x, scale, bias, residual, out, momentum, eps, relu)
             return
+        if relu or residual is not None:
+            raise OptionError("batchnorm_2d_train: a residual and a ReLU are for images with channels last")
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         x, target = self._aligned(x), self._target(y)
         has_variance = x.size > x.shape[1]
@@ -86,6 +88,8 @@ class NormKernels(ChannelsLastNorm):
         if memory_format > 1 and takes(x, scale):
             self._backward_channels_last(dy, x, scale, mean, inverse_std, bias, out)
             return
+        if bias is not None:
+            raise OptionError("batchnorm_2d_backward: a ReLU's gradient is for images with channels last")
         plan = self._norm(x, MOST_TRAINED, memory_format > 1)
         dy, x, target = self._aligned(dy), self._aligned(x), self._target(dx)
         arrays = (dy, x, scale, mean, inverse_std, target, dscale, dbias)
