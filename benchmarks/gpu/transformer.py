@@ -16,9 +16,8 @@ import sys
 import traceback
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # modules that CPU benchmarks import without a package
+# modules that CPU benchmarks import without a package
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformer import our_step, torch_step
 
 from benchmarks.gpu.rows import QUICK, TORCH_DEVICE, explain, medians_ms, report
@@ -35,33 +34,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compile", action="store_true", help="beside torch.compile")
-    is_compiled = parser.parse_args().compile
+    suffix = " compile" if parser.parse_args().compile else ""
     gpu = device.create_cuda_gpu()
     for size in SIZES:
-        arguments = argparse.Namespace(
-            **dict(zip(("batch", "length", "layers", "width", "heads"), size, strict=True))
-        )
         for precision, tf32 in PRECISIONS:
             allow_tf32(tf32)
-            peer = ("torch autocast" if precision == "bf16" else "torch") + (
-                " compile" if is_compiled else ""
-            )
-            peer = "torch eager" if peer == "torch" else peer
+            eager = "torch autocast" if precision == "bf16" else "torch" if suffix else "torch eager"
             title = f"step of a transformer, {size}, {precision}{' with TF32' if tf32 else ''}"
-            steps = {}
             try:
-                steps["graph"] = our_step("bf16" if precision == "bf16" else "graph", arguments, gpu)
-                steps[peer] = torch_step(peer, arguments, TORCH_DEVICE)
-                for step in [*steps.values()] * WARM_STEPS:
-                    step()
-                medians = medians_ms(steps, lambda: synchronize(gpu))
-                note = ", ".join(f"{mode} {ms:.3f} ms" for mode, ms in medians.items())
-                report(f"{title}: graph / {peer}", medians["graph"] / medians[peer], 1.0, note)
+                compare(title, size, "bf16" if precision == "bf16" else "graph", eager + suffix, gpu)
             except Exception as error:
                 traceback.print_exc()
                 report(title, None, 1.0, f"left out: {explain(error)}")
-            steps.clear()
             free(gpu)
+
+
+def compare(title: str, size: tuple[int, ...], mode: str, peer: str, gpu: device.Device) -> None:
+    """Time our step in ``mode`` and PyTorch's in the mode ``peer`` in turns, and report their ratio."""
+    numbers = dict(zip(("batch", "length", "layers", "width", "heads"), size, strict=True))
+    arguments = argparse.Namespace(**numbers)
+    steps = {"graph": our_step(mode, arguments, gpu), peer: torch_step(peer, arguments, TORCH_DEVICE)}
+    for step in [*steps.values()] * WARM_STEPS:
+        step()
+    medians = medians_ms(steps, lambda: synchronize(gpu))
+    note = ", ".join(f"{name} {ms:.3f} ms" for name, ms in medians.items())
+    report(f"{title}: graph / {peer}", medians["graph"] / medians[peer], 1.0, note)
 
 
 if __name__ == "__main__":
