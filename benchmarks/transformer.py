@@ -138,7 +138,7 @@ def torch_step(mode: str, arguments: argparse.Namespace, device: str = "cpu") ->
     from torch.nn import functional
 
     if device == "cpu":
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     width, heads = arguments.width, arguments.heads
 
