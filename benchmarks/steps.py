@@ -125,7 +125,7 @@ def torch_step(
     from torch import nn
 
     if device == "cpu":
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     network: Any = torch_network(model).to(device)
     check_count(model, sum(value.numel() for value in network.parameters()))
