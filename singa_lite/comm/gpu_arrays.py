@@ -69,6 +69,7 @@ class CupyArrays:
         self._kernels = {name: cupy.ElementwiseKernel(*kernel, name) for name, kernel in KERNELS.items()}
         self._one = cupy.ones(1, np.float32)  # wire_scale where there is none
         self._current_stream = cupy.cuda.get_current_stream
+        self._current_stream().synchronize()  # kernels on any other stream read that 1
 
     def address(self, array: Any) -> int:
         """Return the address of ``array``."""

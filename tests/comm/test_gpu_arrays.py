@@ -46,6 +46,17 @@ def floats() -> np.ndarray:
     return np.concatenate([some, ties.view(np.float32), np.array(special)]).astype(np.float32)
 
 
+def test_every_stream_finds_the_scale_of_those_without_one(backend: Any) -> None:
+    values, cupy = floats(), sys.modules["cupy"]
+    cupy.cuda.Stream(non_blocking=True).use()
+    for _ in range(20):
+        cupy.ones(4_000_000, np.float32)  # so that what comes behind is late
+    arrays = CupyArrays(0)
+    backend.activate()
+    half = backend.to_numpy(arrays.narrow(backend.asarray(values), WIRE_DTYPES["float16"]))
+    np.testing.assert_array_equal(half, narrow(values, WIRE_DTYPES["float16"], None))
+
+
 @pytest.mark.parametrize("wire", WIRE_DTYPES)
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 @pytest.mark.parametrize("scale", [None, 0.25, 3.0])
