@@ -8,7 +8,7 @@ text of each ``CommError`` to its cure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from numbers import Integral, Real
 
 
@@ -62,8 +62,8 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
 def is_one_of(value: object, choices: Collection[object]) -> bool:
     """Return whether ``value`` is one of ``choices``; what cannot be compared with them is none."""
     try:
-        return value in choices
-    except (TypeError, ValueError):  # a list has no hash, an array no truth value
+        return isinstance(value, Hashable) and value in choices  # a list or an array has no hash
+    except (TypeError, ValueError):  # nor has a tuple with one in it
         return False
 
 

@@ -17,8 +17,9 @@ replays do. Eager operators round a parameter at each use, as anybody may write 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any
 
 import numpy as np
@@ -81,11 +82,11 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
         >>> y.dtype
         dtype(bfloat16)
     """
-    check_precision("autocast", precision)
-    used = precision if check_bool("autocast", "enabled", enabled) else "fp32"
+    wanted = check_precision("autocast", precision)
+    used = wanted if check_bool("autocast", "enabled", enabled) else "fp32"
     if used == "bf16" and not state.has_looked_for_bfloat16 and not state.cuda_devices:
         _report_slow_cpu()
-    return _inside(used)
+    return _Block(used)
 
 
 def _report_slow_cpu() -> None:
@@ -98,14 +99,19 @@ def _report_slow_cpu() -> None:
         )
 
 
-@contextmanager
-def _inside(precision: str) -> Iterator[None]:
-    outer = this_thread.autocast
-    this_thread.autocast = Autocast(precision) if precision != "fp32" else None
-    try:
-        yield
-    finally:
-        this_thread.autocast = outer
+class _Block(ContextDecorator, threading.local):
+    """What ``autocast`` returns; it can be entered again, also within itself and by several threads."""
+
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
+        self._outer: list[Autocast | None] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(this_thread.autocast)
+        this_thread.autocast = Autocast(self._precision) if self._precision != "fp32" else None
+
+    def __exit__(self, *_: object) -> None:
+        this_thread.autocast = self._outer.pop()
 
 
 def precision_of(precision: str) -> str:

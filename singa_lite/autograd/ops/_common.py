@@ -10,6 +10,7 @@ import numpy as np
 from ...dtypes import is_float, is_narrow
 from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor, broadcast_shape, float32, number_array
+from ...tensor.checks import convert_number
 from ...tensor.core import check_tensor
 from ..engine import Array, Context, Operator
 
@@ -105,8 +106,22 @@ def sum_to(context: Context, dy: Array, shape: Shape, dtype: Any = None) -> Arra
 
 
 def scaled(context: Context, x: Array, factor: float) -> Array:
-    """Return x * factor."""
-    return like(context, "mul", x, context.backend.asarray(np.array(factor, x.dtype)))
+    """Return x * factor, in the dtype of x; rounded once."""
+    return like(context, "mul", x, context.backend.asarray(np.array(factor, wide_dtype(x.dtype))))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return what sums of such numbers are kept in while they grow: float32 for 16 bits, else ``dtype``."""
+    return float32 if is_narrow(dtype) else dtype
+
+
+def cast(context: Context, x: Array, dtype: Any) -> Array:
+    """Return x in ``dtype``; x itself if it has it."""
+    if x.dtype == dtype:
+        return x
+    out = context.empty(x.shape, dtype)
+    context.run("cast", x, out=out)
+    return out
 
 
 # ---- operators -----------------------------------------------------------------------------------------
@@ -145,6 +160,22 @@ class SavesOutput(Elementwise):
         return y
 
 
+class Cast(Operator):
+    """Args: the float dtype of the result."""
+
+    autocast = "keep"
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        context.save(inputs[0].dtype)
+        return cast(context, inputs[0], self.dtype)
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        return cast(context, dys[0], *context.saved)
+
+
 class Broadcasting(Operator):
     """A formula of two tensors of one dtype, whose shapes broadcast.
 
@@ -161,3 +192,23 @@ class Broadcasting(Operator):
         check = check_floats if self.needs_floats else check_tensors
         check(self.where, *inputs)
         broadcast_shape(self.where, inputs[0].shape, inputs[1].shape)
+
+
+def combine(op: Broadcasting, a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return ``op`` of two Tensors, or of one and a number.
+
+    A number that the 16 bits of the other do not hold stays whole: both are float32, and the result is rounded.
+    """
+    first, second = operands(op.where, a, b)
+    tensor, number = (first, b) if isinstance(a, Tensor) else (second, a)
+    if isinstance(number, Tensor) or not is_narrow(tensor.dtype) or _holds(tensor.dtype, number):
+        return op(first, second)  # type: ignore[no-any-return]
+    wide = Cast(float32)(tensor)
+    pair = operands(op.where, wide, b) if tensor is a else operands(op.where, a, wide)
+    return Cast(tensor.dtype)(op(*pair))  # type: ignore[no-any-return]
+
+
+def _holds(dtype: Any, number: Number) -> bool:
+    """Return whether a number is the same in ``dtype`` and in float32."""
+    values = [float(convert_number("", number, kind)) for kind in (dtype, float32)]
+    return values[0] == values[1] or values[0] != values[0]  # NaN

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of two tensors, which broadcast as in numpy, and sums over several tensors.
 
-A Python number as operand takes the dtype and device of the other. Every backward makes arrays of its own or
-passes dy on unchanged; the engine never adds into one that two inputs share (SINGA's Add does).
+A Python number as operand takes the dtype and device of the other; beside 16 bits that do not hold it, the operator
+computes in float32 and rounds its result. Every backward makes arrays of its own or passes dy on unchanged; the engine
+never adds into one that two inputs share (SINGA's Add does).
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ from __future__ import annotations
 from ...errors import ShapeError
 from ...tensor import Number, Tensor
 from ..engine import Array, Context, Operator
-from ._common import Broadcasting, broadcasting, check_floats, check_tensors, like, operands, scaled, sum_to
+from ._common import (
+    Broadcasting,
+    broadcasting,
+    cast,
+    check_floats,
+    check_tensors,
+    combine,
+    like,
+    scaled,
+    sum_to,
+    wide_dtype,
+)
 
 __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
 
@@ -43,7 +55,7 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
         ShapeError: the shapes do not broadcast.
         DTypeError: the dtypes differ.
     """
-    return Add()(*operands("add", a, b))  # type: ignore[no-any-return]
+    return combine(Add(), a, b)
 
 
 class Sub(Broadcasting):
@@ -62,7 +74,7 @@ class Sub(Broadcasting):
 
 def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a - b; arguments, result and errors as ``add``."""
-    return Sub()(*operands("sub", a, b))  # type: ignore[no-any-return]
+    return combine(Sub(), a, b)
 
 
 class Mul(Broadcasting):
@@ -81,7 +93,7 @@ class Mul(Broadcasting):
 
 def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a * b, element by element; arguments, result and errors as ``add``."""
-    return Mul()(*operands("mul", a, b))  # type: ignore[no-any-return]
+    return combine(Mul(), a, b)
 
 
 class Div(Broadcasting):
@@ -106,7 +118,7 @@ class Div(Broadcasting):
 
 def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return a / b, element by element; floats only, else as ``add``. x / 0 is inf or NaN."""
-    return Div()(*operands("div", a, b))  # type: ignore[no-any-return]
+    return combine(Div(), a, b)
 
 
 class Pow(Broadcasting):
@@ -133,7 +145,7 @@ def pow(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
     NaN where a < 0 and b is not an integer. The gradient of b is 0 where a is 0, and NaN where a < 0.
     """
-    return Pow()(*operands("pow", a, b))  # type: ignore[no-any-return]
+    return combine(Pow(), a, b)
 
 
 class Sum(Operator):
@@ -149,7 +161,12 @@ class Sum(Operator):
                 )
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        total = like(context, "copy", inputs[0])
+        return cast(context, self.total(context, inputs), inputs[0].dtype)
+
+    def total(self, context: Context, inputs: tuple[Array, ...]) -> Array:
+        """Return the sum, of 16 bits in float32."""
+        total = context.empty(inputs[0].shape, wide_dtype(inputs[0].dtype))
+        context.run("copy" if total.dtype == inputs[0].dtype else "cast", inputs[0], out=total)
         for x in inputs[1:]:
             context.run("add", total, x, out=total)
         return total
@@ -181,7 +198,8 @@ class Mean(Sum):
         check_floats(self.where, *inputs)
 
     def forward(self, context: Context, *inputs: Array) -> Array:
-        return scaled(context, super().forward(context, *inputs), 1 / len(inputs))
+        mean = scaled(context, self.total(context, inputs), 1 / len(inputs))
+        return cast(context, mean, inputs[0].dtype)
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         return super().backward(context, scaled(context, dys[0], 1 / len(context.needs_grad)))
@@ -250,5 +268,5 @@ def _joined(op: Maximum, tensors: tuple[Tensor | Number, ...]) -> Tensor:
         check_tensors(op.where, *tensors)
     joined, *others = tensors
     for other in others:
-        joined = op(*operands(op.where, joined, other))
+        joined = combine(op, joined, other)
     return joined  # type: ignore[return-value]

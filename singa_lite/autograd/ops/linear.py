@@ -11,7 +11,16 @@ import numpy as np
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
-from ._common import broadcasting, check_floats, check_floats_beside, check_ndim, scaled, sum_to
+from ._common import (
+    broadcasting,
+    cast,
+    check_floats,
+    check_floats_beside,
+    check_ndim,
+    scaled,
+    sum_to,
+    wide_dtype,
+)
 
 __all__ = ["add_bias", "attention", "gemm", "matmul"]
 
@@ -69,9 +78,11 @@ class Matmul(Operator):
                 dw = product_of(context, rows_of(x), rows, transpose_a=True, dtype=w_dtype)
             return dx, dw
         if needs_x:
-            dx = sum_to(context, product_of(context, dy, w, transpose_b=True, dtype=x_dtype), x.shape)
+            wide = x_dtype if dy.shape[:-2] == x.shape[:-2] else wide_dtype(x_dtype)
+            dx = sum_to(context, product_of(context, dy, w, transpose_b=True, dtype=wide), x.shape, x_dtype)
         if needs_w:
-            dw = sum_to(context, product_of(context, x, dy, transpose_a=True, dtype=w_dtype), w.shape)
+            wide = w_dtype if dy.shape[:-2] == w.shape[:-2] else wide_dtype(w_dtype)
+            dw = sum_to(context, product_of(context, x, dy, transpose_a=True, dtype=wide), w.shape, w_dtype)
         return dx, dw
 
 
@@ -163,36 +174,44 @@ class Gemm(Operator):
     def forward(self, context: Context, *inputs: Array) -> Array:
         a, b, *rest = inputs
         context.save(a, b, *((c.shape, c.dtype) for c in rest))
-        y = product_of(context, a, b, self.trans_a, self.trans_b)
+        is_product = self.alpha == 1 and not rest
+        y = product_of(
+            context, a, b, self.trans_a, self.trans_b, a.dtype if is_product else wide_dtype(a.dtype)
+        )
         y = y if self.alpha == 1 else scaled(context, y, self.alpha)
         for c in rest:
-            y = broadcasting(context, "add", y, c if self.beta == 1 else scaled(context, c, self.beta))
-        return y
+            c = c if self.beta == 1 else scaled(context, cast(context, c, wide_dtype(c.dtype)), self.beta)
+            y = broadcasting(context, "add", y, c)
+        return cast(context, y, a.dtype)
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (a, b, *others), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
         dtype_a, dtype_b = context.gradient_dtype(0, a.dtype), context.gradient_dtype(1, b.dtype)
-        dab = dy if self.alpha == 1 else scaled(context, dy, self.alpha)
         da = db = None
         if needs_a:
-            da = (
-                product_of(context, b, dab, self.trans_b, True, dtype_a)
-                if self.trans_a
-                else product_of(context, dab, b, False, not self.trans_b, dtype_a)
-            )
+            factors = (b, dy, self.trans_b, True) if self.trans_a else (dy, b, False, not self.trans_b)
+            da = self.gradient(context, factors, dtype_a)
         if needs_b:
-            db = (
-                product_of(context, dab, a, True, self.trans_a, dtype_b)
-                if self.trans_b
-                else product_of(context, a, dab, not self.trans_a, False, dtype_b)
-            )
+            factors = (dy, a, True, self.trans_a) if self.trans_b else (a, dy, not self.trans_a, False)
+            db = self.gradient(context, factors, dtype_b)
         dcs = [
-            sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape, dtype)
-            if needed
-            else None
+            self.gradient_of_c(context, dy, shape, dtype) if needed else None
             for (shape, dtype), needed in zip(others, needs_c, strict=True)
         ]
         return da, db, *dcs
+
+    def gradient(self, context: Context, factors: tuple[Array, Array, bool, bool], dtype: Any) -> Array:
+        """Return alpha times the product of ``factors``, in ``dtype``."""
+        if self.alpha == 1:
+            return product_of(context, *factors, dtype=dtype)
+        product = product_of(context, *factors, dtype=wide_dtype(dtype))
+        return cast(context, scaled(context, product, self.alpha), dtype)
+
+    def gradient_of_c(self, context: Context, dy: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return beta times the sum of dy to ``shape``, in ``dtype``."""
+        if self.beta == 1:
+            return sum_to(context, dy, shape, dtype)
+        return cast(context, scaled(context, sum_to(context, dy, shape, wide_dtype(dtype)), self.beta), dtype)
 
 
 def gemm(

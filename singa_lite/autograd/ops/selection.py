@@ -12,7 +12,7 @@ from ...errors import DTypeError
 from ...tensor import Number, Tensor, as_axis, broadcast_shape, float32
 from ...tensor.checks import as_numbers
 from ..engine import Array, Context, Operator, no_grad
-from ._common import Broadcasting, check_floats, check_ndim, check_tensors, like, operands, sum_to
+from ._common import Broadcasting, check_floats, check_ndim, check_tensors, combine, like, operands, sum_to
 
 __all__ = ["embedding", "equal", "gather", "greater", "greater_equal", "less", "less_equal", "where"]
 
@@ -33,7 +33,7 @@ class Compare(Broadcasting):
 
 def _compared(relation: str, x: Tensor | Number, y: Tensor | Number) -> Tensor:
     with no_grad():  # a step function: its gradient is 0 wherever it has one
-        return Compare(relation)(*operands(relation, x, y))  # type: ignore[no-any-return]
+        return combine(Compare(relation), x, y)
 
 
 def greater(x: Tensor | Number, y: Tensor | Number) -> Tensor:
