@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..dtypes import is_float
+from ..dtypes import is_float, is_narrow
 from ..errors import DTypeError, ShapeError
 from .checks import as_axes, broadcast_shape
-from .core import Number, Tensor, check_alike, check_tensor, number_array
+from .core import Number, Tensor, check_alike, check_tensor, float32, number_array
 
 
 def check_floats(where: str, t: Tensor) -> None:
@@ -68,10 +68,14 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
     like = lhs if isinstance(lhs, Tensor) else rhs
     check_tensor(kernel, like)
     assert isinstance(like, Tensor)
-    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
-        check_pair(kernel, lhs, rhs)
     if kernel in ("div", "pow"):
         check_floats(kernel, like)
+    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
+        check_pair(kernel, lhs, rhs)
+    elif is_narrow(like.dtype):  # a number stays whole beside 16 bits: in float32, and the result is rounded
+        wide = like.as_type(float32)
+        result = binary(kernel, wide, rhs, None) if like is lhs else binary(kernel, lhs, wide, None)
+        return run("cast", like, result.array, shape=result.shape, ret=ret)
     a, b = (x.array if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
     return run(kernel, like, a, b, shape=broadcast_shape(kernel, a.shape, b.shape), ret=ret)
 

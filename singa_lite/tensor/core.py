@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import state
 from ..device import Device, get_default_device
-from ..dtypes import bfloat16, is_float
+from ..dtypes import bfloat16, is_float, is_narrow
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_number
 from ..graph.buffer import note_replaced
 from ..graph.memory import address_of
@@ -728,9 +728,11 @@ def _python_number(array: np.ndarray) -> Number:
 
 
 def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
-    """The raw array of ``other``, a number becoming an array of ``tensor``'s dtype."""
+    """The raw array of ``other``; a number becomes one of ``tensor``'s dtype, or of float32 beside 16 bits."""
     if not isinstance(other, Tensor):
-        return number_array(where, other, tensor)
+        check_tensor(where, tensor)
+        dtype = np.dtype(float32) if is_narrow(tensor.dtype) else tensor.dtype
+        return tensor.device.backend.asarray(convert_number(where, other, dtype))
     check_alike(where, tensor, other)
     return other.array
 
@@ -740,5 +742,6 @@ def compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
     operand = _operand(tensor, other, relation)
     shape = broadcast_shape(relation, tensor.shape, operand.shape)
     result = tensor.device.backend.empty(shape, float32)
-    tensor.device.backend.run("compare", tensor.array, operand, out=result, relation=relation)
+    array = tensor.array if tensor.dtype == operand.dtype else tensor.as_type(float32).array
+    tensor.device.backend.run("compare", array, operand, out=result, relation=relation)
     return Tensor.wrap(result, tensor.device)

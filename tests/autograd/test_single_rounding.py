@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from singa_lite import autograd, layer, model
+from singa_lite import autograd, layer, model, tensor
 from singa_lite.config import this_thread
 from singa_lite.device import Device
 from singa_lite.dtypes import bfloat16
@@ -89,6 +89,29 @@ def test_a_comparison_takes_the_number_itself(device: Device, dtype: Any) -> Non
 
 
 @NARROW
+def test_functions_of_values_keep_numbers_whole(device: Device, dtype: Any) -> None:
+    x, values = on(device, np.random.default_rng(5).uniform(0.2, 3, 100), dtype)
+    check(tensor.eltwise_mult(x, NUMBER), values * NUMBER)
+    check(tensor.div(NUMBER, x), NUMBER / values)
+    check(tensor.pow(x, 2.3), values**2.3, 10 * values**2.3)
+    target, _ = on(device, np.zeros(100), dtype)
+    assert tensor.sub(NUMBER, x, target) is target
+    check(target, NUMBER - values, values + NUMBER)
+    for name, expected in (
+        ("__imul__", values * NUMBER),
+        ("__isub__", values - NUMBER),
+        ("__itruediv__", values / NUMBER),
+    ):
+        changed, _ = on(device, values, dtype)
+        check(getattr(changed, name)(NUMBER), expected, values + NUMBER)
+    rounded, _ = on(device, [NUMBER], dtype)
+    is_above = bool(to_numpy(rounded).astype("d")[0] > NUMBER)
+    assert bool(to_numpy(rounded > NUMBER)) == is_above and not to_numpy(rounded == NUMBER)
+    quotient, exact = on(device, [2.25], dtype)
+    assert to_numpy(quotient // NUMBER).astype("d") == exact // NUMBER
+
+
+@NARROW
 def test_numbers_that_it_holds_cost_no_cast(
     device: Device, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,8 +146,8 @@ def test_gemm_rounds_once(device: Device, dtype: Any, transposed: int, training:
     )
     if transposed:
         a, b = (on(device, values.T, dtype)[0] for values in (a_values, b_values))
-    for tensor in (a, b, c):
-        tensor.requires_grad = tensor.stores_grad = True
+    for leaf in (a, b, c):
+        leaf.requires_grad = leaf.stores_grad = True
     y = autograd.gemm(a, b, c, 1 / 3, -1.7, transposed, transposed)
     magnitude = np.abs(a_values) @ np.abs(b_values) + np.abs(c_values)
     check(y, a_values @ b_values / 3 - 1.7 * c_values, magnitude)
@@ -137,8 +160,8 @@ def test_gemm_rounds_once(device: Device, dtype: Any, transposed: int, training:
 
 def test_gradients_of_parameters_are_not_rounded_on_their_way(training: None) -> None:
     a, b, c = (Tensor(data=np.ones(shape, "f")) for shape in ((4096, 1), (1, 3), (1, 3)))
-    for tensor in (b, c):
-        tensor.requires_grad = tensor.stores_grad = True
+    for leaf in (b, c):
+        leaf.requires_grad = leaf.stores_grad = True
     with autograd.autocast("bf16"):
         y = autograd.gemm(a, b, c, alpha=1 / 3, beta=1 / 3)
     found = dict(autograd.backward(y, from_numpy(np.ones((4096, 3), bfloat16))))
