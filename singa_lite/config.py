@@ -53,6 +53,7 @@ class OfThread(threading.local):
         recording: False inside ``autograd.no_grad()``.
         recorder: what records this thread's step (graph.recorder.Recorder), else None.
         autocast: the precision of its operators (autograd.autocast.Autocast), else None.
+        outer_autocasts: those of the blocks around the one that it is in.
         capture: what captures its kernels as a CUDA graph (backend.cuda.capture.Numbers), else None.
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
         model: whose step runs (model.Model), else None.
@@ -63,6 +64,7 @@ class OfThread(threading.local):
     recording: bool = True
     recorder: Any = None  # Any: types of modules above
     autocast: Any = None
+    outer_autocasts: tuple[Any, ...] = ()
     capture: Any = None
     clock: Any = None
     model: Any = None

@@ -17,7 +17,6 @@ replays do. Eager operators round a parameter at each use, as anybody may write 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any
@@ -99,19 +98,19 @@ def _report_slow_cpu() -> None:
         )
 
 
-class _Block(ContextDecorator, threading.local):
+class _Block(ContextDecorator):
     """What ``autocast`` returns; it can be entered again, also within itself and by several threads."""
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
-        self._outer: list[Autocast | None] = []
 
     def __enter__(self) -> None:
-        self._outer.append(this_thread.autocast)
+        this_thread.outer_autocasts = (*this_thread.outer_autocasts, this_thread.autocast)
         this_thread.autocast = Autocast(self._precision) if self._precision != "fp32" else None
 
     def __exit__(self, *_: object) -> None:
-        this_thread.autocast = self._outer.pop()
+        *outer, this_thread.autocast = this_thread.outer_autocasts
+        this_thread.outer_autocasts = tuple(outer)
 
 
 def precision_of(precision: str) -> str:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -235,6 +237,9 @@ def test_a_block_can_be_entered_again_within_itself_and_by_threads() -> None:
     done.wait(60)
     thread.join()
     assert found == [bfloat16, np.float32] and block(product_dtype)() == bfloat16
+    with pytest.raises(ZeroDivisionError), pickle.loads(pickle.dumps(copy.deepcopy(block))):
+        raise ZeroDivisionError
+    assert this_thread.autocast is None and this_thread.outer_autocasts == ()
 
 
 @pytest.mark.parametrize("precision", [np.array("bf16"), np.array(["bf16"]), ["bf16"], b"bf16", None, 16])
