@@ -27,7 +27,7 @@ from ..backend.cpu.bfloat16 import find_instructions
 from ..config import state, this_thread
 from ..device import Device
 from ..dtypes import bfloat16, is_float
-from ..errors import DeviceError, DTypeError, OptionError, check_bool, is_one_of
+from ..errors import DeviceError, DTypeError, GraphError, OptionError, check_bool, is_one_of
 from ..tensor import Tensor, float32
 from ..users_line import warn
 
@@ -44,9 +44,10 @@ def check_precision(where: str, precision: object, devices: Iterable[Device] = (
             f"{where}: precision = {precision!r} is not known; choose one of "
             f"{', '.join(map(repr, PRECISIONS))} (docs/precision.md)"
         )
+    known = next(known for known in PRECISIONS if known == precision)  # a plain str
     for device in devices:
-        _check_device(where, str(precision), device)
-    return str(precision)
+        _check_device(where, known, device)
+    return known
 
 
 def _check_device(where: str, precision: str, device: Device) -> None:
@@ -109,6 +110,8 @@ class _Block(ContextDecorator):
         this_thread.autocast = Autocast(self._precision) if self._precision != "fp32" else None
 
     def __exit__(self, *_: object) -> None:
+        if not this_thread.outer_autocasts:
+            raise GraphError("autocast: this thread leaves a block that it is not in")
         *outer, this_thread.autocast = this_thread.outer_autocasts
         this_thread.outer_autocasts = tuple(outer)
 

@@ -28,14 +28,16 @@ def as_path(where: str, folder: object) -> Path:
     """Return ``folder`` as a Path, with a home for ``~``; DataError if it is none or cannot be looked up."""
     if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fspath(folder):
         raise DataError(f"{where}: folder must be a path, not {folder!r}")
+    path = os.path.expanduser(folder)
+    if os.fspath(folder).startswith("~") and path == os.fspath(folder):
+        raise DataError(f"{where}: {folder!r} begins with no user's home; ./~ begins a folder of that name")
     try:
-        path = Path(folder).expanduser()
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass  # the caller says so
-    except (OSError, UnicodeEncodeError, RuntimeError) as error:  # half of a surrogate pair; nobody's home
+    except (OSError, UnicodeEncodeError) as error:  # the latter: half of a surrogate pair
         raise DataError(f"{where}: {error}") from error
-    return path
+    return Path(path)
 
 
 @contextmanager

@@ -73,9 +73,13 @@ def binary(kernel: str, lhs: Tensor | Number, rhs: Tensor | Number, ret: Tensor 
     if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
         check_pair(kernel, lhs, rhs)
     elif is_narrow(like.dtype):  # a number stays whole beside 16 bits: in float32, and the result is rounded
+        shape = broadcast_shape(kernel, like.shape, ())
+        if ret is not None:
+            check_target(kernel, like, shape, ret)
+            ret.check_leaf(kernel)
         wide = like.as_type(float32)
         result = binary(kernel, wide, rhs, None) if like is lhs else binary(kernel, lhs, wide, None)
-        return run("cast", like, result.array, shape=result.shape, ret=ret)
+        return run("cast", like, result.array, shape=shape, ret=ret)
     a, b = (x.array if isinstance(x, Tensor) else number_array(kernel, x, like) for x in (lhs, rhs))
     return run(kernel, like, a, b, shape=broadcast_shape(kernel, a.shape, b.shape), ret=ret)
 

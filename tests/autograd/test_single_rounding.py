@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from singa_lite import autograd, layer, model, tensor
 from singa_lite.config import this_thread
 from singa_lite.device import Device
 from singa_lite.dtypes import bfloat16
-from singa_lite.errors import DTypeError, OptionError
+from singa_lite.errors import DTypeError, GraphError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 
 ROUNDING = {np.dtype(bfloat16): 2.0**-8, np.dtype("float16"): 2.0**-11}
@@ -124,8 +125,29 @@ def test_numbers_that_it_holds_cost_no_cast(
     )
     assert to_numpy(0.5 * x + 3 - x / 4).tolist() == (0.5 * values + 3 - values / 4).tolist()
     assert np.isnan(to_numpy(x * float("nan")).astype("f")).all() and "cast" not in kernels
-    _ = x * NUMBER
+    _ = x * NUMBER + NUMBER - x / NUMBER + (NUMBER + NUMBER * x)
+    assert "cast" not in kernels  # nor do kernels that take a number of float32
+    _ = x**NUMBER
     assert kernels.count("cast") == 2
+
+
+@NARROW
+def test_a_number_keeps_no_wide_array_for_backward(device: Device, dtype: Any, training: None) -> None:
+    x, _ = on(device, np.ones(50), dtype)
+    x.requires_grad = x.stores_grad = True
+    for y in (x + NUMBER, x - NUMBER, x * NUMBER, x / NUMBER):
+        saved = [value for value in y.creator.context.saved if hasattr(value, "nbytes")]
+        assert all(value.nbytes <= x.array.nbytes for value in saved)
+
+
+def test_errors_name_the_function_of_the_program() -> None:
+    half = Tensor(data=np.ones(3), dtype="float16")
+    with autograd.autocast("bf16"), pytest.raises(DTypeError, match=r"^Mul: "):
+        _ = half * NUMBER
+    with pytest.raises(DTypeError, match=r"^add: dtypes are float16 and float32"):
+        tensor.add(half, NUMBER, Tensor(data=np.ones(3)))
+    with pytest.raises(ShapeError, match=r"^add: "):
+        tensor.add(half, NUMBER, Tensor(data=np.ones(4), dtype="float16"))
 
 
 @NARROW
@@ -169,6 +191,18 @@ def test_gradients_of_parameters_are_not_rounded_on_their_way(training: None) ->
     found = dict(autograd.backward(y, from_numpy(np.ones((4096, 3), bfloat16))))
     for parameter in (b, c):
         np.testing.assert_allclose(to_numpy(found[parameter]), np.full((1, 3), 4096 / 3), rtol=1e-6)
+
+
+def test_gradients_of_gemm_in_float32_do_not_overflow_in_between(training: None) -> None:
+    a, b, c = (
+        Tensor(data=np.full(shape, value, "f")) for shape, value in (((4, 1), 0), ((1, 1), 1e25), ((1, 1), 0))
+    )
+    for leaf in (a, c):
+        leaf.requires_grad = leaf.stores_grad = True
+    dy = from_numpy(np.full((4, 1), 3e38, "f"))
+    found = dict(autograd.backward(autograd.gemm(a, b, c, 1e-30, 0.1), dy))
+    np.testing.assert_allclose(to_numpy(found[a]), np.full((4, 1), 3e33), rtol=1e-6)
+    np.testing.assert_allclose(to_numpy(found[c]), [[1.2e38]], rtol=1e-6)
 
 
 @NARROW
@@ -240,6 +274,13 @@ def test_a_block_can_be_entered_again_within_itself_and_by_threads() -> None:
     with pytest.raises(ZeroDivisionError), pickle.loads(pickle.dumps(copy.deepcopy(block))):
         raise ZeroDivisionError
     assert this_thread.autocast is None and this_thread.outer_autocasts == ()
+    with pytest.raises(GraphError, match="leaves a block that it is not in"):
+        block.__exit__(None, None, None)
+
+
+def test_a_precision_may_be_an_enum_of_str() -> None:
+    with autograd.autocast(enum.Enum("Precision", {"low": "bf16"}, type=str).low):  # type: ignore[attr-defined]
+        assert product_dtype() == bfloat16
 
 
 @pytest.mark.parametrize("precision", [np.array("bf16"), np.array(["bf16"]), ["bf16"], b"bf16", None, 16])

@@ -107,17 +107,25 @@ def test_a_damaged_gzip_a_missing_file_and_a_missing_folder_are_named(folder):
 
 
 def test_the_home_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="load_mnist: Could not determine home directory"):
+    with pytest.raises(
+        DataError, match="load_mnist: '~nobody-of-this-name/mnist' begins with no user's home"
+    ):
         load_mnist("~nobody-of-this-name/mnist")
     monkeypatch.delenv("MNIST_DIR", raising=False)
     monkeypatch.setenv("SINGA_LITE_CACHE", "~nobody-of-this-name")
-    with pytest.raises(DataError, match="SINGA_LITE_CACHE: Could not determine home directory"):
+    with pytest.raises(
+        DataError, match="SINGA_LITE_CACHE: '~nobody-of-this-name' begins with no user's home"
+    ):
         load_mnist()
 
 
-def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(FIXTURE.parent))
-    assert len(load_mnist(f"~/{FIXTURE.name}").train_images) == len(load_mnist(FIXTURE).train_images)
+    images = load_mnist(FIXTURE).train_images
+    assert len(load_mnist(f"~/{FIXTURE.name}").train_images) == len(images)
+    shutil.copytree(FIXTURE, tmp_path / "~data")
+    monkeypatch.chdir(tmp_path)
+    assert len(load_mnist("./~data").train_images) == len(images)
 
 
 def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...config import this_thread
 from ...dtypes import is_float, is_narrow
 from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor, broadcast_shape, float32, number_array
@@ -182,10 +183,14 @@ class Broadcasting(Operator):
     Attributes:
         where: the function that errors name.
         needs_floats: whether it is for float tensors alone.
+        takes_number: whether its kernels take a second input of float32 beside a first one of 16 bits.
+        is_commutative: whether the first may be the second.
     """
 
     where: str
     needs_floats = False
+    takes_number = False
+    is_commutative = False
     autocast = "widest"
 
     def check(self, *inputs: Tensor) -> None:
@@ -194,15 +199,43 @@ class Broadcasting(Operator):
         broadcast_shape(self.where, inputs[0].shape, inputs[1].shape)
 
 
+class WithNumber(Operator):
+    """A ``Broadcasting`` of 16 bits and a number that they do not hold: its kernels take the number as float32.
+
+    Args: the operator, one that ``takes_number``, and the number.
+    """
+
+    autocast = "keep"
+
+    def __init__(self, op: Broadcasting, number: Number) -> None:
+        self.op, self.number = op, convert_number(op.where, number, np.dtype(float32))
+
+    def forward(self, context: Context, *inputs: Array) -> Array:
+        inner = Context(context.device, (*context.needs_grad, False))
+        y = self.op.forward(inner, *inputs, context.backend.asarray(self.number))
+        context.save(*inner.saved)
+        return y
+
+    def backward(self, context: Context, *dys: Array) -> Array:
+        inner = Context(context.device, (*context.needs_grad, False))
+        inner.saved = context.saved
+        results: Any = self.op.backward(inner, *dys)
+        return results[0]
+
+
 def combine(op: Broadcasting, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """Return ``op`` of two Tensors, or of one and a number.
 
-    A number that the 16 bits of the other do not hold stays whole: both are float32, and the result is rounded.
+    A number that the 16 bits of the other do not hold is not rounded to them: what is computed from both is rounded.
     """
     first, second = operands(op.where, a, b)
     tensor, number = (first, b) if isinstance(a, Tensor) else (second, a)
     if isinstance(number, Tensor) or not is_narrow(tensor.dtype) or _holds(tensor.dtype, number):
         return op(first, second)  # type: ignore[no-any-return]
+    if this_thread.autocast is not None:
+        this_thread.autocast.cast(op, (tensor,))  # an error names the operator, not a part of it
+    if op.takes_number and (tensor is a or op.is_commutative):
+        return WithNumber(op, number)(tensor)  # type: ignore[no-any-return]
     wide = Cast(float32)(tensor)
     pair = operands(op.where, wide, b) if tensor is a else operands(op.where, a, wide)
     return Cast(tensor.dtype)(op(*pair))  # type: ignore[no-any-return]
@@ -210,5 +243,5 @@ def combine(op: Broadcasting, a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 def _holds(dtype: Any, number: Number) -> bool:
     """Return whether a number is the same in ``dtype`` and in float32."""
-    values = [float(convert_number("", number, kind)) for kind in (dtype, float32)]
+    values = [float(convert_number("", number, kind)) for kind in (dtype, np.dtype(float32))]
     return values[0] == values[1] or values[0] != values[0]  # NaN

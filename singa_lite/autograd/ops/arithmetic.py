@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic of two tensors, which broadcast as in numpy, and sums over several tensors.
 
-A Python number as operand takes the dtype and device of the other; beside 16 bits that do not hold it, the operator
-computes in float32 and rounds its result. Every backward makes arrays of its own or passes dy on unchanged; the engine
+A Python number as operand takes the dtype and device of the other, where that can hold it: beside 16 bits that cannot
+it stays whole, and the result is rounded. Every backward makes arrays of its own or passes dy on unchanged; the engine
 never adds into one that two inputs share (SINGA's Add does).
 """
 
@@ -19,6 +19,7 @@ from ._common import (
     check_tensors,
     combine,
     like,
+    operands,
     scaled,
     sum_to,
     wide_dtype,
@@ -29,6 +30,7 @@ __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
 
 class Add(Broadcasting):
     where = "add"
+    takes_number = is_commutative = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*(x.shape for x in inputs))
@@ -60,6 +62,7 @@ def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 class Sub(Broadcasting):
     where = "sub"
+    takes_number = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*(x.shape for x in inputs))
@@ -79,6 +82,7 @@ def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 class Mul(Broadcasting):
     where = "mul"
+    takes_number = is_commutative = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(*inputs)
@@ -98,7 +102,7 @@ def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 class Div(Broadcasting):
     where = "div"
-    needs_floats = True
+    needs_floats = takes_number = True
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         y = broadcasting(context, "div", *inputs)
@@ -161,6 +165,8 @@ class Sum(Operator):
                 )
 
     def forward(self, context: Context, *inputs: Array) -> Array:
+        if len(inputs) == 2:
+            return broadcasting(context, "add", *inputs)
         return cast(context, self.total(context, inputs), inputs[0].dtype)
 
     def total(self, context: Context, inputs: tuple[Array, ...]) -> Array:
@@ -268,5 +274,5 @@ def _joined(op: Maximum, tensors: tuple[Tensor | Number, ...]) -> Tensor:
         check_tensors(op.where, *tensors)
     joined, *others = tensors
     for other in others:
-        joined = combine(op, joined, other)
+        joined = op(*operands(op.where, joined, other))
     return joined  # type: ignore[return-value]

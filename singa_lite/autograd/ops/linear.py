@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import is_narrow
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
@@ -187,12 +188,14 @@ class Gemm(Operator):
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (a, b, *others), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
         dtype_a, dtype_b = context.gradient_dtype(0, a.dtype), context.gradient_dtype(1, b.dtype)
+        # of 16 bits the products are scaled, before they are rounded
+        dab = dy if self.alpha == 1 or is_narrow(dy.dtype) else scaled(context, dy, self.alpha)
         da = db = None
         if needs_a:
-            factors = (b, dy, self.trans_b, True) if self.trans_a else (dy, b, False, not self.trans_b)
+            factors = (b, dab, self.trans_b, True) if self.trans_a else (dab, b, False, not self.trans_b)
             da = self.gradient(context, factors, dtype_a)
         if needs_b:
-            factors = (dy, a, True, self.trans_a) if self.trans_b else (a, dy, not self.trans_a, False)
+            factors = (dab, a, True, self.trans_a) if self.trans_b else (a, dab, not self.trans_a, False)
             db = self.gradient(context, factors, dtype_b)
         dcs = [
             self.gradient_of_c(context, dy, shape, dtype) if needed else None
@@ -201,16 +204,16 @@ class Gemm(Operator):
         return da, db, *dcs
 
     def gradient(self, context: Context, factors: tuple[Array, Array, bool, bool], dtype: Any) -> Array:
-        """Return alpha times the product of ``factors``, in ``dtype``."""
-        if self.alpha == 1:
+        """Return the product of ``factors``, of 16 bits times alpha, in ``dtype``."""
+        if self.alpha == 1 or not is_narrow(factors[0].dtype):
             return product_of(context, *factors, dtype=dtype)
         product = product_of(context, *factors, dtype=wide_dtype(dtype))
         return cast(context, scaled(context, product, self.alpha), dtype)
 
     def gradient_of_c(self, context: Context, dy: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return beta times the sum of dy to ``shape``, in ``dtype``."""
-        if self.beta == 1:
-            return sum_to(context, dy, shape, dtype)
+        if self.beta == 1 or not is_narrow(dy.dtype):
+            return sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape, dtype)
         return cast(context, scaled(context, sum_to(context, dy, shape, wide_dtype(dtype)), self.beta), dtype)
 
 

@@ -65,7 +65,8 @@ def _kernel_of(formula: Formula) -> Callable[..., None]:
 
     def kernel(self: ElementwiseKernels, *inputs: Array, out: Array, **numbers: float) -> None:
         if ufunc is not None and out.dtype != bfloat16:
-            ufunc(*inputs, out=out)
+            # named, as numpy 1 has an array without axes take the dtype of others
+            ufunc(*inputs, out=out, dtype=np.result_type(*(x.dtype for x in inputs)), casting="same_kind")
             return
         element = accumulation_dtype(inputs[0].dtype)
         real = element.type if element.kind == "f" else np.float64
