@@ -75,6 +75,14 @@ class Context:
         """Return a new array on the device, values undefined."""
         return self.backend.empty(shape, dtype)
 
+    def cast(self, array: Array, dtype: Any) -> Array:
+        """Return ``array`` rounded or widened to ``dtype``; itself if it has it."""
+        if array.dtype == dtype:
+            return array
+        out = self.empty(array.shape, dtype)
+        self.run("cast", array, out=out)
+        return out
+
     def gradient_dtype(self, index: int, dtype: Any) -> Any:
         """Return the dtype that the gradient of an input should have; ``dtype``: that of the input as it was given.
 
@@ -488,14 +496,10 @@ def _shape_and_dtype(source: tuple[Node, int] | Tensor) -> tuple[tuple[int, ...]
 def _in_dtypes(context: Context, results: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
     """Return gradients in the dtypes that the inputs had before ``autocast`` cast them."""
     assert context.input_dtypes is not None
-    found = []
-    for array, dtype in zip(results, context.input_dtypes, strict=True):
-        if array is not None and array.dtype != dtype:
-            cast = context.empty(array.shape, dtype)
-            context.run("cast", array, out=cast)
-            array = cast
-        found.append(array)
-    return tuple(found)
+    return tuple(
+        None if array is None else context.cast(array, dtype)
+        for array, dtype in zip(results, context.input_dtypes, strict=True)
+    )
 
 
 def gradients(y: Tensor, dy: Tensor | float | None = None) -> dict[Tensor, Tensor]:

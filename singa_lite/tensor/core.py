@@ -20,7 +20,7 @@ import numpy as np
 
 from ..config import state
 from ..device import Device, get_default_device
-from ..dtypes import bfloat16, is_float, is_narrow
+from ..dtypes import accumulation_dtype, bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_number
 from ..graph.buffer import note_replaced
 from ..graph.memory import address_of
@@ -731,8 +731,8 @@ def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     """The raw array of ``other``; a number becomes one of ``tensor``'s dtype, or of float32 beside 16 bits."""
     if not isinstance(other, Tensor):
         check_tensor(where, tensor)
-        dtype = np.dtype(float32) if is_narrow(tensor.dtype) else tensor.dtype
-        return tensor.device.backend.asarray(convert_number(where, other, dtype))
+        value = convert_number(where, other, accumulation_dtype(tensor.dtype))
+        return tensor.device.backend.asarray(value)
     check_alike(where, tensor, other)
     return other.array
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...config import this_thread
-from ...dtypes import is_float, is_narrow
+from ...dtypes import accumulation_dtype, is_float, is_narrow
 from ...errors import DTypeError, ShapeError
 from ...tensor import Number, Tensor, broadcast_shape, float32, number_array
 from ...tensor.checks import convert_number
@@ -108,21 +108,7 @@ def sum_to(context: Context, dy: Array, shape: Shape, dtype: Any = None) -> Arra
 
 def scaled(context: Context, x: Array, factor: float) -> Array:
     """Return x * factor, in the dtype of x; rounded once."""
-    return like(context, "mul", x, context.backend.asarray(np.array(factor, wide_dtype(x.dtype))))
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Return what sums of such numbers are kept in while they grow: float32 for 16 bits, else ``dtype``."""
-    return float32 if is_narrow(dtype) else dtype
-
-
-def cast(context: Context, x: Array, dtype: Any) -> Array:
-    """Return x in ``dtype``; x itself if it has it."""
-    if x.dtype == dtype:
-        return x
-    out = context.empty(x.shape, dtype)
-    context.run("cast", x, out=out)
-    return out
+    return like(context, "mul", x, context.backend.asarray(np.array(factor, accumulation_dtype(x.dtype))))
 
 
 # ---- operators -----------------------------------------------------------------------------------------
@@ -171,10 +157,10 @@ class Cast(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         context.save(inputs[0].dtype)
-        return cast(context, inputs[0], self.dtype)
+        return context.cast(inputs[0], self.dtype)
 
     def backward(self, context: Context, *dys: Array) -> Array:
-        return cast(context, dys[0], *context.saved)
+        return context.cast(dys[0], *context.saved)
 
 
 class Broadcasting(Operator):
@@ -243,5 +229,5 @@ def combine(op: Broadcasting, a: Tensor | Number, b: Tensor | Number) -> Tensor:
 
 def _holds(dtype: Any, number: Number) -> bool:
     """Return whether a number is the same in ``dtype`` and in float32."""
-    values = [float(convert_number("", number, kind)) for kind in (dtype, np.dtype(float32))]
+    values = [float(convert_number("", number, kind)) for kind in (dtype, accumulation_dtype(dtype))]
     return values[0] == values[1] or values[0] != values[0]  # NaN

@@ -8,13 +8,13 @@ never adds into one that two inputs share (SINGA's Add does).
 
 from __future__ import annotations
 
+from ...dtypes import accumulation_dtype
 from ...errors import ShapeError
 from ...tensor import Number, Tensor
 from ..engine import Array, Context, Operator
 from ._common import (
     Broadcasting,
     broadcasting,
-    cast,
     check_floats,
     check_tensors,
     combine,
@@ -22,7 +22,6 @@ from ._common import (
     operands,
     scaled,
     sum_to,
-    wide_dtype,
 )
 
 __all__ = ["add", "div", "max", "mean", "min", "mul", "pow", "sub", "sum"]
@@ -167,11 +166,11 @@ class Sum(Operator):
     def forward(self, context: Context, *inputs: Array) -> Array:
         if len(inputs) == 2:
             return broadcasting(context, "add", *inputs)
-        return cast(context, self.total(context, inputs), inputs[0].dtype)
+        return context.cast(self.total(context, inputs), inputs[0].dtype)
 
     def total(self, context: Context, inputs: tuple[Array, ...]) -> Array:
         """Return the sum, of 16 bits in float32."""
-        total = context.empty(inputs[0].shape, wide_dtype(inputs[0].dtype))
+        total = context.empty(inputs[0].shape, accumulation_dtype(inputs[0].dtype))
         context.run("copy" if total.dtype == inputs[0].dtype else "cast", inputs[0], out=total)
         for x in inputs[1:]:
             context.run("add", total, x, out=total)
@@ -205,7 +204,7 @@ class Mean(Sum):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         mean = scaled(context, self.total(context, inputs), 1 / len(inputs))
-        return cast(context, mean, inputs[0].dtype)
+        return context.cast(mean, inputs[0].dtype)
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         return super().backward(context, scaled(context, dys[0], 1 / len(context.needs_grad)))

@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import is_narrow
+from ...dtypes import accumulation_dtype, is_narrow
 from ...errors import OptionError, ShapeError, check_bool, check_int, check_number, is_one_of
 from ...tensor import Tensor, broadcast_shape
 from ..engine import Array, Context, Operator
 from ._common import (
     broadcasting,
-    cast,
     check_floats,
     check_floats_beside,
     check_ndim,
     scaled,
     sum_to,
-    wide_dtype,
 )
 
 __all__ = ["add_bias", "attention", "gemm", "matmul"]
@@ -79,10 +77,10 @@ class Matmul(Operator):
                 dw = product_of(context, rows_of(x), rows, transpose_a=True, dtype=w_dtype)
             return dx, dw
         if needs_x:
-            wide = x_dtype if dy.shape[:-2] == x.shape[:-2] else wide_dtype(x_dtype)
+            wide = x_dtype if dy.shape[:-2] == x.shape[:-2] else accumulation_dtype(x_dtype)
             dx = sum_to(context, product_of(context, dy, w, transpose_b=True, dtype=wide), x.shape, x_dtype)
         if needs_w:
-            wide = w_dtype if dy.shape[:-2] == w.shape[:-2] else wide_dtype(w_dtype)
+            wide = w_dtype if dy.shape[:-2] == w.shape[:-2] else accumulation_dtype(w_dtype)
             dw = sum_to(context, product_of(context, x, dy, transpose_a=True, dtype=wide), w.shape, w_dtype)
         return dx, dw
 
@@ -177,13 +175,17 @@ class Gemm(Operator):
         context.save(a, b, *((c.shape, c.dtype) for c in rest))
         is_product = self.alpha == 1 and not rest
         y = product_of(
-            context, a, b, self.trans_a, self.trans_b, a.dtype if is_product else wide_dtype(a.dtype)
+            context, a, b, self.trans_a, self.trans_b, a.dtype if is_product else accumulation_dtype(a.dtype)
         )
         y = y if self.alpha == 1 else scaled(context, y, self.alpha)
         for c in rest:
-            c = c if self.beta == 1 else scaled(context, cast(context, c, wide_dtype(c.dtype)), self.beta)
+            c = (
+                c
+                if self.beta == 1
+                else scaled(context, context.cast(c, accumulation_dtype(c.dtype)), self.beta)
+            )
             y = broadcasting(context, "add", y, c)
-        return cast(context, y, a.dtype)
+        return context.cast(y, a.dtype)
 
     def backward(self, context: Context, *dys: Array) -> tuple[Array | None, ...]:
         (dy,), (a, b, *others), (needs_a, needs_b, *needs_c) = dys, context.saved, context.needs_grad
@@ -207,14 +209,16 @@ class Gemm(Operator):
         """Return the product of ``factors``, of 16 bits times alpha, in ``dtype``."""
         if self.alpha == 1 or not is_narrow(factors[0].dtype):
             return product_of(context, *factors, dtype=dtype)
-        product = product_of(context, *factors, dtype=wide_dtype(dtype))
-        return cast(context, scaled(context, product, self.alpha), dtype)
+        product = product_of(context, *factors, dtype=accumulation_dtype(dtype))
+        return context.cast(scaled(context, product, self.alpha), dtype)
 
     def gradient_of_c(self, context: Context, dy: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return beta times the sum of dy to ``shape``, in ``dtype``."""
         if self.beta == 1 or not is_narrow(dy.dtype):
             return sum_to(context, dy if self.beta == 1 else scaled(context, dy, self.beta), shape, dtype)
-        return cast(context, scaled(context, sum_to(context, dy, shape, wide_dtype(dtype)), self.beta), dtype)
+        return context.cast(
+            scaled(context, sum_to(context, dy, shape, accumulation_dtype(dtype)), self.beta), dtype
+        )
 
 
 def gemm(

@@ -168,10 +168,7 @@ class BinaryCrossEntropy(Operator):
 
     def forward(self, context: Context, *inputs: Array) -> Array:
         x, t = inputs
-        if t.dtype != x.dtype:
-            labels = context.empty(t.shape, x.dtype)
-            context.run("cast", t, out=labels)
-            t = labels
+        t = context.cast(t, x.dtype)
         context.save(x, t)
         costs, total = like(context, "binary_cross_entropy", x, t), context.empty((1,), x.dtype)
         rows = costs.reshape(x.shape[0], -1)

@@ -86,26 +86,29 @@ KERNEL batch_norm_sums(const T* x, double* sums, Int rows, Int channels, Int wid
   add_up(values, part, wide, sums);
 }
 
+// What passes the ReLU behind a norm, where there is one: the gradient of y, if that is above 0.
+__device__ inline A passed(bool has_relu, A grad, A y) { return has_relu && !(y > 0) ? A(0) : grad; }
+
 // Sums of dy and of dy (x - mean); with `bias`, where the ReLU behind the norm let y pass.
 KERNEL batch_norm_gradient_sums(const T* dy, const T* x, const A* scale, const A* bias, const A* mean,
                                 const A* inverse_std, double* sums, Int rows, Int channels, Int wide) {
   const Part part(channels, wide);
   double values[2][kPack] = {};
   if (part.has_channels()) {
-    A centre[kPack], factor[kPack], least[kPack], sum[kPack] = {}, products[kPack] = {};
+    A means[kPack], scales[kPack], biases[kPack], sum[kPack] = {}, products[kPack] = {};
     EACH_CHANNEL(k) {
       const Int c = part.column + k;
-      centre[k] = mean[c];
-      factor[k] = inverse_std[c] * scale[c];
-      least[k] = bias ? bias[c] : 0;
+      means[k] = mean[c];
+      scales[k] = inverse_std[c] * scale[c];
+      biases[k] = bias ? bias[c] : 0;
     }
     ROW_BATCHES(part, rows) {
       Load grads[4], packs[4];
       IN_ROWS(r, part, rows) grads[u] = load(dy, part, r);
       IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
       IN_ROWS(r, part, rows) EACH_CHANNEL(k) {
-        const A distance = widen(packs[u].values[k]) - centre[k];
-        const A grad = bias && !(distance * factor[k] + least[k] > 0) ? A(0) : A(widen(grads[u].values[k]));
+        const A distance = widen(packs[u].values[k]) - means[k];
+        const A grad = passed(bias, widen(grads[u].values[k]), distance * scales[k] + biases[k]);
         sum[k] += grad;
         products[k] += grad * distance;
       }
@@ -142,11 +145,11 @@ KERNEL batch_norm_statistics(const double* sums, A* mean, A* inverse_std, A* run
   Int c;
   double found[2];
   if (!sums_of_channel(sums, channels, chunks, &c, found)) return;
-  const double centre = found[0] / rows, difference = found[1] / rows - centre * centre;
+  const double average = found[0] / rows, difference = found[1] / rows - average * average;
   const double variance = difference < 0 ? 0 : difference, unbiased = variance * (rows / double(rows > 1 ? rows - 1 : 1));
-  mean[c] = A(centre);
+  mean[c] = A(average);
   inverse_std[c] = A(1 / sqrt(variance + eps));
-  running_mean[c] = A((1 - momentum) * running_mean[c] + momentum * centre);
+  running_mean[c] = A((1 - momentum) * running_mean[c] + momentum * average);
   running_var[c] = A((1 - momentum) * running_var[c] + momentum * unbiased);
 }
 
@@ -164,12 +167,12 @@ KERNEL batch_norm_apply(const T* x, const A* scale, const A* bias, const A* mean
                         const T* residual, T* y, Int rows, Int channels, Int wide, Int relu) {
   const Part part(channels, wide);
   if (!part.has_channels()) return;
-  A centre[kPack], factor[kPack], offset[kPack];
+  A means[kPack], scales[kPack], biases[kPack];
   EACH_CHANNEL(k) {
     const Int c = part.column + k;
-    centre[k] = mean[c];
-    factor[k] = inverse_std[c] * scale[c];
-    offset[k] = bias[c];
+    means[k] = mean[c];
+    scales[k] = inverse_std[c] * scale[c];
+    biases[k] = bias[c];
   }
   ROW_BATCHES(part, rows) {
     Load packs[4], others[4];
@@ -177,7 +180,7 @@ KERNEL batch_norm_apply(const T* x, const A* scale, const A* bias, const A* mean
     if (residual) IN_ROWS(r, part, rows) others[u] = load(residual, part, r);
     IN_ROWS(r, part, rows) {
       EACH_CHANNEL(k) {
-        A value = (widen(packs[u].values[k]) - centre[k]) * factor[k] + offset[k];
+        A value = (widen(packs[u].values[k]) - means[k]) * scales[k] + biases[k];
         if (residual) value += widen(others[u].values[k]);
         packs[u].values[k] = narrow<T>(relu ? larger(A(0), value) : value);
       }
@@ -192,14 +195,14 @@ KERNEL batch_norm_backward(const T* dy, const T* x, const A* scale, const A* bia
                            Int wide) {
   const Part part(channels, wide);
   if (!part.has_channels()) return;
-  A centre[kPack], factor[kPack], slope[kPack], offset[kPack], least[kPack];
+  A means[kPack], scales[kPack], product_means[kPack], grad_means[kPack], biases[kPack];
   EACH_CHANNEL(k) {
     const Int c = part.column + k;
-    centre[k] = mean[c];
-    factor[k] = inverse_std[c] * scale[c];
-    slope[k] = A(inverse_std[c] * dscale[c] / A(rows));
-    offset[k] = dbias[c] / A(rows);
-    least[k] = bias ? bias[c] : 0;
+    means[k] = mean[c];
+    scales[k] = inverse_std[c] * scale[c];
+    product_means[k] = A(inverse_std[c] * dscale[c] / A(rows));
+    grad_means[k] = dbias[c] / A(rows);
+    biases[k] = bias ? bias[c] : 0;
   }
   ROW_BATCHES(part, rows) {
     Load grads[4], packs[4];
@@ -207,9 +210,9 @@ KERNEL batch_norm_backward(const T* dy, const T* x, const A* scale, const A* bia
     IN_ROWS(r, part, rows) packs[u] = load(x, part, r);
     IN_ROWS(r, part, rows) {
       EACH_CHANNEL(k) {
-        const A distance = widen(packs[u].values[k]) - centre[k];
-        const A grad = bias && !(distance * factor[k] + least[k] > 0) ? A(0) : A(widen(grads[u].values[k]));
-        packs[u].values[k] = narrow<T>(A(factor[k] * (grad - offset[k] - distance * slope[k])));
+        const A distance = widen(packs[u].values[k]) - means[k];
+        const A grad = passed(bias, widen(grads[u].values[k]), distance * scales[k] + biases[k]);
+        packs[u].values[k] = narrow<T>(A(scales[k] * (grad - grad_means[k] - distance * product_means[k])));
       }
       store(packs[u], dx, part, r);
     }
