@@ -23,7 +23,10 @@ DENIED = {
     **dict.fromkeys(
         [
             "autograd.Context",
-            *(f"autograd.engine.Context.{name}" for name in ("run", "empty", "save", "gradient_dtype")),
+            *(
+                f"autograd.engine.Context.{name}"
+                for name in ("run", "empty", "cast", "save", "gradient_dtype")
+            ),
         ],
         "made by the engine for operators, which have checked what they give it",
     ),
