@@ -86,7 +86,7 @@ def is_running(pid: str) -> bool:
     """Whether process ``pid`` exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter between its opening and reading
         return False
 
 
