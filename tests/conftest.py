@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -65,6 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"no NVIDIA GPU: {reason}"))
     if is_worker(config):
         items.sort(key=lambda item: rank_of(item.path.stem))  # stable: the tests of a file stay together
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the garbage collector need not look at thousands of tests again and again
 
 
 def pytest_runtest_teardown() -> None:

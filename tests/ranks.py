@@ -163,9 +163,10 @@ def _run_under_mpiexec(folder: Path, size: int, timeout_s: float) -> list[str]:
     mpiexec = _mpiexec()
     assert mpiexec, mpi_missing()
     command = [mpiexec, "-n", str(size), sys.executable, "-c", START, "rank", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as ranks of the helper
     with (folder / "mpiexec").open("w") as log:
         job = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
             job.wait(timeout_s)
