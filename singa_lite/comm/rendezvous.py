@@ -38,6 +38,11 @@ LAUNCHERS = {
     "MVAPICH (mpirun)": ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     "Slurm (srun)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 }
+# `singa-lite run` sets all of them
+OWN_VARIABLES = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
+SIZES = (OWN_VARIABLES[-1], *(size for size, _ in LAUNCHERS.values()))
+# those by which this process was one of several when it imported the package
+AT_START = tuple(name for name in SIZES if os.environ.get(name, "") not in ("", "1"))
 
 
 class NcclIdHolder:
@@ -142,13 +147,12 @@ def launched_job() -> Job:
 
 def _launcher_and_job() -> tuple[str, Job]:
     """Return what launched this process, "" for `singa-lite run` and for nothing, and its Job."""
-    names = ("SINGA_LITE_RENDEZVOUS_ID", "SINGA_LITE_RANK", "SINGA_LITE_WORLD_SIZE")
-    values = {name: config.env(name) for name in names}
+    values = {name: config.env(name) for name in OWN_VARIABLES}
     if any(values.values()):
         for name, value in values.items():
             if value is None:
                 raise CommError(f"find_world: {name} is not set; start the script with `singa-lite run`")
-        rank, size = _rank_and_size(*names[1:])
+        rank, size = _rank_and_size(*OWN_VARIABLES[1:])
         if config.env("SINGA_LITE_LAUNCHER_PID") not in (None, str(os.getppid())):
             raise CommError(
                 f"find_world: process {os.getpid()} is not rank {rank} of {size} but was started by it; let that "
@@ -158,6 +162,11 @@ def _launcher_and_job() -> tuple[str, Job]:
     for launcher, (size_name, rank_name) in LAUNCHERS.items():
         if os.environ.get(size_name):
             return launcher, _job(*_rank_and_size(rank_name, size_name), "", "mpi")
+    if AT_START:  # each process would train alone
+        raise CommError(
+            f"find_world: {AT_START[0]} was set when this process started and is not now; leave the launcher's "
+            "variables in the environment, or give this process a world of its own (world_size=1, or a NcclIdHolder)"
+        )
     return "", _job(0, 1, "", "")
 
 

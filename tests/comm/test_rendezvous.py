@@ -34,6 +34,7 @@ def alone(monkeypatch):
     for name in list(os.environ):
         if WORLD.match(name):
             monkeypatch.delenv(name)
+    monkeypatch.setattr(rendezvous, "AT_START", ())
     monkeypatch.setattr(config, "state", config.State())
     # the hooks would stay when the test has ended
     monkeypatch.setattr(rendezvous, "exit_hooks", lambda: pytest.fail("no test here joins others"))

@@ -25,6 +25,7 @@ from tests.comm.processes import (
     write_script,
 )
 from tests.limits import LIMIT_S
+from tests.ranks import _mpiexec, mpi_missing
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 
@@ -479,6 +480,31 @@ def test_a_rank_that_ends_well_before_joining_is_named_at_once(tmp_path):
         assert re.search(rf"CommError: shm: rank {rank}, .*: {expected}", result.stderr)
     assert re.search(r"rank [02] failed first .*, after rank 1 had ended with exit code 0\n", result.stderr)
     assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("start", ["launcher", "mpi"])
+def test_a_rank_that_clears_its_environment_does_not_train_alone(tmp_path, start):
+    if start == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    text = "import os\nfrom singa_lite import opt\nos.environ.clear()\n"
+    text += "print(opt.DistOpt(opt.SGD(lr=0.1), world_size=1).world_size, flush=True)\n"
+    text += "from singa_lite.comm.rendezvous import find_world\nfind_world()\n"
+    script = write_script(tmp_path, text)
+    by_mpi = [str(_mpiexec()), "-n", "2", sys.executable, str(script)]
+    result = run_command(by_mpi) if start == "mpi" else run_ranks_of(script, 2)
+    assert result.returncode != 0 and re.search(r"^(\[\d\] )?1$", result.stdout, re.MULTILINE)
+    variable = "PMI_SIZE" if start == "mpi" else "SINGA_LITE_WORLD_SIZE"
+    assert (
+        f"CommError: find_world: {variable} was set when this process started and is not now" in result.stderr
+    )
+    assert_nothing_left(tmp_path)
+
+
+def test_a_process_that_was_alone_may_clear_its_environment(tmp_path):
+    text = "import os\nfrom singa_lite import opt\nos.environ.clear()\nprint(opt.DistOpt(opt.SGD(lr=0.1)).world_size)\n"
+    command = [sys.executable, str(write_script(tmp_path, text))]
+    result = run_command(command, SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
+    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
 
 
 def test_a_child_of_a_rank_is_not_taken_for_the_rank(tmp_path):
