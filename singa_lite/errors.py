@@ -7,6 +7,7 @@ text of each ``CommError`` to its cure.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Hashable
 from numbers import Integral, Real
@@ -78,6 +79,17 @@ def check_bool(where: str, name: str, value: object) -> bool:
     if is_bool or (isinstance(value, Integral) and value in (0, 1)):
         return bool(value)
     raise OptionError(f"{where}: {name} = {value!r} must be True or False")
+
+
+def check_text(where: str, name: str, value: object) -> str:
+    """Return ``value``; ``OptionError`` unless it is a str that UTF-8 can hold, without lone surrogates."""
+    if isinstance(value, str):
+        if value.isascii():
+            return value
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    raise OptionError(f"{where}: {name} = {value!r} must be text (a str that UTF-8 can hold)")
 
 
 def check_int(where: str, name: str, value: object, smallest: int) -> int:

@@ -26,6 +26,7 @@ from ..errors import (
     check_int,
     check_ints,
     check_number,
+    check_text,
 )
 from ..graph.rounded import note_written
 from .flight_recorder import FlightRecorder
@@ -104,6 +105,13 @@ class Operation(NamedTuple):
     op: ReduceOp | None = None
     root: int = 0
     wire_dtype: str | None = None
+
+    @classmethod
+    def called(
+        cls, kind: str, name: str, op: ReduceOp | None = None, root: int = 0, wire_dtype: str | None = None
+    ) -> Operation:
+        """Return the operation of a user's call; OptionError unless ``name`` is text."""
+        return cls(kind, check_text(kind, "name", name), op, root, wire_dtype)
 
 
 class Communicator(ABC):
@@ -210,7 +218,7 @@ class Communicator(ABC):
         """
         if type(op) is not str or op not in REDUCE_OPS:
             check_choice("all_reduce", "op", op, REDUCE_OPS)
-        operation = Operation("all_reduce", name, op, wire_dtype=wire_dtype)
+        operation = Operation.called("all_reduce", name, op, wire_dtype=wire_dtype)
         if wire_dtype is not None or wire_scale is not None:
             for array in arrays if isinstance(arrays, (list, tuple)) else (arrays,):
                 self._check_wire(array, wire_dtype, wire_scale, name)
@@ -225,18 +233,18 @@ class Communicator(ABC):
         """Combine ``arrays`` over the ranks into rank ``root``'s arrays; other ranks' stay unchanged."""
         check_choice("reduce", "op", op, REDUCE_OPS)
         self._check_root("reduce", root)
-        return self._in_place(Operation("reduce", name, op, root), arrays)
+        return self._in_place(Operation.called("reduce", name, op, root), arrays)
 
     def broadcast(self, arrays: Array | Sequence[Array], root: int = 0, *, name: str = "broadcast") -> Work:
         """Copy rank ``root``'s ``arrays`` over those of every other rank."""
         self._check_root("broadcast", root)
-        return self._in_place(Operation("broadcast", name, None, root), arrays)
+        return self._in_place(Operation.called("broadcast", name, None, root), arrays)
 
     def all_gather(self, array: Array, *, name: str = "all_gather") -> Work:
         """Collect every rank's ``array``; wait() returns a new array (size, *array.shape), in rank order."""
         self._check_array(array, writes=False)
         out = self._new_array((self.size, *array.shape), array)
-        return self.launch(Operation("all_gather", name), out, array)
+        return self.launch(Operation.called("all_gather", name), out, array)
 
     def reduce_scatter(self, array: Array, op: ReduceOp, *, name: str = "reduce_scatter") -> Work:
         """Combine ``array`` (size*k, ...) over the ranks; wait() returns this rank's k rows as a new array."""
@@ -244,7 +252,7 @@ class Communicator(ABC):
         self._check_array(array, op, writes=False)
         self._check_blocks("reduce_scatter", array, name)
         out = self._new_array((array.shape[0] // self.size, *array.shape[1:]), array)
-        return self.launch(Operation("reduce_scatter", name, op), out, array)
+        return self.launch(Operation.called("reduce_scatter", name, op), out, array)
 
     def all_to_all(self, array: Array, *, name: str = "all_to_all") -> Work:
         """Send each rank a block of ``array``; wait() returns a new array of its shape with a block of each rank.
@@ -261,7 +269,7 @@ class Communicator(ABC):
         """
         self._check_array(array, writes=False)
         self._check_blocks("all_to_all", array, name)
-        return self.launch(Operation("all_to_all", name), self._new_array(array.shape, array), array)
+        return self.launch(Operation.called("all_to_all", name), self._new_array(array.shape, array), array)
 
     def barrier(self, *, name: str = "barrier") -> None:
         """Return once every rank has called it."""

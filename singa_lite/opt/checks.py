@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import bfloat16
-from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError
+from ..errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_text
 from ..tensor import Tensor
 
 MAX_STEPS = 2**53  # up to which schedules compute with floats that are exact
@@ -33,12 +33,16 @@ def check_steps(where: str, steps: np.ndarray[Any, Any]) -> None:
 
 
 def unique_names(params: Iterable[Tensor]) -> dict[Tensor, str]:
-    """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat."""
+    """Return a name for each parameter, in the order given: its own, or "<name>#<k>" where names repeat.
+
+    Raises:
+        OptionError: a name has lone surrogates, and cannot be sent to other ranks or saved.
+    """
     names: dict[Tensor, str] = {}
     counts: dict[str, int] = {}
     taken: set[str] = set()
     for param in params:
-        name = param.name or "unnamed"
+        name = check_text("parameter", "name", param.name or "unnamed")
         count = counts.get(name, 0)
         while (own := f"{name}#{count}" if count else name) in taken:  # by one that its owner has called so
             count += 1

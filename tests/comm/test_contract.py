@@ -472,6 +472,10 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
     bad: list[tuple[type[Exception], Callable[[], Any]]] = [
         (OptionError, lambda: c.all_reduce(array, "average")),  # type: ignore[arg-type]
         (OptionError, lambda: c.all_reduce(array, "sum", wire_dtype="int8")),
+        (OptionError, lambda: c.all_reduce(array, "sum", name=5)),  # type: ignore[arg-type]
+        (OptionError, lambda: c.all_reduce(array, "sum", name="\ud800")),
+        (OptionError, lambda: c.all_gather_object(1, name=None)),  # type: ignore[arg-type]
+        (OptionError, lambda: c.barrier(name=b"barrier")),  # type: ignore[arg-type]
         (OptionError, lambda: c.broadcast(array, c.size)),
         (OptionError, lambda: c.reduce(array, "sum", -1)),
         (OptionError, lambda: c.new_group([0, 0])),

@@ -638,3 +638,5 @@ def test_names_of_parameters_are_unique_whatever_their_own_are() -> None:
         names = unique_names(params)
         assert list(names) == params and len(set(names.values())) == 3
         assert list(unique_names(params[:2]).values()) == list(names.values())[:2]
+    with pytest.raises(OptionError, match="must be text"):
+        unique_names([Tensor((1,), name="W"), Tensor((1,), name="W\ud800")])
