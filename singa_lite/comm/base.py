@@ -296,6 +296,7 @@ class Communicator(ABC):
         Returns:
             The group's communicator, ranked in the order given; None on a rank that is not in ``ranks``.
         """
+        check_text("new_group", "name", name)
         members = check_ints("new_group", "ranks", ranks, 0)
         if not members or len(set(members)) != len(members) or not set(members) <= set(range(self.size)):
             raise OptionError(f"new_group: ranks = {members} must be distinct ranks of 0..{self.size - 1}")
@@ -314,6 +315,7 @@ class Communicator(ABC):
             inner: of the ranks of this host, in rank order; its rank 0 is the leader.
             outer: of the leaders, in rank order; None on other ranks.
         """
+        check_text("split_by_host", "name", name)
         hosts = self.all_gather_object(this_host(), name=f"split_by_host {name}")
         inner: Communicator | None = None
         for host in dict.fromkeys(hosts):
@@ -460,10 +462,12 @@ class Communicator(ABC):
             raise DTypeError(
                 f"all_reduce {name}: wire_dtype needs float32 arrays, not {getattr(array, 'dtype', array)}"
             )
-        if wire_scale is not None and (wire_scale.dtype != np.float32 or wire_scale.shape != (1,)):
-            raise ShapeError(
-                f"all_reduce {name}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
-            )
+        if wire_scale is not None:
+            self._check_kind(wire_scale)
+            if wire_scale.dtype != np.float32 or wire_scale.shape != (1,):
+                raise ShapeError(
+                    f"all_reduce {name}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
+                )
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         """Raise for an array that cannot be sent, or be combined by ``op``."""

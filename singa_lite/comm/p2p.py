@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import this_thread
-from ..errors import CommError, DTypeError, OptionError, ShapeError
+from ..errors import CommError, DTypeError, OptionError, ShapeError, check_number
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 from ..graph.rounded import note_written
@@ -169,7 +169,7 @@ class Message:
         arrays = new_arrays(self._arrival.head) if into is None else list(into)
         messenger._check_into(self, arrays)
         messenger._check_usable()
-        limit_s = messenger.timeout_s if timeout_s is None else timeout_s
+        limit_s = messenger._limit("read", timeout_s)
         self._is_read = True
         if self.num_bytes:
             with messenger._waiting():
@@ -215,7 +215,7 @@ class SendWork(Work):
         assert messenger is not None
         if not self._has_ended():
             messenger._check_usable()
-            limit_s = messenger.timeout_s if timeout_s is None else timeout_s
+            limit_s = messenger._limit("wait", timeout_s)
             with messenger._waiting():
                 has_ended = self._is_sent_within(limit_s)
             if not has_ended:
@@ -262,7 +262,7 @@ class Messenger(ABC):
     is_stuck: bool = False
 
     def __init__(self, job: Job, timeout_s: float = TIMEOUT_S) -> None:
-        if not timeout_s > 0:
+        if not check_number(type(self).__name__, "timeout_s", timeout_s) > 0:
             raise OptionError(f"{type(self).__name__}: timeout_s = {timeout_s} must be > 0")
         self.job = job
         self.name = job.name_of(job.rank)
@@ -327,7 +327,7 @@ class Messenger(ABC):
         """
         self._check_usable()
         break_graph("it receives a message")
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = self._limit("receive", timeout_s)
         waits_for = [peer for peer in self.job.peers if peer not in self._gone]
         if not waits_for:
             reasons = "; ".join(self._gone.values()) or "it has none"
@@ -399,6 +399,10 @@ class Messenger(ABC):
                 "send what is large as arrays"
             )
         return head
+
+    def _limit(self, where: str, timeout_s: float | None) -> float:
+        """Return the seconds that a call waits; OptionError unless they are a number >= 0, or None."""
+        return self.timeout_s if timeout_s is None else check_number(where, "timeout_s", timeout_s, 0.0)
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():

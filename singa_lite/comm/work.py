@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config import this_thread
-from ..errors import CommError, OptionError
+from ..errors import CommError, OptionError, check_number
 from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 from .stop_requests import StopRequests
@@ -105,7 +105,10 @@ class Work:
         Raises:
             CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
                 (None: the communicator's own time-out).
+            OptionError: ``timeout_s`` is no number >= 0.
         """
+        if timeout_s is not None:
+            check_number("wait", "timeout_s", timeout_s, 0.0)
         if this_thread.recorder is not None:
             this_thread.recorder.wait(self, timeout_s)
         start = time.perf_counter()

@@ -476,6 +476,9 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
         (OptionError, lambda: c.all_reduce(array, "sum", name="\ud800")),
         (OptionError, lambda: c.all_gather_object(1, name=None)),  # type: ignore[arg-type]
         (OptionError, lambda: c.barrier(name=b"barrier")),  # type: ignore[arg-type]
+        (OptionError, lambda: c.new_group([0], name=5)),  # type: ignore[arg-type]
+        (OptionError, lambda: c.split_by_host(name=None)),  # type: ignore[arg-type]
+        (DTypeError, lambda: c.all_reduce(array, "sum", wire_dtype="float16", wire_scale=2.0)),  # type: ignore[arg-type]
         (OptionError, lambda: c.broadcast(array, c.size)),
         (OptionError, lambda: c.reduce(array, "sum", -1)),
         (OptionError, lambda: c.new_group([0, 0])),
@@ -496,7 +499,11 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
     for error, call in bad:
         with pytest.raises(error):
             call()
-    c.all_reduce(array, "sum").wait()
+    work = c.all_reduce(array, "sum")
+    for limit in ("1", -1.0, np.nan, array):
+        with pytest.raises(OptionError):
+            work.wait(limit)  # type: ignore[arg-type]
+    work.wait()
     assert array.tolist() == [c.size] * 4
 
 

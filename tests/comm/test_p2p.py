@@ -262,6 +262,8 @@ def bad_arguments_raise_before_anything_moves(rig: Rig) -> None:
         (OptionError, lambda: m.send(m.job.size, "x")),
         (OptionError, lambda: m.send(True, "x")),
         (OptionError, lambda: m.send("0", "x")),  # type: ignore[arg-type]
+        (OptionError, lambda: m.receive("1")),  # type: ignore[arg-type]
+        (OptionError, lambda: m.receive(float("nan"))),
         (OptionError, lambda: m.send(peer, object())),
         (OptionError, lambda: m.send(peer, {1, 2})),
         (OptionError, lambda: m.send(peer, recursive)),
