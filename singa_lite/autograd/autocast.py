@@ -148,14 +148,20 @@ class Autocast:
                 '"widest" or "keep", or call it inside autocast(enabled=False); docs/precision.md has the rules of all '
                 "operators"
             )
+        if rule in ("float32", "widest"):
+            return self.widen(name, inputs, always=rule == "float32")
         for tensor in inputs:
             self._check(name, tensor)
         if rule == "keep":
             return inputs
-        if rule == "low":
-            count = len(inputs) if op.autocast_inputs is None else op.autocast_inputs
-            return (*(self._low(tensor) for tensor in inputs[:count]), *inputs[count:])
-        if rule == "widest" and all(_dtype(tensor) != float32 for tensor in inputs):
+        count = len(inputs) if op.autocast_inputs is None else op.autocast_inputs
+        return (*(self._low(tensor) for tensor in inputs[:count]), *inputs[count:])
+
+    def widen(self, name: str, inputs: tuple[Any, ...], always: bool = False) -> tuple[Any, ...]:
+        """Return the inputs in float32, where one of them has it or ``always``; errors name ``name``."""
+        for tensor in inputs:
+            self._check(name, tensor)
+        if not always and all(_dtype(tensor) != float32 for tensor in inputs):
             return inputs
         return tuple(_cast(tensor, float32) if _dtype(tensor) == self._dtype else tensor for tensor in inputs)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state
+from ..config import state, this_thread
 from ..device import Device, get_default_device
 from ..dtypes import accumulation_dtype, bfloat16, is_float
 from ..errors import DeviceError, DTypeError, GraphError, OptionError, ShapeError, check_number
@@ -578,10 +578,11 @@ class Tensor:
         """floor(self / other), a leaf (SINGA's is the true quotient); an integer // 0 is 0. GraphError if recorded."""
         if self.creator is not None or (isinstance(other, Tensor) and other.creator is not None):
             raise GraphError("a // b is not recorded and would lose the gradient; use clone()")
-        operand = _operand(self, other, "//")
-        array = self.device.backend.empty(broadcast_shape("//", self.shape, operand.shape), self.dtype)
-        self.device.backend.run("floor_div", self.array, operand, out=array)
-        return Tensor.wrap(array, self.device)
+        a, b = _widened(self, other, "//")
+        operand = _operand(a, b, "//")
+        array = a.device.backend.empty(broadcast_shape("//", a.shape, operand.shape), a.dtype)
+        a.device.backend.run("floor_div", a.array, operand, out=array)
+        return Tensor.wrap(array, a.device)
 
     def __pow__(self, other: Tensor | Number) -> Tensor:
         return OPERATORS["pow"](self, other)  # type: ignore[no-any-return]
@@ -737,8 +738,16 @@ def _operand(tensor: Tensor, other: Tensor | Number, where: str) -> Any:
     return other.array
 
 
+def _widened(tensor: Tensor, other: Tensor | Number, where: str) -> tuple[Tensor, Tensor | Number]:
+    """Return both; of two Tensors that differ in dtype in float32, where autocast has them so (its rule "widest")."""
+    if this_thread.autocast is None or not isinstance(other, Tensor) or tensor.dtype == other.dtype:
+        return tensor, other
+    return this_thread.autocast.widen(where, (tensor, other))  # type: ignore[no-any-return]
+
+
 def compare(tensor: Tensor, other: Tensor | Number, relation: str) -> Tensor:
     """Return 1 where the relation holds, else 0: a float32 leaf of the broadcast shape."""
+    tensor, other = _widened(tensor, other, relation)
     operand = _operand(tensor, other, relation)
     shape = broadcast_shape(relation, tensor.shape, operand.shape)
     result = tensor.device.backend.empty(shape, float32)

@@ -23,7 +23,7 @@ from singa_lite.config import state, this_thread
 from singa_lite.device import get_default_device
 from singa_lite.errors import DeviceError, DTypeError, OptionError
 from singa_lite.graph.recorder import break_graph, host
-from singa_lite.tensor import Tensor, bfloat16, to_numpy
+from singa_lite.tensor import Tensor, bfloat16, eq, ge, gt, le, lt, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
 
 RNG = np.random.default_rng(5)
@@ -315,6 +315,31 @@ def test_an_activation_of_two_dtypes_is_added_in_the_widest() -> None:
         np.testing.assert_array_equal(to_numpy(wide + low), np.full(3, 2 + 2.0**-12, "f"))
         assert (low + low).dtype == bfloat16
         assert autograd.cat([low, wide]).dtype == "float32"
+
+
+@pytest.mark.parametrize("form", ["> < >= <=", "== !=", "//", "functions"])
+def test_operators_of_values_take_the_widest_too(form: str) -> None:
+    values, others = np.array([1.0, 2.0, 3.0], "f"), np.array([1.0, 2 - 2.0**-20, 3 + 2.0**-20], "f")
+    low, wide = Tensor(data=values, dtype=bfloat16), Tensor(data=others)
+    forms = {
+        "> < >= <=": lambda a, b: [a > b, a < b, a >= b, a <= b],
+        "== !=": lambda a, b: [a == b, a != b],
+        "//": lambda a, b: [a // b],
+        "functions": lambda a, b: [f(a, b) for f in (lt, le, gt, ge, eq)],
+    }
+    plain = {**forms, "functions": lambda a, b: [a < b, a <= b, a > b, a >= b, a == b]}
+    for a, b, expected in (
+        (low, wide, plain[form](values, others)),
+        (wide, low, plain[form](others, values)),
+    ):
+        with pytest.raises(DTypeError):
+            forms[form](a, b)
+        with autograd.autocast():
+            for result, values_of_it in zip(forms[form](a, b), expected, strict=True):
+                assert result.dtype == "float32"
+                np.testing.assert_array_equal(to_numpy(result), values_of_it.astype("f"))
+    with autograd.autocast(), pytest.raises(DTypeError, match="float16"):
+        forms[form](low, Tensor(data=others, dtype="float16"))
 
 
 def test_blocks_nest_and_end() -> None:
