@@ -95,9 +95,10 @@ class Model(Layer):
                 replay it afterwards (record/); ``graph_info`` lists what was recorded. The text "True" is True, as
                 SINGA's examples give it.
             sequential: accepted for SINGA scripts; operators always run in order.
-            precision: "bf16", or "fp16" on GPUs, has ``train_one_batch`` and ``forward`` run under
-                ``autograd.autocast``: products, convolutions and attention compute in 16 bits, parameters and what the
-                optimizer keeps stay float32. "fp16" takes ``DistOpt(check_finite="skip")``, which scales the loss.
+            precision: "bf16", or "fp16" on GPUs, has calls of the model run ``train_one_batch`` and ``forward`` under
+                ``autograd.autocast``, which calling these by hand does not: products, convolutions and attention
+                compute in 16 bits, parameters and what the optimizer keeps stay float32. "fp16" takes
+                ``DistOpt(check_finite="skip")``, which scales the loss.
 
         Raises:
             OptionError: an argument is not what it should be, another ``precision``, or ``forward`` does not take so

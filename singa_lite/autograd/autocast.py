@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,14 @@ class _Block(ContextDecorator):
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
+
+    def __call__(self, func: Any) -> Any:
+        if isgeneratorfunction(func) or iscoroutinefunction(func) or isasyncgenfunction(func):
+            raise OptionError(
+                f"autocast: the body of {func.__qualname__} runs later than its call, outside of the block; write "
+                "`with autocast(...):` in it"
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         this_thread.outer_autocasts = (*this_thread.outer_autocasts, this_thread.autocast)

@@ -65,6 +65,7 @@ class Optimizer:
 
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
     is_recordable = False
+    records_per_kind = 1  # records that recorded steps need whose arguments are alike
     _inherited_methods: tuple[
         str, ...
     ] = ()  # that the class has not written, but taken from a class beside it
@@ -200,10 +201,12 @@ class Optimizer:
     def update_pairs(self, pairs: Pairs) -> None:
         """Update by what was set or written last, ``update_all`` or ``apply``."""
         self._guard_methods()
-        if "update_all" in next(filter(None, map(updates_in, (self, *type(self).__mro__)))):
-            self.update_all(pairs)
-        else:
-            Optimizer.update_all(self, pairs)
+        is_own = "update_all" in next(filter(None, map(updates_in, (self, *type(self).__mro__))))
+        with autograd.autocast(enabled=False):
+            if is_own:
+                self.update_all(pairs)
+            else:
+                Optimizer.update_all(self, pairs)
 
     def _guard_methods(self) -> None:
         """Have recorded steps see other slots, and functions that are set as attributes instead of methods."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from ..autograd.autocast import precision_of
 from ..comm.base import Communicator
 from ..graph.recorder import guard, unrecorded
 from ..graph.rounded import note_written
@@ -30,6 +31,8 @@ class Compared(CallDefaults, Protocol):
     def keeps_equal(self) -> bool: ...
 
     def settings(self) -> dict[str, Any]: ...
+
+    def random_seeds(self) -> dict[str, int]: ...
 
     def broadcast(self, params: Iterable[Tensor]) -> None: ...
 
@@ -117,10 +120,11 @@ class Consistency:
             return
         with unrecorded():
             text = name + text_of(read.step(dist, type(scheme), given).options)
-            mine = {"dist_option": text, **schedules(dist, type(scheme), given)}
+            precision = precision_of("fp32")  # of the block that the step is in
+            mine = {"dist_option": text, "the precision": precision, **schedules(dist, type(scheme), given)}
             # once another scheme has run, the others may not compare now: they get the text from the name
             what = f"their dist_option, here {text}" if self._compared else "their dist_option"
-            compare(self._communicator, what, mine, "pass the same dist_option on every rank")
+            compare(self._communicator, what, mine, "choose the same on every rank")
         self._compared.add(scheme)
 
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
@@ -148,5 +152,6 @@ class Consistency:
             names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))
             values = {name: to_numpy(param) for param, name in names.items()}
             values |= {f"the state {name}": value for name, value in dist.opt.get_states().items()}
-        settings = {**dist.settings(), "the number of calls in the unfinished sum": self._sums.num_calls}
+        settings = {**dist.settings(), **dist.random_seeds()}
+        settings["the number of calls in the unfinished sum"] = self._sums.num_calls
         compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)

@@ -442,8 +442,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._ranks.prepare(self, params, buffers)
         if self._order == "fixed":
             self._place_streams()
-            seeds = {str(device): seed for device, seed in self._seeds.items()}
-            compare(self.communicator, "their random seeds", seeds, "call SetRandSeed alike before compile")
+            cure = "call SetRandSeed alike before compile"
+            compare(self.communicator, "their random seeds", self.random_seeds(), cure)
 
     def _register(self, params: list[Tensor]) -> None:
         """Take over parameters of no Model."""
@@ -489,6 +489,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def states_loaded(self) -> None:
         self._ranks.states_loaded()
         if self._order == "fixed":
+            self._seeds.clear()  # the checkpoint's go on, which the ranks compare with the states
             self._place_streams()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
@@ -525,6 +526,15 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             self.communicator.num_optimizers += 1
             self._number = self.communicator.num_optimizers
         return name if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
+
+    def random_seeds(self) -> dict[str, int]:
+        """Return the seed of each device whose random stream is placed, with order="fixed"."""
+        return {f"the seed of {device}": seed for device, seed in self._seeds.items()}
+
+    @property
+    def records_per_kind(self) -> int:  # type: ignore[override]
+        """With order="fixed" the microbatches of a rank, each of which adds to other sums, else 1."""
+        return self._sums.num_batches if self._order == "fixed" else 1
 
     def settings(self) -> dict[str, Any]:
         own = {"accumulate": self._sums.num_batches, "order": self._order, "clip_norm": self._clip_norm}

@@ -51,6 +51,7 @@ def unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(self: object, *arguments: Any, **options: Any) -> Any:
         break_graph(f"{type(self).__name__} overrides {method.__name__}, whose Python a replay would not run")
-        return method(self, *arguments, **options)
+        with autograd.autocast(enabled=False):
+            return method(self, *arguments, **options)
 
     return run

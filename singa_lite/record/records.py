@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -22,6 +23,7 @@ from ..tensor.pytree import OpaqueLeafError, flatten, leaves
 from .arguments import repeats
 from .record import Known, Record, RecordInfo, written_by
 
+# both times the records that one kind of call needs (Optimizer.records_per_kind)
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
 MAX_MISSES = 64  # recordings of one kind of call without a replay, until it runs eagerly for good
 MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay can make, while it was recorded
@@ -85,34 +87,56 @@ class Records:
                     if record.is_postponed:
                         return self._run_postponed(record, model, arguments, options)
                     return record.replay(tensors)
-            if self._may_record(kind, tensors, arguments, options):
+            per_kind = 1 if model.optimizer is None else model.optimizer.records_per_kind
+            if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
                 if not kind.is_checked and self._share_memory(model, tensors):
                     return self._note_writes(kind, model, arguments, options)
-                return self._record(kind, model, arguments, options)
+                result = self._record(kind, model, arguments, options)
+                self._drop_oldest(MAX_RECORDS * per_kind)
+                return result
         return model.run_train_one_batch(*arguments, **options)
 
     def _run_postponed(
         self, record: Record, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
         """Run the step of a postponed record eagerly."""
-        this_thread.has_left_out = False
-        with record.device.backend.saving_memory(self._idle_arenas()):
+        with self._postponing_if_left_out(), record.device.backend.saving_memory(self._idle_arenas()):
             result = model.run_train_one_batch(*arguments, **options)
-        record.is_postponed = this_thread.has_left_out  # there it would not be kept
+            record.is_postponed = False
         return result
 
+    @contextmanager
+    def _postponing_if_left_out(self) -> Iterator[None]:
+        """Run all records eagerly once more behind a first step that ends without its update.
+
+        It is not kept. The calls of one update must all be replayed or none, as it depends on the number of ranks which
+        of them share a rank (opt/fixed_order.py).
+        """
+        this_thread.has_left_out, has_ended = False, False
+        try:
+            yield
+            has_ended = True
+        finally:
+            if this_thread.has_left_out or not has_ended:
+                self._postpone_records()
+
     def _may_record(
-        self, kind: Kind, tensors: list[Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
+        self,
+        kind: Kind,
+        tensors: list[Tensor],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        max_misses: int,
     ) -> bool:
-        """Return whether to record a call that no record fits; after MAX_MISSES in vain it runs eagerly for good."""
-        if kind.misses == MAX_MISSES:
-            kind.break_reason = TOO_MANY_MISSES.format(MAX_MISSES)
+        """Return whether to record a call that no record fits; after ``max_misses`` in vain never again."""
+        if kind.misses == max_misses:
+            kind.break_reason = TOO_MANY_MISSES.format(max_misses)
             kind.records.clear()
             return False
         if (shapes := [tensor.shape for tensor in tensors]) != self._shapes:
             self._shapes, self._misses = shapes, 0
-        if self._misses == MAX_MISSES:  # such calls are all of other kinds
-            self._join_kinds(arguments, options, kind, TOO_MANY_MISSES.format(MAX_MISSES))
+        if self._misses == max_misses:  # such calls are all of other kinds
+            self._join_kinds(arguments, options, kind, TOO_MANY_MISSES.format(max_misses))
             return False
         return True
 
@@ -142,14 +166,14 @@ class Records:
         self._misses += 1
         self._recorded = kind
         try:
-            record = Record(model, arguments, options, self._idle_arenas(), self._copies)
+            with self._postponing_if_left_out():
+                record = Record(model, arguments, options, self._idle_arenas(), self._copies)
         finally:
             self._recorded = None
         if record.break_reason is None:
             self._written |= record.written
             kind.misses += 1
             kind.records.insert(0, record)
-            self._drop_oldest()
         elif record.changes_containers:  # so the next call has other ones
             self._join_kinds(arguments, options, kind, record.break_reason)
             kind.is_settled = True
@@ -177,8 +201,8 @@ class Records:
             communicator.wait_all()
         return self._arenas
 
-    def _drop_oldest(self) -> None:
-        if sum(len(kind.records) for kind in self._kinds.values()) > MAX_RECORDS:
+    def _drop_oldest(self, max_records: int) -> None:
+        if sum(len(kind.records) for kind in self._kinds.values()) > max_records:
             key, kind = next((key, kind) for key, kind in self._kinds.items() if kind.records)
             kind.records.pop()
             if not kind.records:
@@ -232,6 +256,10 @@ class Records:
         self._misses = 0
         for kind in self._kinds.values():
             kind.misses = kind.retries = 0
+        self._postpone_records()
+
+    def _postpone_records(self) -> None:
+        for kind in self._kinds.values():
             for record in kind.records:
                 record.is_postponed = True
 

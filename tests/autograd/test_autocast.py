@@ -425,18 +425,60 @@ def test_a_device_without_a_precision_is_refused(monkeypatch: pytest.MonkeyPatch
         x.as_type(bfloat16)
 
 
-class Doubling(opt.Optimizer):
-    """Updates by an operator, which must not round."""
+def test_a_function_whose_body_runs_later_is_not_decorated() -> None:
+    def generator() -> Iterator[int]:
+        yield 1
+
+    async def coroutine() -> None: ...
+
+    for function in (generator, coroutine):
+        with pytest.raises(OptionError, match="runs later than its call"):
+            autograd.autocast("bf16")(function)  # type: ignore[operator]
+
+
+def triple(value: Tensor) -> None:
+    value.copy_data(autograd.matmul(value, Tensor(data=np.eye(2) * 3)))
+
+
+class ByApply(opt.Optimizer):
+    """Updates by an operator, which must not round; so do the next two."""
 
     def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
-        param_value.copy_data(autograd.matmul(param_value, Tensor(data=np.eye(2) * 3)))
+        triple(param_value)
 
 
-def test_an_optimizer_computes_in_float32() -> None:
+class ByUpdateAll(opt.Optimizer):
+    is_recordable = True
+
+    def update_all(self, pairs: Any) -> None:
+        for param, _ in pairs:
+            triple(param)
+
+
+class ByCall(opt.Optimizer):
+    def call(self, loss: Tensor) -> None:
+        for param, _ in autograd.backward(loss):
+            triple(param)
+
+
+def by_attribute() -> opt.Optimizer:
+    optimizer = opt.SGD(0.1)
+    optimizer.update_all = lambda pairs: [triple(param) for param, _ in pairs]  # type: ignore[assignment]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ByApply(0.1), lambda: ByUpdateAll(0.1), lambda: ByCall(0.1), by_attribute]
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_optimizer_computes_in_float32(make: Any, is_wrapped: bool) -> None:
     w = Tensor(data=np.full((2, 2), 1 + 2.0**-12), stores_grad=True)
+    optimizer = make()
+    if is_wrapped and not isinstance(optimizer, ByCall):  # whose call it cannot make
+        optimizer = opt.DistOpt(optimizer, communicator=LocalCommunicator(World()))
     with autograd.autocast():
         cost = autograd.reduce_sum(autograd.matmul(w, w))
-        Doubling(0.1)(cost)
+        optimizer(cost)
     np.testing.assert_array_equal(to_numpy(w), np.full((2, 2), 3 * (1 + 2.0**-12), "f"))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from typing import Any
 
@@ -130,6 +131,103 @@ def in_any_order(communicator: Any) -> int:
     net, sampler = made(communicator, "fp32", False, order="any")
     train(net, sampler, 14)
     return checksum(net)
+
+
+MANY = 128  # more than the 64 records of a model
+
+
+class Small(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.loss = layer.Linear(6), layer.Linear(3), layer.SoftMaxCrossEntropy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(autograd.relu(self.first(x)))
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+@threadpool_limits.wrap(limits=1)
+def small_checksums(
+    communicator: Any, microbatches: int, kinds: int, bad: int, save: int, mode: str | None
+) -> list[int]:
+    """Checksums after each update; one has an infinity in the last microbatch, behind one the model is saved.
+
+    Args:
+        kinds: how many batch sizes take turns.
+    """
+    get_default_device().SetRandSeed(3)
+    net = Small()
+    arguments: dict[str, Any] = {"microbatches": microbatches, "order": "fixed", "check_finite": mode}
+    net.set_optimizer(opt.DistOpt(opt.SGD(lr=0.1, momentum=0.9), communicator=communicator, **arguments))
+    net.compile([from_numpy(np.zeros((4, 7), np.float32))], use_graph=True, precision="bf16")
+    found, each = [], microbatches // communicator.size
+    for update in range(6 * kinds):
+        rng = np.random.default_rng(update)
+        size = 4 - update % kinds
+        x = rng.standard_normal((microbatches, size, 7)).astype(np.float32)
+        y = rng.integers(0, 3, (microbatches, size))
+        if update == bad:
+            x[-1, 0, 0] = np.inf
+        with contextlib.suppress(ArithmeticError):
+            for number in range(communicator.rank * each, (communicator.rank + 1) * each):
+                net(from_numpy(x[number]), from_numpy(y[number]))
+        if update == save:
+            net.snapshot()
+        found.append(checksum(net))
+    autograd.training = False
+    assert all(info.break_reason is None for info in net.graph_info())
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((MANY, 1, -1, -1, None), id="many microbatches"),
+        pytest.param((32, 3, -1, -1, None), id="three batch sizes"),
+        pytest.param((4, 1, 3, 2, "skip"), id="left out behind a save"),
+        pytest.param((4, 1, 3, 2, "raise"), id="an error behind a save"),
+        pytest.param((4, 1, 0, -1, "skip"), id="the first one left out"),
+    ],
+)
+def test_replays_begin_at_the_same_update_on_every_number_of_ranks(arguments: Any) -> None:
+    [expected] = run_ranks(small_checksums, 1, *arguments, transport="local")
+    for size in (2, 4):
+        assert run_ranks(small_checksums, size, *arguments) == [expected] * size
+
+
+def go_on_with_another_seed(communicator: Any, path: str) -> tuple[list[int], list[int]]:
+    """Checksums of a run, and of one that has another seed and loads what the first has saved."""
+    found = []
+    for seed in (3, 4):
+        net, sampler = made(communicator, "fp32", True)
+        if seed == 4:
+            get_default_device().SetRandSeed(4)
+            net.set_optimizer(
+                opt.DistOpt(
+                    opt.SGD(lr=opt.ExponentialDecay(0.05, 10, 0.8), momentum=0.9),
+                    communicator=communicator, microbatches=8, order="fixed", clip_norm=1.0,
+                )
+            )  # fmt: skip
+            net.compile([from_numpy(IMAGES[:BATCH])], use_graph=True)
+            net.load_states(f"{path}/{communicator.rank}.zip")
+        else:
+            train(net, sampler, 3)
+            net.save_states(f"{path}/{communicator.rank}.zip")
+        sampler = ShardedSampler(
+            NUM_SAMPLES, BATCH, communicator.rank, communicator.size, seed=7, microbatches=8
+        )
+        train(net, sampler, 6)
+        found.append(checksum(net))
+    return found[0], found[1]
+
+
+def test_a_checkpoint_brings_its_seed(tmp_path: Any) -> None:
+    [(whole, second), *others] = run_ranks(go_on_with_another_seed, 2, str(tmp_path))
+    assert whole == second and others == [(whole, second)]
 
 
 def test_without_it_the_bits_depend_on_the_number_of_ranks(alone: list[int]) -> None:

@@ -213,6 +213,21 @@ class Hidden(opt.DecayScheduler):
         return self.rates[0]
 
 
+def other_precision(communicator: Any, use_graph: bool) -> None:
+    net = Branches()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator))
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    net.compile([x], use_graph=use_graph, precision="bf16" if communicator.rank == 1 else "fp32")
+    net(x, y)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_ranks_of_different_precisions_get_an_error(use_graph: bool, size: int) -> None:
+    for error in run_ranks(other_precision, size, use_graph, return_exceptions=True):
+        assert isinstance(error, CommError) and "the precision is fp32 on rank 0 but bf16 on" in str(error)
+
+
 def other_rate(communicator: Any) -> None:
     w = Tensor(data=np.ones(2), stores_grad=True, name="w")
     rate = 0.2 if communicator.rank == 1 else 0.1
