@@ -528,8 +528,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return name if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
 
     def random_seeds(self) -> dict[str, int]:
-        """Return the seed of each device whose random stream is placed, with order="fixed"."""
-        return {f"the seed of {device}": seed for device, seed in self._seeds.items()}
+        """Return the seed of each device whose random stream is placed, with order="fixed".
+
+        Ranks have GPUs of other numbers, so these have names by their order.
+        """
+        seeds = enumerate(self._seeds.items())
+        return {f"the seed of device {number}, {device.kind}": seed for number, (device, seed) in seeds}
 
     @property
     def records_per_kind(self) -> int:  # type: ignore[override]

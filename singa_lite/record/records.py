@@ -87,7 +87,7 @@ class Records:
                     if record.is_postponed:
                         return self._run_postponed(record, model, arguments, options)
                     return record.replay(tensors)
-            per_kind = 1 if model.optimizer is None else model.optimizer.records_per_kind
+            per_kind = getattr(model.optimizer, "records_per_kind", 1)
             if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
                 if not kind.is_checked and self._share_memory(model, tensors):
                     return self._note_writes(kind, model, arguments, options)

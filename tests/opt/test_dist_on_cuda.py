@@ -217,6 +217,7 @@ def train_in_fixed_order(world: World) -> list[bytes]:
     """Parameters and momentum after 4 updates of 8 microbatches, on a GPU without and with graphs."""
     communicator, found = DispatchCommunicator(host_of(world)), []
     device, each = cuda_device_of_rank(), 8 // world.size
+    device._index = world.rank  # as where each rank has a GPU of its own
     for use_graph in (False, True):
         net = Net()
         device.SetRandSeed(5)
