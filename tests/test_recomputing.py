@@ -12,6 +12,7 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite.autograd.engine import Context, Recomputed
+from singa_lite.autograd.ops.arithmetic import Add
 from singa_lite.autograd.ops.norm import BatchNorm2d
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.local import LocalCommunicator
@@ -26,12 +27,14 @@ IMAGE_BYTES = 2 * BATCH * CHANNELS * SIZE * SIZE  # of bfloat16
 class Block(layer.Layer):
     """relu(norm(conv(relu(norm(conv(x))))) + shortcut(x))."""
 
-    def __init__(self, has_projection: bool) -> None:
+    def __init__(self, has_projection: bool, stride: int = 1) -> None:
         super().__init__()
-        self.conv, self.norm = layer.Conv2d(CHANNELS, 3, padding=1, bias=False), layer.BatchNorm2d(eps=0.1)
+        self.conv = layer.Conv2d(CHANNELS, 3, stride=stride, padding=1, bias=False)
+        self.norm = layer.BatchNorm2d(eps=0.1)
         self.again, self.last = layer.Conv2d(CHANNELS, 3, padding=1, bias=False), layer.BatchNorm2d()
         if has_projection:
-            self.project, self.scale = layer.Conv2d(CHANNELS, 1, bias=False), layer.BatchNorm2d()
+            self.project = layer.Conv2d(CHANNELS, 1, stride=stride, bias=False)
+            self.scale = layer.BatchNorm2d()
         self.has_projection = has_projection
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,12 +44,12 @@ class Block(layer.Layer):
 
 
 class Net(model.Model):
-    """A stem and blocks without ("i") or with ("p") a projection."""
+    """A stem and blocks: "i" without a projection, "p" with one, "h" with one that halves the image."""
 
     def __init__(self, blocks: str) -> None:
         super().__init__()
         self.conv, self.norm = layer.Conv2d(CHANNELS, 3, padding=1, bias=False), layer.BatchNorm2d()
-        self.blocks = [Block(kind == "p") for kind in blocks]
+        self.blocks = [Block(kind != "i", 2 if kind == "h" else 1) for kind in blocks]
         self.register_layers(*self.blocks)
         self.linear = layer.Linear(4)
 
@@ -108,6 +111,37 @@ class Rows(Net):
         return self.linear(y)
 
 
+class Wide(Net):
+    """A gradient larger than all images, the first of backward."""
+
+    def __init__(self, blocks: str) -> None:
+        super().__init__(blocks)
+        self.linear = layer.Linear(4096)
+
+
+class ShortcutLast(Net):
+    """Makes the norm of a shortcut behind that of the branch, and not before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = autograd.relu(self.norm(self.conv(x)))
+        for block in self.blocks:
+            branch = block.last(block.again(autograd.relu(block.norm(block.conv(y)))))
+            y = autograd.relu(branch + block.scale(block.project(y)))
+        return self.linear(autograd.flatten(y))
+
+
+class AddsOtherShapes(Net):
+    """Adds norms that broadcast, and one to itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        for block in self.blocks:
+            small = block.last(autograd.avg_pool_2d(y, SIZE, SIZE))
+            norm = block.norm(y)
+            y = block.conv(autograd.relu(small + norm) + autograd.relu(norm + norm))
+        return self.linear(autograd.flatten(y))
+
+
 class UsesNoAux(Net):
     """Has a branch that the loss does not depend on."""
 
@@ -137,13 +171,14 @@ def trained(
     use_graph: bool = True,
     precision: str = "bf16",
     communicator: Communicator | None = None,
+    is_distributed: bool = True,
     **options: Any,
 ) -> tuple[Net, dict[str, bytes]]:
     """A model after four steps, and its states."""
     get_default_device().SetRandSeed(3)
     communicator = communicator or LocalCommunicator(World())
-    net = make()
-    net.set_optimizer(opt.DistOpt(opt.SGD(0.05, momentum=0.9), communicator=communicator, **options))
+    net, sgd = make(), opt.SGD(0.05, momentum=0.9)
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator, **options) if is_distributed else sgd)
     net.compile([batch(0)[0]], use_graph=use_graph, precision=precision)
     results = [net(*batch(step, communicator.rank)) for step in range(4)]
     states = {name: to_numpy(value).tobytes() for name, value in net.get_states().items()}
@@ -164,6 +199,8 @@ def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
 MODELS = {
     "identity": lambda: Net("ii"),
     "projection": lambda: Net("pi"),
+    "stages": lambda: Net("iihih"),
+    "shortcut last": lambda: ShortcutLast("ph"),
     "changes norms": lambda: ChangesNorms("i"),
 }
 
@@ -180,6 +217,7 @@ def test_a_step_has_the_same_bits_as_one_that_keeps_all(name: str, monkeypatch: 
 KEPT = {
     "adds norms": lambda: AddsNorms("iii"),
     "rows": lambda: Rows("i"),
+    "other shapes": lambda: AddsOtherShapes("ii"),
     "returns features": lambda: ReturnsFeatures("p"),
 }
 
@@ -191,7 +229,7 @@ def test_what_is_kept_anyway_or_saves_nothing_is_not_computed_again(
     net, states = trained(KEPT[name])
     keep_all(monkeypatch)
     keeps, others = trained(KEPT[name])
-    extra = 1 if name == "returns features" else 0  # the first norm of its block
+    extra = 3 if name == "returns features" else 0  # the norms of its block
     assert num_norms(net) - num_norms(keeps) == extra
     [mine], [other] = net.graph_info(), keeps.graph_info()
     assert mine.num_bytes <= other.num_bytes + 4096 and states == others
@@ -217,14 +255,24 @@ def test_memory_is_that_of_the_outputs_less(monkeypatch: pytest.MonkeyPatch) -> 
     keep_all(monkeypatch)
     keeps, _ = trained(lambda: Net("pi"))
     [less], [more] = net.graph_info(), keeps.graph_info()
-    # those of the stem and of the first norm of each block, of which one at a time is there
+    # those of the first norm of each block, of which one at a time is there
     assert more.num_bytes - less.num_bytes >= 2 * IMAGE_BYTES
+
+
+def test_sums_of_large_images_are_not_kept_while_small_ones_are_on_their_way_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, states = trained(lambda: Wide("iihh"), is_distributed=False)
+    monkeypatch.setattr(Add, "_recomputation", lambda *arguments: None)
+    keeps, others = trained(lambda: Wide("iihh"), is_distributed=False)
+    [less], [more] = net.graph_info(), keeps.graph_info()
+    assert more.num_bytes - less.num_bytes >= 2 * IMAGE_BYTES and states == others
 
 
 def test_gradients_of_relus_are_part_of_those_of_their_norms() -> None:
     net, _ = trained(lambda: Net("ii"))
     [info] = net.graph_info()
-    assert num_norms(net) == 5 + 3
+    assert num_norms(net) == 5 + 8
     assert sum(node.startswith("relu_backward") for node in info.nodes) == 2  # of the sums
 
 

@@ -288,7 +288,7 @@ PYBIND11_MODULE(_kernels, m) {
     memory_pool().release_cached_memory();
   }, "Release memory that is kept for reuse, and the calling thread's scratch, to the system.");
   m.def("save_memory", [](bool begins) { memory_pool().save_memory(begins); }, "begins"_a,
-        "Keep no more memory for reuse than was in use at once, from True to False; they nest.");
+        "Release what is kept for reuse before more memory is taken, from True to False; they nest.");
   m.def("discard_pages", [](py::array array) { discard_pages(array.mutable_data(), std::size_t(array.nbytes())); },
         "array"_a, "Let the system take the memory of a row-major array whose values are not needed any more.");
   m.def("pool_bytes", [] { return memory_pool().bytes_held(); }, "Bytes the pool holds, in use and kept.");

@@ -137,7 +137,7 @@ using WeightDesc = dnnl::convolution_backward_weights::primitive_desc;
 constexpr auto kDirect = dnnl::algorithm::convolution_direct;
 
 ForwardDesc forward_desc(const Conv& c, const Shapes& s, Tag tag, bool has_bias) {
-  dnnl::primitive_attr attributes;
+  dnnl::primitive_attr attributes = call_attributes();
   if (c.relu) attributes.set_post_ops(relu_post_ops());
   return {onednn_engine(), dnnl::prop_kind::forward_training, kDirect, s.image(s.x, tag),
           s.any_weights(s.computed), has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, attributes};
@@ -150,13 +150,14 @@ ForwardDesc forward_desc(const Conv& c, const Shapes& s, bool has_bias) {
 DataDesc data_desc(const Conv& c, const Shapes& s) {
   const Tag tag = image_tag(c, ConvKind::kBackwardData);
   return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(s.computed), s.image(s.y, tag), s.stride,
-          s.dilation, s.padding, s.padding, forward_desc(c, s, tag, false)};
+          s.dilation, s.padding, s.padding, forward_desc(c, s, tag, false), call_attributes()};
 }
 
 WeightDesc weight_desc(const Conv& c, const Shapes& s, bool has_bias) {
   const Tag tag = image_tag(c, ConvKind::kBackwardWeight);
   return {onednn_engine(), kDirect, s.image(s.x, tag), s.any_weights(DataType::f32),
-          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, s, tag, has_bias)};
+          has_bias ? s.bias() : Desc(), s.image(s.y, tag), s.stride, s.dilation, s.padding, s.padding, forward_desc(c, s, tag, has_bias),
+          call_attributes()};
 }
 
 OnednnCall::Slot x_slot(const Conv& c, const Shapes& s, int argument, const Desc& chosen, bool is_output) {
@@ -182,13 +183,13 @@ OnednnCall make_forward(const Conv& c, bool has_bias) {
                                 y_slot(c, s, DNNL_ARG_DST, pd.dst_desc(), true)};
   if (c.relu) slots.push_back(prelu_weight_slot(s.y.size()));
   if (has_bias) slots.push_back({DNNL_ARG_BIAS, s.bias(), s.bias(), false});
-  return OnednnCall(dnnl::convolution_forward(pd), std::move(slots));
+  return OnednnCall(dnnl::convolution_forward(pd), pd, std::move(slots));
 }
 
 OnednnCall make_backward_data(const Conv& c) {
   const Shapes s(c, ConvKind::kBackwardData);
   const auto pd = data_desc(c, s);
-  return OnednnCall(dnnl::convolution_backward_data(pd),
+  return OnednnCall(dnnl::convolution_backward_data(pd), pd,
               {y_slot(c, s, DNNL_ARG_DIFF_DST, pd.diff_dst_desc(), false),
                w_slot(c, s, pd.weights_desc()),
                x_slot(c, s, DNNL_ARG_DIFF_SRC, pd.diff_src_desc(), true)});
@@ -201,7 +202,7 @@ OnednnCall make_backward_weight(const Conv& c, bool has_bias) {
                                 x_slot(c, s, DNNL_ARG_SRC, pd.src_desc(), false),
                                 {DNNL_ARG_DIFF_WEIGHTS, s.weights(DataType::f32), pd.diff_weights_desc(), true}};
   if (has_bias) slots.push_back({DNNL_ARG_DIFF_BIAS, s.bias(), s.bias(), true});
-  return OnednnCall(dnnl::convolution_backward_weights(pd), std::move(slots));
+  return OnednnCall(dnnl::convolution_backward_weights(pd), pd, std::move(slots));
 }
 
 // The weights of a convolution as they are, or rounded where neither oneDNN's reorder to bfloat16 nor anything else would.

@@ -33,7 +33,7 @@ OnednnCall make(const Matmul& p, const Types& types) {
   };
   const auto a_md = flat(a, p.m, p.k), b_md = flat(b, p.k, p.n), y_md = flat(y, p.m, p.n);
   const auto bias_md = types.has_bias ? flat(row, 1, p.n) : dnnl::memory::desc();
-  dnnl::primitive_attr attributes;
+  dnnl::primitive_attr attributes = call_attributes();
   if (types.relu) attributes.set_post_ops(relu_post_ops());
   const dnnl::matmul::primitive_desc pd(onednn_engine(), a_md, b_md, bias_md, y_md, attributes);
   std::vector<OnednnCall::Slot> slots{{DNNL_ARG_SRC, a_md, a_md, false},
@@ -41,7 +41,7 @@ OnednnCall make(const Matmul& p, const Types& types) {
                                 {DNNL_ARG_DST, y_md, y_md, true}};
   if (types.relu) slots.push_back(prelu_weight_slot(y_md.get_dims().size()));
   if (types.has_bias) slots.push_back({DNNL_ARG_BIAS, bias_md, bias_md, false});
-  return OnednnCall(dnnl::matmul(pd), std::move(slots));
+  return OnednnCall(dnnl::matmul(pd), pd, std::move(slots));
 }
 
 bool run(const Matmul& p, const Types& t, const void* a, const void* b, const float* bias, void* y) {

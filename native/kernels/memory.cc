@@ -60,7 +60,7 @@ void MemoryPool::drop_oldest() {
 }
 
 std::size_t MemoryPool::limit() const {
-  return most_used_bytes_ + (savers_ ? 0 : std::max(kSlack, most_used_bytes_ / 4));
+  return savers_ ? used_bytes_ : most_used_bytes_ + std::max(kSlack, most_used_bytes_ / 4);
 }
 
 void* MemoryPool::acquire(std::size_t bytes) {

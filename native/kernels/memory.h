@@ -22,7 +22,8 @@ class MemoryPool {
   void* acquire(std::size_t bytes);  // throws std::bad_alloc
   void release(void* block, std::size_t bytes);
   void release_cached_memory();  // all of it, to the system
-  void save_memory(bool begins);  // between true and false, which nest, there is no slack: for steps that run once
+  // Between true and false, which nest, a new block has all kept ones released first: for steps that run once.
+  void save_memory(bool begins);
 
   std::size_t bytes_held() const;  // in use and kept
 

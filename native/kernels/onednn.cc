@@ -80,8 +80,9 @@ DataType computed_type(bool is_bfloat16) {
   return is_bfloat16 && is_fast ? DataType::bf16 : DataType::f32;
 }
 
-OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots)
-    : primitive_(primitive), slots_(std::move(slots)), conversions_(slots_.size()) {
+OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots, const dnnl::memory::desc& scratchpad)
+    : primitive_(primitive), slots_(std::move(slots)), conversions_(slots_.size()), scratchpad_(scratchpad),
+      scratch_bytes_(rounded(scratchpad.get_size())) {
   const dnnl::engine& engine = onednn_engine();
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
@@ -103,14 +104,13 @@ OnednnCall::OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots
 }
 
 void OnednnCall::run(const std::vector<const void*>& arrays) const {
-  const std::lock_guard<std::mutex> lock(*running_);
   char* space = scratch_bytes_ ? static_cast<char*>(thread_scratch(scratch_bytes_)) : nullptr;
   const auto in_scratch = [&](const dnnl::memory::desc& desc) {
     char* const start = space;
     space += rounded(desc.get_size());
     return dnnl::memory(desc, onednn_engine(), start);
   };
-  std::unordered_map<int, dnnl::memory> arguments;
+  std::unordered_map<int, dnnl::memory> arguments{{DNNL_ARG_SCRATCHPAD, in_scratch(scratchpad_)}};
   std::vector<dnnl::memory> plain(slots_.size());  // the callers' arrays, or where they are widened
   note_parallel_region(num_threads());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -146,6 +146,12 @@ void OnednnCall::put_in_order(const Conversion& conversion, void* array, dnnl::m
     parallel_for(bytes, 1, [=](std::size_t first, std::size_t last) { std::memcpy(copy + first, ordered + first, last - first); });
     conversion.reorder.execute(stream(), part, to);
   }
+}
+
+dnnl::primitive_attr call_attributes() {
+  dnnl::primitive_attr attributes;
+  attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  return attributes;
 }
 
 dnnl::post_ops relu_post_ops() {
@@ -212,7 +218,8 @@ bool reorder(const Image& image, const void* x, std::int64_t x_block, void* y, s
     const DataType given = array_type(image.is_bfloat16), moved = are_reorders_slow() ? DataType::f32 : given;
     const auto from = blocked(dims, moved, x_block), to = blocked(dims, moved, y_block);
     const dnnl::engine& engine = onednn_engine();
-    return OnednnCall(dnnl::reorder(dnnl::reorder::primitive_desc(engine, from, engine, to)),
+    const dnnl::reorder::primitive_desc pd(engine, from, engine, to, call_attributes());
+    return OnednnCall(dnnl::reorder(pd), pd,
                 {{DNNL_ARG_FROM, blocked(dims, given, x_block), from, false, from},
                  {DNNL_ARG_TO, blocked(dims, given, y_block), to, true, to}});
   });

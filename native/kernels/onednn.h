@@ -16,7 +16,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <oneapi/dnnl/dnnl.hpp>
@@ -49,10 +48,12 @@ class OnednnCall {
     dnnl::memory::desc widened = {};
   };
 
-  OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots);
+  // Of a primitive whose attributes are call_attributes().
+  template <class Desc>
+  OnednnCall(const dnnl::primitive& primitive, const Desc& desc, std::vector<Slot> slots)
+      : OnednnCall(primitive, std::move(slots), desc.scratchpad_desc()) {}
 
-  // arrays: one per slot, in their order. One thread at a time: a primitive has one scratchpad, with the barriers of its
-  // threads in it, so a second caller would hang or falsify results.
+  // arrays: one per slot, in their order.
   void run(const std::vector<const void*>& arrays) const;
 
  private:
@@ -63,14 +64,19 @@ class OnednnCall {
     dnnl::memory::desc from, to;  // one of them
   };
 
+  OnednnCall(const dnnl::primitive& primitive, std::vector<Slot> slots, const dnnl::memory::desc& scratchpad);
   static void put_in_order(const Conversion& conversion, void* array, dnnl::memory part);
 
   dnnl::primitive primitive_;
   std::vector<Slot> slots_;
   std::vector<Conversion> conversions_;  // per slot
+  dnnl::memory::desc scratchpad_;
   std::size_t scratch_bytes_ = 0;
-  std::unique_ptr<std::mutex> running_ = std::make_unique<std::mutex>();
 };
+
+// Attributes with which a primitive computes in scratch of the calling thread, which all share, so that threads may run one
+// at the same time.
+dnnl::primitive_attr call_attributes();
 
 using Dims = dnnl::memory::dims;
 

@@ -57,9 +57,11 @@ void test_nothing_more_is_kept_while_memory_is_saved() {
     pool.release(pool.acquire(mega * kMega), mega * kMega);
     CHECK_EQUAL(pool.bytes_held(), mega * kMega);
   }
+  pool.release(pool.acquire(kMega), kMega);  // less than was in use before
+  CHECK_EQUAL(pool.bytes_held(), kMega);
   pool.save_memory(false);
-  pool.release(pool.acquire(kMega), kMega);
-  CHECK_EQUAL(pool.bytes_held(), 17 * kMega);
+  pool.release(pool.acquire(2 * kMega), 2 * kMega);
+  CHECK_EQUAL(pool.bytes_held(), 3 * kMega);
 }
 
 void test_the_limit_follows_what_was_used_since_the_last_release() {

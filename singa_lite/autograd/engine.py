@@ -12,8 +12,9 @@ such a gradient as shared: it is never written to, and copied before a caller ge
 script's own operator, which may return an array that it has kept.
 Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's
 ``_recomputation`` makes again in backward, from what is kept anyway and with the same bits (the field's activation
-recomputation). In float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it. On a GPU all
-is kept, too.
+recomputation); but a sum behind a norm that other operators read as well is not rounded in between then, as it was in
+forward. In float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it. On a GPU all is kept,
+too.
 """
 
 from __future__ import annotations
@@ -100,13 +101,20 @@ class Recomputed:
     """The output of a call that is not kept for backward, see Note [recomputing].
 
     Args:
+        number: of its call; later ones have higher ones.
         compute: makes it again, as a new array.
         output: the one of the forward pass, which is used where somebody else has kept it.
+        inputs: those of its call that are not kept either.
     """
 
-    def __init__(self, compute: Callable[[], Array], output: Array) -> None:
+    def __init__(
+        self, number: int, compute: Callable[[], Array], output: Array, inputs: list[Recomputed]
+    ) -> None:
+        self.number = number
         self.compute = compute
         self._output = weakref.ref(output)
+        # how many in a row: with the blocks of a ResNet each sum needs the one before it
+        self._sums: int = max((each._sums for each in inputs), default=0) + (len(inputs) > 1)
         self._array: Array = None
 
     def array(self) -> Array:
@@ -116,6 +124,11 @@ class Recomputed:
         if self._array is None:
             self._array = self.compute()
         return self._array
+
+    def once(self) -> Array:
+        """Return it to compute another output; what takes one sum at most is not kept for the next call."""
+        is_here = self._array is not None or self._output() is not None
+        return self.array() if is_here or self._sums > 1 else self.compute()
 
 
 def array_of(value: Any) -> Any:
@@ -148,7 +161,8 @@ class Node:
         arrays = [tensor.array for tensor in inputs]
         makers = [None if tensor.creator is None else tensor.creator.recomputed for tensor in inputs]
         compute = self.op._recomputation(context, [b or a for a, b in zip(arrays, makers, strict=True)])
-        self.recomputed = None if compute is None else Recomputed(compute, output)
+        known = [maker for maker in makers if maker is not None]
+        self.recomputed = None if compute is None else Recomputed(self.number, compute, output, known)
         pairs = zip((*arrays, output), (*makers, self.recomputed), strict=True)
         instead = {id(array): recomputed for array, recomputed in pairs if recomputed is not None}
         if instead and isinstance(context.saved, tuple):
@@ -173,7 +187,7 @@ class Operator:
 
     is_recordable: ClassVar[bool] = True
     autocast: ClassVar[Literal["low", "float32", "widest", "keep"] | None] = None
-    autocast_inputs: ClassVar[int | None] = None
+    autocast_inputs: int | None = None
     _is_own: ClassVar[bool] = False  # a script's own
 
     def __init_subclass__(cls, **arguments: object) -> None:
@@ -194,7 +208,7 @@ class Operator:
     def _recomputation(
         self, context: Context, inputs: list[Array | Recomputed]
     ) -> Callable[[], Array] | None:
-        """Return what computes the one output again, in little time and with the same bits; None: nothing does.
+        """Return what computes the one output again in little time, see Note [recomputing]; None: nothing does.
 
         It must not hold ``context``, which holds what it makes.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...config import this_thread
 from ...errors import ShapeError, check_int
 from ...tensor import Tensor
 from ..engine import Array, Context, Operator
@@ -17,7 +18,6 @@ __all__ = ["conv2d"]
 
 class Conv2d(Operator):
     autocast = "low"
-    autocast_inputs = 1  # kernels round W themselves, so that no copy of it is kept
 
     def __init__(
         self,
@@ -31,6 +31,8 @@ class Conv2d(Operator):
         self.padding = pair("conv2d", "padding", padding, 0, LARGEST_OF_CONV)
         self.dilation = pair("conv2d", "dilation", dilation, 1, LARGEST_OF_CONV)
         self.groups = check_int("conv2d", "group", group, 1)
+        # kernels round W themselves; in a recorded step one copy serves all of its uses
+        self.autocast_inputs = 1 if this_thread.recorder is None else 2
 
     @property
     def geometry(self) -> dict[str, Any]:  # Any: kernel attributes, pairs and an int

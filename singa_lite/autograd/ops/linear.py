@@ -179,11 +179,8 @@ class Gemm(Operator):
         )
         y = y if self.alpha == 1 else scaled(context, y, self.alpha)
         for c in rest:
-            c = (
-                c
-                if self.beta == 1
-                else scaled(context, context.cast(c, accumulation_dtype(c.dtype)), self.beta)
-            )
+            if self.beta != 1:
+                c = scaled(context, context.cast(c, accumulation_dtype(c.dtype)), self.beta)
             y = broadcasting(context, "add", y, c)
         return context.cast(y, a.dtype)
 
