@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from singa_lite import autograd, layer, model, opt
 from singa_lite.autograd.engine import Context, Recomputed
+from singa_lite.autograd.ops import arithmetic
 from singa_lite.autograd.ops.arithmetic import Add
 from singa_lite.autograd.ops.norm import BatchNorm2d
 from singa_lite.comm.base import Communicator, World
@@ -274,6 +277,25 @@ def test_gradients_of_relus_are_part_of_those_of_their_norms() -> None:
     [info] = net.graph_info()
     assert num_norms(net) == 5 + 8
     assert sum(node.startswith("relu_backward") for node in info.nodes) == 2  # of the sums
+
+
+def test_sums_behind_many_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "MAX_SUMS", 2)
+    net, states = trained(lambda: Net("iiii"))
+    keep_all(monkeypatch)
+    keeps, others = trained(lambda: Net("iiii"))
+    # those of the stem, thrice, of four blocks, and of the sums of two of these, one of them twice
+    assert num_norms(net) - num_norms(keeps) == 3 + 4 + 3 and states == others
+
+
+def test_a_stage_of_many_blocks_takes_no_more_of_the_stack_than_a_short_one() -> None:
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 250)
+    try:
+        net, _ = trained(lambda: Net("i" * 70))
+    finally:
+        sys.setrecursionlimit(before)
+    assert num_norms(net) > 2 * 70 + 1
 
 
 def num_contexts() -> int:

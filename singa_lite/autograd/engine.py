@@ -12,9 +12,9 @@ such a gradient as shared: it is never written to, and copied before a caller ge
 script's own operator, which may return an array that it has kept.
 Note [recomputing]: a recorded step in mixed precision does not keep outputs that their operator's
 ``_recomputation`` makes again in backward, from what is kept anyway and with the same bits (the field's activation
-recomputation); but a sum behind a norm that other operators read as well is not rounded in between then, as it was in
-forward. In float32 all is kept: who wants less memory chooses bfloat16, and its time pays for it. On a GPU all is kept,
-too.
+recomputation). Only a sum may be rounded otherwise, as forward made it a part of its norm and backward does not, or the
+other way round: where the norm's output is read elsewhere too, or something was written between the two. In float32 all
+is kept: who wants less memory chooses bfloat16, and its time pays for it. On a GPU all is kept, too.
 """
 
 from __future__ import annotations
@@ -101,10 +101,13 @@ class Recomputed:
     """The output of a call that is not kept for backward, see Note [recomputing].
 
     Args:
-        number: of its call; later ones have higher ones.
+        number: of its call, higher than those of calls before it.
         compute: makes it again, as a new array.
         output: the one of the forward pass, which is used where somebody else has kept it.
         inputs: those of its call that are not kept either.
+
+    Attributes:
+        num_sums: of the calls that make it again, how many add.
     """
 
     def __init__(
@@ -113,8 +116,8 @@ class Recomputed:
         self.number = number
         self.compute = compute
         self._output = weakref.ref(output)
-        # how many in a row: with the blocks of a ResNet each sum needs the one before it
-        self._sums: int = max((each._sums for each in inputs), default=0) + (len(inputs) > 1)
+        # one behind the other, as each block of a ResNet adds to the sum of the one before it
+        self.num_sums: int = max((each.num_sums for each in inputs), default=0) + (len(inputs) > 1)
         self._array: Array = None
 
     def array(self) -> Array:
@@ -128,7 +131,7 @@ class Recomputed:
     def once(self) -> Array:
         """Return it to compute another output; what takes one sum at most is not kept for the next call."""
         is_here = self._array is not None or self._output() is not None
-        return self.array() if is_here or self._sums > 1 else self.compute()
+        return self.array() if is_here or self.num_sums > 1 else self.compute()
 
 
 def array_of(value: Any) -> Any:
@@ -161,8 +164,8 @@ class Node:
         arrays = [tensor.array for tensor in inputs]
         makers = [None if tensor.creator is None else tensor.creator.recomputed for tensor in inputs]
         compute = self.op._recomputation(context, [b or a for a, b in zip(arrays, makers, strict=True)])
-        known = [maker for maker in makers if maker is not None]
-        self.recomputed = None if compute is None else Recomputed(self.number, compute, output, known)
+        sources = [maker for maker in makers if maker is not None]
+        self.recomputed = None if compute is None else Recomputed(self.number, compute, output, sources)
         pairs = zip((*arrays, output), (*makers, self.recomputed), strict=True)
         instead = {id(array): recomputed for array, recomputed in pairs if recomputed is not None}
         if instead and isinstance(context.saved, tuple):

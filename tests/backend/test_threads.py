@@ -14,7 +14,7 @@ from singa_lite.dtypes import bfloat16
 GEOMETRY = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
 
-def results(dtype: object) -> list[bytes]:
+def results(dtype: object, weight_dtype: object) -> list[bytes]:
     """A convolution and its gradients, for which oneDNN takes scratch."""
     backend = get_default_device().backend
     rng = np.random.default_rng(0)
@@ -22,6 +22,7 @@ def results(dtype: object) -> list[bytes]:
         rng.standard_normal(shape).astype(dtype)
         for shape in ((4, 32, 16, 16), (4, 32, 16, 16), (32, 32, 3, 3))
     )
+    w = w.astype(weight_dtype)
     y, dx, dw = np.empty_like(dy), np.empty_like(x), np.empty(w.shape, np.float32)
     backend.run("conv2d", x, w, out=y, **GEOMETRY)
     backend.run("conv2d_backward_data", dy, w, out=dx, **GEOMETRY)
@@ -29,13 +30,17 @@ def results(dtype: object) -> list[bytes]:
     return [array.tobytes() for array in (y, dx, dw)]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
-def test_kernels_give_the_same_bits_in_threads_that_run_them_together(dtype: object) -> None:
-    wanted, wrong = results(dtype), []
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [(np.float32, np.float32), (bfloat16, bfloat16), (bfloat16, np.float32)]
+)
+def test_kernels_give_the_same_bits_in_threads_that_run_them_together(
+    dtype: object, weight_dtype: object
+) -> None:
+    wanted, wrong = results(dtype, weight_dtype), []
 
     def work() -> None:
         for _ in range(30):
-            if results(dtype) != wanted:
+            if results(dtype, weight_dtype) != wanted:
                 wrong.append(threading.current_thread())
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
