@@ -42,7 +42,7 @@ def main() -> None:
         return
     print(f"{machine()}; {arguments.steps} steps")
     print(
-        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':20} {'before MB':>9} {'added MB':>9} {'/ least':>8}"
+        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':22} {'before MB':>9} {'added MB':>9} {'/ least':>8}"
         f" {'/ PyTorch eager':>15}"
     )
     for model in arguments.models:
@@ -92,7 +92,7 @@ def report(model: str, threads: int, results: dict[str, list[float] | None]) -> 
     for mode, (before, added) in found.items():
         eager = f"{added / found['torch eager'][1]:15.2f}" if "torch eager" in found else ""
         print(
-            f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:20} {before:9.0f} {added:9.1f} {added / least:8.2f}"
+            f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:22} {before:9.0f} {added:9.1f} {added / least:8.2f}"
             f" {eager}",
             flush=True,
         )

@@ -36,7 +36,7 @@ MIXED = {
     "bf16": "torch autocast",
     "fp16": "torch amp",
 }  # mixed precision here, and its like there; fp16 on GPUs
-TORCH = ["torch eager", "torch channels_last", "torch compile", "torch autocast"]
+TORCH = ["torch eager", "torch channels_last", "torch compile", "torch autocast", "torch autocast compile"]
 LR, MOMENTUM, WEIGHT_DECAY = 0.005, 0.9, 1e-5
 CLASSES = {"resnet50": 1000}  # of the others: 10
 
@@ -139,7 +139,7 @@ def torch_step(
     )
     network = wrap(network) if wrap else network
     options = {} if device == "cpu" else {"mode": "reduce-overhead"}
-    call = torch.compile(network, **options) if mode == "torch compile" else network
+    call = torch.compile(network, **options) if mode.endswith("compile") else network
 
     def step() -> Any:
         optimizer.zero_grad()
@@ -177,6 +177,7 @@ def torch_step(
     others = {
         "torch amp": half_step,
         "torch autocast": autocast_step,
+        "torch autocast compile": autocast_step,
         "torch deterministic": deterministic_step,
     }
     return others.get(mode, step)

@@ -41,7 +41,7 @@ def main() -> None:
         return
     print(machine())
     print(
-        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':20} {'median ms':>9} {'/ eager':>8} {'/ best':>8}"
+        f"{'model':8} {'batch':>5} {'threads':>7} {'mode':22} {'median ms':>9} {'/ eager':>8} {'/ best':>8}"
         "  (of PyTorch)",
         flush=True,
     )
@@ -69,7 +69,7 @@ def report(model: str, threads: int, times: dict[str, list[float]]) -> None:
         if mode in OURS and theirs:
             eager = f"{median / theirs['torch eager']:8.2f}" if "torch eager" in theirs else " " * 8
             shares = f"{eager} {median / min(theirs.values()):8.2f}"
-        print(f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:20} {median:9.2f} {shares}")
+        print(f"{model:8} {SHAPES[model][0]:5} {threads:7} {mode:22} {median:9.2f} {shares}")
     print(f"{'':8} load {os.getloadavg()[0]:.1f}", flush=True)
 
 
