@@ -203,15 +203,33 @@ class Residual(Net):
         return super().forward(autograd.reshape(y, (x.shape[0], -1)))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_channels_come_last_where_tensor_cores_work(device: Any, monkeypatch: Any, dtype: str) -> None:
-    monkeypatch.setattr(state, "allow_tf32", dtype == "float32")
+class Bottleneck(Net):
+    """Filters of one pixel before and behind one of 3 x 3, and beside them with a stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv3 = (layer.Conv2d(8 * n, 1, bias=False) for n in (2, 1))
+        self.conv2 = layer.Conv2d(16, 3, stride=2, padding=1, bias=False)
+        self.shortcut = layer.Conv2d(8, 1, stride=2, bias=False)
+        self.norm1, self.norm2, self.norm3 = (layer.BatchNorm2d() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm1(self.conv1(autograd.reshape(x, (x.shape[0], 1, 6, 6))))
+        y = self.norm3(self.conv3(self.norm2(self.conv2(self.relu(x)))))
+        y = self.relu(y + self.shortcut(x))
+        return super().forward(autograd.reshape(y, (y.shape[0], -1)))
+
+
+def with_and_without_formats(
+    device: Any, monkeypatch: Any, make: type[Net], dtype: str, tolerance: float
+) -> list[Kernel]:
+    """Train with images row-major and as they are chosen, compare all numbers, and return the second step's kernels."""
     results = []
-    for is_last in (False, True):
+    for is_chosen in (False, True):
         with monkeypatch.context() as patched:
-            if not is_last:
+            if not is_chosen:
                 patched.setattr(sys.modules[type(device.backend).__module__], "preferred_formats", no_formats)
-            net = Residual()
+            net = make()
             net.set_optimizer(opt.SGD(lr=0.1, momentum=0.9))
             device.SetRandSeed(3)
             inputs = [batch(device, step) for step in range(5)]
@@ -219,15 +237,33 @@ def test_channels_come_last_where_tensor_cores_work(device: Any, monkeypatch: An
             device.SetRandSeed(8)
             seen = [to_numpy(net(x.as_type(dtype), y)[1]) for x, y in inputs]
         results.append([*seen, *map(to_numpy, net.get_states().values())])
-    tolerance = {"float16": 2e-2, "float32": 1e-2 if not no_gpu() else 1e-5}[dtype]
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(other, one, rtol=tolerance, atol=tolerance)
     [graph] = graphs(net)
-    formats = [call.attributes["memory_formats"] for call in graph._nodes if "conv2d" in call.name]
+    return graph._nodes
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_channels_come_last_where_tensor_cores_work(device: Any, monkeypatch: Any, dtype: str) -> None:
+    monkeypatch.setattr(state, "allow_tf32", dtype == "float32")
+    tolerance = {"float16": 2e-2, "float32": 1e-2 if not no_gpu() else 1e-5}[dtype]
+    calls = with_and_without_formats(device, monkeypatch, Residual, dtype, tolerance)
+    formats = [call.attributes["memory_formats"] for call in calls if "conv2d" in call.name]
     assert formats == [(1, 16), (16, 16), (16, 8), (16, 8), (16, 8), (16, 16), (16, 16), (1, 16)]
+    assert sum(call.name == "reorder" for call in calls) == 2  # an image that becomes a row, and its gradient
+
+
+def test_channels_come_last_where_a_convolution_is_a_product(device: Any, monkeypatch: Any) -> None:
+    calls = with_and_without_formats(device, monkeypatch, Bottleneck, "float32", 1e-4)
+    formats = [call.attributes.get("memory_formats") for call in calls if "conv2d" in call.name]
+    forward, backward = (
+        [(1, 16), None, (1, 8), (16, 8)],
+        [(16, 8), (16, 8), (1, 8), (16, 8), None, None, (1, 16)],
+    )
+    assert formats == forward + backward
     assert (
-        sum(call.name == "reorder" for call in graph._nodes) == 2
-    )  # an image that becomes a row, and its gradient
+        sum(call.name == "reorder" for call in calls) == 5
+    )  # two for the row, three around filters of 3 x 3
 
 
 def no_formats(*arguments: Any, **geometry: Any) -> None:

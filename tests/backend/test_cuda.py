@@ -167,6 +167,27 @@ def test_attention_to_memory_of_any_length(backend: Backend, length: int, causal
     check(backend, "attention_backward", [dy, queries, memory], [dy, memory], **options)
 
 
+@pytest.mark.parametrize("length", [127, 128, 129, 300])
+@pytest.mark.parametrize("num_keys", [None, 5, 200, 400])
+def test_causal_attention_in_parts(backend: Backend, length: int, num_keys: int | None) -> None:
+    """Of more queries than a part has, beside keys of their own, fewer and more."""
+    options, dy = {"num_heads": 2, "causal": True}, RNG.standard_normal((2, length, 8)).astype("f")
+    shapes = [(2, length, 24)] if num_keys is None else [(2, length, 8), (2, num_keys, 16)]
+    inputs = [RNG.standard_normal(shape).astype("f") for shape in shapes]
+    check(backend, "attention", inputs, [dy], **options)
+    check(backend, "attention_backward", [dy, *inputs], inputs, **options)
+
+
+def test_products_of_parts_of_matrices_are_added(backend: Backend) -> None:
+    a, b, c = (RNG.standard_normal((2, 3, 6, 6)).astype("f") for _ in range(3))
+    left, right, out = map(backend.asarray, (a, b, c))
+    given = left[:, :, 1:5, :3], right[:, :, 2:5, 1:]
+    backend.execute("matmul", given, out[:, :, 2:, :5], {"beta": 1})
+    expected = c.copy()
+    expected[:, :, 2:, :5] += a[:, :, 1:5, :3] @ b[:, :, 2:5, 1:]
+    np.testing.assert_allclose(backend.to_numpy(out), expected, 1e-5, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("start", [0, 1, 8])
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 4097])

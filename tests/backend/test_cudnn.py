@@ -139,6 +139,29 @@ def test_convolutions_equal_numpy_for_any_window_in_any_order(
     check_all(backend, dtype, *case, np.random.default_rng(seed), is_last)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("is_last", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize("size", [(5, 7), (4, 3), (1, 1)])
+def test_convolutions_by_filters_of_one_pixel_equal_numpy(
+    backend: Any, dtype: str, is_last: Any, stride: Any, size: Any
+) -> None:
+    out = [-(-n // step) for n, step in zip(size, stride, strict=True)]
+    shapes = ((2, 3, *size), (4, 3, 1, 1), (2, 4, *out), (4,))
+    check_all(backend, dtype, shapes, {**PLAIN, "stride": stride}, np.random.default_rng(0), is_last)
+
+
+@pytest.mark.parametrize(("dtype", "num_calls"), [("float32", 1), ("float16", 2)])
+def test_float32_convolutions_by_filters_of_one_pixel_are_products(
+    counters: ctypes.CDLL, backend: Any, dtype: str, num_calls: int
+) -> None:
+    """But for those with a bias."""
+    before = counters.standin_cudnn_calls(b"cudnnConvolutionForward")
+    shapes = ((2, 3, 4, 4), (4, 3, 1, 1), (2, 4, 4, 4), (4,))
+    check_all(backend, dtype, shapes, PLAIN, np.random.default_rng(0), (True, True))
+    assert counters.standin_cudnn_calls(b"cudnnConvolutionForward") - before == num_calls
+
+
 def forward(backend: Any, dtype: str = "float32", n: int = 2) -> np.ndarray:
     x, w = (backend.asarray(np.ones(shape, dtype)) for shape in ((n, 3, 5, 5), (4, 3, 2, 2)))
     y = backend.empty((n, 4, 4, 4), dtype)

@@ -19,7 +19,7 @@ from ...graph.nodes import ClockCall, Node
 from ..base import Array
 from ..layout import choose_formats
 from .capture import CapturedPart, split
-from .conv import ConvKernels, preferred_formats, uses_tensor_cores
+from .conv import ConvKernels, preferred_formats, takes_formats
 from .elementwise import ElementwiseKernels
 from .fuse import fuse
 from .graph_memory import GraphMemory
@@ -105,7 +105,7 @@ class CudaBackend(
         cupy.get_default_memory_pool().free_all_blocks()
 
     def lower(self, nodes: list[Node]) -> list[Node]:
-        return fuse(choose_formats(nodes, preferred_formats, uses_tensor_cores))
+        return fuse(choose_formats(nodes, preferred_formats, takes_formats))
 
     def compile(self, nodes: list[Node]) -> list[Callable[[], None]]:
         memory = GraphMemory(self.device_id)

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions by cuDNN.
+"""Convolutions by cuDNN, and those that are products by cuBLAS.
 
 What lives here: which plan a call uses, its workspace, and the cases cuDNN doesn't take. What does not: cuDNN's
 calls and the choice of an algorithm (native/cuda/convolution.h).
+
+Note [products]: a convolution by filters of one pixel multiplies an image with channels last, as a matrix of pixels, by
+the filters; its gradients are products too. In float32 without tensor cores cuBLAS makes them sooner than cuDNN's
+algorithms of fixed order do, so a recorded step has channels last where such a convolution stands.
 
 Note [plans]: a plan is made once for every direction, dtype, shape and option, and cached. Its algorithm is the
 fastest of those timed on the call's own arrays, deterministic ones first. Nothing can be timed while the stream is
@@ -103,9 +107,13 @@ class ConvKernels(CudnnCaller):
         """Compute one of x, w and y, or of their gradients, of the other two; ``memory_formats``: of x and y."""
         order = ORDERS[direction]
         a, b, out = arrays = [(x, w, y)[place] for place in order]
-        options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
-        key = (direction, DTYPES[out.dtype.char], max(memory_formats) > 1, *options, state.allow_tf32)
-        plan, is_channels_last = self._plan(("convolution", *key), lambda: self._make_plan(key, a, b, out))
+        plan, is_channels_last = None, max(memory_formats) > 1
+        if bias is not None or not (is_channels_last and is_product(x.dtype, w.shape, padding, groups)):
+            options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
+            key = (direction, DTYPES[out.dtype.char], is_channels_last, *options, state.allow_tf32)
+            plan, is_channels_last = self._plan(
+                ("convolution", *key), lambda: self._make_plan(key, a, b, out)
+            )
         own_formats = [(memory_formats[0], 1, memory_formats[1])[place] for place in order]
         formats = [
             (own, array.shape[1] if is_channels_last else 1)
@@ -114,9 +122,34 @@ class ConvKernels(CudnnCaller):
         operands = [self._operand(array, pair) for array, pair in zip(arrays, formats, strict=True)]
         for array, operand, pair in zip((a, b), operands, formats, strict=False):
             self._reorder(array, operand, pair)
-        workspace = self._workspace(plan.workspace_bytes)
-        plan.run(self.stream.ptr, *addresses((*operands, bias, workspace)), plan.workspace_bytes)
+        if plan is None:
+            by_place = dict(zip(order, operands, strict=True))
+            self._multiply(direction, by_place[0], by_place[1], by_place[2], stride)
+        else:
+            workspace = self._workspace(plan.workspace_bytes)
+            plan.run(self.stream.ptr, *addresses((*operands, bias, workspace)), plan.workspace_bytes)
         self._reorder(operands[2], out, formats[2][::-1])
+
+    def _multiply(self, direction: int, x: Array, w: Array, y: Array, stride: Pair) -> None:
+        """Compute one of x, w and y of the others by a product, images with channels last, see Note [products]."""
+        pixels = x.reshape(x.shape[0], *x.shape[2:], x.shape[1])[:, :: stride[0], :: stride[1]]
+        chosen = pixels if pixels.flags.c_contiguous else self.empty(pixels.shape, x.dtype)
+        rows, filters, results = (
+            chosen.reshape(-1, x.shape[1]),
+            w.reshape(w.shape[:2]),
+            y.reshape(-1, y.shape[1]),
+        )
+        if chosen is not pixels and direction != BACKWARD_DATA:
+            self.find("copy")(pixels, out=chosen)
+        if direction == FORWARD:
+            self.find("matmul")(rows, filters, out=results, transpose_b=True)
+        elif direction == BACKWARD_WEIGHT:
+            self.find("matmul")(results, rows, out=filters, transpose_a=True)
+        else:
+            self.find("matmul")(results, filters, out=rows)
+            if chosen is not pixels:
+                self.find("fill")(out=x, value=0.0)
+                self.find("copy")(chosen, out=pixels)
 
     def _operand(self, x: Array, pair: Pair) -> Array:
         """Return ``x`` if a plan can use its memory, else a new array; ``pair``: its memory format, the plan's."""
@@ -173,20 +206,44 @@ class ConvKernels(CudnnCaller):
 
 
 def preferred_formats(
-    kernel: str, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], has_bias: bool, **geometry: Any
+    kernel: str,
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    y: tuple[int, ...],
+    has_bias: bool,
+    *,
+    dtype: Any,
+    groups: int,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
 ) -> Pair | None:
-    """Return formats of x and y that suit tensor cores, which read a pixel's channels together; see ../layout.py.
+    """Return formats of x and y that suit tensor cores, which read a pixel's channels together, or products.
 
-    An image of few channels, as the first is, stays as it is. So does one whose bias is added afterwards (fuse.py).
+    See ../layout.py. An image of few channels, as the first is, stays as it is. So does one whose bias is added
+    afterwards (fuse.py).
     """
-    if has_bias or geometry["groups"] > 1 or y[1] % TENSOR_CORE:
+    if has_bias or groups > 1 or y[1] % TENSOR_CORE:
+        return None
+    if not (uses_tensor_cores(dtype) or is_product(dtype, w, padding, groups)):
         return None
     return (1 if x[1] % TENSOR_CORE else x[1]), y[1]
 
 
-def uses_tensor_cores(x: View) -> bool:
+def uses_tensor_cores(dtype: Any) -> bool:
     """Return whether products of such numbers are made by tensor cores."""
-    return bool(is_narrow(x.dtype) or (x.dtype == "float32" and state.allow_tf32))
+    return bool(is_narrow(dtype) or (dtype == "float32" and state.allow_tf32))
+
+
+def is_product(dtype: Any, w: tuple[int, ...], padding: Pair, groups: int) -> bool:
+    """Return whether a convolution is a product that cuBLAS makes sooner, see Note [products]."""
+    is_pixel = w[2:] == PLAIN and padding == (0, 0) and groups == 1
+    return bool(is_pixel and dtype == "float32" and not state.allow_tf32)
+
+
+def takes_formats(x: View) -> bool:
+    """Return whether an image may have channels last."""
+    return bool(is_narrow(x.dtype) or x.dtype == "float32")
 
 
 def is_same(x: Array, pair: Pair) -> bool:

@@ -46,10 +46,11 @@ template <class Team> struct Scores {
   Int seen;
   A scale, largest, total;
 
-  // queries: 0, or how many rows a causal sample has, of which each sees elements up to its own number
-  __device__ Scores(const T* scores, Int n, double factor, Int queries)
+  // queries: 0, or how many rows there are of each causal sample, the first with the number start; each sees elements
+  // up to its own number
+  __device__ Scores(const T* scores, Int n, double factor, Int queries, Int start)
       : row(scores + team.row * n), seen(n), scale(factor), largest(widen(row[0])), total(0) {
-    if (queries && team.row % queries + 1 < n) seen = team.row % queries + 1;
+    if (queries && start + team.row % queries + 1 < n) seen = start + team.row % queries + 1;
     EACH_OF_TEAM(i, seen) largest = larger(largest, A(widen(row[i])));
     largest = team.template join<Larger>(largest);
     EACH_OF_TEAM(i, seen) total += exp((widen(row[i]) - largest) * scale);
@@ -58,44 +59,47 @@ template <class Team> struct Scores {
   __device__ A probability(Int i) const { return i < seen ? exp((widen(row[i]) - largest) * scale) / total : A(0); }
 };
 
-template <class Team> __device__ void probabilities(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
+template <class Team>
+__device__ void probabilities(const T* scores, T* y, Int rows, Int n, double scale, Int queries, Int start) {
   const Team team;
   if (team.row >= rows) return;
-  const Scores<Team> row(scores, n, scale, queries);
+  const Scores<Team> row(scores, n, scale, queries, start);
   EACH_OF_TEAM(i, n) y[team.row * n + i] = narrow<T>(row.probability(i));
 }
 
 template <class Team>
-__device__ void gradients(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries) {
+__device__ void gradients(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries,
+                          Int start) {
   const Team team;
   if (team.row >= rows) return;
-  const Scores<Team> row(scores, n, scale, queries);
-  const Int start = team.row * n;
+  const Scores<Team> row(scores, n, scale, queries, start);
+  const Int first = team.row * n;
   A total = 0;
   EACH_OF_TEAM(i, n) {
     const A probability = row.probability(i);
-    y[start + i] = narrow<T>(probability);
-    if (i < row.seen) total += probability * widen(dy[start + i]);
+    y[first + i] = narrow<T>(probability);
+    if (i < row.seen) total += probability * widen(dy[first + i]);
   }
   total = team.template join<Add>(total);
   EACH_OF_TEAM(i, n)
-    dx[start + i] = i < row.seen ? narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[start + i]) - total)))
+    dx[first + i] = i < row.seen ? narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[first + i]) - total)))
                                  : narrow<T>(A(0));
 }
 
-KERNEL attention(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
-  probabilities<Block>(scores, y, rows, n, scale, queries);
+KERNEL attention(const T* scores, T* y, Int rows, Int n, double scale, Int queries, Int start) {
+  probabilities<Block>(scores, y, rows, n, scale, queries, start);
 }
-KERNEL attention_of_warps(const T* scores, T* y, Int rows, Int n, double scale, Int queries) {
-  probabilities<Warp>(scores, y, rows, n, scale, queries);
+KERNEL attention_of_warps(const T* scores, T* y, Int rows, Int n, double scale, Int queries, Int start) {
+  probabilities<Warp>(scores, y, rows, n, scale, queries, start);
 }
 // y: the probabilities, dy: the gradient of them, dx: that of the products of queries and keys
-KERNEL attention_backward(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries) {
-  gradients<Block>(scores, dy, y, dx, rows, n, scale, queries);
+KERNEL attention_backward(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale, Int queries,
+                          Int start) {
+  gradients<Block>(scores, dy, y, dx, rows, n, scale, queries, start);
 }
 KERNEL attention_backward_of_warps(const T* scores, const T* dy, T* y, T* dx, Int rows, Int n, double scale,
-                                   Int queries) {
-  gradients<Warp>(scores, dy, y, dx, rows, n, scale, queries);
+                                   Int queries, Int start) {
+  gradients<Warp>(scores, dy, y, dx, rows, n, scale, queries, start);
 }
 
 // ---- labels -----------------------------------------------------------------------------------------------------

@@ -3,20 +3,29 @@
 
 Class ids are checked on the device; an id that names no column is a ShapeError at the next call that waits for the
 device (``to_numpy``, ``synchronize``), since waiting here would stop the host at every step.
+
+Note [causal attention]: a query does not see the keys behind it, so of all products with keys half are for nothing. The
+queries are cut in parts of CAUSAL_ROWS, and a part is multiplied by the keys up to its own end alone. The last part
+comes first: it gives all keys a gradient, to which the others add theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import numpy as np
 
-from ...dtypes import accumulation_dtype, bfloat16
+from ...dtypes import accumulation_dtype, bfloat16, is_narrow
 from ...errors import ShapeError
 from ..base import Array
 from .launch import THREADS, Launcher
 
 WARP_ROW = 2048  # elements of a row of scores at most that a warp has
+CAUSAL_ROWS = 128  # see Note [causal attention]
+
+Part = tuple[slice, slice, slice]  # some rows of the matrices of all samples and heads
 
 
 class LossKernels(Launcher):
@@ -35,33 +44,40 @@ class LossKernels(Launcher):
             self.each_row(f"loss.{name}", x.dtype.char, x.size // length, length, *arrays, length, step)
 
     def attention(self, *inputs: Array, out: Array, num_heads: int, causal: bool) -> None:
-        """Made of transposes, cuBLAS's products and a softmax that scales and masks.
+        """Made of transposes, cuBLAS's products and a softmax that scales and masks, see Note [causal attention].
 
         Of inputs of 16 bits scores, probabilities and their gradients are float32: float16 may not hold scores before
         they are scaled, and rounded to bfloat16 they would cost the result as much again as its own rounding does.
         """
         queries, keys, values = self._heads(inputs, num_heads)
-        scores = self._products_of_rows(queries, keys)
-        probabilities = self.empty(scores.shape, scores.dtype)
-        self._each_score("attention", scores, causal, queries, probabilities)
-        self._join_heads(out, self._product(probabilities, values)[None])
+        wide_values, y = self._widened(values), self.empty(queries.shape, accumulation_dtype(queries.dtype))
+        for rows, seen in causal_parts(queries, keys, causal):
+            scores = self._products_of_rows(queries[rows], keys[seen])
+            probabilities = self.empty(scores.shape, scores.dtype)
+            self._each_score("attention", queries, causal, rows, scores, probabilities)
+            self._product(probabilities, wide_values[seen], y[rows], is_narrow(queries.dtype))
+        self._join_heads(out, y[None])
 
     def attention_backward(
         self, dy: Array, *inputs: Array, out: Array | tuple[Array, Array], num_heads: int, causal: bool
     ) -> None:
         queries, keys, values = self._heads(inputs, num_heads)
         (dys,) = self._split_heads(dy, 1, num_heads)
-        scores, dprobabilities = self._products_of_rows(queries, keys), self._products_of_rows(dys, values)
-        probabilities, dscores = (self.empty(scores.shape, scores.dtype) for _ in range(2))
-        self._each_score(
-            "attention_backward", scores, causal, queries, dprobabilities, probabilities, dscores
-        )
+        wide_queries, wide_keys, wide_dys = map(self._widened, (queries, keys, dys))
         is_split = isinstance(out, tuple)
-        dqueries = self.empty((1 if is_split else 3, *queries.shape), scores.dtype)
-        dmemory = self.empty((2, *keys.shape), scores.dtype) if is_split else dqueries[1:]
-        self._product(dscores, keys, dqueries[0])
-        self._product(dscores, queries, dmemory[0], transpose_a=True)
-        self._product(probabilities, dys, dmemory[1], transpose_a=True)
+        dqueries = self.empty((1 if is_split else 3, *queries.shape), wide_keys.dtype)
+        dmemory = self.empty((2, *keys.shape), wide_keys.dtype) if is_split else dqueries[1:]
+        tf32 = is_narrow(queries.dtype)
+        for number, (rows, seen) in enumerate(causal_parts(queries, keys, causal)):
+            scores = self._products_of_rows(queries[rows], keys[seen])
+            dprobabilities = self._products_of_rows(dys[rows], values[seen])
+            probabilities, dscores = (self.empty(scores.shape, scores.dtype) for _ in range(2))
+            arrays = scores, dprobabilities, probabilities, dscores
+            self._each_score("attention_backward", queries, causal, rows, *arrays)
+            beta = int(number > 0)  # the first part has all keys
+            self._product(dscores, wide_keys[seen], dqueries[0][rows], tf32)
+            self._product(dscores, wide_queries[rows], dmemory[0][seen], tf32, transpose_a=True, beta=beta)
+            self._product(probabilities, wide_dys[rows], dmemory[1][seen], tf32, transpose_a=True, beta=beta)
         for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
             self._join_heads(array, grads)
 
@@ -71,15 +87,36 @@ class LossKernels(Launcher):
         self.find("matmul")(a, b, out=out, transpose_b=True)
         return out
 
-    def _each_score(self, name: str, scores: Array, causal: bool, queries: Array, *arrays: Array) -> None:
-        """Start a kernel with a warp for each row of ``scores``, or a block if that is long."""
+    def _product(self, a: Array, b: Array, out: Array, allows_tf32: bool, **options: Any) -> None:
+        """Multiply the matrices of each sample and head; numbers that were of 16 bits fit in TF32."""
+        self.find("matmul")(a, b, out=out, allows_tf32=allows_tf32, **options)
+
+    def _widened(self, x: Array) -> Array:
+        """Return ``x``, or of 16 bits a copy in float32."""
+        if not is_narrow(x.dtype):
+            return x
+        wide = self.empty(x.shape, accumulation_dtype(x.dtype))
+        self.find("cast")(x, out=wide)
+        return wide
+
+    def _each_score(self, name: str, queries: Array, causal: bool, rows: Part, *arrays: Array) -> None:
+        """Start a kernel with a warp for each row of the scores, ``arrays[0]``, or a block if that is long."""
+        scores = arrays[0]
         length = scores.shape[3]
         if not scores.size:
             return
-        rows = scores.size // length
-        name, blocks = (f"{name}_of_warps", -(-rows * 32 // THREADS)) if length <= WARP_ROW else (name, rows)
-        numbers = (rows, length, queries.shape[3] ** -0.5, scores.shape[2] if causal else 0)
-        self.launch(f"loss.{name}", scores.dtype.char, blocks, THREADS, scores, *arrays, *numbers)
+        count = scores.size // length
+        name, blocks = (
+            (f"{name}_of_warps", -(-count * 32 // THREADS)) if length <= WARP_ROW else (name, count)
+        )
+        numbers = (
+            count,
+            length,
+            queries.shape[3] ** -0.5,
+            scores.shape[2] if causal else 0,
+            rows[2].start,
+        )
+        self.launch(f"loss.{name}", scores.dtype.char, blocks, THREADS, *arrays, *numbers)
 
     def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
         """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
@@ -101,17 +138,6 @@ class LossKernels(Launcher):
         self.find("transpose")(heads, out=joined, axes=(1, 3, 0, 2, 4))
         if out.dtype != heads.dtype:
             self.find("cast")(joined, out=out.reshape(shape))
-
-    def _product(self, a: Array, b: Array, out: Array | None = None, transpose_a: bool = False) -> Array:
-        """Multiply the matrices of each sample and head: those of 16 bits are widened, and fit in TF32."""
-        is_widened = b.dtype != a.dtype
-        if is_widened:
-            b, narrow = self.empty(b.shape, a.dtype), b
-            self.find("cast")(narrow, out=b)
-        if out is None:
-            out = self.empty((*a.shape[:3], b.shape[3]), a.dtype)
-        self.find("matmul")(a, b, out=out, transpose_a=transpose_a, allows_tf32=is_widened)
-        return out
 
     def softmax_cross_entropy(self, x: Array, labels: Array, *, out: tuple[Array, Array]) -> None:
         self._labelled("softmax_cross_entropy", labels, (x,), *out, *self.memory_of_grid(x.shape[0]))
@@ -151,6 +177,17 @@ class LossKernels(Launcher):
                 expected = f"class ids must be in 0..{size - 1} (x has {size} columns)"
                 what = f"cross entropy: {expected}, but a label was {found}"
             raise ShapeError(f"{what}; the device found it since the host last waited for it")
+
+
+def causal_parts(queries: Array, keys: Array, causal: bool) -> Iterator[tuple[Part, Part]]:
+    """Yield parts of the queries and the keys that each of them sees, the last first; one part unless ``causal``."""
+    length, everything = queries.shape[2], slice(None)
+    step = CAUSAL_ROWS if causal else max(1, length)
+    num_seen = keys.shape[2]  # by the last part, which gives those that no query sees a gradient of 0
+    for start in reversed(range(0, max(1, length), step)):
+        rows = slice(start, min(start + step, length))
+        yield (everything, everything, rows), (everything, everything, slice(0, num_seen))
+        num_seen = start
 
 
 def _smallest(probabilities: Array) -> float:

@@ -176,10 +176,12 @@ class MoveKernels(Launcher):
         transpose_a: bool = False,
         transpose_b: bool = False,
         allows_tf32: bool = False,
+        beta: int = 0,
     ) -> None:
-        """Multiply by cuBLAS, without copies, 16 bits to float32 too.
+        """Multiply by cuBLAS, without copies, 16 bits to float32 too; add to ``out`` where ``beta`` is 1.
 
-        TF32 only with ``allows_tf32``, or ``device.allow_tf32``.
+        Rows and matrices may lie apart in memory, but all matrices of an array by one distance. TF32 only with
+        ``allows_tf32``, or ``device.allow_tf32``.
         """
         if out.dtype.char not in GEMM_TYPES:
             raise DTypeError(f"matmul: a CUDA device multiplies float matrices, not {out.dtype}")
@@ -187,24 +189,24 @@ class MoveKernels(Launcher):
             return
         (m, n), k, batch = out.shape[-2:], a.shape[-2 if transpose_a else -1], prod(out.shape[:-2])
         a, b = (self._repeated(x, out.shape[:-2]) for x in (a, b))
-        if batch > 1 and not transpose_a and b.size == k * n:  # one b for all: the rows of a are one matrix
+        is_one = batch > 1 and not transpose_a and prod(b.shape[:-2]) == 1
+        if is_one and a.flags.c_contiguous and out.flags.c_contiguous:  # the rows of a are one matrix
+            a, out = a.reshape(-1, k), out.reshape(-1, n)
             m, batch = m * batch, 1
-        element, compute, one, size = GEMM_TYPES[a.dtype.char]
+        _, compute, one, size = GEMM_TYPES[a.dtype.char]
         if a.dtype.char == "f" and (allows_tf32 or state.allow_tf32):
             compute = COMPUTE_32F_FAST_TF32
         if max(m, n, k, batch) >= 2**31:
             raise ShapeError(f"matmul: {out.shape} and {k} products each are more than cuBLAS counts")
         # cuBLAS counts columns first, so it sees transposes: out' = b' a'
-        shape = (int(transpose_b), int(transpose_a), n, m, k, one)
-        first = (b.data.ptr, element, max(1, b.shape[-1]))
-        second = (a.data.ptr, element, max(1, a.shape[-1]))
-        result = (one + size, out.data.ptr, GEMM_TYPES[out.dtype.char][0], n)
+        shape, zero_or_one = (int(transpose_b), int(transpose_a), n, m, k, one), one if beta else one + size
+        first, second, result = matrices(b), matrices(a), matrices(out)
+        cublas = self.streams.current.cublas
         if batch == 1:
-            self.streams.current.cublas.product(*shape, *first, *second, *result, compute, -1)
+            first, second, result = first[:3], second[:3], result[:3]
+            cublas.product(*shape, *first, *second, zero_or_one, *result, compute, -1)
         else:
-            steps = (k * n if b.size > k * n else 0, m * k if a.size > m * k else 0, m * n)
-            given = (*first, steps[0], *second, steps[1], *result, steps[2], batch)
-            self.streams.current.cublas.products(*shape, *given, compute, -1)
+            cublas.products(*shape, *first, *second, zero_or_one, *result, batch, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""
@@ -213,3 +215,15 @@ class MoveKernels(Launcher):
         repeated = cupy.empty((*batch, *x.shape[-2:]), x.dtype)
         self.broadcast_to(x, out=repeated)
         return repeated
+
+
+def matrices(x: Array) -> tuple[int, ...]:
+    """Return what cuBLAS takes of an array of matrices: address, element type, distances of rows and of matrices."""
+    rows, columns = x.shape[-2:]
+    distance = x.strides[-2] // x.itemsize if rows > 1 else columns
+    steps = (
+        stride // x.itemsize
+        for size, stride in zip(x.shape[-3::-1], x.strides[-3::-1], strict=True)
+        if size > 1
+    )
+    return x.data.ptr, GEMM_TYPES[x.dtype.char][0], max(1, distance), next(steps, 0)

@@ -48,21 +48,22 @@ def cublasGemmStridedBatchedEx(
     computes.append(computeType)
     size = np.dtype(wide).itemsize
     factor, kept = (np.frombuffer((ctypes.c_char * size).from_address(x), wide)[0] for x in (alpha, beta))
-    assert (factor, kept) == (1, 0)
+    assert factor == 1 and kept in (0, 1)
     assert Atype == Btype and (
         (Atype, Ctype) in FLOAT_PAIRS if computeType != 70 else (Atype, Ctype) == (1, 1)
     )
     do(lambda: _product(
         transa, transb, m, n, k, wide, (A, Atype, lda, strideA), (B, Btype, ldb, strideB),
-        (C, Ctype, ldc, strideC), batchCount, math_modes[handle - 1],
+        (C, Ctype, ldc, strideC), batchCount, math_modes[handle - 1], kept,
     ))  # fmt: skip
 
 
-def _product(transa, transb, m, n, k, wide, left, right, result, batchCount, math_mode):
+def _product(transa, transb, m, n, k, wide, left, right, result, batchCount, math_mode, kept):
     (A, Atype, lda, strideA), (B, Btype, ldb, strideB), (C, Ctype, ldc, strideC) = left, right, result
     c = _matrix(C, Ctype, m, n, ldc, batchCount, strideC)
+    before = c.astype(wide) if kept else 0
     if k == 0:
-        c[...] = 0
+        c[...] = before
         return
     a = _matrix(A, Atype, *((k, m) if transa else (m, k)), lda, batchCount, strideA).astype(wide)
     b = _matrix(B, Btype, *((n, k) if transb else (k, n)), ldb, batchCount, strideB).astype(wide)
@@ -72,7 +73,7 @@ def _product(transa, transb, m, n, k, wide, left, right, result, batchCount, mat
     ):  # the real one has other kernels where it cannot load 16 bytes at once: other sums of the same numbers
         a, b = a[:, :, ::-1], b[:, ::-1]
     half = 0 if math_mode & IN_WIDE_SUMS else k // 2  # the real one may join parts of long sums in C's type
-    c[...] = (a[:, :, :half] @ b[:, :half]).astype(c.dtype) + a[:, :, half:] @ b[:, half:]
+    c[...] = (a[:, :, :half] @ b[:, :half]).astype(c.dtype) + a[:, :, half:] @ b[:, half:] + before
 
 
 def cublasGemmEx(
