@@ -40,9 +40,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def on(backend: Backend, kernel: str, inputs: Any, out: Any, **attributes: Any) -> list[np.ndarray]:
-    """The outputs of a kernel that start as ``out``, a list of arrays."""
+    """The outputs of a kernel that start as ``out``, a list of arrays; inputs may be on the device already."""
     made = [backend.asarray(array) for array in out]
-    given = [backend.asarray(array) for array in inputs]
+    given = [backend.asarray(array) if isinstance(array, np.ndarray) else array for array in inputs]
     backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
     return [backend.to_numpy(array) for array in made]
 
@@ -68,7 +68,11 @@ def check(
 
 def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
     values = RNG.standard_normal(n)
-    if kind == "ties":
+    if kind == "equal":
+        values[:] = -2.5
+    elif kind == "sorted":  # so that one block has most of the largest
+        values = values[np.argsort(-np.abs(values))]
+    elif kind == "ties":
         values = np.sign(values) * RNG.integers(0, 4, n)
     elif kind == "wide":  # all exponents
         with np.errstate(all="ignore"):
@@ -83,6 +87,11 @@ def values_to_select(kind: str, n: int, dtype: str) -> np.ndarray:
             bits.dtype
         )  # NaNs of many kinds
     return values.astype(dtype)
+
+
+def view_from(backend: Backend, start: int, values: np.ndarray) -> Any:
+    """Return ``values`` on the device, where they begin at element ``start`` of an array."""
+    return backend.asarray(np.concatenate([np.full(start, np.inf, values.dtype), values]))[start:]
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -107,25 +116,42 @@ def test_indices_come_back_from_words(backend: Backend, n: int, k: int, dtype: s
 @pytest.mark.parametrize("kind", ["normal", "ties", "wide", "special"])
 @pytest.mark.parametrize("n", [1, 255, 2049, 9001])
 def test_top_k_is_exact(backend: Backend, n: int, kind: str, dtype: str) -> None:
-    values = values_to_select(kind, n, dtype)
+    check_top_k(backend, values_to_select(kind, n, dtype), {1, n // 100 + 1, n // 2 + 1, n})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", ["normal", "ties", "wide", "special", "equal", "sorted"])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_top_k_of_long_parts_is_exact(backend: Backend, start: int, kind: str, dtype: str) -> None:
+    n = 40_003  # parts of several tiles on the stand-in
+    check_top_k(backend, values_to_select(kind, n, dtype), {1, n // 100, n // 20, n}, start)
+
+
+def check_top_k(backend: Backend, values: np.ndarray, ks: set[int], start: int = 0) -> None:
+    """Assert that top_k takes the first of a stable sort; ``start`` as for view_from."""
     order = np.argsort(-np.where(np.isnan(values), np.inf, np.abs(values.astype(float))), kind="stable")
     order = np.concatenate([np.flatnonzero(np.isnan(values)), order[~np.isnan(values[order])]])
-    for k in {1, n // 100 + 1, n // 2 + 1, n}:
-        out = [np.zeros(k, "int32" if k % 2 else "int64"), np.zeros(k, dtype)]
-        indices, selected = on(backend, "top_k", [values], out, k=k)
+    given = view_from(backend, start, values)
+    for k in ks:
+        out = [np.zeros(k, "int32" if k % 2 else "int64"), np.zeros(k, values.dtype)]
+        indices, selected = on(backend, "top_k", [given], out, k=k)
         np.testing.assert_array_equal(indices, np.sort(order[:k]))
         np.testing.assert_array_equal(selected, values[indices])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 2.0, 6e4])
-def test_threshold_keeps_what_reaches_it_in_order(backend: Backend, threshold: float, dtype: str) -> None:
-    values = values_to_select("special", 9001, dtype)
+@pytest.mark.parametrize(("n", "start"), [(9001, 0), (40_003, 1), (5, 3)])
+def test_threshold_keeps_what_reaches_it_in_order(
+    backend: Backend, n: int, start: int, threshold: float, dtype: str
+) -> None:
+    values = values_to_select("special", n, dtype)
+    given = view_from(backend, start, values)
     kept = np.flatnonzero(~(np.abs(values) < np.dtype(dtype).type(threshold)))
-    (count,) = on(backend, "threshold_count", [values], [np.zeros(1, np.int64)], threshold=threshold)
+    (count,) = on(backend, "threshold_count", [given], [np.zeros(1, np.int64)], threshold=threshold)
     assert count[0] == kept.size
     out = [np.zeros(kept.size, np.int32), np.zeros(kept.size, dtype)]
-    indices, selected = on(backend, "threshold_select", [values], out, threshold=threshold)
+    indices, selected = on(backend, "threshold_select", [given], out, threshold=threshold)
     np.testing.assert_array_equal(indices, kept)
     np.testing.assert_array_equal(selected, values[kept])
 

@@ -66,9 +66,9 @@ template <> struct RealOf<Bfloat16> { typedef float type; };
 template <> struct RealOf<float> { typedef float type; };
 template <class V> struct TotalOf { typedef V type; };
 template <> struct TotalOf<float> { typedef double type; };
-template <class V> struct MagnitudeOf { typedef Bits type; };
-template <> struct MagnitudeOf<Half> { typedef unsigned type; };
-template <> struct MagnitudeOf<float> { typedef unsigned type; };
+template <class V> struct MagnitudeOf { typedef Int type; };
+template <> struct MagnitudeOf<Half> { typedef int type; };
+template <> struct MagnitudeOf<float> { typedef int type; };
 
 template <class V> __device__ inline V widen(V value) { return value; }
 __device__ inline float widen(Half value) { return half_to_float(value.bits); }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import cupy
@@ -13,8 +14,9 @@ from ..base import Array
 from .launch import THREADS, Launcher
 
 DIGIT_BITS = 11  # kDigitBits of select.cu
-# of a float's magnitude, where its digits start
-SHIFTS = {"e": (11, 0), "f": (22, 11, 0), "d": (55, 44, 33, 22, 11, 0)}
+EACH = 16  # a multiple of kEach of select.cu
+# of a float's magnitude: its sign's bit, then where its digits start; the last one has bits of the one before it again
+SHIFTS = {"e": (15, 4, 0), "f": (31, 20, 9, 0), "d": (63, 52, 41, 30, 19, 8, 0)}
 
 
 class SelectKernels(Launcher):
@@ -24,22 +26,23 @@ class SelectKernels(Launcher):
         super().__init__(device_id)
         # of each stream; zeros between kernels
         self._counters = [
-            (cupy.zeros(1 << DIGIT_BITS, np.uint64), cupy.zeros(2, np.uint64)) for _ in self.streams.all
+            (cupy.zeros(1 << DIGIT_BITS, np.uint32), cupy.zeros(2, np.int64)) for _ in self.streams.all
         ]
 
     def top_k(self, values: Array, *, out: tuple[Array, Array], k: int) -> None:
         if k == 0:
             return
         (indices, selected), n, kind = out, values.size, values.dtype.char
-        types, blocks = kind + indices.dtype.char, self.count_blocks(n)
+        types, (blocks, span) = kind + indices.dtype.char, self._spans(n)
         digits, search = self._counters[self.streams.number]
-        for number, shift in enumerate(SHIFTS[kind]):
-            arguments = (values, n, k, int(number == 0), shift, digits, search, self.block_counter)
-            self.launch("select.find_digit", types, blocks, THREADS, *arguments)
-        blocks, span = self._spans(n)
-        before, block_counter = self.memory_of_grid(blocks)
-        given = (values, n, span, search, before)
-        self.launch("select.count_largest", types, blocks, THREADS, *given, block_counter)
+        before = self.scratch(8 * blocks + 4 * blocks * (1 + span // 8))
+        lists = before[8 * blocks :]  # see Note [candidates] in select.cu
+        for number, (known, shift) in enumerate(pairwise(SHIFTS[kind])):
+            numbers = (n, span, k, number, known, shift)
+            counters = (digits, search, lists, self.block_counter)
+            self.launch("select.find_digit", types, blocks, THREADS, values, *numbers, *counters)
+        given = (values, n, span, search, lists, before)
+        self.launch("select.count_largest", types, blocks, THREADS, *given, self.block_counter)
         self.launch("select.write_largest", types, blocks, THREADS, *given, indices, selected, k)
 
     def threshold_count(self, values: Array, *, out: Array, threshold: float) -> None:
@@ -61,11 +64,14 @@ class SelectKernels(Launcher):
         self.launch("select.count_at_least", values.dtype.char + count_type, blocks, THREADS, *given)
 
     def _spans(self, n: int) -> tuple[int, int]:
-        """Return how many blocks look for what to keep, and at how many elements each."""
+        """Return how many blocks look for what to keep, and at how many elements each: a multiple of EACH.
+
+        The first part begins up to EACH elements before the array, at an address of whole packs.
+        """
         if n >= 2**32:
             raise ShapeError(f"select: {n} elements are too many; below 2**32 can be counted")
-        blocks = self.count_blocks(n, 8)
-        return blocks, -(-n // blocks)
+        blocks = self.count_blocks(n)
+        return blocks, EACH * -(-(n + EACH) // (EACH * blocks))
 
     def scatter_add(self, indices: Array, values: Array, *, out: Array) -> None:
         types = values.dtype.char + indices.dtype.char
