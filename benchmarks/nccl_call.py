@@ -26,7 +26,8 @@ from singa_lite.comm.nccl import NcclCommunicator
 
 ROUNDS, CALLS = 31, 3000
 GIVES = {  # function -> what it does before it returns 0
-    "cuDevicePrimaryCtxRetain(void **context, int device)": "*context = context;",
+    "cuDevicePrimaryCtxRetain(void **context, int device)": "*context = (void *)0x1000;",
+    "cuCtxGetCurrent(void **context)": "*context = (void *)0x1000;",  # as cupy leaves it
     "cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)": "*stream = stream;",
     "cuEventCreate(void **event, unsigned flags)": "*event = event;",
     "cuPointerGetAttribute(int *device, int attribute, void *memory)": "*device = 0;",
@@ -40,14 +41,18 @@ NOTHING = """
 cuInit cuGetErrorString cuDeviceGetUuid_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2
 cuThreadExchangeStreamCaptureMode cuCtxGetStreamPriorityRange cuStreamDestroy_v2 cuStreamWaitEvent cuEventDestroy_v2
 cuEventRecord cuEventQuery ncclGetErrorString ncclGetLastError ncclGetUniqueId ncclCommFinalize ncclCommDestroy
-ncclCommAbort ncclAllReduce ncclReduce ncclBroadcast ncclAllGather ncclReduceScatter
+ncclCommAbort ncclAllReduce ncclReduce ncclBroadcast ncclAllGather ncclReduceScatter ncclGroupStart ncclGroupEnd
+ncclSend ncclRecv
 """
 
 
 class Memory:
     """Device memory that nobody looks at."""
 
-    ptr = 0x700000
+    __slots__ = ("device_id", "ptr")
+
+    def __init__(self) -> None:
+        self.ptr, self.device_id = 0x700000, 0
 
 
 class Array:
@@ -69,9 +74,11 @@ class Array:
 
 def stand_in() -> Any:
     """What the communicator reads of cupy, as quick as that."""
-    streams = {0: SimpleNamespace(ptr=0x5000)}
-    cuda = SimpleNamespace(get_current_stream=streams.get)
-    return SimpleNamespace(ndarray=Array, cuda=cuda, ElementwiseKernel=lambda *source: None)
+    stream = SimpleNamespace(ptr=0x5000, synchronize=lambda: None)
+    cuda = SimpleNamespace(get_current_stream=lambda device=-1: stream)
+    return SimpleNamespace(
+        ndarray=Array, cuda=cuda, ElementwiseKernel=lambda *source: None, ones=lambda size, dtype: Array(size)
+    )
 
 
 def build(folder: str) -> Path:

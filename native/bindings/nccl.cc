@@ -52,9 +52,10 @@ std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std
 }
 
 std::shared_ptr<NcclOp> start(NcclCommunicator& communicator, int kind, int op, int dtype, int root, std::uintptr_t in,
-                              std::uintptr_t out, std::size_t count, std::string_view name, std::uintptr_t stream) {
+                              std::uintptr_t out, std::size_t count, std::string_view name, std::uintptr_t stream,
+                              int device) {
   return communicator.start({Kind(kind), ReduceOp(op), DType(dtype), root, reinterpret_cast<const void*>(in),
-                             reinterpret_cast<void*>(out), count, name},
+                             reinterpret_cast<void*>(out), count, name, device},
                             stream_of(stream));
 }
 

@@ -85,7 +85,9 @@ std::shared_ptr<NcclOp> NcclCommunicator::start(const NcclRequest& request, Cuda
   op->dtype = request.dtype;
   op->count = request.count;
   op->sequence = sequence_;
-  if (const int device = driver_->device_of(request.in); device != device_)
+  const bool is_known = request.device != kUnknownDevice && request.in != nullptr;  // an empty array may have no memory
+  const int device = is_known ? request.device : driver_->device_of(request.in);
+  if (device != device_)
     throw CommError(where(op->label()) + ": the array lives on GPU " + std::to_string(device) +
                     ", but this rank's communicator drives GPU " + std::to_string(device_));
   ++sequence_;
@@ -120,7 +122,7 @@ void NcclCommunicator::give(const NcclRequest& request, NcclOp& op, CudaStream s
 
 // Gives one collective to NCCL: success if it is on the stream, or in progress.
 NcclLibrary::Status NcclCommunicator::call_nccl(const NcclRequest& request) {
-  const auto& [kind, op, dtype, root, in, out, count, _] = request;
+  const auto& [kind, op, dtype, root, in, out, count, name, device] = request;
   const int type = kDTypes[std::size_t(dtype)], operation = kOps[std::size_t(op)];
   void* const stream = stream_->get();
   std::lock_guard lock(nccl_);

@@ -31,6 +31,8 @@
 
 namespace singa_lite {
 
+constexpr int kUnknownDevice = -1;
+
 struct NcclRequest {
   Kind kind;
   ReduceOp op;
@@ -40,6 +42,7 @@ struct NcclRequest {
   void* out;
   std::size_t count;  // elements of `in`; of one rank's block where has_blocks(kind)
   std::string_view name;
+  int device;  // whose memory `in` is; kUnknownDevice: the driver is asked
 };
 
 // A collective that was started, or a graph that is watched.

@@ -22,6 +22,7 @@ Driver::Driver(const std::vector<std::string>& names) try : library_(names) {
   get(device_uuid_, "cuDeviceGetUuid_v2");
   get(retain_primary_, "cuDevicePrimaryCtxRetain");
   get(current_device_, "cuCtxGetDevice");
+  get(current_context_, "cuCtxGetCurrent");
   get(push_, "cuCtxPushCurrent_v2");
   get(pop_, "cuCtxPopCurrent_v2");
   get(pointer_attribute_, "cuPointerGetAttribute");
@@ -69,6 +70,12 @@ int Driver::device_of(const void* pointer) const {
 CudaContext Driver::primary_context(int device) const {
   CudaContext context = nullptr;
   check(retain_primary_(&context, device), "cuDevicePrimaryCtxRetain");
+  return context;
+}
+
+CudaContext Driver::current_context() const {
+  CudaContext context = nullptr;
+  check(current_context_(&context), "cuCtxGetCurrent");
   return context;
 }
 

@@ -33,6 +33,8 @@ class Driver {
   // The context that CUDA's runtime (and so cupy) uses; it stays for the life of the process.
   CudaContext primary_context(int device) const;
 
+  // The calling thread's; nullptr if it has none.
+  CudaContext current_context() const;
   void push(CudaContext context) const;
   void pop() const noexcept;
   // Lets the calling thread query events while another one captures a graph.
@@ -55,6 +57,7 @@ class Driver {
   Status (*device_uuid_)(char*, int);
   Status (*retain_primary_)(CudaContext*, int);
   Status (*current_device_)(int*);
+  Status (*current_context_)(CudaContext*);
   Status (*push_)(CudaContext);
   Status (*pop_)(CudaContext*);
   Status (*pointer_attribute_)(void*, int, const void*);
@@ -70,16 +73,22 @@ class Driver {
   Status (*query_)(CudaEvent);
 };
 
-// Makes `context` the calling thread's own for a while.
+// Makes `context` the calling thread's own for a while. It mostly is already, as cupy leaves it: then nothing is pushed.
 class ContextScope {
  public:
-  ContextScope(const Driver& driver, CudaContext context) : driver_(driver) { driver_.push(context); }
-  ~ContextScope() { driver_.pop(); }
+  ContextScope(const Driver& driver, CudaContext context)
+      : driver_(driver), is_pushed_(driver_.current_context() != context) {
+    if (is_pushed_) driver_.push(context);
+  }
+  ~ContextScope() {
+    if (is_pushed_) driver_.pop();
+  }
   ContextScope(const ContextScope&) = delete;
   ContextScope& operator=(const ContextScope&) = delete;
 
  private:
   const Driver& driver_;
+  const bool is_pushed_;
 };
 
 // A stream of the current context that the default stream does not wait for, of the highest priority.

@@ -111,7 +111,9 @@ class Operation(NamedTuple):
         cls, kind: str, name: str, op: ReduceOp | None = None, root: int = 0, wire_dtype: str | None = None
     ) -> Operation:
         """Return the operation of a user's call; OptionError unless ``name`` is text."""
-        return cls(kind, check_text(kind, "name", name), op, root, wire_dtype)
+        if type(name) is not str or not name.isascii():
+            check_text(kind, "name", name)
+        return tuple.__new__(cls, (kind, name, op, root, wire_dtype))  # quicker than cls(...)
 
 
 class Communicator(ABC):
@@ -419,16 +421,16 @@ class Communicator(ABC):
         except CommError as error:
             self._note_failure(error)
             raise
-        work._on_failure = self._note_failure
-        work.name, work.kind = operation.name, operation.kind
-        work._on_end, work._arrays = self._forget, (array, out, scale)
-        work._stop_requests = self.stop_requests
-        if operation.kind in HAS_RESULT:
+        kind, name, _, _, wire_dtype = operation
+        work.kind, work.name = kind, name
+        work._launcher, work._arrays, work._stop_requests = self, (array, out, scale), self.stop_requests
+        if kind in HAS_RESULT:
             work._result = out
-        payload = array.nbytes if operation.wire_dtype is None else array.nbytes // 2
-        work.bytes_payload, work.bytes_sent = payload, ring_bytes(operation.kind, payload, self.world.size)
-        self.traffic.bytes_payload += payload
-        self.traffic.bytes_sent += work.bytes_sent
+        payload = array.nbytes if wire_dtype is None else array.nbytes // 2
+        work.bytes_payload, work.bytes_sent = payload, ring_bytes(kind, payload, self.world.size)
+        traffic = self.traffic
+        traffic.bytes_payload += payload
+        traffic.bytes_sent += work.bytes_sent
         if len(self._works) > MAX_DROPPED:
             state.works_in_flight -= self._works.keys()
             self._works = {key: other for key, other in self._works.items() if not other._is_done()}

@@ -10,6 +10,7 @@ import numpy as np
 
 from .wire import BFLOAT16
 
+UNKNOWN_DEVICE = -1  # kUnknownDevice of native/comm/nccl.h
 # Of wire.py, in one kernel each: name -> what it takes, what it gives, and how
 KERNELS = {
     "narrow_to_bfloat16": (
@@ -76,6 +77,16 @@ class CupyArrays:
         if type(array) is self.kind:
             return array.data.ptr  # type: ignore[no-any-return]
         return address_of(array)
+
+    def find(self, array: Any) -> tuple[int, int, int]:
+        """Return the address of ``array``, the number of its GPU and the handle of its stream.
+
+        The GPU is UNKNOWN_DEVICE for an array of another library, whose interface does not name it.
+        """
+        if type(array) is self.kind:
+            memory = array.data
+            return memory.ptr, memory.device_id, self._current_stream(self.device).ptr or 1
+        return address_of(array), UNKNOWN_DEVICE, self.stream(array)
 
     def stream(self, array: Any) -> int:
         """Handle of the stream that is current for ``array``'s library; 1 is CUDA's default one."""

@@ -62,7 +62,7 @@ class NcclWork(Work):
         """
         communicator = self._communicator
         try:
-            communicator._wait(self._op, communicator._stream(self._stream_of))
+            communicator._wait(self._op, communicator._arrays.stream(self._stream_of))
         except CommError as error:
             communicator._report(error)
             raise
@@ -118,7 +118,7 @@ class NcclCommunicator(Communicator):
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
         self._arrays = CupyArrays(device)
-        self.kind, self._address, self._stream = self._arrays.kind, self._arrays.address, self._arrays.stream
+        self.kind = self._arrays.kind
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
         _check_ranks(everyone)
@@ -140,7 +140,7 @@ class NcclCommunicator(Communicator):
             parent,
             config.is_on("SINGA_LITE_NCCL_BLOCKING"),
         )
-        self._wait = self._native.wait
+        self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone)
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
@@ -172,7 +172,7 @@ class NcclCommunicator(Communicator):
         assert isinstance(last, NcclWork)
         self._graphs.add(graph)
         array, label = last._out, f"a CUDA graph with collectives up to {last._op.label}"
-        return lambda: self._native.watch(self._stream(array), label)
+        return lambda: self._native.watch(self._arrays.stream(array), label)
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -218,11 +218,21 @@ class NcclCommunicator(Communicator):
     ) -> NcclWork:
         """Give a collective to NCCL."""
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
-        source, stream = self._address(array), self._stream(array)
-        target = source if out is array else self._address(out)
-        codes = KIND_CODES[kind], OP_CODES[op], DTYPE_CODES[array.dtype]
+        source, device, stream = self._arrays.find(array)
+        target = source if out is array else self._arrays.address(out)
         try:
-            native = self._native.start(*codes, root, source, target, count, name, stream)
+            native = self._start_native(
+                KIND_CODES[kind],
+                OP_CODES[op],
+                DTYPE_CODES[array.dtype],
+                root,
+                source,
+                target,
+                count,
+                name,
+                stream,
+                device,
+            )
         except CommError as error:
             self._report(error)
             raise

@@ -11,9 +11,8 @@ all-reduce 2(N-1)/N*B, reduce-scatter and all-to-all (N-1)/N*B, all-gather (N-1)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,6 +75,16 @@ class Times(NamedTuple):
     ended: float
 
 
+class Launcher(Protocol):
+    """The communicator that launched a collective."""
+
+    def _forget(self, work: Work, seconds: float) -> None:
+        """Note that ``work`` has ended, after the host waited ``seconds`` for it."""
+
+    def _note_failure(self, error: CommError) -> None:
+        """Note that a wait has raised ``error``."""
+
+
 class Work:
     """A collective in flight; keeps its arrays alive until it has ended. A transport writes ``_wait`` and ``_is_done``.
 
@@ -92,8 +101,7 @@ class Work:
     bytes_sent: int = 0
     bytes_payload: int = 0
     has_times: bool = True
-    _on_end: Callable[[Work, float], None] | None = None  # is told the seconds that the host waited
-    _on_failure: Callable[[CommError], None] | None = None
+    _launcher: Launcher | None = None
     _arrays: tuple[Array | None, ...] = ()
     _stop_requests: StopRequests | None = None  # of its communicator
     _result: Array | None = None
@@ -111,18 +119,20 @@ class Work:
             check_number("wait", "timeout_s", timeout_s, 0.0)
         if this_thread.recorder is not None:
             this_thread.recorder.wait(self, timeout_s)
+        launcher = self._launcher
         start = time.perf_counter()
         try:
             self._wait(timeout_s)
         except CommError as error:
-            if self._on_failure is not None:
-                self._on_failure(error)
+            if launcher is not None:
+                launcher._note_failure(error)
             raise
         finally:
             end = time.perf_counter()
-            if self._on_end is not None:
-                self._on_end(self, end - start)
-            self._report(start, end)
+            if launcher is not None:
+                launcher._forget(self, end - start)
+            if this_thread.clock is not None:
+                self._report(start, end)
         requests = self._stop_requests
         if requests is not None and (is_asked := self._is_asked_to_stop()) is not None:
             if is_asked:

@@ -27,10 +27,10 @@ def gpu_of_rank() -> Any:
     return backend
 
 
-def on_gpu(values: np.ndarray) -> Any:
-    """The same memory, as an array of the stand-in's cupy."""
+def on_gpu(values: np.ndarray, device_id: int = 0) -> Any:
+    """The same memory, as an array of the stand-in's cupy on that GPU."""
     cupy = sys.modules["cupy"]
-    memory = cupy.cuda.UnownedMemory(values.ctypes.data, values.nbytes, values, 0)
+    memory = cupy.cuda.UnownedMemory(values.ctypes.data, values.nbytes, values, device_id)
     return cupy.ndarray(values.shape, values.dtype, cupy.cuda.MemoryPointer(memory, 0), values.strides)
 
 

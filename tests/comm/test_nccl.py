@@ -569,18 +569,49 @@ def test_arrays_go_to_the_side_they_live_on():
         assert "host communicator" in result["errors"][1] and "CUDA array" in result["errors"][2]
 
 
-def on_another_gpu(world: World) -> str:
+def on_another_gpu(world: World) -> list[str]:
     c = make(world)
-    os.environ["STANDIN_MEMORY_DEVICE"] = "1"
-    text = caught(lambda: c.all_reduce(on_gpu(np.ones(3)), "sum", name="w"))
-    os.environ["STANDIN_MEMORY_DEVICE"] = "0"
+    foreign = np.ones(3).view(ForeignArray)
+    texts = [caught(lambda: c.all_reduce(on_gpu(np.ones(3), device_id=1), "sum", name="w"))]
+    os.environ["STANDIN_MEMORY_DEVICE"] = "1"  # of what the driver is asked for: arrays of other libraries
+    texts.append(caught(lambda: c.all_reduce(foreign, "sum", name="w")))
     c.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    os.environ["STANDIN_MEMORY_DEVICE"] = "0"
+    c.all_reduce(foreign, "sum").wait()
     c.close()
-    return text
+    return texts
 
 
 def test_memory_of_another_gpu_is_refused_and_the_communicator_lives():
-    assert all("lives on GPU 1" in text and "'w'" in text for text in run(on_another_gpu, 2))
+    for texts in run(on_another_gpu, 2):
+        assert len(texts) == 2 and all("lives on GPU 1" in text and "'w'" in text for text in texts)
+
+
+def calls_in_other_contexts(world: World) -> list[tuple[float, int | None, int | None]]:
+    """Sum in threads whose current context is none, and another GPU's; each with the context before and after."""
+    c = make(world)
+    cuda = ctypes.CDLL(os.environ["SINGA_LITE_CUDA_LIB"])
+    current, results = ctypes.c_void_p(), []
+
+    def call(context: int | None) -> None:
+        gpu = gpu_of_rank()
+        cuda.cuCtxSetCurrent(ctypes.c_void_p(context))
+        array = on_gpu(np.ones(3))
+        c.all_reduce(array, "sum").wait()
+        cuda.cuCtxGetCurrent(ctypes.byref(current))
+        gpu.synchronize()
+        results.append((float(array.get()[0]), context, current.value))
+
+    for context in (None, 0x1001):
+        thread = threading.Thread(target=call, args=[context])
+        thread.start()
+        thread.join()
+    c.close()
+    return results
+
+
+def test_a_call_needs_no_current_context_and_leaves_the_one_there_is():
+    assert run(calls_in_other_contexts, 2) == [[(2.0, None, None), (2.0, 0x1001, 0x1001)]] * 2
 
 
 def alone(world: World) -> tuple[list[float], tuple[int, ...]]:

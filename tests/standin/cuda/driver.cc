@@ -27,7 +27,7 @@
 
 namespace {
 
-enum Status { kSuccess = 0, kInvalidValue = 1, kNoContext = 201, kNotReady = 600, kCapturing = 900, kIsolation = 905, kCapturedEvent = 907 };
+enum Status { kSuccess = 0, kInvalidValue = 1, kNoContext = 201, kInvalidHandle = 400, kNotReady = 600, kCapturing = 900, kIsolation = 905, kCapturedEvent = 907 };
 
 int number(const char* name, int otherwise) {
   const char* text = std::getenv(name);
@@ -66,9 +66,13 @@ Capture& capture() {
   return only;
 }
 
+thread_local std::vector<void*> contexts;  // what this thread has pushed
+
+void* current_context() { return contexts.empty() ? nullptr : contexts.back(); }
+
 class Queue {
  public:
-  explicit Queue(int priority = 0) : priority_(priority), thread_([this] { work(); }) {
+  explicit Queue(int priority = 0, void* context = nullptr) : context(context), priority_(priority), thread_([this] { work(); }) {
     thread_.detach();  // a queue lives for ever: its thread may be in it
   }
 
@@ -83,6 +87,7 @@ class Queue {
     changed_.wait(lock, [this] { return tasks_.empty() && !is_busy_; });
   }
   std::atomic<bool> is_capturing{false};
+  void* const context;  // nullptr of the default streams
 
  private:
   bool add_to_graph(const Task& task) {
@@ -124,6 +129,7 @@ class Queue {
 };
 
 struct EventState {
+  void* const context = current_context();
   std::mutex mutex;
   std::condition_variable changed;
   unsigned long recorded = 0, happened = 0;
@@ -169,8 +175,6 @@ void run(const Graph& graph, bool has_priorities, unsigned number) {
   }
 }
 
-thread_local int contexts = 0;  // how many this thread has pushed
-
 }  // namespace
 
 extern "C" {
@@ -190,9 +194,17 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
   *context = reinterpret_cast<void*>(0x1000 + device);
   return kSuccess;
 }
-int cuCtxGetDevice(int* device) { return *device = 0, contexts > 0 ? kSuccess : kNoContext; }
-int cuCtxPushCurrent_v2(void*) { return ++contexts, kSuccess; }
-int cuCtxPopCurrent_v2(void**) { return --contexts, kSuccess; }
+int cuCtxGetDevice(int* device) { return *device = 0, current_context() != nullptr ? kSuccess : kNoContext; }
+int cuCtxGetCurrent(void** context) { return *context = current_context(), kSuccess; }
+int cuCtxSetCurrent(void* context) {
+  if (!contexts.empty()) contexts.pop_back();
+  return contexts.push_back(context), kSuccess;
+}
+int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), kSuccess; }
+int cuCtxPopCurrent_v2(void** context) {
+  *context = current_context();
+  return contexts.pop_back(), kSuccess;
+}
 int cuPointerGetAttribute(void* value, int, const void*) {
   *static_cast<int*>(value) = number("STANDIN_MEMORY_DEVICE", 0);
   return kSuccess;
@@ -201,9 +213,9 @@ int cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
 int cuStreamIsCapturing(void* stream, int* status) { return *status = queue_of(stream).is_capturing, kSuccess; }
 int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { return *lowest = 0, *highest = -5, kSuccess; }
 int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  if (contexts == 0) return kNoContext;
+  if (current_context() == nullptr) return kNoContext;
   if (flags != 1 || priority != -5) return kInvalidValue;
-  *stream = new Queue(priority);
+  *stream = new Queue(priority, current_context());
   return kSuccess;
 }
 int cuStreamDestroy_v2(void*) { return kSuccess; }
@@ -213,7 +225,7 @@ int cuStreamSynchronize(void* stream) {
 }
 
 int cuEventCreate(void** event, unsigned flags) {
-  if (contexts == 0) return kNoContext;
+  if (current_context() == nullptr) return kNoContext;
   if (flags != 2) return kInvalidValue;
   *event = new std::shared_ptr<EventState>(std::make_shared<EventState>());
   return kSuccess;
@@ -222,6 +234,7 @@ int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(even
 int cuEventRecord(void* event, void* stream) {
   std::shared_ptr<EventState> state = *static_cast<EventHandle>(event);
   Queue& queue = queue_of(stream);
+  if (queue.context != nullptr && queue.context != state->context) return kInvalidHandle;
   std::lock_guard lock(state->mutex);
   state->capture = 0;
   if (queue.is_capturing) {
@@ -324,6 +337,6 @@ int standin_launch(void* executable, void* stream) {
 void standin_destroy(void* executable) { delete static_cast<ExecutableGraph*>(executable); }
 
 // A stream of cupy's, of any priority.
-void* standin_stream(int priority) { return new Queue(priority); }
+void* standin_stream(int priority) { return new Queue(priority, current_context()); }
 
 }  // extern "C"

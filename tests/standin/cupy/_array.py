@@ -53,7 +53,7 @@ class DeviceMemory:
         if limit is not None and DeviceMemory.allocated_bytes + num_bytes > limit:
             raise cuda.runtime.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         self.block = Block(num_bytes)
-        self.ptr = self.block.ptr
+        self.ptr, self.device_id = self.block.ptr, cuda.current()[-1]
         self._last_reference = np.empty(0)
         DeviceMemory.allocated_bytes += num_bytes
         weakref.finalize(self._last_reference, self._free, self.block).atexit = False
@@ -114,7 +114,7 @@ class Memory:
 
     def __init__(self, pool: MemoryPool, place: tuple[int, int, int], memory: DeviceMemory) -> None:
         self.pool, self.place, self.memory, self.block = pool.weak, place, memory, memory.block
-        self.bytes, self.ptr = self.block.bytes, self.block.ptr
+        self.bytes, self.ptr, self.device_id = self.block.bytes, self.block.ptr, place[0]
         cuda.do(lambda values=self.bytes: values.fill(0xFF))
 
     def __del__(self) -> None:
@@ -127,6 +127,7 @@ class UnownedMemory:
 
     def __init__(self, ptr: int, size: int, owner: object, device_id: int = -1) -> None:
         self.ptr, self.owner = ptr, owner
+        self.device_id = cuda.current()[-1] if device_id < 0 else device_id
         self.bytes = np.frombuffer((ctypes.c_char * size).from_address(ptr), np.uint8)
 
 
@@ -134,7 +135,7 @@ class MemoryPointer:
     """A place in memory."""
 
     def __init__(self, mem: Memory | UnownedMemory, offset: int = 0) -> None:
-        self.mem, self.offset = mem, offset
+        self.mem, self.offset, self.device_id = mem, offset, mem.device_id
 
     @property
     def ptr(self) -> int:

@@ -39,6 +39,12 @@ class Queues:
         self._works: dict[int, tuple[Callable[[], None], bool]] = {}
         self._errors: list[BaseException] = []
 
+    def use_primary_context(self, device_id: int) -> None:
+        """Make a GPU's context the thread's own, as CUDA's runtime does."""
+        context = ctypes.c_void_p()
+        self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device_id))
+        self.check(self.cuda.cuCtxSetCurrent(context))
+
     def add(self, stream: int, what: Callable[[], None], is_captured: bool) -> None:
         number = next(self._numbers)
         self._works[number] = what, is_captured
@@ -82,7 +88,7 @@ class Stream:
     def __init__(self, null: bool = False, non_blocking: bool = False, priority: int = 0) -> None:
         address = ctypes.c_void_p()
         if not null:
-            QUEUES.cuda.cuCtxPushCurrent_v2(None)
+            QUEUES.use_primary_context(current()[-1])
             assert non_blocking
             address.value = QUEUES.cuda.standin_stream(priority)
         self.ptr, self.device_id = address.value or 0, current()[-1]
@@ -124,7 +130,7 @@ class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         assert disable_timing, "slow"
         self.handle = ctypes.c_void_p()
-        QUEUES.cuda.cuCtxPushCurrent_v2(None)
+        QUEUES.use_primary_context(current()[-1])
         QUEUES.check(QUEUES.cuda.cuEventCreate(ctypes.byref(self.handle), 2))
 
     def record(self, stream: Stream) -> None:
