@@ -18,22 +18,37 @@ KERNEL gather(const T* x, const U* indices, T* y, Int n, Int size, Int count, In
   }
 }
 
-// A block for each position and group of columns looks through all indices, so every sum has one order.
+enum { kEach = 8 };
+
+// total and then, in order, the elements of `count` rows; several are read before one is added.
+__device__ inline Total with_rows(const T* from, const Int* rows, Int count, Int after, Total total) {
+  Int k = 0;
+  for (; k + kEach <= count; k += kEach) {
+    A values[kEach];
+    _Pragma("unroll") for (int e = 0; e < kEach; ++e) values[e] = widen(from[rows[k + e] * after]);
+    _Pragma("unroll") for (int e = 0; e < kEach; ++e) total += values[e];
+  }
+  for (; k < count; ++k) total += widen(from[rows[k] * after]);
+  return total;
+}
+
+// A block for each position and group of columns looks through all indices, kEach of a thread at a time, so every sum
+// has one order.
 KERNEL gather_backward(const T* dy, const U* indices, T* dx, Int size, Int count, Int after, Int* faults) {
-  __shared__ Int found[256];
+  __shared__ Int found[256 * kEach];
   const Int groups = (after + blockDim.x - 1) / blockDim.x, row = blockIdx.x / groups, position = row % size;
   const Int column = blockIdx.x % groups * blockDim.x + threadIdx.x;
   const T* from = dy + row / size * count * after + column;
   Total total = 0;
-  for (Int start = 0; start < count; start += blockDim.x) {
-    const Int i = start + threadIdx.x;
-    const bool is_here = i < count && index_of(indices, i, size, faults) == position;
-    Int here;
-    const Int place = before_in_block(Int(is_here), &here);
-    if (is_here) found[place] = i;
+  for (Int start = 0; start < count; start += blockDim.x * kEach) {
+    const Int first = start + threadIdx.x * kEach;
+    unsigned is_here[kEach], num_here = 0, all;
+    _Pragma("unroll") for (int e = 0; e < kEach; ++e)
+      num_here += is_here[e] = first + e < count && index_of(indices, first + e, size, faults) == position;
+    unsigned place = before_in_block(num_here, &all);
+    _Pragma("unroll") for (int e = 0; e < kEach; ++e) if (is_here[e]) found[place++] = first + e;
     __syncthreads();
-    if (column < after)
-      for (Int k = 0; k < here; ++k) total += widen(from[found[k] * after]);
+    if (column < after) total = with_rows(from, found, all, after, total);
     __syncthreads();
   }
   if (column < after) dx[row * after + column] = narrow<T>(total);

@@ -38,25 +38,45 @@ struct Warp {
   Int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, first = threadIdx.x % 32, step = 32;
   template <class Op> __device__ A join(A value) const { return over_warp<Op>(value); }
 };
-#define EACH_OF_TEAM(i, n) for (Int i = team.first; i < (n); i += team.step)
+
+// A row of scores, of which a thread of the team has every so many; the first kHeld of these are read once, and held.
+enum { kHeld = 16 };
 
 template <class Team> struct Scores {
   Team team;
   const T* row;
   Int seen;
-  A scale, largest, total;
+  A scale, largest, total, held[kHeld];  // the probabilities
 
   // queries: 0, or how many rows there are of each causal sample, the first with the number start; each sees elements
   // up to its own number
   __device__ Scores(const T* scores, Int n, double factor, Int queries, Int start)
       : row(scores + team.row * n), seen(n), scale(factor), largest(widen(row[0])), total(0) {
     if (queries && start + team.row % queries + 1 < n) seen = start + team.row % queries + 1;
-    EACH_OF_TEAM(i, seen) largest = larger(largest, A(widen(row[i])));
+    hold(row, seen, held);
+    each(seen, [&](Int i, Int e) { largest = larger(largest, e < kHeld ? held[e] : A(widen(row[i]))); });
     largest = team.template join<Larger>(largest);
-    EACH_OF_TEAM(i, seen) total += exp((widen(row[i]) - largest) * scale);
+    each(seen, [&](Int i, Int e) {
+      const A power = exp(((e < kHeld ? held[e] : A(widen(row[i]))) - largest) * scale);
+      if (e < kHeld) held[e] = power;
+      total += power;
+    });
     total = team.template join<Add>(total);
   }
-  __device__ A probability(Int i) const { return i < seen ? exp((widen(row[i]) - largest) * scale) / total : A(0); }
+  // Calls use(i, e) for this thread's elements among the first n: held[e] is one's place, if e is below kHeld.
+  template <class Use> __device__ void each(Int n, const Use& use) const {
+    Int i = team.first;
+    _Pragma("unroll") for (int e = 0; e < kHeld; ++e, i += team.step) if (i < n) use(i, Int(e));
+    for (; i < n; i += team.step) use(i, Int(kHeld));
+  }
+  // Reads the first kHeld of this thread's elements among the first n, all before one is looked at; behind n anything.
+  __device__ void hold(const T* from, Int n, A* values) const {
+    Int i = team.first;
+    _Pragma("unroll") for (int e = 0; e < kHeld; ++e, i += team.step) values[e] = widen(from[i < n ? i : 0]);
+  }
+  __device__ A probability(Int i, Int e) const {
+    return i >= seen ? A(0) : (e < kHeld ? held[e] : exp((widen(row[i]) - largest) * scale)) / total;
+  }
 };
 
 template <class Team>
@@ -64,7 +84,8 @@ __device__ void probabilities(const T* scores, T* y, Int rows, Int n, double sca
   const Team team;
   if (team.row >= rows) return;
   const Scores<Team> row(scores, n, scale, queries, start);
-  EACH_OF_TEAM(i, n) y[team.row * n + i] = narrow<T>(row.probability(i));
+  y += team.row * n;
+  row.each(n, [&](Int i, Int e) { y[i] = narrow<T>(row.probability(i, e)); });
 }
 
 template <class Team>
@@ -73,17 +94,21 @@ __device__ void gradients(const T* scores, const T* dy, T* y, T* dx, Int rows, I
   const Team team;
   if (team.row >= rows) return;
   const Scores<Team> row(scores, n, scale, queries, start);
-  const Int first = team.row * n;
-  A total = 0;
-  EACH_OF_TEAM(i, n) {
-    const A probability = row.probability(i);
-    y[first + i] = narrow<T>(probability);
-    if (i < row.seen) total += probability * widen(dy[first + i]);
-  }
+  dy += team.row * n;
+  y += team.row * n;
+  dx += team.row * n;
+  A total = 0, held[kHeld];
+  row.hold(dy, row.seen, held);
+  row.each(n, [&](Int i, Int e) {
+    const A probability = row.probability(i, e);
+    y[i] = narrow<T>(probability);
+    if (i < row.seen) total += probability * (e < kHeld ? held[e] : A(widen(dy[i])));
+  });
   total = team.template join<Add>(total);
-  EACH_OF_TEAM(i, n)
-    dx[first + i] = i < row.seen ? narrow<T>(A(A(scale) * row.probability(i) * (widen(dy[first + i]) - total)))
-                                 : narrow<T>(A(0));
+  row.each(n, [&](Int i, Int e) {
+    const A grad = i >= row.seen ? A(0) : e < kHeld ? held[e] : A(widen(dy[i]));
+    dx[i] = narrow<T>(i >= row.seen ? A(0) : A(A(scale) * row.probability(i, e) * (grad - total)));
+  });
 }
 
 KERNEL attention(const T* scores, T* y, Int rows, Int n, double scale, Int queries, Int start) {

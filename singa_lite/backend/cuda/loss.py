@@ -22,7 +22,9 @@ from ...errors import ShapeError
 from ..base import Array
 from .launch import THREADS, Launcher
 
-WARP_ROW = 2048  # elements of a row of scores at most that a warp has
+WARP_ROW = (
+    512  # elements of a row of scores at most that a warp has: what its threads hold, see kHeld in loss.cu
+)
 CAUSAL_ROWS = 128  # see Note [causal attention]
 
 Part = tuple[slice, slice, slice]  # some rows of the matrices of all samples and heads
