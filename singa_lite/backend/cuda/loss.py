@@ -27,7 +27,7 @@ WARP_ROW = (
 )
 CAUSAL_ROWS = 128  # see Note [causal attention]
 
-Part = tuple[slice, slice, slice]  # some rows of the matrices of all samples and heads
+Part = tuple[Any, slice, slice]  # some rows of all matrices
 
 
 class LossKernels(Launcher):
@@ -51,7 +51,9 @@ class LossKernels(Launcher):
         Of inputs of 16 bits scores, probabilities and their gradients are float32: float16 may not hold scores before
         they are scaled, and rounded to bfloat16 they would cost the result as much again as its own rounding does.
         """
-        queries, keys, values = self._heads(inputs, num_heads)
+        queries, keys, values = [
+            heads for view in by_heads(inputs, num_heads) for heads in self._copied(view)
+        ]
         wide_values, y = self._widened(values), self.empty(queries.shape, accumulation_dtype(queries.dtype))
         for rows, seen in causal_parts(queries, keys, causal):
             scores = self._products_of_rows(queries[rows], keys[seen])
@@ -63,35 +65,42 @@ class LossKernels(Launcher):
     def attention_backward(
         self, dy: Array, *inputs: Array, out: Array | tuple[Array, Array], num_heads: int, causal: bool
     ) -> None:
-        queries, keys, values = self._heads(inputs, num_heads)
-        (dys,) = self._split_heads(dy, 1, num_heads)
-        wide_queries, wide_keys, wide_dys = map(self._widened, (queries, keys, dys))
+        """Two products at once where these are of one shape: with keys and with values, and for their gradients."""
+        views, (dys,) = by_heads(inputs, num_heads), by_heads((dy,), num_heads, 1)
+        queries, memory = views if len(views) == 2 else (views[0][:1], views[0][1:])
+        from_rows, memory = self.empty((2, *queries.shape[1:]), dy.dtype), self._copied(memory)
+        for view, copy in ((queries, from_rows[:1]), (dys, from_rows[1:])):
+            self.find("copy")(view, out=copy)
+        wide_rows, wide_keys, tf32 = self._widened(from_rows), self._widened(memory[0]), is_narrow(dy.dtype)
         is_split = isinstance(out, tuple)
-        dqueries = self.empty((1 if is_split else 3, *queries.shape), wide_keys.dtype)
-        dmemory = self.empty((2, *keys.shape), wide_keys.dtype) if is_split else dqueries[1:]
-        tf32 = is_narrow(queries.dtype)
-        for number, (rows, seen) in enumerate(causal_parts(queries, keys, causal)):
-            scores = self._products_of_rows(queries[rows], keys[seen])
-            dprobabilities = self._products_of_rows(dys[rows], values[seen])
-            probabilities, dscores = (self.empty(scores.shape, scores.dtype) for _ in range(2))
+        dqueries = self.empty((1 if is_split else 3, *queries.shape[1:]), wide_keys.dtype)
+        dmemory = self.empty(memory.shape, wide_keys.dtype) if is_split else dqueries[1:]
+        for number, (rows, seen) in enumerate(causal_parts(from_rows, memory, causal)):
+            scores, dprobabilities = products = self._products_of_rows(from_rows[rows], memory[seen])
+            dscores, probabilities = made = self.empty(products.shape, products.dtype)
             arrays = scores, dprobabilities, probabilities, dscores
-            self._each_score("attention_backward", queries, causal, rows, *arrays)
-            beta = int(number > 0)  # the first part has all keys
+            self._each_score("attention_backward", from_rows, causal, rows, *arrays)
             self._product(dscores, wide_keys[seen], dqueries[0][rows], tf32)
-            self._product(dscores, wide_queries[rows], dmemory[0][seen], tf32, transpose_a=True, beta=beta)
-            self._product(probabilities, wide_dys[rows], dmemory[1][seen], tf32, transpose_a=True, beta=beta)
+            beta = int(number > 0)  # the first part has all keys
+            self._product(made, wide_rows[rows], dmemory[seen], tf32, transpose_a=True, beta=beta)
         for array, grads in zip(out if is_split else (out,), (dqueries, dmemory), strict=False):
             self._join_heads(array, grads)
 
     def _products_of_rows(self, a: Array, b: Array) -> Array:
         """Multiply each row of ``a`` by each of ``b``, in float32 at least."""
-        out = self.empty((*a.shape[:3], b.shape[2]), accumulation_dtype(a.dtype))
+        out = self.empty((*a.shape[:-1], b.shape[-2]), accumulation_dtype(a.dtype))
         self.find("matmul")(a, b, out=out, transpose_b=True)
         return out
 
     def _product(self, a: Array, b: Array, out: Array, allows_tf32: bool, **options: Any) -> None:
         """Multiply the matrices of each sample and head; numbers that were of 16 bits fit in TF32."""
         self.find("matmul")(a, b, out=out, allows_tf32=allows_tf32, **options)
+
+    def _copied(self, view: Array) -> Array:
+        """Return a row-major copy."""
+        copy = self.empty(view.shape, view.dtype)
+        self.find("copy")(view, out=copy)
+        return copy
 
     def _widened(self, x: Array) -> Array:
         """Return ``x``, or of 16 bits a copy in float32."""
@@ -104,34 +113,15 @@ class LossKernels(Launcher):
     def _each_score(self, name: str, queries: Array, causal: bool, rows: Part, *arrays: Array) -> None:
         """Start a kernel with a warp for each row of the scores, ``arrays[0]``, or a block if that is long."""
         scores = arrays[0]
-        length = scores.shape[3]
         if not scores.size:
             return
+        height, length = scores.shape[-2:]
         count = scores.size // length
         name, blocks = (
             (f"{name}_of_warps", -(-count * 32 // THREADS)) if length <= WARP_ROW else (name, count)
         )
-        numbers = (
-            count,
-            length,
-            queries.shape[3] ** -0.5,
-            scores.shape[2] if causal else 0,
-            rows[2].start,
-        )
+        numbers = (count, length, queries.shape[-1] ** -0.5, height if causal else 0, rows[1].start)
         self.launch(f"loss.{name}", scores.dtype.char, blocks, THREADS, *arrays, *numbers)
-
-    def _heads(self, inputs: tuple[Array, ...], num_heads: int) -> list[Array]:
-        """Queries, keys and values (batch, heads, length, d) of the inputs of attention."""
-        counts = (3,) if len(inputs) == 1 else (1, 2)
-        found = [self._split_heads(x, count, num_heads) for x, count in zip(inputs, counts, strict=True)]
-        return [heads for part in found for heads in part]
-
-    def _split_heads(self, x: Array, count: int, num_heads: int) -> Array:
-        """(batch, length, count * width) as (count, batch, heads, length, d)."""
-        split = x.reshape(*x.shape[:2], count, num_heads, x.shape[2] // (count * num_heads))
-        heads = self.empty(tuple(split.shape[axis] for axis in (2, 0, 3, 1, 4)), x.dtype)
-        self.find("transpose")(split, out=heads, axes=(2, 0, 3, 1, 4))
-        return heads
 
     def _join_heads(self, out: Array, heads: Array) -> None:
         """Write (count, batch, heads, length, d) to (batch, length, count * width), rounded if that has 16 bits."""
@@ -181,14 +171,28 @@ class LossKernels(Launcher):
             raise ShapeError(f"{what}; the device found it since the host last waited for it")
 
 
+def by_heads(inputs: tuple[Array, ...], num_heads: int, count: int = 3) -> list[Array]:
+    """Return views (count, batch, heads, length, d) of arrays (batch, length, count * width).
+
+    Args:
+        count: of one array; of two, queries and memory, the first has 1 and the second has keys and values.
+    """
+    counts = (count,) if len(inputs) == 1 else (1, 2)
+    splits = [
+        x.reshape(*x.shape[:2], count, num_heads, x.shape[2] // (count * num_heads))
+        for x, count in zip(inputs, counts, strict=True)
+    ]
+    return [split.transpose(2, 0, 3, 1, 4) for split in splits]
+
+
 def causal_parts(queries: Array, keys: Array, causal: bool) -> Iterator[tuple[Part, Part]]:
     """Yield parts of the queries and the keys that each of them sees, the last first; one part unless ``causal``."""
-    length, everything = queries.shape[2], slice(None)
+    length = queries.shape[-2]
     step = CAUSAL_ROWS if causal else max(1, length)
-    num_seen = keys.shape[2]  # by the last part, which gives those that no query sees a gradient of 0
+    num_seen = keys.shape[-2]  # by the last part, which gives those that no query sees a gradient of 0
     for start in reversed(range(0, max(1, length), step)):
-        rows = slice(start, min(start + step, length))
-        yield (everything, everything, rows), (everything, everything, slice(0, num_seen))
+        rows, seen = slice(start, min(start + step, length)), slice(0, num_seen)
+        yield (Ellipsis, rows, slice(None)), (Ellipsis, seen, slice(None))
         num_seen = start
 
 

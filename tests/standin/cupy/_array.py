@@ -217,6 +217,9 @@ class ndarray:
     def reshape(self, *shape: Any) -> ndarray:
         return self._view(self.host.reshape(*shape))
 
+    def transpose(self, *axes: int) -> ndarray:
+        return self._view(self.host.transpose(*axes))
+
     def ravel(self) -> ndarray:
         return self.reshape(-1)
 
