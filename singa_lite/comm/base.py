@@ -111,9 +111,7 @@ class Operation(NamedTuple):
         cls, kind: str, name: str, op: ReduceOp | None = None, root: int = 0, wire_dtype: str | None = None
     ) -> Operation:
         """Return the operation of a user's call; OptionError unless ``name`` is text."""
-        if type(name) is not str or not name.isascii():
-            check_text(kind, "name", name)
-        return tuple.__new__(cls, (kind, name, op, root, wire_dtype))  # quicker than cls(...)
+        return cls(kind, check_text(kind, "name", name), op, root, wire_dtype)
 
 
 class Communicator(ABC):

@@ -78,7 +78,7 @@ class CupyArrays:
             return array.data.ptr  # type: ignore[no-any-return]
         return address_of(array)
 
-    def find(self, array: Any) -> tuple[int, int, int]:
+    def locate(self, array: Any) -> tuple[int, int, int]:
         """Return the address of ``array``, the number of its GPU and the handle of its stream.
 
         The GPU is UNKNOWN_DEVICE for an array of another library, whose interface does not name it.

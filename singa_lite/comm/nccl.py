@@ -218,7 +218,7 @@ class NcclCommunicator(Communicator):
     ) -> NcclWork:
         """Give a collective to NCCL."""
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
-        source, device, stream = self._arrays.find(array)
+        source, device, stream = self._arrays.locate(array)
         target = source if out is array else self._arrays.address(out)
         try:
             native = self._start_native(

@@ -158,8 +158,9 @@ def test_threshold_keeps_what_reaches_it_in_order(
 
 def test_nothing_is_selected_from_nothing(backend: Backend) -> None:
     empty = np.zeros(0, np.float32)
-    (count,) = on(backend, "threshold_count", [empty], [np.full(1, 9, np.int64)], threshold=0.0)
-    assert count[0] == 0
+    for given in (backend.asarray(empty), backend.asarray(np.ones(3, np.float32))[1:][:0]):
+        (count,) = on(backend, "threshold_count", [given], [np.full(1, 9, np.int64)], threshold=0.0)
+        assert count[0] == 0
     (largest,) = on(backend, "max_abs", [empty], [np.full(1, 9, np.float32)])
     assert largest[0] == 0
     on(backend, "top_k", [np.ones(3, "f")], [np.zeros(0, np.int32), empty], k=0)

@@ -142,12 +142,13 @@ def test_convolutions_equal_numpy_for_any_window_in_any_order(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("is_last", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 3)])
-@pytest.mark.parametrize("size", [(5, 7), (4, 3), (1, 1)])
+@pytest.mark.parametrize("size", [(5, 7), (2, 2), (1, 3), (1, 1)])
+@pytest.mark.parametrize("n", [1, 2])
 def test_convolutions_by_filters_of_one_pixel_equal_numpy(
-    backend: Any, dtype: str, is_last: Any, stride: Any, size: Any
+    backend: Any, dtype: str, is_last: Any, stride: Any, size: Any, n: int
 ) -> None:
-    out = [-(-n // step) for n, step in zip(size, stride, strict=True)]
-    shapes = ((2, 3, *size), (4, 3, 1, 1), (2, 4, *out), (4,))
+    out = [-(-length // step) for length, step in zip(size, stride, strict=True)]
+    shapes = ((n, 3, *size), (4, 3, 1, 1), (n, 4, *out), (4,))
     check_all(backend, dtype, shapes, {**PLAIN, "stride": stride}, np.random.default_rng(0), is_last)
 
 

@@ -133,7 +133,7 @@ class ConvKernels(CudnnCaller):
     def _multiply(self, direction: int, x: Array, w: Array, y: Array, stride: Pair) -> None:
         """Compute one of x, w and y of the others by a product, images with channels last, see Note [products]."""
         pixels = x.reshape(x.shape[0], *x.shape[2:], x.shape[1])[:, :: stride[0], :: stride[1]]
-        chosen = pixels if pixels.flags.c_contiguous else self.empty(pixels.shape, x.dtype)
+        chosen = pixels if pixels.size == x.size else self.empty(pixels.shape, x.dtype)
         rows, filters, results = (
             chosen.reshape(-1, x.shape[1]),
             w.reshape(w.shape[:2]),
@@ -220,8 +220,8 @@ def preferred_formats(
 ) -> Pair | None:
     """Return formats of x and y that suit tensor cores, which read a pixel's channels together, or products.
 
-    See ../layout.py. An image of few channels, as the first is, stays as it is. So does one whose bias is added
-    afterwards (fuse.py).
+    See ../layout.py, which gives all that a convolution has. An image of few channels, as the first is, stays as it is.
+    So does one whose bias is added afterwards (fuse.py).
     """
     if has_bias or groups > 1 or y[1] % TENSOR_CORE:
         return None

@@ -20,8 +20,8 @@ KERNEL gather(const T* x, const U* indices, T* y, Int n, Int size, Int count, In
 
 enum { kEach = 8 };
 
-// total and then, in order, the elements of `count` rows; several are read before one is added.
-__device__ inline Total with_rows(const T* from, const Int* rows, Int count, Int after, Total total) {
+// Adds to total, in order, an element of each of `count` rows; several are read before one is added.
+__device__ inline Total add_rows(const T* from, const Int* rows, Int count, Int after, Total total) {
   Int k = 0;
   for (; k + kEach <= count; k += kEach) {
     A values[kEach];
@@ -48,7 +48,7 @@ KERNEL gather_backward(const T* dy, const U* indices, T* dx, Int size, Int count
     unsigned place = before_in_block(num_here, &all);
     _Pragma("unroll") for (int e = 0; e < kEach; ++e) if (is_here[e]) found[place++] = first + e;
     __syncthreads();
-    if (column < after) total = with_rows(from, found, all, after, total);
+    if (column < after) total = add_rows(from, found, all, after, total);
     __syncthreads();
   }
   if (column < after) dx[row * after + column] = narrow<T>(total);

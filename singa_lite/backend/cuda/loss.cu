@@ -46,7 +46,7 @@ template <class Team> struct Scores {
   Team team;
   const T* row;
   Int seen;
-  A scale, largest, total, held[kHeld];  // the probabilities
+  A scale, largest, total, held[kHeld];  // of probabilities the numerators, see probability()
 
   // queries: 0, or how many rows there are of each causal sample, the first with the number start; each sees elements
   // up to its own number
@@ -69,7 +69,8 @@ template <class Team> struct Scores {
     _Pragma("unroll") for (int e = 0; e < kHeld; ++e, i += team.step) if (i < n) use(i, Int(e));
     for (; i < n; i += team.step) use(i, Int(kHeld));
   }
-  // Reads the first kHeld of this thread's elements among the first n, all before one is looked at; behind n anything.
+  // Reads the first kHeld of this thread's elements, all before one is used; one that is not among the first n is
+  // undefined.
   __device__ void hold(const T* from, Int n, A* values) const {
     Int i = team.first;
     _Pragma("unroll") for (int e = 0; e < kHeld; ++e, i += team.step) values[e] = widen(from[i < n ? i : 0]);

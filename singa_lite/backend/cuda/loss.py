@@ -23,8 +23,8 @@ from ..base import Array
 from .launch import THREADS, Launcher
 
 WARP_ROW = (
-    512  # elements of a row of scores at most that a warp has: what its threads hold, see kHeld in loss.cu
-)
+    32 * 16
+)  # elements of a row of scores at most that a warp has: its threads hold kHeld of loss.cu each
 CAUSAL_ROWS = 128  # see Note [causal attention]
 
 Part = tuple[Any, slice, slice]  # some rows of all matrices
@@ -93,7 +93,7 @@ class LossKernels(Launcher):
         return out
 
     def _product(self, a: Array, b: Array, out: Array, allows_tf32: bool, **options: Any) -> None:
-        """Multiply the matrices of each sample and head; numbers that were of 16 bits fit in TF32."""
+        """Multiply the matrices of each sample and head; those of ``b`` fit in TF32 where it had 16 bits."""
         self.find("matmul")(a, b, out=out, allows_tf32=allows_tf32, **options)
 
     def _copied(self, view: Array) -> Array:

@@ -189,8 +189,8 @@ class MoveKernels(Launcher):
             return
         (m, n), k, batch = out.shape[-2:], a.shape[-2 if transpose_a else -1], prod(out.shape[:-2])
         a, b = (self._repeated(x, out.shape[:-2]) for x in (a, b))
-        is_one = batch > 1 and not transpose_a and prod(b.shape[:-2]) == 1
-        if is_one and a.flags.c_contiguous and out.flags.c_contiguous:  # the rows of a are one matrix
+        shares_b = batch > 1 and not transpose_a and prod(b.shape[:-2]) == 1
+        if shares_b and a.flags.c_contiguous and out.flags.c_contiguous:  # the rows of a are one matrix
             a, out = a.reshape(-1, k), out.reshape(-1, n)
             m, batch = m * batch, 1
         _, compute, one, size = GEMM_TYPES[a.dtype.char]
@@ -199,14 +199,14 @@ class MoveKernels(Launcher):
         if max(m, n, k, batch) >= 2**31:
             raise ShapeError(f"matmul: {out.shape} and {k} products each are more than cuBLAS counts")
         # cuBLAS counts columns first, so it sees transposes: out' = b' a'
-        shape, zero_or_one = (int(transpose_b), int(transpose_a), n, m, k, one), one if beta else one + size
+        shape, beta_address = (int(transpose_b), int(transpose_a), n, m, k, one), one if beta else one + size
         first, second, result = matrices(b), matrices(a), matrices(out)
         cublas = self.streams.current.cublas
         if batch == 1:
             first, second, result = first[:3], second[:3], result[:3]
-            cublas.product(*shape, *first, *second, zero_or_one, *result, compute, -1)
+            cublas.product(*shape, *first, *second, beta_address, *result, compute, -1)
         else:
-            cublas.products(*shape, *first, *second, zero_or_one, *result, batch, compute, -1)
+            cublas.products(*shape, *first, *second, beta_address, *result, batch, compute, -1)
 
     def _repeated(self, x: Array, batch: tuple[int, ...]) -> Array:
         """``x`` with all of ``batch`` before its last two axes, or with one matrix for all."""

@@ -48,7 +48,7 @@ struct Part {
     if (!is_listed && at >= 0 && at + kEach <= end) {
       const Pack<T, kEach> pack = *reinterpret_cast<const Pack<T, kEach>*>(values + at);
       OF_EACH(e) seen[e] = pack.values[e];
-    } else if (at < end) {
+    } else if (at < end && end > 0) {
       unsigned indices[kEach];
       OF_EACH(e) indices[e] = at + e < 0 ? 0 : at + e < end ? at + e : end - 1;
       if (is_listed) OF_EACH(e) indices[e] = list[indices[e]];

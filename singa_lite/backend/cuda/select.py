@@ -35,8 +35,8 @@ class SelectKernels(Launcher):
         (indices, selected), n, kind = out, values.size, values.dtype.char
         types, (blocks, span) = kind + indices.dtype.char, self._spans(n)
         digits, search = self._counters[self.streams.number]
-        before = self.scratch(8 * blocks + 4 * blocks * (1 + span // 8))
-        lists = before[8 * blocks :]  # see Note [candidates] in select.cu
+        before = self.scratch(8 * blocks)
+        lists = self.empty((blocks * (1 + span // 8),), np.uint32)  # see Note [candidates] in select.cu
         for number, (known, shift) in enumerate(pairwise(SHIFTS[kind])):
             numbers = (n, span, k, number, known, shift)
             counters = (digits, search, lists, self.block_counter)
