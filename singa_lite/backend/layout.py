@@ -137,7 +137,7 @@ class _Layout:
         for view in written:
             self._set_format(view, memory_format)
         attributes = call.attributes
-        if call.name in TAKES_FORMAT:
+        if call.name in TAKES_FORMAT and memory_format != PLAIN:
             attributes = {**attributes, "memory_format": memory_format}
         self._emit(replace(call, inputs=tuple(given), attributes=attributes))
 
