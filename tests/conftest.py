@@ -17,6 +17,7 @@ from singa_lite import autograd
 from singa_lite.config import state
 from singa_lite.device import Device, get_default_device
 from tests.devices import cuda_device, no_gpu, standin_nccl
+from tests.smaller_worlds import repeated
 from tests.standin import compiling
 
 NUL = b"\0"
@@ -59,7 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SHM_BEFORE] = shm_files()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in repeated(items):
+        item.add_marker(pytest.mark.slow)
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if needs_gpu and (reason := no_gpu()):
         for item in needs_gpu:

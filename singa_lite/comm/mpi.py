@@ -45,13 +45,13 @@ from .mpi_call import (
     words_in,
 )
 from .mpi_job import describe_mpi, load_mpi, within, workers_of, world_of
+from .mpi_pauses import Pauses
 from .wire import WIRE_DTYPES, narrow, widen
 from .work import Array, FinishedWork, Times, Work
 
 SMALL_BYTES = 8192  # sent with the call's description; above, the worker's 50 us are less than the copies
 CHUNK_ELEMENTS = 1 << 18  # stays in cache; 1 MB chunks were fastest of 0.5 to 16 MB for a 16 MB all-reduce
 COPY_BYTES = 1 << 30  # a count that every MPI takes (int, at most 2**31 - 1)
-SPINS, NAP_S = 200, 5e-5  # polls before napping; each spin gives the core away, as ranks may outnumber cores
 LEFT = "left"  # the call of a rank that closes
 # Of a small collective: called with the data of all ranks in rank order; of a large one: called once all agree
 Transfers = tuple[Callable[[list[Array]], None], Callable[[], None]]
@@ -348,20 +348,17 @@ class MpiCommunicator(Communicator):
         clear(self._rows)
         requests = [self._comm.Irecv(_bytes(self._rows[peer]), peer) for peer in self._peers]
         requests += [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
-        polls = 0
+        pauses = Pauses()
         while not self._mpi.Request.Testall(requests):
-            polls += 1
-            if polls <= SPINS:
-                os.sched_yield()
-            elif self.error is not None:
+            if not pauses.pause():
+                continue
+            if self.error is not None:
                 raise self.error
-            elif time.monotonic() > deadline:
+            if (now := time.monotonic()) > deadline:
                 raise self.late(call, timeout_s)
-            else:
-                if time.monotonic() > warning:
-                    warning = float("inf")
-                    self.warn(call, time.monotonic() - start)
-                time.sleep(NAP_S)
+            if now > warning:
+                warning = float("inf")
+                self.warn(call, now - start)
         for peer in self._peers:
             self._check_call(call, peer, words_in(self._rows[peer]))
         is_asked = asks_to_stop or any(asks_to_stop_in(self._rows[peer]) for peer in self._peers)

@@ -11,7 +11,6 @@ Nothing here blocks in MPI, so every wait has a deadline.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,12 +21,11 @@ import numpy as np
 from ..errors import CommError
 from .base import TIMEOUT_S
 from .mpi_job import load_mpi, within
+from .mpi_pauses import Pauses
 from .p2p import Arrival, Job, Messenger, SendWork, new_arrays
 from .work import Array
 
 PIECE_BYTES = 64 << 20  # every MPI takes 2**31 - 1; less, as a time-out counts from the last piece
-SPINS, NAP_S = 200, 5e-5  # polls before napping; each gives the core away, as there may be fewer cores
-LONGEST_NAP_S = 5e-4  # after some time; a server without work must leave the cores to the workers
 HEADS_AT_ONCE = 100  # taken before this process looks at anything else
 HEAD_TAG, ARRAY_TAG, JOIN_TAG = 1, 2, 32766  # the last on COMM_WORLD; 32767 is the largest that every MPI has
 MESSAGE, LEFT = b"m", b"l"  # first byte of a head
@@ -202,7 +200,7 @@ class MpiMessenger(Messenger):
 
         ``look`` returns whether it is done, and whether something has moved.
         """
-        moved_s, polls, nap_s = time.monotonic(), 0, NAP_S
+        moved_s, pauses = time.monotonic(), Pauses()
         while True:
             try:
                 is_done, has_moved = look()
@@ -213,15 +211,10 @@ class MpiMessenger(Messenger):
                 return True
             self._check_usable()  # another thread may have closed it
             if has_moved:
-                moved_s, polls, nap_s = time.monotonic(), 0, NAP_S
-            polls += 1
+                moved_s, pauses = time.monotonic(), Pauses()
             if time.monotonic() - moved_s >= limit_s:
                 return False
-            if polls <= SPINS:
-                os.sched_yield()
-            else:
-                time.sleep(nap_s)
-                nap_s = min(nap_s * 1.01, LONGEST_NAP_S)
+            pauses.pause()
 
     def _move(self, *, takes_all: bool) -> bool:
         """Take the heads that have come; ``takes_all``: have all arrays received."""
