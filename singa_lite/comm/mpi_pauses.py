@@ -13,8 +13,8 @@ NAP_S, LONGEST_NAP_S, GROWTH = 5e-5, 5e-4, 1.01
 class Pauses:
     """Pauses of one wait: YIELDS times the core is given to another process, then naps grow by GROWTH.
 
-    Ranks may outnumber cores, and a server without work must leave them to the workers. A nap is at most a hundredth of
-    the time waited so far, or NAP_S.
+    Ranks may outnumber cores, and a server without work must leave them to the workers. A nap is NAP_S longer than a
+    hundredth of those before it together, up to LONGEST_NAP_S.
     """
 
     def __init__(self) -> None:
