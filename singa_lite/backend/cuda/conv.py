@@ -16,7 +16,8 @@ processes may find different algorithms the fastest, and so differ in the last b
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import cupy
@@ -107,13 +108,17 @@ class ConvKernels(CudnnCaller):
         """Compute one of x, w and y, or of their gradients, of the other two; ``memory_formats``: of x and y."""
         order = ORDERS[direction]
         a, b, out = arrays = [(x, w, y)[place] for place in order]
-        plan, is_channels_last = None, max(memory_formats) > 1
-        if bias is not None or not (is_channels_last and is_product(x.dtype, w.shape, padding, groups)):
+        is_channels_last = max(memory_formats) > 1
+        compute: Callable[..., None]
+        if is_channels_last and bias is None and is_product(x.dtype, w.shape, padding, groups):
+            compute = partial(self._multiply, direction, stride)
+        else:
             options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
             key = (direction, DTYPES[out.dtype.char], is_channels_last, *options, state.allow_tf32)
             plan, is_channels_last = self._plan(
                 ("convolution", *key), lambda: self._make_plan(key, a, b, out)
             )
+            compute = partial(self._run_plan, plan, bias)
         own_formats = [(memory_formats[0], 1, memory_formats[1])[place] for place in order]
         formats = [
             (own, array.shape[1] if is_channels_last else 1)
@@ -122,23 +127,21 @@ class ConvKernels(CudnnCaller):
         operands = [self._operand(array, pair) for array, pair in zip(arrays, formats, strict=True)]
         for array, operand, pair in zip((a, b), operands, formats, strict=False):
             self._reorder(array, operand, pair)
-        if plan is None:
-            by_place = dict(zip(order, operands, strict=True))
-            self._multiply(direction, by_place[0], by_place[1], by_place[2], stride)
-        else:
-            workspace = self._workspace(plan.workspace_bytes)
-            plan.run(self.stream.ptr, *addresses((*operands, bias, workspace)), plan.workspace_bytes)
+        compute(*operands)
         self._reorder(operands[2], out, formats[2][::-1])
 
-    def _multiply(self, direction: int, x: Array, w: Array, y: Array, stride: Pair) -> None:
+    def _run_plan(self, plan: Any, bias: Array | None, a: Array, b: Array, out: Array) -> None:
+        workspace = self._workspace(plan.workspace_bytes)
+        plan.run(self.stream.ptr, *addresses((a, b, out, bias, workspace)), plan.workspace_bytes)
+
+    def _multiply(self, direction: int, stride: Pair, a: Array, b: Array, out: Array) -> None:
         """Compute one of x, w and y of the others by a product, images with channels last, see Note [products]."""
+        by_place = dict(zip(ORDERS[direction], (a, b, out), strict=True))
+        x, w, y = by_place[0], by_place[1], by_place[2]
         pixels = x.reshape(x.shape[0], *x.shape[2:], x.shape[1])[:, :: stride[0], :: stride[1]]
         chosen = pixels if pixels.size == x.size else self.empty(pixels.shape, x.dtype)
-        rows, filters, results = (
-            chosen.reshape(-1, x.shape[1]),
-            w.reshape(w.shape[:2]),
-            y.reshape(-1, y.shape[1]),
-        )
+        rows, results = chosen.reshape(-1, x.shape[1]), y.reshape(-1, y.shape[1])
+        filters = w.reshape(w.shape[:2])
         if chosen is not pixels and direction != BACKWARD_DATA:
             self.find("copy")(pixels, out=chosen)
         if direction == FORWARD:

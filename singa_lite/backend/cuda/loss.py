@@ -22,9 +22,8 @@ from ...errors import ShapeError
 from ..base import Array
 from .launch import THREADS, Launcher
 
-WARP_ROW = (
-    32 * 16
-)  # elements of a row of scores at most that a warp has: its threads hold kHeld of loss.cu each
+# elements of a row of scores at most that a warp has: its threads hold kHeld of loss.cu each
+WARP_ROW = 32 * 16
 CAUSAL_ROWS = 128  # see Note [causal attention]
 
 Part = tuple[Any, slice, slice]  # some rows of all matrices
