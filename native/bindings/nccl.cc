@@ -88,7 +88,8 @@ PYBIND11_MODULE(_nccl, m) {
   py::class_<NcclOp, std::shared_ptr<NcclOp>>(m, "Op")
       .def_property_readonly("label", &NcclOp::label)
       .def_readonly("is_captured", &NcclOp::is_captured)
-      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); });
+      .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); })
+      .def_property_readonly("was_aborted", [](const NcclOp& op) { return op.was_aborted.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
       .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
            py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true), py::arg("is_blocking"))

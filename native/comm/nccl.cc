@@ -190,7 +190,7 @@ std::shared_ptr<NcclOp> NcclCommunicator::next_op(std::string_view name) {
   if (op == nullptr) op = std::make_unique<NcclOp>(driver_);
   op->name = name;
   op->running_since_s = 0;
-  op->is_graph = op->is_captured = op->has_ended = false;
+  op->is_graph = op->is_captured = op->has_ended = op->was_aborted = false;
   return {op.release(), [pool = pool_](NcclOp* ended) {
             std::unique_ptr<NcclOp> owner(ended);
             // a forked child may find the mutex held for ever
@@ -313,7 +313,10 @@ void NcclCommunicator::fail(const std::string& text) {
   }
   leave(library_->abort);
   std::lock_guard lock(mutex_);
-  for (const std::shared_ptr<NcclOp>& op : in_flight_) op->has_ended = true;
+  for (const std::shared_ptr<NcclOp>& op : in_flight_) {
+    op->was_aborted = true;
+    op->has_ended = true;
+  }
   in_flight_.clear();
 }
 

@@ -62,6 +62,7 @@ struct NcclOp {
   double running_since_s = 0;
   bool is_captured = false;  // part of a CUDA graph: it runs when that is launched, and is not watched
   std::atomic<bool> has_ended{false};  // so that its arrays need not be kept here
+  std::atomic<bool> was_aborted{false};  // before it ended by itself; set before has_ended
 };
 
 // How often this process is a forked child of one that had loaded this, without asking the kernel.

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flight recorder of NCCL's collectives, which the host starts and never waits for.
 
-A call is recorded when it is given to the GPU. That it has ended there is recorded when the next one is given, or this
-process makes a report; a call in a CUDA graph is recorded once, while the graph is made.
+A call is recorded when it is given to the GPU. That it has ended there is noticed by the communicator's thread, some
+milliseconds later, and recorded when the next one is given or this process makes a report. A call that was aborted, as
+those in flight are when the communicator fails, is recorded as failed. One in a CUDA graph is recorded once, while the
+graph is made.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ class GpuRecorder(FileRecorder):
         """Report the first failure of the communicator, which fails in every later call again."""
         if not self._is_broken:
             self._is_broken = self.has_failed = True
+            self._note_ends()
+            while self._in_flight:  # they are being aborted
+                self.end(self._in_flight.popleft()[0], False)
             self.report(error)
 
     def read(self) -> FlightRecord:
@@ -50,4 +55,5 @@ class GpuRecorder(FileRecorder):
 
     def _note_ends(self) -> None:
         while self._in_flight and (self._in_flight[0][1].is_captured or self._in_flight[0][1].has_ended):
-            self.end(self._in_flight.popleft()[0], True)
+            number, op = self._in_flight.popleft()
+            self.end(number, not op.was_aborted)

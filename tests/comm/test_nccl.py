@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import pytest
 from singa_lite import autograd, opt, singa_wrap
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.dispatch import DispatchCommunicator
-from singa_lite.comm.flight_record import ENDED
+from singa_lite.comm.flight_record import ENDED, Call
 from singa_lite.comm.nccl import NcclCommunicator, describe
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
@@ -826,33 +826,38 @@ def test_singas_calls_leave_the_sum_of_gpu_tensors():
 # ---- the flight recorder -------------------------------------------------------------------------------
 
 
-def another_call(world: World) -> tuple[str, str]:
+def recorded_calls(c: NcclCommunicator) -> Sequence[Call]:
+    """What the recorder of this rank knows of its calls."""
+    assert c.flight_recorder is not None
+    [mine] = [rank for rank in c.flight_recorder.read().ranks if rank.rank == c.rank]
+    return mine.calls
+
+
+def another_call(world: World) -> tuple[list[str], str]:
     """Rank 1 makes another call than the others after two that are alike; what the recorder knows, and the error."""
     c = make(world, 2.0)
     for number in range(2):
         c.all_reduce(on_gpu(np.ones((4, 3), np.float32)), "sum", name=f"w{number}").wait()
     gpu_of_rank().synchronize()
-    assert c.flight_recorder is not None
+    deadline = time.monotonic() + LIMIT_S
+    while (calls := recorded_calls(c))[-1].state != ENDED and time.monotonic() < deadline:
+        time.sleep(0.005)
     c.all_reduce(
         on_gpu(np.ones(5, np.float32)), "mean", name="odd" if c.rank == 1 else "grad", wire_dtype="float16"
-    )
-    [mine] = [rank for rank in c.flight_recorder.read().ranks if rank.rank == c.rank]
-    calls = ", ".join(
-        f"{x.kind} {x.op} {x.name} {x.dtype}{list(x.shape)} {x.state == ENDED}" for x in mine.calls[:2]
     )
     if c.rank != 2:
         c.all_reduce(on_gpu(np.ones(7, np.float32)), "sum", name="without rank 2")
     error = "" if c.rank == 2 else broken(c)
     c.host.barrier()  # rank 2 lives while the others look
     c.close()
-    return calls, error
+    return [f"{x.kind} {x.op} {x.name} {x.dtype}{list(x.shape)} {x.state == ENDED}" for x in calls], error
 
 
 def test_a_report_names_the_call_that_a_rank_has_not_given_to_its_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("SINGA_LITE_LOG_DIR", str(tmp_path))
     results = run(another_call, 3)
     for calls, _ in results:
-        assert calls == "all_reduce sum w0 float32[4, 3] True, all_reduce sum w1 float32[4, 3] True"
+        assert calls == ["all_reduce sum w0 float32[4, 3] True", "all_reduce sum w1 float32[4, 3] True"]
     assert all("waited 2 s in NCCL" in error for _, error in results[:2])
     [path] = tmp_path.iterdir()
     report = path.read_text()
@@ -861,3 +866,8 @@ def test_a_report_names_the_call_that_a_rank_has_not_given_to_its_gpu(tmp_path, 
     assert re.search(r"First call where ranks differ: #2 of the world, over NCCL", report)
     assert re.search(r"rank 1: all_reduce 'odd' mean float32\[5\] as float16 at .*test_nccl\.py", report)
     assert re.search(r"rank 0, 2: all_reduce 'grad' mean float32\[5\] as float16 at .*test_nccl\.py", report)
+    # the report's rank aborted what it was in, which has not ended
+    assert re.search(
+        r"rank \d \(process \d+, running\): in #[23] of the world, over NCCL, .*, failed", report
+    )
+    assert not re.search(r"after #[23] of the world, over NCCL", report)
