@@ -7,14 +7,14 @@ import argparse
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from . import _native
 from .backend.cpu.bfloat16 import describe
 from .bench.command import run_command
-from .bench.plan_command import add_plan, run_plan
 from .comm import find_transports
 from .comm.flight_report import SHOWN_CALLS
 from .comm.inspect_job import inspect_job
@@ -37,20 +37,25 @@ ASK_TRANSPORT = "from singa_lite.comm import find_transports; print(find_transpo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``arguments`` (None: those of this process); returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="singa-lite", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="run | inspect | bench | plan | trace | info")
-    info_parser = commands.add_parser("info", help="list what was built and which transports work")
-    info_parser.set_defaults(action=_print_info)
+    commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
+    named = [COMMANDS[word] for word in words[:1] if word in COMMANDS]
+    for add in (
+        named or COMMANDS.values()
+    ):  # one: what `plan` and `info` import would delay the start of `run`
+        add(commands)
+    options = parser.parse_args(words)
+    code: int = options.action(options)
+    return code
+
+
+def _add_run(commands: Any) -> None:
     run = add_run(commands)
     run.set_defaults(action=lambda options: run_command(run, lambda: launch_job(run, options)))
-    plan = add_plan(commands)
-    plan.set_defaults(action=lambda options: run_command(plan, lambda: run_plan(options)))
-    trace = commands.add_parser(
-        "trace", help="join what processes wrote that were not started by `run --trace`"
-    )
-    trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
-    trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
-    trace.set_defaults(action=lambda options: run_command(trace, lambda: _join(options.folder, options.file)))
+
+
+def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser("inspect", help="show what every rank of a running job is doing")
     inspect.add_argument("pid", type=int, metavar="PID", help="of a rank, or of what started the ranks")
     inspect.add_argument(
@@ -63,15 +68,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inspect.set_defaults(
         action=lambda options: run_command(inspect, lambda: _inspect(options.pid, options.calls))
     )
+
+
+def _add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="compare dist_options, or time collectives")
     bench.add_argument("what", choices=["sync", "compare", "allreduce"], help=BENCHES)
     bench.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="of it; `singa-lite bench sync --help` lists them"
     )
     bench.set_defaults(action=lambda options: _bench(options.what, options.arguments))
-    options = parser.parse_args(arguments)
-    code: int = options.action(options)
-    return code
+
+
+def _add_plan(commands: Any) -> None:
+    from .bench.plan_command import add_plan, run_plan
+
+    plan = add_plan(commands)
+    plan.set_defaults(action=lambda options: run_command(plan, lambda: run_plan(options)))
+
+
+def _add_trace(commands: Any) -> None:
+    trace = commands.add_parser(
+        "trace", help="join what processes wrote that were not started by `run --trace`"
+    )
+    trace.add_argument("folder", type=Path, metavar="FOLDER", help="that SINGA_LITE_TRACE named")
+    trace.add_argument("file", type=Path, metavar="FILE", help="for the Chrome trace events")
+    trace.set_defaults(action=lambda options: run_command(trace, lambda: _join(options.folder, options.file)))
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="list what was built and which transports work")
+    parser.set_defaults(action=_print_info)
+
+
+COMMANDS: Mapping[str, Callable[[Any], None]] = MappingProxyType(  # Any: argparse keeps their class private
+    {
+        "run": _add_run,
+        "inspect": _add_inspect,
+        "bench": _add_bench,
+        "plan": _add_plan,
+        "trace": _add_trace,
+        "info": _add_info,
+    }
+)
 
 
 def _print_info(options: argparse.Namespace) -> int:
@@ -92,7 +130,7 @@ def _join(folder: Path, path: Path) -> int:
 
 
 def _bench(what: str, arguments: Sequence[str]) -> int:
-    """Run a command of the folder bench/, imported here as `run` starts sooner without the data sets."""
+    """Run a command of the folder bench/."""
     if what == "sync":
         from .bench.sync import main as bench
     elif what == "compare":
@@ -110,6 +148,8 @@ def _python(code: str) -> list[str]:
 
 def info() -> str:
     """List what was built and which transports work here, and why the others do not."""
+    from importlib.metadata import version
+
     rows = [
         ("singa-lite", package_version()),
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -129,6 +169,8 @@ def info() -> str:
 
 def package_version() -> str:
     """Return the installed version, or the path of a copy that is only on Python's path."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("singa-lite")
     except PackageNotFoundError:

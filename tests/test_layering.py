@@ -42,10 +42,11 @@ EXCHANGE = {"comm", "sync"}
 COMPUTE = {"backend", "device", "tensor", "autograd", "initializer", "layer", "opt", "model", "gluon"}
 IMPORTS_BOTH = {"opt.dist", "opt.step_options", "opt.consistency"}
 SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
-# imported inside a function: cupy when a CUDA device is made, the data sets, and zipfile when states are saved
+# imported inside a function: cupy when a CUDA device is made, what other commands than `run` need, and zipfile when
+# states are saved
 LATE = {
     "device": {"backend.cuda"},
-    "cli": {"bench.sync", "bench.compare", "bench.allreduce"},
+    "cli": {"bench.sync", "bench.compare", "bench.allreduce", "bench.plan_command"},
     "model": {"model_file"},
 }
 DATA_SEES = {"errors", "config"}
