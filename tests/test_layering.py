@@ -21,7 +21,7 @@ FACE = "__init__"
 LEVELS = {
     14: {FACE, "__main__"},
     13: {"cli"},
-    12: {"bench", "launch_command"},
+    12: {"bench", "info_command", "launch_command"},
     11: {"checkpoint", "communicators", "data", "gluon", "singa_wrap"},
     10: {"model"},
     9: {"kvstore", "record"},
@@ -46,7 +46,7 @@ SYNC_SEES_OF_COMM = ("comm.base", "comm.work")  # the contract, no transport
 # states are saved
 LATE = {
     "device": {"backend.cuda"},
-    "cli": {"bench.sync", "bench.compare", "bench.allreduce", "bench.plan_command"},
+    "cli": {"bench.sync", "bench.compare", "bench.allreduce", "bench.plan_command", "info_command"},
     "model": {"model_file"},
 }
 DATA_SEES = {"errors", "config"}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from singa_lite import cli
+from singa_lite import cli, info_command
 from singa_lite.backend.cpu.bfloat16 import describe
 from singa_lite.comm import launch
 from singa_lite.comm.output import RankOutput, Sink
@@ -489,8 +489,9 @@ def test_a_package_that_is_not_installed_says_where_it_is(monkeypatch):
     def missing(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(cli, "version", missing)
-    assert cli.package_version() == f"not installed, used from {Path(cli.__file__).parent}"
+    monkeypatch.setattr(info_command, "version", missing)
+    where = Path(info_command.__file__).parent
+    assert info_command.package_version() == f"not installed, used from {where}"
 
 
 @pytest.mark.parametrize("module", ["singa_lite", "singa_lite.cli"])
@@ -535,7 +536,7 @@ def test_the_row_of_mpi_survives_a_broken_library_too(tmp_path, monkeypatch):
     package.mkdir()
     write_script(package, "raise RuntimeError('cannot load MPI library')", "__init__.py")
     monkeypatch.syspath_prepend(tmp_path)  # which the process that is asked gets
-    assert_mpi4py_cannot_load(cli._ask(cli.ASK_TRANSPORT.format("mpi")))
+    assert_mpi4py_cannot_load(info_command._ask(info_command.ASK_TRANSPORT.format("mpi")))
 
 
 def test_a_signal_that_comes_while_ranks_are_started_starts_no_more_of_them(monkeypatch, capfd):
