@@ -172,6 +172,14 @@ class Node:
             context.saved = tuple(instead.get(id(value), value) for value in context.saved)
 
 
+class RecordedStep(Node):
+    """Stands for the operators that made a result of a recorded step, which keeps nothing for a gradient."""
+
+    def __init__(self) -> None:
+        self.context, self.sources, self.outputs = None, [], []
+        self.number = next(state.numbers)
+
+
 class Operator:
     """One differentiable operation: plain attributes on the instance, state of a call on the Context.
 
@@ -361,8 +369,8 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     check_recorded(y)
     assert y.creator is not None
     nodes = nodes_behind(y.creator)
-    if any(node.context is None for node in nodes):
-        raise GraphError("backward: part of this record was used up by an earlier backward()")
+    for node in nodes:
+        _check_unused(node)
     if dy is None and y.size() == 1 and _has_float16(nodes):
         raise OptionError(
             'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
@@ -385,8 +393,17 @@ def check_recorded(y: object) -> None:
             "compute outside no_grad(), and from at least one tensor with stores_grad=True; "
             "calling a Model that is not compiled evaluates it"
         )
-    if y.creator.context is None:
-        raise GraphError("backward: the record of this tensor was used up by an earlier backward()")
+    _check_unused(y.creator)
+
+
+def _check_unused(node: Node) -> None:
+    if isinstance(node, RecordedStep):
+        raise GraphError(
+            "backward: this is, or was computed from, a result of a recorded step, through which no gradient flows; "
+            "take clone() of the result to go without, or compile its model with use_graph=False"
+        )
+    if node.context is None:
+        raise GraphError("backward: part of this record was used up by an earlier backward()")
 
 
 def needs_scale(y: Tensor) -> bool:

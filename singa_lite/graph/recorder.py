@@ -124,8 +124,16 @@ class Recorder:
             memory.version += 1
             self._passed.append((tensor, memory))
         self._num_hosts += node.sees_arrays
-        with unrecorded():
-            return node.function(*node.arguments)
+        try:
+            with unrecorded():
+                return node.function(*node.arguments)
+        except BaseException:
+            self.note_error(node.name)
+            raise
+
+    def note_error(self, what: str) -> None:
+        """Break the graph of a step that may catch an error: what it does then is for these values alone."""
+        self.break_graph(f"{what} raised an error", is_lasting=False)
 
     def cast(self, backend: Any, array: Array, dtype: Any) -> Array:
         """Return ``array`` in ``dtype``.

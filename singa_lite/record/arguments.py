@@ -15,6 +15,7 @@ from typing import Any
 
 from ..graph.memory import address_of, root_of
 from ..graph.recorder import Recorder
+from ..layer.base import Layer
 from ..tensor import Tensor
 from ..tensor.pytree import leaves, mapped, rebuild
 
@@ -71,6 +72,13 @@ class Arguments:
         if recorder.break_reason is not None:  # which may be that it read the array of an input
             for tensor, clone in zip(self.given, self.tensors, strict=True):
                 tensor.copy_data(clone)
+
+    def give_attributes_back(self, layer: Layer, recorder: Recorder) -> None:
+        """Break the graph if the step has kept an input in an attribute of a layer, and have it hold the caller's."""
+        for name, value in list(vars(layer).items()):
+            if name not in layer.unrecorded_attributes and (given := self._as_given(value)) is not value:
+                recorder.break_graph(f"it keeps an input in {type(layer).__name__}.{name}; keep its clone()")
+                vars(layer)[name] = given
 
     def _change(self, given: Any, copy: Any) -> None:
         """Have ``given`` hold what its copy holds."""

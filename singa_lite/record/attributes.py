@@ -115,6 +115,7 @@ class Attributes:
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
         self._made: list[Tensor] = []  # by the step, for attributes
+        self._set: list[Tensor] = []  # copies of these that the attributes have
         self._read: list[int] = []  # of the inputs: numbers among those held
 
     def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
@@ -143,8 +144,10 @@ class Attributes:
         self._held = _tensors_of([*olds, *self._constants])
         self._find_inputs(olds, [*self._held, *states.values()], recorder)
         if recorder.break_reason is None or not recorder.is_lasting:
-            self._pin(changed, recorder)
+            has_views = self._pin(changed, recorder)
             self.repeat()
+            if has_views:
+                self.share_memory()
         self._states = [
             (t, t.array, t.stores_grad, t.requires_grad) for t in self._states_of_model().values()
         ]
@@ -181,8 +184,11 @@ class Attributes:
                 self.inputs.append(tensor)
                 self._read.append(number)
 
-    def _pin(self, changed: dict[Hashable, tuple[Attribute, Attribute]], recorder: Recorder) -> None:
-        """Have replays leave what the step made where it is, and keep that apart from what the caller gets."""
+    def _pin(self, changed: dict[Hashable, tuple[Attribute, Attribute]], recorder: Recorder) -> bool:
+        """Have replays leave what the step made where it is, and keep that apart from what the caller gets.
+
+        Returns whether it has made views of other Tensors, which no replay does.
+        """
         numbers = {id(tensor): number for number, tensor in enumerate(self._held)}  # and by made arrays
         tensors = list(self._held)
         for key, (old, new) in changed.items():
@@ -199,6 +205,17 @@ class Attributes:
             self._changes[key] = Change(old, value, sources, is_in_place)
         self._made = tensors[len(self._held) :]
         self._aliases = _aliases(self._held)
+        known = {id(each): each for each in (*self._held, *self._states_of_model().values())}
+        roots = Counter(id(root_of(tensor.array)) for tensor in (*known.values(), *self._made))
+        views = [
+            new.label
+            for key, (_, new) in changed.items()
+            for source, tensor in zip(self._changes[key].sources, new.tensors, strict=True)
+            if source >= len(self._held) and roots[id(root_of(tensor.array))] > 1
+        ]
+        if views:
+            recorder.break_graph(f"it sets {views[0]} to a view of another tensor; use clone()")
+        return bool(views)
 
     def fit(self) -> bool:
         """Return whether all attributes are as the recorded step found them."""
@@ -250,10 +267,15 @@ class Attributes:
     def repeat(self) -> None:
         """Set the attributes as the step did."""
         if self._changes:
-            tensors = [*self._held, *(tensor.clone() for tensor in self._made)]
+            self._set = [tensor.clone() for tensor in self._made]
             for change in self._changes.values():
-                change.repeat(tensors)
+                change.repeat([*self._held, *self._set])
         self._held = []
+
+    def share_memory(self) -> None:
+        """Have the Tensors that ``repeat`` has set share memory with those of the step."""
+        for clone, made in zip(self._set, self._made, strict=True):
+            clone.array = made.array
 
 
 def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from ..config import state
+from ..autograd.engine import RecordedStep
+from ..config import state, this_thread
 from ..device import get_default_device
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
@@ -38,6 +39,7 @@ from .attributes import Attributes, pinned
 from .variables import Variables
 
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
+IDENTITY = "an input is a Tensor that the model or a variable holds, and its code compares identities; pass x.clone()"
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
 
 
@@ -94,15 +96,26 @@ class Record:
         copies: MutableMapping[int, Any],
     ) -> None:
         self.is_postponed = False
+        self._creator = RecordedStep()
         recorder = Recorder(leaves)
         given = Arguments((arguments, options))
         inputs = given.tensors
         recorder.take_inputs([tensor.array for tensor in inputs])
         self.device = inputs[0].device if inputs else get_default_device()
+        self.break_reason: str | None
         self._attributes = Attributes(model)
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()
         )
+        # Tensors that the step may compare an input with; what holds them is compared at every replay
+        self._compares_identities = self._variables.compares_identities
+        held = [each for found in self._attributes.before.values() for each in found.tensors]
+        self._held = {*map(id, held), *self._variables.tensors}
+        if self._compares_identities and not self._held.isdisjoint(map(id, given.given)):
+            self.break_reason, self.is_lasting = IDENTITY, False
+            self.is_partial = self.changes_containers = False
+            self.result = model.run_train_one_batch(*arguments, **options)
+            return
         self.result = self._run_eagerly(model, given, arenas, recorder)
         self.changes_containers = given.changes_containers
         _check_result(self.result, (arguments, options), recorder)
@@ -111,12 +124,20 @@ class Record:
         del given
         if recorder.break_reason is None:
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
+            # numbers of those that an operator has made
+            self._made = [
+                number for number, each in enumerate(leaves(self.result)) if each.creator is not None
+            ]
             self._result = rebuild(self.result, iter(self._results))
             self.result = self._new_result()
             inputs = [Tensor.wrap(tensor.array, tensor.device) for tensor in inputs]
             known = [tensor.array for tensor in (*inputs, *self._attributes.inputs)]
             if recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
                 recorder.break_graph(KEPT)
+                # somebody may hold what they were copied from
+                for clone, kept in zip(leaves(self.result), self._results, strict=True):
+                    clone.array = kept.array
+                self._attributes.share_memory()
         self.break_reason, self.is_lasting = recorder.break_reason, recorder.is_lasting
         self.is_partial = recorder.is_partial
         self._guards = recorder.guards
@@ -127,6 +148,7 @@ class Record:
 
     def _run_eagerly(self, model: Any, given: Arguments, arenas: list[Any], recorder: Recorder) -> Any:
         """Return the step's result, and have its tape; what it does to its arguments is done to the caller's, too."""
+        training = this_thread.training
         try:
             with self.device.backend.saving_memory(arenas), recorder.recording():
                 result = model.run_train_one_batch(*given.value[0], **given.value[1])
@@ -136,6 +158,10 @@ class Record:
             given.give_values_back(recorder)
             raise
         given.give_back(recorder)
+        for _, layer in layers_of(model):
+            given.give_attributes_back(layer, recorder)
+        if this_thread.training != training:
+            recorder.break_graph("it changes autograd.training")
         recorder.finish()
         self._variables.finish(recorder)
         given.give_values_back(recorder)
@@ -176,8 +202,15 @@ class Record:
             weakref.finalize(self, self._copies.forget).atexit = False
         self._nodes = [node for node in self._nodes if not isinstance(node, ClockCall)]
 
-    def fits(self, known: Known) -> bool:
-        """Return whether a replay would do what the step does now; ``known`` collects what was compared."""
+    def fits(self, known: Known, given: list[Tensor]) -> bool:
+        """Return whether a replay would do what the step does now.
+
+        Args:
+            known: collects what was compared.
+            given: the Tensors of a call.
+        """
+        if self._compares_identities and not self._held.isdisjoint(map(id, given)):
+            return False
         if not self._attributes.fit() or self._variables.changed() is not None:
             return False
         for key, (function, value) in self._guards.items():
@@ -213,10 +246,14 @@ class Record:
                 run_steps(self._replay_nodes)
         except BaseException:
             use_copies(None)
+            self.device.backend.end_packing()
             raise
 
     def _new_result(self) -> Any:
-        return rebuild(self._result, map(Tensor.clone, self._results))
+        tensors = list(map(Tensor.clone, self._results))
+        for number in self._made:
+            tensors[number].creator = self._creator
+        return rebuild(self._result, iter(tensors))
 
     def _replay_timed(self, profile: TimeProfile) -> None:
         """Run the nodes one by one and give the device's profile how long each took."""

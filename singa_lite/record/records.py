@@ -6,6 +6,7 @@ What lives here: the keys of records, and how many there are. What does not: one
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -45,6 +46,7 @@ class Kind:
         records: they differ in their guards and in the attributes they found.
         misses: recordings since the last replay.
         retries: of steps that broke, but need not the next time.
+        last_reason: why the last of them did.
         break_reason: why such calls run eagerly for good.
         is_checked: whether a call whose inputs the model holds has shown what the step writes.
         is_settled: whether the step itself is the reason, in another run as well, and not what calls came before.
@@ -55,6 +57,7 @@ class Kind:
     records: list[Record] = field(default_factory=list)
     misses: int = 0
     retries: int = 0
+    last_reason: str | None = None
     break_reason: str | None = None
     is_settled: bool = False
     is_checked: bool = False
@@ -71,30 +74,40 @@ class Records:
         self._misses = 0  # recordings since a replay, of all kinds with tensors of these shapes
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
+        self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
-        if this_thread.recorder is not None:  # a model within another one's step
-            return model.run_train_one_batch(*arguments, **options)
+        if this_thread.recorder is None:  # else it is a model within another one's step
+            with self._lock:
+                is_recorded, result = self._call(model, arguments, options, precision)
+            if is_recorded:
+                return result
+        return model.run_train_one_batch(*arguments, **options)
+
+    def _call(
+        self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
+    ) -> tuple[bool, Any]:
+        """Return whether the step was replayed, recorded or run for its record, and its result."""
         kind, tensors = self._kind_of(arguments, options, precision)
         if kind.break_reason is None:
             known: Known = {}
             # not in a function of its own: a replay makes few calls of Python
             for number, record in enumerate(kind.records):
-                if record.fits(known):
+                if record.fits(known, tensors):
                     kind.records.insert(0, kind.records.pop(number))
                     kind.misses = self._misses = 0
                     if record.is_postponed:
-                        return self._run_postponed(record, model, arguments, options)
-                    return record.replay(tensors)
+                        return True, self._run_postponed(record, model, arguments, options)
+                    return True, record.replay(tensors)
             per_kind = getattr(model.optimizer, "records_per_kind", 1)
             if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
                 if not kind.is_checked and self._share_memory(model, tensors):
-                    return self._note_writes(kind, model, arguments, options)
+                    return True, self._note_writes(kind, model, arguments, options)
                 result = self._record(kind, model, arguments, options)
                 self._drop_oldest(MAX_RECORDS * per_kind)
-                return result
-        return model.run_train_one_batch(*arguments, **options)
+                return True, result
+        return False, None
 
     def _run_postponed(
         self, record: Record, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
@@ -181,6 +194,7 @@ class Records:
             kind.break_reason, kind.is_settled = record.break_reason, record.is_lasting
         elif not record.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
+            kind.last_reason = record.break_reason
         result, record.result = record.result, None
         return result
 
@@ -224,10 +238,12 @@ class Records:
                 "tuples, dicts and dataclasses of them"
             )
         shared = repeats(tensors, self._written)
-        key = key, precision, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
+        modes = precision, this_thread.recording
+        key = key, modes, shared, *map(name_of, tensors), *map(len, map(vars, tensors))
         if key not in self._kinds:
             reason = reason or _unfit(tensors, shared is not None and shared[1])
             label = _label(arguments, options) + ("" if precision == "fp32" else f", {precision}")
+            label += "" if this_thread.recording else ", no_grad"
             self._kinds[key] = Kind(label, types, break_reason=reason)
         self._kinds.move_to_end(key)
         return self._kinds[key], tensors if shared is None else list(dict.fromkeys(tensors))
@@ -237,8 +253,9 @@ class Records:
         found = []
         for kind in self._kinds.values():
             found += [record.info(kind.label) for record in reversed(kind.records)]
-            if kind.break_reason is not None:
-                found.append(RecordInfo(kind.label, 0, 0, 0, 0, kind.break_reason))
+            reason = kind.break_reason or (None if kind.records else kind.last_reason)
+            if reason is not None:
+                found.append(RecordInfo(kind.label, 0, 0, 0, 0, reason))
         return found
 
     def postpone(self) -> None:

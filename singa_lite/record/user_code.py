@@ -23,6 +23,11 @@ INSTALLED = ("site-packages", "dist-packages")
 # which draw new numbers if they are made without a seed
 GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
+SEEDING = {
+    "seed",
+    "set_state",
+    "setstate",
+}  # of generators that others share: a replay would leave their state
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
 
@@ -40,18 +45,30 @@ def names_of(code: CodeType) -> tuple[set[str], set[str]]:
             names, attributes = names | inner_names, attributes | inner_attributes
         elif isinstance(constant, str):
             attributes.add(constant)  # of getattr
+        elif isinstance(constant, tuple):  # of match, or a loop over names
+            attributes |= {part for part in constant if isinstance(part, str)}
     return names, attributes
 
 
+def compares_identities(code: CodeType) -> bool:
+    """Return whether ``code``, or what is defined in it, asks if two objects are one, neither of them a constant."""
+    if any(compares_identities(part) for part in code.co_consts if isinstance(part, CodeType)):
+        return True
+    return any(
+        then.opname == "IS_OP" and named.opname != "LOAD_CONST"
+        for named, then in pairwise(dis.get_instructions(code))
+    )
+
+
 def unseeded_calls(code: CodeType) -> set[str]:
-    """Return the calls in ``code``, and in what it defines, of GENERATORS without a seed and of SYSTEMS_NUMBERS."""
+    """Return calls in ``code``, and in what it defines: of GENERATORS without a seed, SYSTEMS_NUMBERS and SEEDING."""
     found = set[str]().union(*(unseeded_calls(part) for part in code.co_consts if isinstance(part, CodeType)))
     shown = [
         each for each in dis.get_instructions(code) if each.opname not in ("PRECALL", "PUSH_NULL", "CACHE")
     ]
     for named, then in pairwise(shown):
         name = str(named.argval)
-        if name in SYSTEMS_NUMBERS or (
+        if name in SYSTEMS_NUMBERS | SEEDING or (
             name in GENERATORS and then.opname.startswith("CALL") and not then.arg
         ):
             found.add(name)

@@ -6,13 +6,14 @@ A replay runs no Python, so all of it must be what it was when the step was reco
 Note [variables]: the functions of the user's classes are read, and those that they name: global variables, variables of
 closures, code and defaults of functions, attributes of functions, classes, modules and objects. Of an object its class
 counts, and those attributes that such a function names (where one names vars, all of a namespace of argparse or types),
-at any depth: the functions of the class of what an attribute or a container holds are read too. A container of up to
-MAX_ITEMS is compared with all that it holds; of a list, dict (its values) or deque of up to MAX_IDENTITIES whether it
-holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared by content, larger ones by
-identity. What installed packages and Python's own modules read is not looked at, nor are clocks, files and print, names
-that only exist at run time (eval, globals(), getattr of a computed name, vars() of other objects, imports inside
-functions), and attributes that an object did not have when the step was recorded. Functions that make a generator
-without a seed, or ask the system for numbers, break the graph.
+at any depth: the functions of the class of what an attribute or a container holds are read too. Of a Tensor those count
+that not every Tensor has, and its name; of the user's optimizers and schedules what they add to those of the package. A
+container of up to MAX_ITEMS is compared with all that it holds; of a list, dict (its values) or deque of up to
+MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared by
+content, larger ones by identity. What installed packages and Python's own modules read is not looked at, nor are
+clocks, files and print, names that only exist at run time (eval, globals(), getattr of a computed name, vars() of other
+objects, imports inside functions), and attributes that an object did not have when the step was recorded. Functions
+that make a generator without a seed, or ask the system for numbers, break the graph.
 
 What lives here: finding the variables and comparing them. What does not: reading one function's code (user_code.py),
 and what each kind of container holds (containers.py).
@@ -24,12 +25,12 @@ import itertools
 import random
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property, partial, partialmethod, singledispatchmethod
-from operator import is_
+from operator import attrgetter, is_, methodcaller
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import numpy as np
 
@@ -54,11 +55,38 @@ from .containers import (
     items_of,
     keys_of,
 )
-from .user_code import PARTS, defaults_of, is_users, names_of, unseeded_calls, value_of_cell
+from .user_code import (
+    PARTS,
+    compares_identities,
+    defaults_of,
+    is_users,
+    names_of,
+    unseeded_calls,
+    value_of_cell,
+)
 
-WRAPPERS = (UserDict, UserList, ChainMap)  # whose own code, which is Python's, reads their attributes
+WRAPPERS = (
+    UserDict,
+    UserList,
+    ChainMap,
+    WeakKeyDictionary,
+    WeakValueDictionary,
+)  # whose own code, which is Python's, reads their attributes
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
 NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
+OF_ALL_TENSORS = {
+    *(
+        "device",
+        "array",
+        "requires_grad",
+        "stores_grad",
+        "creator",
+        "creator_output",
+        "_grad",
+        "_has_fresh_grad",
+    ),
+}  # attributes that are looked at elsewhere; a name is not
+MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 
 # label of a variable, for people; what reads it, or returns Absent
@@ -86,6 +114,10 @@ class Variables:
     Args:
         layers: of the model.
         attributes: of the layers.
+
+    Attributes:
+        tensors: those that variables hold, by their ids.
+        compares_identities: whether a function asks if two objects are one, or a Tensor is a key of a dict.
     """
 
     def __init__(self, layers: Collection[Layer], attributes: Iterable[Attribute]) -> None:
@@ -96,20 +128,28 @@ class Variables:
         self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
         self._functions: list[FunctionType] = []  # of the user
-        self._globals: set[tuple[int, str]] = set()  # that have a location, by namespace and name
+        self._globals: set[tuple[int, str]] = set()  # that have a location, by the id of a namespace and name
         self._locations: list[Location] = [
             (f"the class of {type(layer).__name__}", partial(type, layer)) for layer in layers
         ]
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
+        self.tensors: dict[int, Tensor] = {}
+        self.compares_identities = False
         held = [(found, value) for found in attributes for value in _objects_in(found)]
         for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
             self._follow(value)
+        tensors = [(found.label, tensor) for found in attributes for tensor in found.tensors]
         known, nested = -1, list[Location]()
         while known != (known := len(self._names) + len(self._seen) + len(self._locations)):
             nested = [
                 (found.label, itertools.repeat(value).__next__)  # which always gives it
                 for found, value in held
                 if found.name.lstrip("_") in self._names
+            ]
+            nested += [
+                (label, itertools.repeat(tensor).__next__)
+                for label, tensor in tensors
+                if self._names_of_tensor(tensor)
             ]
             self._expand(nested)  # which may name more
         self._variables = [
@@ -127,8 +167,8 @@ class Variables:
             recorder.break_graph(f"it changes {changed}", is_lasting=False)
         for name, function in self._unseeded.items():
             recorder.break_graph(
-                f"{function} has numbers from {name}, which a replay would not draw; make a generator once, for an "
-                "attribute or a global variable"
+                f"{function} has numbers from {name}, which a replay would not draw; make and seed a generator once, "
+                "for an attribute or a global variable"
             )
         for label in self._iterators:  # the position of one cannot be compared
             recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
@@ -158,14 +198,19 @@ class Variables:
             for label, read in locations:  # which grows
                 value = read()
                 self._follow(value)
-                if isinstance(value, Iterator) and not isinstance(value, itertools.count):
+                if isinstance(value, Tensor):
+                    self.tensors[id(value)] = value
+                if isinstance(value, (Iterator, Coroutine)) and not isinstance(value, itertools.count):
                     self._iterators[label] = None
-                if isinstance(value, UNCHANGING) or id(value) in expanded:
+                if _is_fixed(value) or id(value) in expanded:
                     continue
                 expanded.add(id(value))
                 if isinstance(value, containers()):
+                    if held_by(value) and not isinstance(value, dict):
+                        nested += self._attributes(label, value)  # of a subclass
                     within += [(label, itertools.repeat(item).__next__) for item in items_of(value)]
                     for key in keys_of(value):
+                        self.compares_identities |= isinstance(key, Tensor)
                         self._follow(key)
                         nested += [(label, itertools.repeat(key).__next__), *self._attributes(label, key)]
                 else:
@@ -175,13 +220,14 @@ class Variables:
         """Find what functions read that ``value`` is, holds, or has as methods."""
         if (isinstance(value, PLAIN) and not isinstance(value, type)) or id(value) in self._seen:
             return
-        if isinstance(value, type) and self._is_looked_after(value):
+        if isinstance(value, type) and (base := self._looked_after(value)) is not None:
+            self._follow_added(value, base)
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
             if is_users(value):
                 self._follow_function(value)
-            self._follow(getattr(value, "__wrapped__", None))
+            self._follow(vars(value).get("__wrapped__"))
             if isinstance(registry := getattr(value, "registry", None), MappingProxyType):
                 label = f"what {value.__name__} calls by type"  # of functools.singledispatch
                 self._locations.append((label, itertools.repeat(registry).__next__))
@@ -189,6 +235,9 @@ class Variables:
         elif isinstance(value, type):
             for kind in filter(is_users, value.__mro__):
                 self._follow_class(kind)
+        elif isinstance(value, (attrgetter, methodcaller)):
+            given: Any = tuple(value.__reduce__())[1]
+            self._names.update(name for text in given if isinstance(text, str) for name in text.split("."))
         elif isinstance(value, containers()):
             for item in items_of(value):
                 self._follow(item)
@@ -196,14 +245,26 @@ class Variables:
             for part in ("fget", "fset", "func", "dispatcher", "__func__", "__wrapped__"):
                 self._follow(getattr(value, part, None))
         elif not isinstance(value, ModuleType):
-            self._follow(getattr(value, "__wrapped__", None))
+            self._follow(held_by(value).get("__wrapped__"))
             self._follow(type(value))
 
-    def _is_looked_after(self, kind: type) -> bool:
-        """Return whether the recorder sees what objects of a class do: optimizers, schedules that no step calls."""
-        return issubclass(kind, Optimizer) or (issubclass(kind, DecayScheduler) and "call" not in self._names)
+    def _looked_after(self, kind: type) -> type | None:
+        """Return the class whose methods the recorder sees called: of optimizers, of schedules that no step calls."""
+        if issubclass(kind, Optimizer):
+            return Optimizer
+        return DecayScheduler if issubclass(kind, DecayScheduler) and "call" not in self._names else None
+
+    def _follow_added(self, kind: type, base: type) -> None:
+        """Follow what the user's classes add to ``base`` and functions name."""
+        for each in filter(is_users, kind.__mro__):
+            for name in self._names & vars(each).keys() - vars(base).keys():
+                if (id(each), name) not in self._globals:
+                    self._globals.add((id(each), name))
+                    self._add(f"{each.__name__}.{name}", vars(each), name)
+                    self._follow(vars(each)[name])
 
     def _follow_class(self, kind: type) -> None:
+        self._names.update(vars(kind).get("__match_args__", ()))
         for name, value in vars(kind).items():
             if name == "__init__":
                 continue
@@ -216,6 +277,7 @@ class Variables:
     def _follow_function(self, function: FunctionType) -> None:
         names, attributes = names_of(function.__code__)
         self._names |= attributes
+        self.compares_identities |= compares_identities(function.__code__)
         self._reads_all |= "vars" in names or "__dict__" in attributes
         if function.__name__ != "initialize":
             self._unseeded |= dict.fromkeys(unseeded_calls(function.__code__), function.__qualname__)
@@ -224,17 +286,12 @@ class Variables:
             if (id(function.__globals__), name) not in self._globals:
                 self._globals.add((id(function.__globals__), name))
                 self._add(f"the global variable {name}", function.__globals__, name)
-            value = function.__globals__.get(name)
-            self._follow(value)
-            if isinstance(value, ModuleType) and is_users(value):
-                for attribute in sorted(attributes & vars(value).keys()):
-                    self._add(f"the variable {name}.{attribute}", vars(value), attribute)
-                    self._follow(vars(value)[attribute])
+            self._follow(function.__globals__.get(name))
         for name, value in vars(function).items():
             self._add(f"the variable {function.__name__}.{name}", vars(function), name)
             self._follow(value)
         for name, value in defaults_of(function).items():
-            if not isinstance(value, UNCHANGING):
+            if not _is_fixed(value):
                 label = f"the default of {name} in {function.__name__}"
                 self._locations.append((label, itertools.repeat(value).__next__))
             self._follow(value)
@@ -261,7 +318,18 @@ class Variables:
         if isinstance(value, (list, dict)) and len(value) > MAX_ITEMS:
             return describe_large(value)
         structure, tensors = flatten(value, lambda other: self._describe_object(other, seen))
-        return structure, tuple((Same(tensor), Same(tensor.array)) for tensor in tensors)
+        return structure, tuple(
+            (Same(tensor), Same(tensor.array), self._describe_own(tensor, seen)) for tensor in tensors
+        )
+
+    def _describe_own(self, tensor: Tensor, seen: set[int]) -> Hashable:
+        """Return what a Tensor holds under names that functions use, but for what every Tensor has."""
+        return tuple(
+            (name, self._describe(vars(tensor)[name], seen)) for name in self._names_of_tensor(tensor)
+        )
+
+    def _names_of_tensor(self, tensor: Tensor) -> set[str]:
+        return {name for name in vars(tensor).keys() - OF_ALL_TENSORS if name in self._names}
 
     def _describe_object(self, value: Any, seen: set[int]) -> Hashable:
         if isinstance(value, (set, frozenset)):
@@ -318,11 +386,14 @@ class Variables:
 
     def _attributes(self, label: str, value: Any) -> list[Location]:
         """Return where the attributes of an object are that functions name; of another model's layer all of them."""
-        held = vars(value) if hasattr(value, "__dict__") else {}
+        held = held_by(value)
         names = {name for name in self._names if name in held or hasattr(type(value), name)}
+        if isinstance(value, Tensor):
+            names = self._names_of_tensor(value)
         is_read_whole = self._reads_all and f"{type(value).__module__}.{type(value).__name__}" in NAMESPACES
         if isinstance(value, Layer):
             names |= {name for name in held if not name.startswith("_")} - {*value.unrecorded_attributes}
+            names |= held.keys() & MODES
         elif isinstance(value, WRAPPERS) or type(value).__module__ == "multiprocessing.sharedctypes":
             names |= held.keys() & {"data", "maps", "_obj"}
         elif is_read_whole or (isinstance(value, DecayScheduler) and "call" in self._names):
@@ -349,8 +420,22 @@ def _objects_in(attribute: Attribute) -> list[object]:
     return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
 
 
+def _is_fixed(value: object) -> bool:
+    """Return whether nothing that ``value`` holds can change, or it is a module of an installed package."""
+    return isinstance(value, UNCHANGING) and not (isinstance(value, ModuleType) and is_users(value))
+
+
+def held_by(value: object) -> Mapping[str, Any]:
+    """Return the attributes of an object, without a call of its own ``__getattr__``."""
+    try:
+        held: Mapping[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return held
+
+
 def _are_equal_plain(a: object, b: object) -> bool:
-    return isinstance(a, PLAIN) and type(a) is type(b) and bool(a == b)
+    return isinstance(a, PLAIN) and type(a) is type(b) and bool(a == b) and (bool(a) or repr(a) == repr(b))
 
 
 def _random_states() -> dict[str, Hashable]:

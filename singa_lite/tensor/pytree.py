@@ -93,7 +93,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         array, flags = value.array, (value.requires_grad, value.stores_grad, value.creator is None)
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
     if form == "plain" or (form == "function" and _is_free(value)):
-        return type(value), value
+        return type(value), value or repr(value)  # of two zeros the sign
     if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
     walk = partial(_walk, found=found, describe=describe)
