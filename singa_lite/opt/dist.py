@@ -510,6 +510,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._guard_attributes()
         self.opt.update_velocity(pairs)
 
+    @property
+    def num_calls(self) -> int:
+        """How many calls were made since the last update, with ``accumulate``."""
+        break_graph("it reads num_calls, which a replay would not do")
+        return self._sums.num_calls
+
     def name_of(self, param: Tensor) -> str:
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
         name = self._ranks.names.get(param) if isinstance(param, Tensor) else None

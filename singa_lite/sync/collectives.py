@@ -117,23 +117,26 @@ class ArrayCollectives:
         given = _given(tensor)
         if isinstance(tensor, Tensor):  # a raw array is the stream's that is current
             given.backend.activate()
-        self._sum(given)
+        self._sum(_shapes_of([given]), given)
 
     def fused_all_reduce(self, tensor: Sequence[RawOrTensor], send: bool = True) -> None:
         """Sum several arrays as one message; ``send=False`` puts them aside for the next call that sends."""
         self._fuse("sum", tensor, send, self._sum)
 
-    def _sum(self, given: GivenArray) -> None:
+    def _sum(self, shapes: str, given: GivenArray) -> None:
         self._compare_if_loaded()
-        self.communicator.all_reduce(given.array, "sum", name=self.collective_name("")).wait()
+        self.communicator.all_reduce(
+            given.array, "sum", name=self.collective_name(f"all_reduce {shapes}")
+        ).wait()
 
     def all_reduce_half(self, tensor: RawOrTensor) -> None:
         """Do ``all_reduce`` through float16 (sync/fp16.py, Note [half scale])."""
-        self._sum_half(_given(tensor))
+        given = _given(tensor)
+        self._sum_half(_shapes_of([given]), given)
 
-    def _sum_half(self, given: GivenArray) -> None:
+    def _sum_half(self, shapes: str, given: GivenArray) -> None:
         self._compare_if_loaded()
-        name = self.collective_name("all_reduce_half")
+        name = self.collective_name(f"all_reduce_half {shapes}")
         message = HalfMessage(self.communicator, given.backend, given.array, name)
         message.measure().wait()
         message.send("sum").wait()
@@ -157,16 +160,18 @@ class ArrayCollectives:
             DTypeError: another dtype. ShapeError: accumulation differs in dtype or size. OptionError: spars is out of
                 range.
         """
-        self._sparsify(accumulation, spars, topK, _given(tensor))
+        given = _given(tensor)
+        self._sparsify(accumulation, spars, topK, _shapes_of([given]), given)
 
     def fused_sparsification(
         self, tensor: Sequence[RawOrTensor], accumulation: RawOrTensor | None, spars: float, topK: bool
     ) -> None:
         """Do ``sparsification`` over several arrays as one; ``accumulation`` has all their elements."""
-        _as_one_array(list(map(_given, listed(tensor))), partial(self._sparsify, accumulation, spars, topK))
+        given = list(map(_given, listed(tensor)))
+        _as_one_array(given, partial(self._sparsify, accumulation, spars, topK, _shapes_of(given)))
 
     def _sparsify(
-        self, accumulation: RawOrTensor | None, spars: float, topK: bool, given: GivenArray
+        self, accumulation: RawOrTensor | None, spars: float, topK: bool, shapes: str, given: GivenArray
     ) -> None:
         array, backend = given.array, given.backend
         residual = None if accumulation is None else _given(accumulation).array.reshape(-1)
@@ -185,7 +190,7 @@ class ArrayCollectives:
         self._compare_if_loaded()
         if residual is not None:
             backend.run("add", flat, residual, out=flat)
-        name = self.collective_name("sparsification")
+        name = self.collective_name(f"sparsification {shapes}")
         message = SparseMessage(self.communicator, backend, flat, residual, name)
         if topK:
             send_top_k(message, spars)
@@ -198,7 +203,11 @@ class ArrayCollectives:
         """Kept for SINGA scripts: the calls above have ended when they return."""
 
     def _fuse(
-        self, kind: str, tensors: Sequence[RawOrTensor], send: bool, function: Callable[[GivenArray], None]
+        self,
+        kind: str,
+        tensors: Sequence[RawOrTensor],
+        send: bool,
+        function: Callable[[str, GivenArray], None],
     ) -> None:
         """Put each array aside once; with ``send``, do ``function`` to all that were put aside, as one array."""
         check_bool("DistOpt", "send", send)
@@ -208,7 +217,12 @@ class ArrayCollectives:
                 kept.append(given)
         if send:
             self._fused[kind] = []
-            _as_one_array(kept, function)
+            _as_one_array(kept, partial(function, _shapes_of(kept)))
+
+
+def _shapes_of(arrays: Iterable[GivenArray]) -> str:
+    """Return the shapes as text, for the names of collectives: arrays of one size may have others on another rank."""
+    return ", ".join(str(list(given.array.shape)) for given in arrays)
 
 
 def _lasting(tensors: Iterable[Tensor]) -> list[Any]:

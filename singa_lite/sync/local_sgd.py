@@ -18,7 +18,7 @@ PREFIX = "local updates of "
 
 
 class LocalSgd(BucketedSync):
-    """Averages all parameters of a step after every ``period`` updates of them; before ``start``, it is fp32.
+    """Averages a parameter after every ``period`` updates of it; before ``start``, it is fp32.
 
     Until they are averaged parameters drift on each rank, as momentum does always: call ``DistOpt.synchronize(model)``
     before evaluation and saving.
@@ -50,7 +50,7 @@ class LocalSgd(BucketedSync):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._updates: dict[str, int] = {}  # local ones, by what the parameters of a step are called
+        self._updates: dict[str, int] = {}  # local ones, by the parameter's name
         self._is_local = True
 
     def step_key(self, step: StepContext) -> Hashable:
@@ -72,23 +72,30 @@ class LocalSgd(BucketedSync):
     def after_update(self, params: list[Tensor]) -> None:
         if not params or not self._is_local:
             return
-        label, period = self.label_of(params), int(self.options.period)
-        ahead = steps_since_start((self, label), self._updates.get(label, 0))
-        guard_ahead((self, label), ahead, partial(self._is_due, label, period))
-        if self._is_due(label, period):
-            for kind in dict.fromkeys((param.dtype, param.device) for param in params):
-                self.average([param for param in params if (param.dtype, param.device) == kind])
-        bookkeep(self._count, label)
+        period, by_name = int(self.options.period), {self.optimizer.name_of(param): param for param in params}
+        with_ahead: dict[int, list[str]] = {}
+        for name in by_name:
+            ahead = steps_since_start((self, name), self._updates.get(name, 0))
+            with_ahead.setdefault(ahead, []).append(name)
+        due: list[str] = []
+        for ahead, names in with_ahead.items():
+            guard_ahead((self, *names), ahead, partial(self._due, names, period))
+            due += self._due(names, period)
+        averaged = [param for name, param in by_name.items() if name in due]
+        for kind in dict.fromkeys((param.dtype, param.device) for param in averaged):
+            self.average([param for param in averaged if (param.dtype, param.device) == kind])
+        bookkeep(self._count, tuple(by_name))
 
-    def _is_due(self, label: str, period: int, ahead: int = 0) -> bool:
-        """Return whether an average comes after the update of ``label`` that comes after ``ahead`` others."""
-        return (self._updates.get(label, 0) + ahead + 1) % period == 0
+    def _due(self, names: list[str], period: int, ahead: int = 0) -> tuple[str, ...]:
+        """Return which parameters are averaged after the update of ``names`` that comes after ``ahead`` others."""
+        return tuple(name for name in names if (self._updates.get(name, 0) + ahead + 1) % period == 0)
 
-    def _count(self, label: str) -> None:
-        self._updates[label] = self._updates.get(label, 0) + 1
+    def _count(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._updates[name] = self._updates.get(name, 0) + 1
 
     def counters(self) -> dict[str, float]:
-        return {PREFIX + label: count for label, count in self._updates.items()}
+        return {PREFIX + name: count for name, count in self._updates.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
         wrong = [name for name in counters if not name.startswith(PREFIX)]

@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointError
-from ..graph.recorder import bookkeep
+from ..graph.recorder import bookkeep, break_graph, guard_ahead, steps_since_start
 from ..tensor import Tensor
 from .base import Scheme
 from .grouping import group_all
 
-PREFIX = "next chunk of "
+PREFIX = "updates since the average of "
+MAX_UPDATES = 64  # of a recorded step
+ChunkNames = tuple[tuple[str, ...], ...]  # the names of the parameters of each chunk of a step
 
 
 class PartialUpdate(Scheme):
     """Averages chunk 0 after the first step, chunk 1 after the second, and so on, round and round.
 
-    Chunks are groups of ``threshold`` elements. Until it is averaged again a parameter drifts on each rank, as do
+    Chunks are groups of ``threshold`` elements. Where steps have different parameters the turn is that of the chunk
+    with the parameter that was updated most often since its average. Until then a parameter drifts on each rank, as do
     momentum buffers always: call ``DistOpt.synchronize(model)`` before evaluation and saving.
     """
 
@@ -28,23 +34,38 @@ class PartialUpdate(Scheme):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        # by the parameters of a step, which may alternate (two losses, two models)
+        # by the parameters of a step, which may change (two losses, two models)
         self._chunks: dict[tuple[Tensor, ...], list[list[Tensor]]] = {}
-        self._next: dict[str, int] = {}  # number of the next chunk, by what the parameters are called
-
-    def graph_key(self) -> Hashable:
-        return frozenset((label, number) for label, number in self._next.items() if number)
+        self._ages: dict[str, int] = {}  # updates since the average, by the parameter's name
+        self._num_updates = 0
+        self._latest: deque[ChunkNames] = deque(maxlen=MAX_UPDATES)  # what the last of them had
 
     def after_update(self, params: list[Tensor]) -> None:
         if not params:
             return
-        chunks, label = self._chunks_of(params), self.label_of(params)
-        chunk = chunks[self._next.get(label, 0) % len(chunks)]
-        self.average(chunk)
-        bookkeep(self._count, label, len(chunks))
+        chunks = self._chunks_of(params)
+        names = tuple(tuple(map(self.optimizer.name_of, chunk)) for chunk in chunks)
+        ahead = steps_since_start(self, self._num_updates)
+        if ahead > len(self._latest):
+            break_graph(f"partialUpdate: it has more than {MAX_UPDATES} updates")
+        before = (
+            [self._latest[-number] for number in range(ahead, 0, -1)] if ahead <= len(self._latest) else []
+        )
+        guard_ahead(self, ahead, partial(self._turn_after, before, names))
+        self.average(chunks[_turn(names, self._ages)])
+        bookkeep(self._count, names)
 
-    def _count(self, label: str, num_chunks: int) -> None:
-        self._next[label] = (self._next.get(label, 0) + 1) % num_chunks
+    def _turn_after(self, updates: list[ChunkNames], names: ChunkNames, ahead: int) -> int:
+        """Return whose turn it is now, or after all ``updates`` if it is not 0 that are ahead."""
+        ages = dict(self._ages) if ahead else self._ages
+        for others in updates if ahead else ():
+            _update(ages, others)
+        return _turn(names, ages)
+
+    def _count(self, names: ChunkNames) -> None:
+        _update(self._ages, names)
+        self._num_updates += 1
+        self._latest.append(names)
 
     def _chunks_of(self, params: list[Tensor]) -> list[list[Tensor]]:
         key = tuple(params)
@@ -56,10 +77,23 @@ class PartialUpdate(Scheme):
         return self._chunks[key]
 
     def counters(self) -> dict[str, float]:
-        return {PREFIX + label: number for label, number in self._next.items()}
+        return {PREFIX + name: age for name, age in self._ages.items()}
 
     def set_counters(self, counters: dict[str, Any]) -> None:
         wrong = [name for name in counters if not name.startswith(PREFIX)]
         if wrong:
-            raise CheckpointError(f"partialUpdate: {wrong[:3]} do not give the next chunk")
-        self._next = {name.removeprefix(PREFIX): int(number) for name, number in counters.items()}
+            raise CheckpointError(f"partialUpdate: {wrong[:3]} do not count updates")
+        self._ages = {name.removeprefix(PREFIX): int(age) for name, age in counters.items()}
+
+
+def _turn(names: ChunkNames, ages: Mapping[str, int]) -> int:
+    """Return the number of the first chunk with the oldest parameter."""
+    return max(range(len(names)), key=lambda number: max(ages.get(name, 0) for name in names[number]))
+
+
+def _update(ages: dict[str, int], names: ChunkNames) -> None:
+    """Count an update of all chunks, and the average of the one whose turn it is."""
+    averaged = names[_turn(names, ages)]
+    for name in chain.from_iterable(names):
+        ages[name] = ages.get(name, 0) + 1
+    ages.update(dict.fromkeys(averaged, 0))

@@ -342,3 +342,32 @@ def test_a_rank_that_an_exception_keeps_from_an_update_does_not_go_on_without_it
 @pytest.mark.parametrize("dist_option", OPTIONS)
 def test_ranks_that_all_are_kept_from_an_update_go_on(dist_option: str, use_graph: bool, size: int) -> None:
     assert [found[dist_option, use_graph] for found in errors_of(cut_short_on_all, size)] == [None] * size
+
+
+def sums_of_other_shapes(communicator: Any) -> list[str]:
+    """The error of each of SINGA's sums where this rank's arrays have as many elements in another shape."""
+    shape, found = (2, 3) if communicator.rank else (3, 2), []
+    calls = {
+        "all_reduce": lambda sgd, array: sgd.all_reduce(array),
+        "all_reduce_half": lambda sgd, array: sgd.all_reduce_half(array),
+        "fused_all_reduce": lambda sgd, array: sgd.fused_all_reduce([array, array.copy()]),
+        "fused_all_reduce_half": lambda sgd, array: sgd.fused_all_reduce_half([array, array.copy()]),
+        "sparsification": lambda sgd, array: sgd.sparsification(array, None, 0.5, True),
+        "fused_sparsification": lambda sgd, array: sgd.fused_sparsification(
+            [array, array.copy()], None, 0.5, True
+        ),
+    }
+    for call in calls.values():
+        group = communicator.new_group(list(range(communicator.size)))
+        try:
+            call(opt.DistOpt(opt.SGD(0.1), communicator=group), np.ones(shape, np.float32))
+            found.append("no error")
+        except CommError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_arrays_of_one_size_and_other_shapes_are_an_error(size: int) -> None:
+    for found in run_ranks(sums_of_other_shapes, size):
+        assert all("[2, 3]" in text and "[3, 2]" in text for text in found), found

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from singa_lite import autograd, device, layer, model, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.work import ring_bytes
@@ -391,7 +392,7 @@ def drifting_parameters(communicator):
     params = make_params()
     log = []
     for step in range(4):
-        chunk = sum(scheme.counters().values())
+        chunk = step % len(groups_of(20))
         gradients = gradients_of(communicator.rank, step)
         applied = run_step(scheme, params, gradients, {})
         assert in_order(applied).tobytes() == flat(gradients).tobytes()  # the local step, untouched
@@ -534,3 +535,54 @@ def test_fp16_does_not_wait_for_the_bucket_before_to_agree_on_a_scale():
         "mean b",
         "mean c",
     ]
+
+
+# ---- steps with other parameters each time ----------------------------------------------------------------
+
+
+class Dropping(model.Model):
+    """Each step leaves out layers that all ranks have drawn alike, as stochastic depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [layer.Linear(4) for _ in range(5)]
+        for number, block in enumerate(self.blocks):
+            setattr(self, f"block{number}", block)
+        self.used = range(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.used:
+            x = x + self.blocks[number](x)
+        return x
+
+    def train_one_batch(self, x: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), x)
+        self.optimizer(loss)
+        return loss
+
+
+def steps_until_equal(communicator, dist_option, use_graph):
+    """For each weight, after how many of 40 steps in turn it was equal on all ranks."""
+    device.get_default_device().SetRandSeed(5)
+    net = Dropping()
+    dist = opt.DistOpt(
+        opt.SGD(lr=0.01), communicator=communicator, dist_option=dist_option, threshold=1, bucket_bytes=64
+    )
+    net.set_optimizer(dist)
+    net.compile([Tensor(data=np.ones((2, 4)))], use_graph=use_graph)
+    choice, equal = np.random.default_rng(2), np.zeros(5, int)
+    for step in range(40):
+        net.used = tuple(np.flatnonzero(choice.random(5) < 0.7).tolist()) or (0,)
+        net(Tensor(data=np.full((2, 4), 1.0 + communicator.rank + step % 3)))
+        weights = [to_numpy(block.W).tobytes().hex() for block in net.blocks]
+        everyone = communicator.all_gather_object(weights)
+        equal += [len(set(each)) == 1 for each in zip(*everyone, strict=True)]
+    return equal.tolist()
+
+
+@pytest.mark.parametrize("use_graph", [False, True])
+@pytest.mark.parametrize("dist_option", ["localSGD:4", "partialUpdate"])
+def test_a_parameter_is_averaged_in_its_turn_whichever_others_a_step_has(dist_option, use_graph):
+    results = run_ranks(steps_until_equal, 3, dist_option, use_graph)
+    assert results[0] == results[1] == results[2]
+    assert min(results[0]) >= 3, results[0]
