@@ -40,12 +40,12 @@ void check_signals() {
 
 // A forked child has no watching thread, and NCCL's state is the parent's: there it is left as it is.
 std::shared_ptr<NcclCommunicator> make(std::shared_ptr<NcclLibrary> library, std::shared_ptr<Driver> driver,
-                                       const std::string& id, int rank, int size, int device, double timeout_s,
+                                       const std::string& id, int rank, int shown_rank, int size, int device, double timeout_s,
                                        const std::vector<std::pair<int, int>>& peers,
                                        const NcclCommunicator* parent, bool is_blocking) {
   GilRelease release;
-  auto* made = new NcclCommunicator(std::move(library), std::move(driver), id_of(id), rank, size, device, timeout_s,
-                                    peers, parent, is_blocking, check_signals);
+  auto* made = new NcclCommunicator(std::move(library), std::move(driver), id_of(id), rank, shown_rank, size, device,
+                                    timeout_s, peers, parent, is_blocking, check_signals);
   return std::shared_ptr<NcclCommunicator>(made, [](NcclCommunicator* communicator) {
     if (!communicator->is_forked()) delete communicator;
   });
@@ -91,14 +91,17 @@ PYBIND11_MODULE(_nccl, m) {
       .def_property_readonly("has_ended", [](const NcclOp& op) { return op.has_ended.load(); })
       .def_property_readonly("was_aborted", [](const NcclOp& op) { return op.was_aborted.load(); });
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "Communicator")
-      .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("size"),
+      .def(py::init(&make), py::arg("library"), py::arg("driver"), py::arg("id"), py::arg("rank"), py::arg("shown_rank"), py::arg("size"),
            py::arg("device"), py::arg("timeout_s"), py::arg("peers"), py::arg("parent").none(true), py::arg("is_blocking"))
       .def("start", &start, release)
       .def("wait", [](NcclCommunicator& c, const NcclOp& op, std::uintptr_t stream) { c.wait(op, stream_of(stream)); },
            release)
-      .def("watch", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
-            c.watch(stream_of(stream), name); }, release)
+      .def("begin_graph", [](NcclCommunicator& c, std::uintptr_t stream, const std::string& name) {
+            c.begin_graph(stream_of(stream), name); }, release)
+      .def("end_graph", [](NcclCommunicator& c, std::uintptr_t stream) { c.end_graph(stream_of(stream)); }, release)
+      .def_property_readonly("is_usable", &NcclCommunicator::is_usable)
       .def("is_done", &NcclCommunicator::is_done, release)
+      .def("check", &NcclCommunicator::check, release)
       .def("check_failure", &NcclCommunicator::check_failure, release)
       .def("abort", &NcclCommunicator::abort, release)
       .def("close", &NcclCommunicator::close, release);

@@ -46,7 +46,7 @@ std::string NcclOp::label() const {
 // ---- the start ----------------------------------------------------------------------------------------
 
 NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver,
-                                   const NcclId& id, int rank, int size, int device, double timeout_s,
+                                   const NcclId& id, int rank, int shown_rank, int size, int device, double timeout_s,
                                    const std::vector<std::pair<int, int>>& peers, const NcclCommunicator* parent,
                                    bool is_blocking, const std::function<void()>& interrupt)
     : library_(std::move(library)),
@@ -54,6 +54,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library, s
       rank_(rank),
       size_(size),
       device_(device),
+      shown_rank_(shown_rank),
       timeout_s_(timeout_s),
       context_(driver_->primary_context(device)),
       interrupt_(interrupt),
@@ -168,14 +169,19 @@ bool NcclCommunicator::is_done(NcclOp& op) {
   return driver_->has_happened(op.ended.get());
 }
 
-void NcclCommunicator::watch(CudaStream stream, const std::string& name) {
+void NcclCommunicator::begin_graph(CudaStream stream, const std::string& name) {
   check();
   ContextScope scope(*driver_, context_);
-  std::shared_ptr<NcclOp> op = next_op(name);
-  op->is_graph = true;
-  driver_->record(op->ready.get(), stream_->get());
-  driver_->record(op->ended.get(), stream);
-  keep(std::move(op));
+  graph_ = next_op(name);
+  graph_->is_graph = true;
+  driver_->record(graph_->ready.get(), stream);
+}
+
+void NcclCommunicator::end_graph(CudaStream stream) {
+  check();
+  ContextScope scope(*driver_, context_);
+  driver_->record(graph_->ended.get(), stream);
+  keep(std::move(graph_));
 }
 
 std::shared_ptr<NcclOp> NcclCommunicator::next_op(std::string_view name) {

@@ -70,12 +70,13 @@ int num_forks();
 
 class NcclCommunicator {
  public:
-  // Returns once every rank has joined. `peers`: (rank, process id) of the other ranks of this host. `parent`: a
+  // Returns once every rank has joined. `shown_rank`: in texts, that of the world.
+  // `peers`: (shown rank, process id) of the other ranks of this host. `parent`: a
   // communicator of more ranks, whose stream is used, so that the two never run at once. `is_blocking`: NCCL's calls
   // return when they have done their part, sooner, but the start and the making of connections have no deadline.
   // `interrupt` is called now and then and may throw. Throws CommError.
   NcclCommunicator(std::shared_ptr<const NcclLibrary> library, std::shared_ptr<const Driver> driver, const NcclId& id,
-                   int rank, int size, int device, double timeout_s, const std::vector<std::pair<int, int>>& peers,
+                   int rank, int shown_rank, int size, int device, double timeout_s, const std::vector<std::pair<int, int>>& peers,
                    const NcclCommunicator* parent, bool is_blocking, const std::function<void()>& interrupt);
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -86,8 +87,12 @@ class NcclCommunicator {
   // Holds `stream` back until `op` has ended. Throws CommError if this communicator is broken.
   void wait(const NcclOp& op, CudaStream stream);
   bool is_done(NcclOp& op);
-  // Lets the time-out count for what `stream` was given so far, such as a graph with collectives.
-  void watch(CudaStream stream, const std::string& name);
+  // Around the launch of a graph, on its stream: the time-out counts from when the stream has reached it.
+  void begin_graph(CudaStream stream, const std::string& name);
+  void end_graph(CudaStream stream);
+  // Whether a collective may be started: not after a failure or close(), nor in a forked child.
+  bool is_usable() const { return is_usable_ && !is_forked(); }
+  void check();  // throws CommError unless this communicator is usable
   // Throws the CommError of what has failed, unless this communicator is closed.
   void check_failure();
   // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
@@ -97,8 +102,7 @@ class NcclCommunicator {
   bool is_forked() const { return forks_ != num_forks(); }
 
  private:
-  void check();  // throws CommError if this communicator is broken or closed
-  std::string where(const std::string& label) const { return "rank " + std::to_string(rank_) + ": " + label; }
+  std::string where(const std::string& label) const { return "rank " + std::to_string(shown_rank_) + ": " + label; }
   std::shared_ptr<NcclOp> next_op(std::string_view name);
   void give(const NcclRequest& request, NcclOp& op, CudaStream stream);
   void keep(std::shared_ptr<NcclOp> op);
@@ -115,6 +119,7 @@ class NcclCommunicator {
   const std::shared_ptr<const NcclLibrary> library_;
   const std::shared_ptr<const Driver> driver_;
   const int rank_, size_, device_;
+  const int shown_rank_;  // in the world, for texts
   const double timeout_s_;
   const int forks_ = num_forks();
   CudaContext context_;
@@ -132,6 +137,7 @@ class NcclCommunicator {
 
   std::mutex mutex_;  // of what follows
   std::condition_variable wake_;
+  std::shared_ptr<NcclOp> graph_;  // that is being launched
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;

@@ -190,7 +190,12 @@ class Backend(ABC):
             tell_other_threads(f"runs {kernel}", inputs, out if isinstance(out, tuple) else (out,))
         if (rounded := state.rounded) is not None:  # which another thread may set to None meanwhile
             rounded.written(out if isinstance(out, tuple) else (out,))
-        self.execute(kernel, inputs, out, attributes)
+        try:
+            self.execute(kernel, inputs, out, attributes)
+        except BaseException:
+            if recorder is not None:
+                recorder.note_error(kernel)
+            raise
 
     def execute(
         self,
@@ -286,7 +291,7 @@ class Backend(ABC):
         return None
 
     def packing(self, *uses: Array) -> AbstractContextManager[Any]:
-        """Inside the ``with`` block: behind what came before it, beside what comes after. Gives ``packed``.
+        """Run the kernels of the ``with`` block after those before it and beside those that follow; gives ``packed``.
 
         For what a scheme does with gradients before a collective, on a device that can do it beside the backward
         pass. ``uses``: arrays for others than this backend's kernels, such as the collective's.
@@ -294,11 +299,18 @@ class Backend(ABC):
         return nullcontext()
 
     def unpacking(self, packed: Any) -> AbstractContextManager[None]:
-        """Inside: behind what was ``packed`` and the collectives waited for inside; what comes after it comes after."""
+        """Run the kernels of the ``with`` block after the one that gave ``packed`` and after the Works waited for in it.
+
+        Kernels that follow it run after it.
+        """
         return nullcontext()
 
     def join(self) -> None:
         """Let what comes from now on come after all that was packed or unpacked."""
+        return None
+
+    def end_packing(self) -> None:
+        """Leave a ``packing`` or ``unpacking`` that an error in a recorded step has left open, and join."""
         return None
 
     @abstractmethod

@@ -337,12 +337,17 @@ class Communicator(ABC):
         for work in list(self._works.values()):
             work.wait()
 
-    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
-        """Return what to call after each launch of a CUDA graph whose last collective of this communicator is ``last``.
+    def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Return what to call before and after each launch of a CUDA graph with collectives of this communicator.
 
-        So the time-out counts for these as well. The graph is destroyed before this communicator ends.
+        So the time-out counts for these as well, from when the stream has reached the graph. The graph is destroyed
+        before this communicator ends.
+
+        Args:
+            graph: the graph.
+            last: its last collective of this communicator.
         """
-        return lambda: None
+        return _do_nothing, _do_nothing
 
     def close(self) -> None:
         """Leave the world; later calls, here or on a peer that still waits for us, are a CommError."""
@@ -528,3 +533,7 @@ class Communicator(ABC):
     def _check_root(self, where: str, root: int) -> None:
         if check_int(where, "root", root, 0) >= self.size:
             raise OptionError(f"{where}: root = {root} is not a rank of 0..{self.size - 1}")
+
+
+def _do_nothing() -> None:
+    """Do nothing: what surrounds the launch of a graph where no time-out is to be counted."""

@@ -64,7 +64,7 @@ class DispatchCommunicator(Communicator):
     def all_gather_object(self, value: Any, *, name: str = "all_gather_object") -> list[Any]:
         return self.host.all_gather_object(value, name=name)
 
-    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
+    def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
         return (
             self.host.follow_graph(graph, last)
             if self._nccl is None

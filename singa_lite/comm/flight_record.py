@@ -90,6 +90,10 @@ class RankRecord:
     calls: tuple[Call, ...] = ()
 
 
+# of the records of collectives that GPUs run: the host does not wait for them, nor start those of a CUDA graph
+GPU_TITLE = ", over NCCL, without replays of CUDA graphs"
+
+
 @dataclass(frozen=True)
 class FlightRecord:
     """The last collectives of the ranks of one communicator.
@@ -103,6 +107,17 @@ class FlightRecord:
     id: str
     title: str
     ranks: tuple[RankRecord, ...]
+
+    @property
+    def is_of_gpus(self) -> bool:
+        """Whether ends of calls are noticed late, as the host does not wait for them."""
+        return self.title.endswith(GPU_TITLE)
+
+    def is_called_by_all(self, number: int) -> bool | None:
+        """Return whether all ranks have made call ``number``; None if a rank's record is not here."""
+        if any(rank.joined and rank.num_calls <= number for rank in self.ranks):
+            return False
+        return True if all(rank.joined for rank in self.ranks) else None
 
 
 def record_of(reading: tuple[str, str, list[Any]]) -> FlightRecord:

@@ -145,7 +145,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
 def _difference_lines(record: FlightRecord) -> list[str]:
     difference = first_difference(record)
     if difference is None:
-        return ["", f"The ranks do not differ in the calls of the {record.title}."]
+        part = (
+            " that are recorded" if any(rank.calls and rank.calls[0].number for rank in record.ranks) else ""
+        )
+        unknown = [rank.rank for rank in record.ranks if not rank.joined]
+        but = f", but for {ranks_text(unknown)}, of which there is no record here" if unknown else ""
+        return ["", f"The ranks do not differ in the calls{part} of the {record.title}{but}."]
     lines = ["", f"First call where ranks differ: #{difference.number} of the {record.title}"]
     lines += [f"  {ranks_text(ranks)}: {describe(call)}" for call, ranks in difference.calls]
     for rank in difference.missing:
@@ -190,13 +195,19 @@ def _place(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
     open_calls = [(record, call) for record, call in calls if not call.is_over]
     if not open_calls:
         record, call = max(calls, key=lambda one: one[1].ended)
-        return f"after #{call.number} of the {record.title}, {describe(call)}, which ended {_ago(call.ended, now)}"
-    record, call = min(open_calls, key=lambda one: one[1].called)
-    how = {FAILED: "failed", ALL_THERE: "all ranks have called it"}.get(
-        call.state, "not all ranks have called it"
-    )
-    more = f", and {len(open_calls) - 1} later" if len(open_calls) > 1 else ""
-    return f"in #{call.number} of the {record.title}, {describe(call)}, called {_ago(call.called, now)}, {how}{more}"
+        ended = "was seen to have ended" if record.is_of_gpus else "ended"
+        return f"after #{call.number} of the {record.title}, {describe(call)}, which {ended} {_ago(call.ended, now)}"
+    # the host waits in those of its own
+    record, call = min(open_calls, key=lambda one: (one[0].is_of_gpus, one[1].called))
+    called = {True: "all ranks have called it", False: "not all ranks have called it", None: ""}
+    is_called = call.state == ALL_THERE or record.is_called_by_all(call.number)
+    how = ["failed" if call.state == FAILED else called[is_called]]
+    if record.is_of_gpus and call.state != FAILED:
+        how.append("its end not seen yet")
+    if len(open_calls) > 1:
+        how.append(f"and {len(open_calls) - 1} others")
+    place = f"in #{call.number} of the {record.title}, {describe(call)}, called {_ago(call.called, now)}"
+    return ", ".join([place, *filter(None, how)])
 
 
 def _last_calls(record: FlightRecord, rank: RankRecord, now: float, num_calls: int) -> list[str]:

@@ -96,7 +96,8 @@ class CupyArrays:
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return a new array of undefined content."""
-        return self._cupy.empty(tuple(shape), dtype)
+        with self._cupy.cuda.Device(self.device):
+            return self._cupy.empty(tuple(shape), dtype)
 
     def narrow(self, array: Any, wire: np.dtype[Any], scale: Any = None) -> Any:
         """Return a copy of a float32 array as wire.py's ``narrow`` makes it."""

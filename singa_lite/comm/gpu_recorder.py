@@ -30,7 +30,7 @@ class GpuRecorder(FileRecorder):
         self._is_broken = False
 
     def begin(self, operation: Operation, array: Array) -> None:
-        """Record a call, which ``given`` follows."""
+        """Record a call, which ``given`` or ``end_begun`` follows."""
         self._note_ends()
         codes = codes_of(operation, array.dtype)
         self.start(codes, array.shape, array.size, self._num_calls, operation.kind, operation.name)
@@ -39,6 +39,11 @@ class GpuRecorder(FileRecorder):
     def given(self, op: Any) -> None:
         """Remember NCCL's side of the call."""
         self._in_flight.append((self._num_calls - 1, op))
+
+    def end_begun(self, is_refused: bool) -> None:
+        """Record that the call begun last was not given; a refused one leaves its number to the next."""
+        self.end(self._num_calls - 1, False)
+        self._num_calls -= is_refused
 
     def failed(self, error: CommError) -> None:
         """Report the first failure of the communicator, which fails in every later call again."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ from ..config import state
 from ..errors import CommError, DTypeError
 from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
+from .flight_record import GPU_TITLE
 from .flight_recorder import is_recording, title_of
-from .gpu_arrays import CupyArrays, is_cuda_array
+from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, is_cuda_array
 from .gpu_recorder import GpuRecorder
 from .wire import WIRE_DTYPES
 from .work import Array, Work
@@ -94,6 +95,7 @@ class NcclCommunicator(Communicator):
         device: number of this rank's GPU.
         timeout_s: None is that of ``host``.
         parent: the native communicator whose stream this one runs on; None makes one.
+        name: of a group, for reports.
 
     Raises:
         CommError: on every rank, where one has no NCCL 2.14 or later, no GPU or another version, or two ranks
@@ -114,6 +116,7 @@ class NcclCommunicator(Communicator):
         *,
         timeout_s: float | None = None,
         parent: Any = None,
+        name: str = "of GPUs",
     ) -> None:
         super().__init__(host.world, host.timeout_s if timeout_s is None else timeout_s)
         self.host, self.device = host, device
@@ -121,9 +124,9 @@ class NcclCommunicator(Communicator):
         self.kind = self._arrays.kind
         mine, native, library, driver = _introduce(self.rank, device)
         everyone: list[dict[str, Any]] = host.all_gather_object(mine, name="NCCL's start")
-        _check_ranks(everyone)
+        _check_ranks(everyone, [host.world.name_of(rank) for rank in range(host.size)])
         peers = [
-            (rank, other["process"])
+            (host.world.name_of(rank), other["process"])
             for rank, other in enumerate(everyone)
             if rank != self.rank and other["host"] == mine["host"]
         ]
@@ -133,6 +136,7 @@ class NcclCommunicator(Communicator):
             driver,
             identity,
             self.rank,
+            self.world.name_of(self.rank),
             self.size,
             device,
             self.timeout_s,
@@ -141,7 +145,7 @@ class NcclCommunicator(Communicator):
             config.is_on("SINGA_LITE_NCCL_BLOCKING"),
         )
         self._start_native, self._wait = self._native.start, self._native.wait
-        self.flight_recorder = self._recorder = self._make_recorder(everyone)
+        self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
@@ -168,11 +172,12 @@ class NcclCommunicator(Communicator):
             self._report(error)
             raise
 
-    def follow_graph(self, graph: Graph, last: Work) -> Callable[[], None]:
+    def follow_graph(self, graph: Graph, last: Work) -> tuple[Callable[[], None], Callable[[], None]]:
         assert isinstance(last, NcclWork)
         self._graphs.add(graph)
         array, label = last._out, f"a CUDA graph with collectives up to {last._op.label}"
-        return lambda: self._native.watch(self._arrays.stream(array), label)
+        native, stream = self._native, self._arrays.stream
+        return lambda: native.begin_graph(stream(array), label), lambda: native.end_graph(stream(array))
 
     def abort(self, reason: str) -> None:
         _leave(self._graphs, lambda: self._native.abort(reason))
@@ -182,9 +187,26 @@ class NcclCommunicator(Communicator):
         _leave(self._graphs, self._native.close)
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
+        recorder = self._recorder
+        if recorder is None:
+            return self._give(operation, array, out, scale)
+        if not self._native.is_usable:
+            self.check()
+            self._native.check()
+        recorder.begin(operation, array)
+        try:
+            return self._give(operation, array, out, scale)
+        except BaseException as error:
+            is_refused = bool(
+                self._native.is_usable
+            )  # nothing has failed, and the next call has this one's number
+            recorder.end_begun(is_refused)
+            if not is_refused and isinstance(error, CommError):
+                self._report(error)
+            raise
+
+    def _give(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
         kind, name, op, root, wire_dtype = operation
-        if self._recorder is not None:
-            self._recorder.begin(operation, array)
         if wire_dtype is None:
             return self._submit(kind, op, root, array, out, name)
         half = self._arrays.narrow(array, WIRE_DTYPES[wire_dtype], scale)
@@ -194,13 +216,13 @@ class NcclCommunicator(Communicator):
         work._out = out
         return work
 
-    def _make_recorder(self, everyone: list[dict[str, Any]]) -> GpuRecorder | None:
+    def _make_recorder(self, everyone: list[dict[str, Any]], name: str) -> GpuRecorder | None:
         native, _ = _native.load("_comm")
         if native is None or not is_recording() or self.size == 1:
             return None
         members = self.world.members or range(self.size)
         processes = [(other["host"], other["process"]) for other in everyone]
-        title = f"{title_of(self.world.members, 'of GPUs')}, over NCCL"
+        title = title_of(self.world.members, name) + GPU_TITLE
         above = self.host.flight_recorder
         import hashlib  # Note [imports]
 
@@ -219,26 +241,31 @@ class NcclCommunicator(Communicator):
         """Give a collective to NCCL."""
         count = array.size // self.size if kind in HAS_BLOCKS else array.size
         source, device, stream = self._arrays.locate(array)
-        target = source if out is array else self._arrays.address(out)
-        try:
-            native = self._start_native(
-                KIND_CODES[kind],
-                OP_CODES[op],
-                DTYPE_CODES[array.dtype],
-                root,
-                source,
-                target,
-                count,
-                name,
-                stream,
-                device,
-            )
-        except CommError as error:
-            self._report(error)
-            raise
+        target = source if out is array else self._address_of_result(out, kind, name)
+        native = self._start_native(
+            KIND_CODES[kind],
+            OP_CODES[op],
+            DTYPE_CODES[array.dtype],
+            root,
+            source,
+            target,
+            count,
+            name,
+            stream,
+            device,
+        )
         if self._recorder is not None:
             self._recorder.given(native)
         return NcclWork(self, native, array, out)
+
+    def _address_of_result(self, out: Array, kind: str, name: str) -> int:
+        address, device, _ = self._arrays.locate(out)
+        if device not in (self.device, UNKNOWN_DEVICE):
+            raise CommError(
+                f"rank {self.world.name_of(self.rank)}: {kind} {name!r}: out is in memory of GPU {device}; this "
+                f"communicator is on GPU {self.device}"
+            )
+        return address
 
     def _new_array(self, shape: tuple[int, ...], like: Array) -> Array:
         return self._arrays.empty(shape, like.dtype)  # type: ignore[no-any-return]
@@ -247,7 +274,7 @@ class NcclCommunicator(Communicator):
         host = self.host.new_group(ranks, name=name)
         if host is None:
             return None
-        return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, parent=self._native)
+        return NcclCommunicator(host, self.device, timeout_s=self.timeout_s, parent=self._native, name=name)
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         if type(array) is self.kind and array.dtype in _FLOATS and array.flags.c_contiguous:
@@ -311,19 +338,19 @@ def _introduce(rank: int, device: int) -> tuple[dict[str, Any], Any, Any, Any]:
     return mine, native, library, driver
 
 
-def _check_ranks(everyone: list[dict[str, Any]]) -> None:
-    """Raise one CommError on all ranks where these cannot work together."""
-    for rank, other in enumerate(everyone):
+def _check_ranks(everyone: list[dict[str, Any]], names: Sequence[int]) -> None:
+    """Raise one CommError on all ranks where these cannot work together; ``names``: theirs in the world."""
+    for rank, other in zip(names, everyone, strict=True):
         if "failure" in other:
             raise CommError(f"NCCL: rank {rank} on {other['name']} cannot take part: {other['failure']}")
         if other["version"] != everyone[0]["version"]:
             raise CommError(
-                f"NCCL: rank 0 has version {everyone[0]['version']}, rank {rank} {other['version']}; "
+                f"NCCL: rank {names[0]} has version {everyone[0]['version']}, rank {rank} {other['version']}; "
                 "install the same on every host"
             )
     may_share = everyone[0]["version"] >= SHARES_GPU and all(other["shares"] for other in everyone)
     ranks_on: dict[str, int] = {}
-    for rank, other in enumerate(everyone):
+    for rank, other in zip(names, everyone, strict=True):
         first = ranks_on.setdefault(other["gpu"], rank)
         if first != rank and not may_share:
             raise CommError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -581,19 +582,19 @@ def test_a_graph_that_was_destroyed_is_never_launched_again(device: Any) -> None
     class Followed(LocalCommunicator):
         def follow_graph(self, graph: Any, last: Any) -> Any:
             followed.append(graph)
-            return lambda: followed.append("launched")
+            return lambda: followed.append("launch"), lambda: followed.append("launched")
 
     communicator = Followed(World())
     part = part_with_a_sum(device, communicator, a)
     for _ in range(3):
         part()
-    assert followed == [part, "launched", "launched"]
+    assert followed == [part, "launch", "launched", "launch", "launched"]
     assert communicator.traffic.bytes_payload == 3 * 12  # a launch counts as much as a call
     part.destroy()
     backend.run("fill", out=a, value=-1.0)
     for _ in range(3):
         part()
-    assert followed[3:] == [part, "launched", "launched"] and part.num_launches == 4
+    assert followed[5:] == [part, "launch", "launched", "launch", "launched"] and part.num_launches == 4
     assert backend.to_numpy(a)[0] == 1.0
     communicator.close()
     part.destroy()
@@ -714,3 +715,47 @@ def test_more_chunks_than_records_are_kept_still_train_alike(device: Any, monkey
     expected = trained(eager, device, range(12), "partialUpdate")
     device.SetRandSeed(8)
     assert trained(graph, device, range(12), "partialUpdate") == expected
+
+
+@pytest.mark.parametrize("stream", ["pack", "compute"])
+@pytest.mark.parametrize("run", ["replay", "capture"])
+def test_an_interrupt_leaves_the_thread_on_the_computing_stream(device, monkeypatch, stream, run):
+    backend, other = device.backend, compiled(device, False, distributed(bucket_bytes=256))
+    expected = trained(compiled(device, False, distributed(bucket_bytes=256)), device, range(4), "fp16")
+    net = compiled(device, True, distributed())
+    steps = 1 if run == "replay" else 2
+    for step in range(steps):
+        net(*batch(device, step), "fp16")
+    real, interrupted = type(backend).execute, []
+
+    def execute(self: Any, kernel: str, *arguments: Any) -> None:
+        is_there = (self.streams.number == 1) == (stream == "pack") and (
+            run == "replay" or self.capture is not None
+        )
+        if is_there and kernel != "copy" and not interrupted:
+            interrupted.append(kernel)
+            raise KeyboardInterrupt
+        real(self, kernel, *arguments)
+
+    monkeypatch.setattr(type(backend), "execute", execute)
+    with pytest.raises(KeyboardInterrupt):
+        net(*batch(device, steps), "fp16")
+    monkeypatch.setattr(type(backend), "execute", real)
+    assert interrupted and backend.streams.number == 0
+    assert not any(each.stream.is_capturing() for each in backend.streams.all)
+    device.SetRandSeed(8)
+    assert trained(other, device, range(4), "fp16") == expected
+
+
+def test_a_graph_for_which_there_is_no_memory_runs_kernel_by_kernel(device, monkeypatch):
+    expected = trained(compiled(device, False, distributed()), device, range(4), "fp32")
+    net = compiled(device, True, distributed())
+    seen = [to_numpy(value).tobytes() for step in range(2) for value in net(*batch(device, step), "fp32")]
+    fails = type("Function", (), {"__call__": lambda self, *arguments: 2})()  # CUDA_ERROR_OUT_OF_MEMORY
+    driver = types.SimpleNamespace(cuGraphInstantiateWithFlags=fails)
+    monkeypatch.setattr(sys.modules["singa_lite.backend.cuda.executable"], "open_driver", lambda: driver)
+    with pytest.warns(
+        UserWarning, match="kernel by kernel from now on: the GPU has no memory for its CUDA graph"
+    ):
+        seen += trained(net, device, range(2, 4), "fp32")
+    assert seen == expected and not graphs(net)

@@ -247,10 +247,11 @@ def captures(world: World) -> tuple[bool, int, list[float]]:
     work.wait()
     time.sleep(0.05)  # several polls of the watching thread
     graph = gpu.stream.end_capture()
-    follow = c.follow_graph(LateGraph(), work)
+    before, after = c.follow_graph(LateGraph(), work)
     for _ in range(2):
+        before()
         graph.launch(gpu.stream)
-        follow()
+        after()
     gpu.synchronize()
     del graph
     c.check()
@@ -871,3 +872,70 @@ def test_a_report_names_the_call_that_a_rank_has_not_given_to_its_gpu(tmp_path, 
         r"rank \d \(process \d+, running\): in #[23] of the world, over NCCL, .*, failed", report
     )
     assert not re.search(r"after #[23] of the world, over NCCL", report)
+
+
+# ---- what does not concern NCCL ----------------------------------------------------------------------------
+
+
+def behind_own_work(world: World) -> str:
+    """The error of a graph that the stream reaches after longer than the time-out."""
+    c, gpu = make(world, 0.5), gpu_of_rank()
+    array = on_gpu(np.ones(10, np.float32))
+    gpu.stream.begin_capture()
+    work = c.all_reduce(array, "sum")
+    work.wait()
+    graph = gpu.stream.end_capture()
+    before, after = c.follow_graph(LateGraph(), work)
+    gpu.stream.add(lambda: time.sleep(1.5))
+    before()
+    graph.launch(gpu.stream)
+    after()
+    gpu.synchronize()
+    error = caught(c.check)
+    del graph
+    c.close()
+    return error
+
+
+def test_a_time_out_of_a_graph_leaves_out_what_the_stream_does_before():
+    assert run(behind_own_work, 2) == ["", ""]
+
+
+def refused_calls(world: World) -> tuple[list[str], list[tuple[int, str, bool]], int, str]:
+    """Errors of calls with memory of another GPU, then what the recorder knows, and a group's error."""
+    c, gpu = make(world), gpu_of_rank()
+    c.all_reduce(on_gpu(np.ones(3, np.float32)), "sum", name="first").wait()
+    errors = [
+        caught(lambda: c.all_reduce(on_gpu(np.ones(3, np.float32), device_id=1), "sum", name="in")),
+        caught(
+            lambda: c.all_reduce(
+                on_gpu(np.ones(3, np.float32)),
+                "sum",
+                name="result",
+                out=on_gpu(np.ones(3, np.float32), device_id=1),
+            )
+        ),
+    ]
+    c.all_reduce(on_gpu(np.ones(3, np.float32)), "sum", name="last").wait()
+    gpu.synchronize()
+    deadline = time.monotonic() + LIMIT_S
+    while (calls := recorded_calls(c))[-1].state != ENDED and time.monotonic() < deadline:
+        time.sleep(0.005)
+    group = c.new_group([1, 2])
+    of_group = ""
+    if group is not None:
+        of_group = caught(
+            lambda: group.all_reduce(on_gpu(np.ones(3, np.float32), device_id=1), "sum", name="in")
+        )
+        group.close()
+    c.close()
+    return errors, [(call.number, call.name, call.state == ENDED) for call in calls], c.rank, of_group
+
+
+def test_a_refused_call_is_neither_counted_nor_the_failure_of_the_communicator(tmp_path, monkeypatch):
+    monkeypatch.setenv("SINGA_LITE_LOG_DIR", str(tmp_path))
+    for (array, result), calls, rank, of_group in run(refused_calls, 3):
+        assert "lives on GPU 1" in array and "out is in memory of GPU 1" in result
+        assert calls == [(0, "first", True), (1, "last", True)]
+        assert of_group.startswith(f"rank {rank}: ") == (rank > 0)  # its rank in the world
+    assert not list(tmp_path.iterdir())  # no report was made

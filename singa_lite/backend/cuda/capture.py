@@ -67,6 +67,7 @@ class CapturedPart:
         self._graph: Any = None
         self._numbers: Numbers | None = None
         self._before_launch: list[Callable[[], None]] = []
+        self._begin_graph: list[Callable[[], None]] = []  # on its stream, where the launch follows at once
         self._after_launch: list[Callable[[], None]] = []
         self.num_launches = 0
 
@@ -90,7 +91,7 @@ class CapturedPart:
         self._graph, self._has_run = None, False
 
     def _capture(self) -> None:
-        self._before_launch, self._after_launch = [], []
+        self._before_launch, self._begin_graph, self._after_launch = [], [], []
         backend, numbers = self._backend, Numbers(self._backend, self._before_launch)
         communicators = (node.communicator for node in self._nodes if isinstance(node, Collective))
         traffic = {communicator: communicator.traffic.copy() for communicator in communicators}
@@ -98,7 +99,7 @@ class CapturedPart:
         with backend.lock:
             backend.activate()
             backend.join()  # what was given before is no part of it
-            begin_capture(backend.stream)
+            begin_capture(stream := backend.stream)
             try:
                 with self._memory.in_use(), numbers.in_use():
                     for node in self._nodes:
@@ -107,7 +108,8 @@ class CapturedPart:
                             last[node.communicator] = node.flight.work
                     backend.join()
             except BaseException:
-                discard_capture(backend.stream)
+                discard_capture(stream)
+                backend.end_packing()
                 raise
             finally:
                 for communicator, before in traffic.items():
@@ -117,7 +119,9 @@ class CapturedPart:
         if last:  # else a launch would use what NCCL had before it was aborted
             self._before_launch.insert(0, backend.check_communicators)
         for communicator, work in last.items():
-            self._after_launch.append(communicator.follow_graph(self, work))
+            before, after = communicator.follow_graph(self, work)
+            self._begin_graph.append(before)
+            self._after_launch.append(after)
 
     def _capture_node(self, node: Node, numbers: Numbers) -> None:
         if isinstance(node, Host):
@@ -136,6 +140,8 @@ class CapturedPart:
             self._backend.activate()
             self._backend.join()
             self._numbers.store()
+            for run in self._begin_graph:
+                run()
             self._graph.launch(self._backend.stream)
         self.num_launches += 1
         for run in self._after_launch:

@@ -18,8 +18,9 @@ from typing import Any
 import cupy
 
 from ... import _native
-from ...errors import DeviceError
+from ...errors import DeviceError, GraphError
 
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY, of CUDA 11.7
 
 
@@ -64,9 +65,11 @@ def instantiate(graph: int) -> int:
     )
     made = ctypes.c_void_p()
     status = function(ctypes.byref(made), graph, USE_NODE_PRIORITY)
+    if status == OUT_OF_MEMORY:
+        raise GraphError("the GPU has no memory for its CUDA graph")
     if status != 0 or made.value is None:
         raise DeviceError(
-            f"cuGraphInstantiateWithFlags: expected status 0, got {status}: a driver of CUDA 11.7 or later is needed"
+            f"cuGraphInstantiateWithFlags: expected status 0, got {status}; it needs a driver of CUDA 11.7 or later"
         )
     return made.value
 

@@ -199,6 +199,10 @@ class Launcher(Backend):
     def join(self) -> None:
         self.streams.join()
 
+    def end_packing(self) -> None:
+        self.streams.leave()
+        self.join()
+
     def check_communicators(self) -> None:
         """Raise the CommError of a collective that was aborted after its wait."""
         for known in state.gpu_communicators:
