@@ -130,7 +130,9 @@ def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
 
 
 def _part_start(target: Path) -> str:
-    return f".{target.name[:100]}."
+    return (
+        f".{os.fsdecode(os.fsencode(target.name)[:100])}."  # a cut character is an escape, and encoded again
+    )
 
 
 def _lock(handle: int) -> bool | None:

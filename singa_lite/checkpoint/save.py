@@ -82,6 +82,7 @@ def save_job(
         arrays.update(arrays_of(model), **{EXTRA + name: array for name, array in more.items()})
         return {
             "step": optimizer.step_counter,
+            "calls": getattr(optimizer, "num_calls", 0),
             "agreed": {"folder": os.path.abspath(folder), "keep": keep, "a sampler": sampler is not None},
             "digests": digests(arrays),
             "sampler": None if sampler is None else as_json("sampler.state_dict()", sampler.state_dict()),
@@ -96,6 +97,11 @@ def save_job(
             raise CheckpointError(
                 f"save_job: rank 0 has made {everyone[0]['step']} steps, but rank {rank} {theirs['step']}; "
                 "call it after the same step on all ranks"
+            )
+        if theirs["calls"] != everyone[0]["calls"]:
+            raise CheckpointError(
+                f"save_job: after {everyone[0]['step']} steps rank 0 has made {everyone[0]['calls']} calls of the next "
+                f"one, but rank {rank} {theirs['calls']}; call it after the same call on all ranks"
             )
     check_samplers([theirs["sampler"] for theirs in everyone])
     path, number = everyone[0]["new"]

@@ -103,7 +103,7 @@ class Saving:
             raise self._failure
 
     def _ended(self) -> None:
-        self._join(SEEN_S)
+        self._join(min(SEEN_S, self._communicator.timeout_s))
         if self._failure is not None:
             raise self._failure
 
@@ -133,7 +133,7 @@ class Saving:
                 self._commit()
         except CheckpointError as error:
             self._failure = error
-        except Exception as error:  # whatever it is: the thread has no other way to say it
+        except BaseException as error:  # whatever it is: the thread has no other way to say it
             self._failure = CheckpointError(f"cannot write {self.path}: {type(error).__name__}: {error}")
         finally:
             self._is_written.set()

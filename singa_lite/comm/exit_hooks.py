@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from traceback import format_exception
 from types import TracebackType
+from typing import Any
 
 from ..config import state
 from ..errors import CommError
@@ -48,6 +49,8 @@ class ExitHooks:
         self._excepthook, self._thread_excepthook = sys.excepthook, threading.excepthook
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
+        self._unraisablehook = sys.unraisablehook
+        sys.unraisablehook = self._uncaught_at_exit
         self.at_exit(self.leave)
 
     @property
@@ -127,6 +130,14 @@ class ExitHooks:
         if error is not None and is_failure and not self._has_aborted:
             _flush()
             self._abort(_text(error))
+
+    def _uncaught_at_exit(self, unraisable: Any) -> None:
+        """Note what a function of atexit raises, after which Python would end with 0."""
+        if "atexit" in str(unraisable.err_msg) and not self.is_of_parent:
+            self._has_failed = True
+            if unraisable.exc_value is not None and not self._has_aborted:
+                self._abort(_text(unraisable.exc_value))
+        self._unraisablehook(unraisable)
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None

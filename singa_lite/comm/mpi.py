@@ -89,6 +89,7 @@ class MpiCommunicator(Communicator):
     ) -> None:
         super().__init__(world, timeout_s)
         self._mpi = load_mpi()
+        self._process = os.getpid()
         self._comm = comm or workers_of(self._mpi, world.size, timeout_s)
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._rows = rows_for(self.size, SMALL_BYTES)
@@ -244,6 +245,8 @@ class MpiCommunicator(Communicator):
         self.abort("")
 
     def abort(self, reason: str) -> None:
+        if self._process != os.getpid():
+            return  # the messages are the parent's
         if not self._leave_requests and self._peers:
             message = message_of(self._num_calls, f"{LEFT} {reason}".strip(), b"")
             self._leave_requests = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
@@ -276,6 +279,11 @@ class MpiCommunicator(Communicator):
     ) -> Work:
         """Run ``small(rows of all ranks)`` here at once, or agree and run ``large()`` in the worker."""
         call = call_of(self._num_calls, kind, name, words)
+        if self._process != os.getpid():
+            raise CommError(
+                f"rank {self.world.name_of(self.rank)}: {call.label}: an MPI communicator made before fork() is not "
+                f"usable in the child (process {os.getpid()}); make the world after"
+            )
         if self.error is not None:
             raise CommError(f"rank {self.world.name_of(self.rank)}: {call.label}: {self.error}")
         self._num_calls += 1

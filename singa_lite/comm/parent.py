@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
+import threading
 from typing import Any
 
 try:
@@ -30,8 +32,9 @@ def end_with_parent() -> None:
     """Have this process killed as soon as the process that started it through multiprocessing has ended.
 
     Its ranks would train on as orphans otherwise. The kernel sends SIGKILL when the pipe closes by which
-    multiprocessing knows that the parent lives. PR_SET_PDEATHSIG would not do: it looks at the thread that started this
-    process, and with forkserver that is not the parent's. Nothing happens in other processes and on other systems.
+    multiprocessing knows that the parent lives; as other children of the parent may hold that pipe open, a thread waits
+    for its end, too. PR_SET_PDEATHSIG would not do: it looks at the thread that started this process, and with
+    forkserver that is not the parent's. Nothing happens in other processes and on other systems.
     """
     parent = parent_process()
     if parent is None or fcntl is None or sys.platform != "linux":
@@ -41,5 +44,14 @@ def end_with_parent() -> None:
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel before Linux 5.3
+        ended = os.pidfd_open(parent.pid)
+        threading.Thread(target=_kill_at, args=(ended,), name="singa_lite parent's end", daemon=True).start()
     if not parent.is_alive():  # since before the lines above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_at(ended: int) -> None:
+    """Kill this process once the process of a pidfd has ended."""
+    select.select([ended], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

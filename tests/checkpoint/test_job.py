@@ -892,3 +892,23 @@ def test_a_file_with_a_header_that_cannot_be_right_is_damaged(tmp_path: Path, ke
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
     with pytest.raises(CheckpointError, match="no generation"):
         checkpoint.load_job(tmp_path, net)
+
+
+def amid_other_calls(communicator: Communicator, folder: str) -> list[str]:
+    """The error of saving where this rank has made another number of calls of the next update, and what is there."""
+    net = compiled(communicator, "fp32", False, accumulate=3)
+    for step in range(3):
+        net(*batch(step, communicator.rank))
+    checkpoint.save_job(folder, net, keep=1)
+    for step in range(2 - communicator.rank % 2):
+        net(*batch(step, communicator.rank))
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save_job(folder, net, keep=1)
+    whole, _ = generation.find_generations(folder)
+    return [str(raised.value), *(each.path.name for each in whole)]
+
+
+def test_ranks_at_other_calls_of_an_update_are_an_error_and_the_last_save_stays(tmp_path: Path) -> None:
+    for error, *names in run_ranks(amid_other_calls, 2, str(tmp_path)):
+        assert "after 1 steps rank 0 has made 2 calls of the next one, but rank 1 1" in error
+        assert names == ["step-00000001"]

@@ -176,6 +176,10 @@ if __name__ == "__main__":
     ranks = [context.Process(target=train, args=(rank, 3, holder, sys.argv[2])) for rank in range(3 - absent)]
     for process in ranks:
         process.start()
+    if sys.argv[3:]:  # another child of this process holds all that it has open
+        other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+        other.start()
+        (folder / "other").write_text(str(other.pid))
     for process in ranks:
         process.join()
     print([process.exitcode for process in ranks])
@@ -211,13 +215,25 @@ def test_a_multiprocessing_rank_that_ends_before_joining_is_noticed_at_once(tmp_
     assert_nothing_left(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("stage", ["absent", "training"])
-def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, stage):
+@pytest.mark.parametrize(
+    ("method", "stage", "others"),
+    [
+        *(
+            (method, stage, ())
+            for method in ("fork", "spawn", "forkserver")
+            for stage in ("absent", "training")
+        ),
+        ("fork", "training", ("other",)),
+        ("spawn", "training", ("other",)),
+        ("forkserver", "training", ("other",)),
+    ],
+)
+def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, stage, others):
     script = write_script(tmp_path, GATHERING)
-    parent = subprocess.Popen([sys.executable, str(script), method, stage], env=fresh_environment())
+    parent = subprocess.Popen([sys.executable, str(script), method, stage, *others], env=fresh_environment())
     marks = "joined-*" if stage == "training" else "pid-*"
     wait_until(lambda: len(list(tmp_path.glob(marks))) == (3 if stage == "training" else 2), "the ranks")
+    wait_until(lambda: all((tmp_path / name).exists() for name in others), "the other child")
     time.sleep(0.2)
     parent.kill()
     parent.wait(LIMIT_S)
@@ -226,6 +242,7 @@ def test_ranks_of_multiprocessing_end_with_a_killed_parent(tmp_path, method, sta
         wait_until(lambda: not any(is_running(pid) for pid in pids), "the end of the ranks")
         wait_until(lambda: not files_of(tmp_path), "the removal of the shared files")
     finally:
+        pids += [(tmp_path / name).read_text() for name in others]
         for pid in filter(is_running, pids):
             os.kill(int(pid), signal.SIGKILL)
 
@@ -529,3 +546,26 @@ def test_a_forked_child_of_a_rank_does_not_close_its_world(tmp_path):
     result = run_ranks_of(write_script(tmp_path, text), 2)
     assert sorted(result.stdout.splitlines()) == [f"[{rank}] {rank} 2 {rank} shm 6.0" for rank in range(2)]
     assert result.returncode == 0, result.stderr
+
+
+AT_EXIT = """
+import atexit
+import numpy as np
+from singa_lite import opt
+communicator = opt.DistOpt().communicator
+communicator.all_reduce(np.zeros(2, np.float32), "sum").wait()
+if communicator.rank == 1:
+    atexit.register(lambda: [].pop())
+"""
+
+
+@pytest.mark.parametrize("way", ["singa-lite", "mpiexec"])
+def test_an_error_in_a_function_of_atexit_fails_the_job(tmp_path, way):
+    if way == "mpiexec" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    script = str(write_script(tmp_path, AT_EXIT))
+    start = [sys.executable, "-m", "singa_lite", "run", "-n", "2"]
+    start = start if way == "singa-lite" else [str(_mpiexec()), "-n", "2", sys.executable]
+    result = run_command([*start, script])
+    assert result.returncode != 0 and "IndexError: pop from empty list" in result.stderr, result
+    assert_nothing_left(tmp_path)
