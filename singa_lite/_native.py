@@ -12,8 +12,8 @@ from .config import env
 
 MODULES = {
     "_comm": "shared-memory collectives (Linux)",
-    "_cudnn": "convolution, pooling, batch norm and recurrent layers on CUDA devices (Linux)",
-    "_kernels": "float32 kernels for the CPU (Linux)",
+    "_cudnn": "convolution, batch norm and recurrent layers on CUDA devices (Linux)",
+    "_kernels": "float32 and bfloat16 kernels for the CPU (Linux)",
     "_nccl": "collectives on GPU memory over NCCL, which is looked for when it is first used (Linux)",
 }
 

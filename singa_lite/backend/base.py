@@ -299,7 +299,7 @@ class Backend(ABC):
         return nullcontext()
 
     def unpacking(self, packed: Any) -> AbstractContextManager[None]:
-        """Run the kernels of the ``with`` block after the one that gave ``packed`` and after the Works waited for in it.
+        """Run the kernels of the ``with`` block after the one that gave ``packed`` and after Works waited for in it.
 
         Kernels that follow it run after it.
         """

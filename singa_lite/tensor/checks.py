@@ -95,8 +95,8 @@ def convert(values: np.ndarray, wanted: np.dtype[Any], where: str, rounds: bool 
     if bool(changed.any()) and not (rounds and both_float):
         example = values[changed].flat[0]
         raise DTypeError(
-            f"{where}: {wanted} cannot hold {example.item()!r} ({values.dtype}) exactly; convert on purpose, an array by "
-            f"astype({str(wanted)!r}), a Tensor by as_type()"
+            f"{where}: {wanted} cannot hold {example.item()!r} ({values.dtype}) exactly; "
+            f"convert on purpose, an array by astype({str(wanted)!r}), a Tensor by as_type()"
         )
     return converted
 
