@@ -78,36 +78,29 @@ class Records:
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
-        if this_thread.recorder is None:  # else it is a model within another one's step
-            with self._lock:
-                is_recorded, result = self._call(model, arguments, options, precision)
-            if is_recorded:
-                return result
+        if this_thread.recorder is not None:  # a model within another one's step
+            return model.run_train_one_batch(*arguments, **options)
+        # released before a step runs eagerly, as many may
+        with self._lock:
+            kind, tensors = self._kind_of(arguments, options, precision)
+            if kind.break_reason is None:
+                known: Known = {}
+                # not in a function of its own: a replay makes few calls of Python
+                for number, record in enumerate(kind.records):
+                    if record.fits(known, tensors):
+                        kind.records.insert(0, kind.records.pop(number))
+                        kind.misses = self._misses = 0
+                        if record.is_postponed:
+                            return self._run_postponed(record, model, arguments, options)
+                        return record.replay(tensors)
+                per_kind = getattr(model.optimizer, "records_per_kind", 1)
+                if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
+                    if not kind.is_checked and self._share_memory(model, tensors):
+                        return self._note_writes(kind, model, arguments, options)
+                    result = self._record(kind, model, arguments, options)
+                    self._drop_oldest(MAX_RECORDS * per_kind)
+                    return result
         return model.run_train_one_batch(*arguments, **options)
-
-    def _call(
-        self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str
-    ) -> tuple[bool, Any]:
-        """Return whether the step was replayed, recorded or run for its record, and its result."""
-        kind, tensors = self._kind_of(arguments, options, precision)
-        if kind.break_reason is None:
-            known: Known = {}
-            # not in a function of its own: a replay makes few calls of Python
-            for number, record in enumerate(kind.records):
-                if record.fits(known, tensors):
-                    kind.records.insert(0, kind.records.pop(number))
-                    kind.misses = self._misses = 0
-                    if record.is_postponed:
-                        return True, self._run_postponed(record, model, arguments, options)
-                    return True, record.replay(tensors)
-            per_kind = getattr(model.optimizer, "records_per_kind", 1)
-            if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
-                if not kind.is_checked and self._share_memory(model, tensors):
-                    return True, self._note_writes(kind, model, arguments, options)
-                result = self._record(kind, model, arguments, options)
-                self._drop_oldest(MAX_RECORDS * per_kind)
-                return True, result
-        return False, None
 
     def _run_postponed(
         self, record: Record, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]

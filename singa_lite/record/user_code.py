@@ -68,11 +68,21 @@ def unseeded_calls(code: CodeType) -> set[str]:
     ]
     for named, then in pairwise(shown):
         name = str(named.argval)
-        if name in SYSTEMS_NUMBERS | SEEDING or (
-            name in GENERATORS and then.opname.startswith("CALL") and not then.arg
+        if (
+            name in SYSTEMS_NUMBERS
+            or (name in GENERATORS and then.opname.startswith("CALL") and not then.arg)
+            or (name in SEEDING and _is_called(named))
         ):
             found.add(name)
     return found
+
+
+def _is_called(instruction: dis.Instruction) -> bool:
+    """Return whether what an instruction loads is to be called, as far as Python's version says it."""
+    if instruction.opname == "LOAD_METHOD":
+        return True
+    says_so = {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12)}.get(instruction.opname)
+    return says_so is not None and sys.version_info >= says_so and bool((instruction.arg or 0) & 1)
 
 
 def is_users(value: Any) -> bool:
