@@ -369,8 +369,9 @@ def backward(y: Tensor, dy: Tensor | float | None = None) -> Iterator[tuple[Tens
     check_recorded(y)
     assert y.creator is not None
     nodes = nodes_behind(y.creator)
-    for node in nodes:
-        _check_unused(node)
+    used = next((node for node in nodes if node.context is None), None)
+    if used is not None:
+        raise GraphError(_why_used_up(used))
     if dy is None and y.size() == 1 and _has_float16(nodes):
         raise OptionError(
             'backward: gradients of this tensor would be float16, computed under autocast("fp16"), where small ones '
@@ -393,17 +394,17 @@ def check_recorded(y: object) -> None:
             "compute outside no_grad(), and from at least one tensor with stores_grad=True; "
             "calling a Model that is not compiled evaluates it"
         )
-    _check_unused(y.creator)
+    if y.creator.context is None:
+        raise GraphError(_why_used_up(y.creator))
 
 
-def _check_unused(node: Node) -> None:
+def _why_used_up(node: Node) -> str:
     if isinstance(node, RecordedStep):
-        raise GraphError(
+        return (
             "backward: this is, or was computed from, a result of a recorded step, through which no gradient flows; "
             "take clone() of the result to go without, or compile its model with use_graph=False"
         )
-    if node.context is None:
-        raise GraphError("backward: part of this record was used up by an earlier backward()")
+    return "backward: the record of this tensor, or a part of it, was used up by an earlier backward()"
 
 
 def needs_scale(y: Tensor) -> bool:
@@ -476,7 +477,7 @@ def _visit(node: Node, gradients: dict[Any, _Gradient]) -> None:
     """Run one node's backward and hand its results on to where its inputs came from."""
     context, node.context, node.recomputed = node.context, None, None  # frees what was saved during the walk
     if context is None:
-        raise GraphError("backward: part of this record was used up by an earlier backward()")
+        raise GraphError(_why_used_up(node))
     arrived = [gradients.pop((node, index), None) for index in range(len(node.outputs))]
     if all(gradient is None for gradient in arrived):
         return

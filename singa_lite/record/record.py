@@ -87,6 +87,8 @@ class Record:
         break_reason, is_lasting, is_partial: the Recorder's.
     """
 
+    break_reason: str | None
+
     def __init__(
         self,
         model: Any,  # model.Model, of a module above
@@ -102,7 +104,6 @@ class Record:
         inputs = given.tensors
         recorder.take_inputs([tensor.array for tensor in inputs])
         self.device = inputs[0].device if inputs else get_default_device()
-        self.break_reason: str | None
         self._attributes = Attributes(model)
         self._variables = Variables(
             [layer for _, layer in layers_of(model)], self._attributes.before.values()

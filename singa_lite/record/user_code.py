@@ -23,11 +23,8 @@ INSTALLED = ("site-packages", "dist-packages")
 # which draw new numbers if they are made without a seed
 GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
-SEEDING = {
-    "seed",
-    "set_state",
-    "setstate",
-}  # of generators that others share: a replay would leave their state
+# of generators that others share: a replay would not leave their state as the step does
+SEEDING = {"seed", "set_state", "setstate"}
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
 

@@ -65,17 +65,13 @@ from .user_code import (
     value_of_cell,
 )
 
-WRAPPERS = (
-    UserDict,
-    UserList,
-    ChainMap,
-    WeakKeyDictionary,
-    WeakValueDictionary,
-)  # whose own code, which is Python's, reads their attributes
+# whose own code, which is Python's, reads their attributes
+WRAPPERS = (UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 DESCRIPTORS = (property, classmethod, staticmethod, cached_property, partialmethod, singledispatchmethod)
 NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
-OF_ALL_TENSORS = {
-    *(
+# attributes of Tensors that are looked at elsewhere; a name is not
+OF_ALL_TENSORS = frozenset(
+    [
         "device",
         "array",
         "requires_grad",
@@ -84,8 +80,8 @@ OF_ALL_TENSORS = {
         "creator_output",
         "_grad",
         "_has_fresh_grad",
-    ),
-}  # attributes that are looked at elsewhere; a name is not
+    ]
+)
 MODES = {"_has_mode", "_is_compiled", "_precision"}  # of a Model, by which it chooses what a call does
 LAZY = ("__slotnames__", "__annotations__")  # of a class, what Python adds when it is copied or asked for
 
@@ -325,7 +321,7 @@ class Variables:
     def _describe_own(self, tensor: Tensor, seen: set[int]) -> Hashable:
         """Return what a Tensor holds under names that functions use, but for what every Tensor has."""
         return tuple(
-            (name, self._describe(vars(tensor)[name], seen)) for name in self._names_of_tensor(tensor)
+            (name, self._describe(vars(tensor)[name], seen)) for name in sorted(self._names_of_tensor(tensor))
         )
 
     def _names_of_tensor(self, tensor: Tensor) -> set[str]:
