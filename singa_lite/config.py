@@ -119,6 +119,7 @@ class State:
         default_factory=weakref.WeakKeyDictionary
     )  # Any: likewise
     trace: Any = None  # Any: likewise
+    watched_parent: int = 0  # the process that is killed when its parent has ended
     flight_recorders: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     reports_at_sigquit: int = 0
     writes_stacks: int = 0

@@ -130,9 +130,9 @@ def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
 
 
 def _part_start(target: Path) -> str:
-    return (
-        f".{os.fsdecode(os.fsencode(target.name)[:100])}."  # a cut character is an escape, and encoded again
-    )
+    name = os.fsencode(target.name)
+    # names have up to 255 bytes; without a character that is cut
+    return f".{target.name if len(name) <= 100 else name[:100].decode('utf-8', 'ignore')}."
 
 
 def _lock(handle: int) -> bool | None:

@@ -470,6 +470,35 @@ def test_no_gradient_flows_silently_past_a_result():
     run(only_the_loss, True, call=without)
 
 
+def test_results_may_be_summed_changed_and_carried():
+    """No graph grows behind a sum of results; they are the caller's own, and what is carried is recorded too."""
+
+    def step_of(self: Net, x: Tensor, y: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        loss = autograd.mse_loss(self.forward(x) + carried.clone(), y)
+        self.optimizer(loss)
+        return loss, loss * 0.5
+
+    found = {}
+    for use_graph in (False, True):
+        net = type("Stepping", (Net,), {"train_one_batch": step_of})()
+        net.set_optimizer(opt.SGD(0.1))
+        net.compile([from_numpy(X)], use_graph=use_graph)
+        net.set_params(
+            {name: np.full(each.shape, 0.1, np.float32) for name, each in net.get_params().items()}
+        )
+        carried, total, values = from_numpy(np.zeros((), np.float32)), None, []
+        for _ in range(STEPS):
+            loss, carried = net(from_numpy(X), from_numpy(Y), carried)
+            total = loss if total is None else total + loss
+            values.append(loss.item())
+        found[use_graph] = [*values, total.item()]
+    np.testing.assert_allclose(found[True], found[False], rtol=1e-5)
+    assert all(each.break_reason is None for each in net.graph_info())
+    assert total.creator is not None and not total.creator.sources
+    total += loss
+    assert total.creator is None
+
+
 def test_two_threads_call_one_model():
     net = type("Stepping", (Net,), {"train_one_batch": lambda self, x: self.forward(x) * 1.0})()
     net.set_optimizer(opt.SGD(0.1))

@@ -179,6 +179,7 @@ void NcclCommunicator::begin_graph(CudaStream stream, const std::string& name) {
 
 void NcclCommunicator::end_graph(CudaStream stream) {
   check();
+  if (graph_ == nullptr) return;  // its begin was of another call
   ContextScope scope(*driver_, context_);
   driver_->record(graph_->ended.get(), stream);
   keep(std::move(graph_));

@@ -125,6 +125,7 @@ class NcclCommunicator {
   CudaContext context_;
   std::shared_ptr<Stream> stream_;
   std::uint64_t sequence_ = 0;
+  std::shared_ptr<NcclOp> graph_;  // between begin_graph and end_graph, which the caller keeps together
   // Ops that nobody holds any more, to be used again for their events.
   struct Pool {
     std::mutex mutex;
@@ -137,7 +138,6 @@ class NcclCommunicator {
 
   std::mutex mutex_;  // of what follows
   std::condition_variable wake_;
-  std::shared_ptr<NcclOp> graph_;  // that is being launched
   std::deque<std::shared_ptr<NcclOp>> in_flight_;
   std::string error_;
   bool is_closed_ = false, is_stopping_ = false;

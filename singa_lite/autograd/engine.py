@@ -143,6 +143,7 @@ class Node:
     """One recorded call: the operator, its context and where its inputs came from."""
 
     recomputed: Recomputed | None = None  # its output
+    is_replayed = False  # whether it stands for a recorded step
 
     def __init__(self, op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> None:
         self.op = op
@@ -173,7 +174,12 @@ class Node:
 
 
 class RecordedStep(Node):
-    """Stands for the operators that made a result of a recorded step, which keeps nothing for a gradient."""
+    """Stands for the operators that made a result of a recorded step, which keeps nothing for a gradient.
+
+    So does the creator of what is computed from such results alone.
+    """
+
+    is_replayed = True
 
     def __init__(self) -> None:
         self.context, self.sources, self.outputs = None, [], []
@@ -252,7 +258,7 @@ class Operator:
             ):  # it was not even begun
                 raise TypeError(f"{error}; {SIGNATURES}") from None
             raise
-        node = Node(self, context, inputs) if any(context.needs_grad) else None
+        node = _made_by(self, context, inputs) if any(context.needs_grad) else None
         arrays = result if isinstance(result, tuple) else (result,)
         if self._is_own:
             where = f"{type(self).__name__}: forward"
@@ -265,12 +271,21 @@ class Operator:
         if self._is_own:
             arrays = row_major_copies(context, arrays)
         outputs = tuple(Tensor.wrap(array, device, node, index) for index, array in enumerate(arrays))
-        if node is not None:
+        if node is not None and not node.is_replayed:
             node.outputs = [(array.shape, array.dtype) for array in arrays]
             is_recorded = recorder is not None and recorder.break_reason is None
             if is_recorded and autocast is not None and context.backend.recomputes:
                 node.keep_less(context, used, arrays[0])
         return outputs if isinstance(result, tuple) else outputs[0]
+
+
+def _made_by(op: Operator, context: Context, inputs: tuple[Tensor, ...]) -> Node:
+    """Return the record of a call."""
+    node = Node(op, context, inputs)
+    for source in node.sources:
+        if source is not None and not (isinstance(source, tuple) and source[0].is_replayed):
+            return node
+    return next(source[0] for source in node.sources if isinstance(source, tuple))
 
 
 def is_tracked(tensor: Tensor) -> bool:

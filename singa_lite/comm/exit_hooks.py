@@ -126,18 +126,18 @@ class ExitHooks:
     def _report_exception(self) -> None:
         """Abort where a process of multiprocessing ends by an exception, which it catches, and calls this meanwhile."""
         error = sys.exc_info()[1]
-        is_failure = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
-        if error is not None and is_failure and not self._has_aborted:
+        if error is not None and _is_failure(error) and not self._has_aborted:
             _flush()
             self._abort(_text(error))
 
     def _uncaught_at_exit(self, unraisable: Any) -> None:
         """Note what a function of atexit raises, after which Python would end with 0."""
-        if "atexit" in str(unraisable.err_msg) and not self.is_of_parent:
-            self._has_failed = True
-            if unraisable.exc_value is not None and not self._has_aborted:
-                self._abort(_text(unraisable.exc_value))
         self._unraisablehook(unraisable)
+        is_at_exit = str(unraisable.err_msg).startswith("Exception ignored in atexit callback")
+        if is_at_exit and not self.is_of_parent and _is_failure(unraisable.exc_value):
+            self._has_failed = True
+            if not self._has_aborted:
+                self._abort(_text(unraisable.exc_value))
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -184,6 +184,10 @@ def exit_hooks() -> ExitHooks:
         state.exit_hooks = ExitHooks()
     hooks: ExitHooks = state.exit_hooks
     return hooks
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _text(error: BaseException) -> str:

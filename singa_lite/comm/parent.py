@@ -11,6 +11,8 @@ import sys
 import threading
 from typing import Any
 
+from ..config import state
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -44,14 +46,25 @@ def end_with_parent() -> None:
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel before Linux 5.3
-        ended = os.pidfd_open(parent.pid)
-        threading.Thread(target=_kill_at, args=(ended,), name="singa_lite parent's end", daemon=True).start()
+    if state.watched_parent != os.getpid():
+        state.watched_parent = os.getpid()
+        try:
+            ended = os.pidfd_open(parent.pid)
+        except ProcessLookupError:
+            os.kill(os.getpid(), signal.SIGKILL)
+        except (OSError, AttributeError):  # a kernel before Linux 5.3
+            pass
+        else:
+            threading.Thread(
+                target=_kill_at, args=(ended,), name="singa_lite parent's end", daemon=True
+            ).start()
     if not parent.is_alive():  # since before the lines above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _kill_at(ended: int) -> None:
     """Kill this process once the process of a pidfd has ended."""
-    select.select([ended], [], [])
+    poll = select.poll()  # which takes descriptors above 1023, too
+    poll.register(ended, select.POLLIN)
+    poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -118,8 +118,12 @@ class Attributes:
         self._set: list[Tensor] = []  # copies of these that the attributes have
         self._read: list[int] = []  # of the inputs: numbers among those held
 
-    def finish(self, recorder: Recorder) -> list[weakref.ref[Tensor]]:
-        """Find what the step has changed and set it as replays will; return the Tensors that the step had set."""
+    def finish(self, recorder: Recorder, inputs: list[Tensor]) -> list[weakref.ref[Tensor]]:
+        """Find what the step has changed and set it as replays will; return the Tensors that the step had set.
+
+        Args:
+            inputs: of the step, whose views it may have set.
+        """
         if (reason := _why_unseen(self._model)) is not None:
             recorder.break_graph(reason)
         before, self.before = self.before, {}
@@ -144,7 +148,7 @@ class Attributes:
         self._held = _tensors_of([*olds, *self._constants])
         self._find_inputs(olds, [*self._held, *states.values()], recorder)
         if recorder.break_reason is None or not recorder.is_lasting:
-            has_views = self._pin(changed, recorder)
+            has_views = self._pin(changed, recorder, inputs)
             self.repeat()
             if has_views:
                 self.share_memory()
@@ -184,7 +188,12 @@ class Attributes:
                 self.inputs.append(tensor)
                 self._read.append(number)
 
-    def _pin(self, changed: dict[Hashable, tuple[Attribute, Attribute]], recorder: Recorder) -> bool:
+    def _pin(
+        self,
+        changed: dict[Hashable, tuple[Attribute, Attribute]],
+        recorder: Recorder,
+        inputs: list[Tensor],
+    ) -> bool:
         """Have replays leave what the step made where it is, and keep that apart from what the caller gets.
 
         Returns whether it has made views of other Tensors, which no replay does.
@@ -205,7 +214,7 @@ class Attributes:
             self._changes[key] = Change(old, value, sources, is_in_place)
         self._made = tensors[len(self._held) :]
         self._aliases = _aliases(self._held)
-        known = {id(each): each for each in (*self._held, *self._states_of_model().values())}
+        known = {id(each): each for each in (*self._held, *inputs, *self._states_of_model().values())}
         roots = Counter(id(root_of(tensor.array)) for tensor in (*known.values(), *self._made))
         views = [
             new.label

@@ -121,7 +121,7 @@ class Record:
         self.changes_containers = given.changes_containers
         _check_result(self.result, (arguments, options), recorder)
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
-        new += self._attributes.finish(recorder)
+        new += self._attributes.finish(recorder, inputs)
         del given
         if recorder.break_reason is None:
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]

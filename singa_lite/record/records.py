@@ -6,6 +6,7 @@ What lives here: the keys of records, and how many there are. What does not: one
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -75,11 +76,14 @@ class Records:
         self._shapes: list[tuple[int, ...]] = []
         self._recorded: Kind | None = None  # of the step that is being recorded
         self._lock = threading.RLock()  # held while a step is recorded or replayed: its memory is there once
+        self._pid = os.getpid()  # of the process whose lock it is
 
     def call(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any], precision: str) -> Any:
         """Replay the record of such a step of ``model`` in ``precision``, or run the step and make a record."""
         if this_thread.recorder is not None:  # a model within another one's step
             return model.run_train_one_batch(*arguments, **options)
+        if self._pid != os.getpid():  # forked, while a thread of the parent may have held it
+            self._lock, self._pid = threading.RLock(), os.getpid()
         # released before a step runs eagerly, as many may
         with self._lock:
             kind, tensors = self._kind_of(arguments, options, precision)
@@ -299,7 +303,7 @@ def _label(arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 def _unfit(tensors: list[Tensor], has_overlap: bool) -> str | None:
     """Why a step on such inputs cannot be recorded: a record works on copies, through which no gradient flows."""
-    if any(tensor.creator is not None for tensor in tensors):
+    if any(tensor.creator is not None and not tensor.creator.is_replayed for tensor in tensors):
         return "an input was made by a recorded operator; pass x.clone()"
     if has_overlap:
         return "two inputs share memory, or one does with a Tensor that the step writes; pass x.clone()"

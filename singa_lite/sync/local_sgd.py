@@ -14,7 +14,7 @@ from ..tensor import Tensor
 from .base import Scheme, StepContext
 from .buckets import Bucket, BucketedSync, Exchange
 
-PREFIX = "local updates of "
+PREFIX = "updates of "
 
 
 class LocalSgd(BucketedSync):
@@ -77,10 +77,10 @@ class LocalSgd(BucketedSync):
         for name in by_name:
             ahead = steps_since_start((self, name), self._updates.get(name, 0))
             with_ahead.setdefault(ahead, []).append(name)
-        due: list[str] = []
+        due = set[str]()
         for ahead, names in with_ahead.items():
             guard_ahead((self, *names), ahead, partial(self._due, names, period))
-            due += self._due(names, period)
+            due.update(self._due(names, period))
         averaged = [param for name, param in by_name.items() if name in due]
         for kind in dict.fromkeys((param.dtype, param.device) for param in averaged):
             self.average([param for param in averaged if (param.dtype, param.device) == kind])

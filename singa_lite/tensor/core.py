@@ -533,6 +533,8 @@ class Tensor:
 
     def check_leaf(self, what: str) -> None:
         """Raise a GraphError if an operator made this tensor and recorded it."""
+        if self.creator is not None and self.creator.is_replayed:
+            self.creator = None  # a result of a recorded step, a copy through which no gradient flows
         if self.creator is not None:
             raise GraphError(
                 f"{what}: changing a recorded tensor in place would falsify its gradients; write a = a + b"

@@ -67,7 +67,8 @@ class CapturedPart:
         self._graph: Any = None
         self._numbers: Numbers | None = None
         self._before_launch: list[Callable[[], None]] = []
-        self._begin_graph: list[Callable[[], None]] = []  # on its stream, where the launch follows at once
+        self._begin_graph: list[Callable[[], None]] = []  # at once before the launch
+        self._end_graph: list[Callable[[], None]] = []
         self._after_launch: list[Callable[[], None]] = []
         self.num_launches = 0
 
@@ -91,7 +92,8 @@ class CapturedPart:
         self._graph, self._has_run = None, False
 
     def _capture(self) -> None:
-        self._before_launch, self._begin_graph, self._after_launch = [], [], []
+        self._before_launch, self._after_launch = [], []
+        self._begin_graph, self._end_graph = [], []
         backend, numbers = self._backend, Numbers(self._backend, self._before_launch)
         communicators = (node.communicator for node in self._nodes if isinstance(node, Collective))
         traffic = {communicator: communicator.traffic.copy() for communicator in communicators}
@@ -121,7 +123,7 @@ class CapturedPart:
         for communicator, work in last.items():
             before, after = communicator.follow_graph(self, work)
             self._begin_graph.append(before)
-            self._after_launch.append(after)
+            self._end_graph.append(after)
 
     def _capture_node(self, node: Node, numbers: Numbers) -> None:
         if isinstance(node, Host):
@@ -143,6 +145,8 @@ class CapturedPart:
             for run in self._begin_graph:
                 run()
             self._graph.launch(self._backend.stream)
+            for run in self._end_graph:
+                run()
         self.num_launches += 1
         for run in self._after_launch:
             run()
