@@ -573,7 +573,9 @@ def steps_until_equal(communicator, dist_option, use_graph):
     choice, equal = np.random.default_rng(2), np.zeros(5, int)
     for step in range(40):
         net.used = tuple(np.flatnonzero(choice.random(5) < 0.7).tolist()) or (0,)
-        net(Tensor(data=np.full((2, 4), 1.0 + communicator.rank + step % 3)))
+        own = np.random.default_rng((communicator.rank, step))
+        net(Tensor(data=0.5 * own.standard_normal((2, 4))))
+        assert all(np.isfinite(to_numpy(block.W)).all() for block in net.blocks)
         weights = [to_numpy(block.W).tobytes().hex() for block in net.blocks]
         everyone = communicator.all_gather_object(weights)
         equal += [len(set(each)) == 1 for each in zip(*everyone, strict=True)]
@@ -581,8 +583,8 @@ def steps_until_equal(communicator, dist_option, use_graph):
 
 
 @pytest.mark.parametrize("use_graph", [False, True])
-@pytest.mark.parametrize("dist_option", ["localSGD:4", "partialUpdate"])
-def test_a_parameter_is_averaged_in_its_turn_whichever_others_a_step_has(dist_option, use_graph):
+@pytest.mark.parametrize(("dist_option", "least"), [("localSGD:4", 7), ("partialUpdate", 2)])
+def test_a_parameter_is_averaged_in_its_turn_whichever_others_a_step_has(dist_option, least, use_graph):
     results = run_ranks(steps_until_equal, 3, dist_option, use_graph)
     assert results[0] == results[1] == results[2]
-    assert min(results[0]) >= 3, results[0]
+    assert min(results[0]) >= least, results[0]
