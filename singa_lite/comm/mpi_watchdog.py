@@ -77,6 +77,7 @@ def main() -> None:
     rank_pid, pipe, lost_error = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     pmi = int(os.environ.get("PMI_FD", -1))  # other launchers than MPICH's notice by themselves
     wrapper = int(os.environ.get("SINGA_LITE_LOST_FD", -1))
+    leads_group = os.getpgrp() == rank_pid
     os.setsid()  # mpiexec kills the rank's process group
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -96,6 +97,9 @@ def main() -> None:
         _write_if(stat.S_ISSOCK, pmi, ABORT)
     if os.getppid() == rank_pid:
         os.kill(rank_pid, signal.SIGKILL)
+    if leads_group:  # mpiexec kills the group of no rank that has ended itself
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank_pid, signal.SIGKILL)
 
 
 def _write_if(is_of_kind: Callable[[int], bool], descriptor: int, message: bytes) -> bool:

@@ -13,8 +13,10 @@ script did. mpiexec kills process groups: script and children stay in the group 
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -25,6 +27,7 @@ import stat
 import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,7 @@ def main(command: list[str]) -> int:
     if code >= 0:
         return code
     _report(output, f"{name} was killed by {signal.Signals(-code).name}")
+    wait_until_read(2)
     abort_job(128 - code)
     end_by_signal(-code)
     return 128 - code
@@ -244,6 +248,15 @@ def abort_job(exit_code: int) -> None:
     with contextlib.suppress(OSError):
         if stat.S_ISSOCK(os.fstat(pmi).st_mode):
             os.write(pmi, f"cmd=abort exitcode={exit_code}\n".encode())
+
+
+def wait_until_read(descriptor: int) -> None:
+    """Wait, but not long, until mpiexec has read what was written to a pipe: after an abort it may read no more."""
+    deadline, num_unread = time.monotonic() + DRAIN_S, array.array("i", [1])
+    with contextlib.suppress(OSError):  # not a pipe
+        while num_unread[0] and time.monotonic() < deadline:
+            fcntl.ioctl(descriptor, termios.FIONREAD, num_unread)
+            time.sleep(0.001)
 
 
 def end_by_signal(number: int) -> None:
