@@ -9,7 +9,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -49,10 +48,6 @@ class Array {
   explicit operator bool() const { return is_valid_; }
   T* data() const { return data_; }
   std::int64_t shape(int axis) const { return shape_[axis]; }
-  bool has_shape_of(const Array<const T>& other) const { return has_shape(other.ndim, &other.shape_ref()); }
-  bool has_shape(int n, const py::ssize_t* shape) const {
-    return n == ndim && std::equal(shape_, shape_ + ndim, shape);
-  }
   const py::ssize_t& shape_ref() const { return *shape_; }
 
   int ndim = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Batch norm, softmax and its loss.
+#include <algorithm>
 #include <optional>
 
 #include "bindings/arrays.h"

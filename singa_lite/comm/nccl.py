@@ -197,9 +197,8 @@ class NcclCommunicator(Communicator):
         try:
             return self._give(operation, array, out, scale)
         except BaseException as error:
-            is_refused = bool(
-                self._native.is_usable
-            )  # nothing has failed, and the next call has this one's number
+            # nothing has failed, and the next call has this one's number
+            is_refused = bool(self._native.is_usable)
             recorder.end_begun(is_refused)
             if not is_refused and isinstance(error, CommError):
                 self._report(error)

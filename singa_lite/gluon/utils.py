@@ -71,9 +71,8 @@ def split_and_load(
         DTypeError: values that are no numbers.
     """
     device = _single_device(devices)
-    values = (
-        data.copy() if isinstance(data, Tensor) else as_numbers("split_and_load", "data", data)
-    )  # Tensor.copy: a leaf, nothing is copied
+    # Tensor.copy: a leaf, nothing is copied
+    values = data.copy() if isinstance(data, Tensor) else as_numbers("split_and_load", "data", data)
     slices: list[Any] = split_data(values, len(devices), batch_axis, even_split)
     return [_load(part, device) for part in slices]
 

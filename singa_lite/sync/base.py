@@ -20,7 +20,6 @@ collective from the host whose name has their values.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -220,11 +219,6 @@ class Scheme:
     def names_of(self, params: list[Tensor]) -> str:
         """Return the names of ``params``, equal on all ranks."""
         return ", ".join(map(self.optimizer.name_of, params))
-
-    def label_of(self, params: list[Tensor]) -> str:
-        """Return a short name for the parameters of a step, equal on all ranks, other than that of any others."""
-        crc = zlib.crc32(self.names_of(params).encode())
-        return f"{len(params)} parameters from {self.optimizer.name_of(params[0])}, {crc:08x}"
 
     def collective_name(self, names: str) -> str:
         """Return what a collective of the parameters ``names`` is called, see Note [options in names]."""

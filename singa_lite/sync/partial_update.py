@@ -48,9 +48,7 @@ class PartialUpdate(Scheme):
         ahead = steps_since_start(self, self._num_updates)
         if ahead > len(self._latest):
             break_graph(f"partialUpdate: it has more than {MAX_UPDATES} updates")
-        before = (
-            [self._latest[-number] for number in range(ahead, 0, -1)] if ahead <= len(self._latest) else []
-        )
+        before = list(self._latest)[len(self._latest) - ahead :]
         guard_ahead(self, ahead, partial(self._turn_after, before, names))
         self.average(chunks[_turn(names, self._ages)])
         bookkeep(self._count, names)

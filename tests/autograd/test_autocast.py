@@ -27,16 +27,10 @@ from singa_lite.tensor import Tensor, bfloat16, eq, ge, gt, le, lt, to_numpy
 from tests.autograd.op_samples import SAMPLES, Sample
 
 RNG = np.random.default_rng(5)
+pytestmark = pytest.mark.usefixtures("training")
 IDS = [f"{number}-{sample.op}" for number, sample in enumerate(SAMPLES)]
 # what an operator gives for float32 inputs
 LOW = {"attention", "conv2d", "gemm", "matmul"}
-
-
-@pytest.fixture(autouse=True)
-def training() -> Iterator[None]:
-    autograd.training = True
-    yield
-    autograd.training = False
 
 
 def param(*shape: int) -> Tensor:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,20 @@ def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
     assert result.stdout == "[w0] up\n"
     assert result.stderr == "singa-lite run: worker 0 on d1 was killed by SIGSEGV\n"
     assert (tmp_path / "logs" / "worker-0.log").read_text() == "up\n" + result.stderr
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_wrapper_waits_until_its_report_is_read_but_not_for_ever(is_read):
+    reader, writer = os.pipe()
+    os.write(writer, b"was killed")
+    found: list[bytes] = []
+    late = threading.Timer(0.1, lambda: found.append(os.read(reader, 100)))
+    if is_read:
+        late.start()
+    rank_wrapper.wait_until_read(writer)
+    assert found == [b"was killed"] * is_read
+    os.close(reader)
+    os.close(writer)
 
 
 FAILS = "if rank == 2:\n    sys.exit('no more')\ntime.sleep(600)\n"

@@ -7,10 +7,8 @@ serve it until the workers have closed it.
 
 from __future__ import annotations
 
-import functools
 import time
 import traceback
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -148,11 +146,6 @@ class Rig:
     def rng(self, *seeds: int, worker: int | None = None) -> np.random.Generator:
         """Return random numbers of a worker, the same whoever asks."""
         return np.random.default_rng([self.rank if worker is None else worker, *seeds])
-
-    def all_same(self, arrays: list[Array]) -> bool:
-        """Return whether all workers have the same bits."""
-        crc = functools.reduce(lambda crc, array: zlib.crc32(array.tobytes(), crc), arrays, 0)
-        return len(set(self.values(crc))) == 1
 
 
 @dataclass(frozen=True)
