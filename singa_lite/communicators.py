@@ -85,7 +85,7 @@ class _Copies:
 
         Raises:
             OptionError: no such pair, or other names than those of the copies before. DTypeError, ShapeError,
-                DeviceError: a parameter that is none, or is not like that of the copies before.
+                DeviceError: a parameter that is not one, or is not like that of the copies before.
         """
         where = f"{type(self).__name__}: add_context_and_parameters"
         if not isinstance(ctx_param_dict, tuple) or len(ctx_param_dict) != 2:
@@ -269,7 +269,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             inplace, group: see the class.
 
         Raises:
-            DTypeError, ShapeError, GraphError: something that is no array, overlaps another, is not contiguous or
+            DTypeError, ShapeError, GraphError: something that is not an array, overlaps another, is not contiguous or
                 read-only, or was made by a recorded operator; nothing was sent.
             CommError: a peer is gone, late or disagrees.
         """
@@ -402,7 +402,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
 
         Raises:
             OptionError: an argument out of range, or parameters in ``data`` instead of their gradients.
-            DTypeError: ``division`` or ``scale_grad`` for what are no floats.
+            DTypeError: ``division`` or ``scale_grad`` with arrays that are not floats.
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)

@@ -34,7 +34,7 @@ from .models import MODELS, split_name
 
 FORMAT = 3  # of a run's file; another one is another identity
 NAME_CHARACTERS = 16  # of the hash: 64 bits
-# switches that are no part of the environment of a run: its data are hashed, its link is a setting
+# switches that do not belong to the environment of a run: its data are hashed, its link is a setting
 NOT_HASHED = ("MNIST_DIR", "SINGA_LITE_CACHE", "SINGA_LITE_LINK")
 
 
@@ -57,7 +57,7 @@ class Settings:
         traced: write what the ranks do, which takes time.
 
     Raises:
-        OptionError: a number out of range, or a text that is no link.
+        OptionError: a number out of range, or a text that is not a link.
     """
 
     model: str

@@ -54,7 +54,7 @@ def as_json(what: str, value: Any) -> Json:
         if not _has_text_keys(value):
             raise TypeError("keys must be text")
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"save_job: {what} = {_shown(value)} is no JSON value: {error}") from error
+        raise OptionError(f"save_job: {what} = {_shown(value)} is not a JSON value: {error}") from error
     return again
 
 
@@ -114,7 +114,7 @@ def check_optimizer(saved: Mapping[str, Json], settings: Mapping[str, Json], whe
 def changed_settings(saved: Mapping[str, Json], settings: Mapping[str, Json]) -> list[str]:
     """Return the names of schedules, the learning rate aside, and switches that are others than were saved.
 
-    Plain numbers are no setting: those of an optimizer of the script may be its counters.
+    Plain numbers do not count: those of an optimizer of the script may be its counters.
     """
     return [
         name

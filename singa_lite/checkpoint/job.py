@@ -122,9 +122,9 @@ def parts_of(model: Model, trainer: Trainer | None, where: str) -> tuple[Communi
     is_alone = isinstance(communicator, LocalCommunicator) and not isinstance(optimizer, DistOpt)
     if is_alone and launched_job().num_workers > 1:
         what = (
-            "the model's optimizer is no DistOpt"
+            "the model's optimizer is not a DistOpt"
             if trainer is None
-            else "the trainer's store is no dist store"
+            else "the trainer's store is not a dist store"
         )
         raise OptionError(f"{where}: {what}, so each of this job's ranks would save for itself")
     return communicator, optimizer

@@ -100,7 +100,7 @@ def resized_streams(
         rank: of the job that goes on.
 
     Raises:
-        CheckpointError: what was saved is none.
+        CheckpointError: ``saved`` has something other than random streams.
     """
     for states in saved:
         check_streams(states)

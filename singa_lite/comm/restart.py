@@ -49,7 +49,7 @@ def check_restart(options: RestartOptions, num_workers: int) -> RestartOptions:
     """Return ``options`` with an absolute path, whose folder is there.
 
     Raises:
-        OptionError: a number is out of range, or ``checkpoint`` is no folder or cannot be written.
+        OptionError: a number is out of range, or ``checkpoint`` is not a folder or cannot be written.
     """
     if options.max_restarts < 0:
         raise OptionError(f"--max-restarts {options.max_restarts}: must be >= 0")

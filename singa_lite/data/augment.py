@@ -28,8 +28,8 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
 
     Raises:
         ShapeError: ``images`` has not four axes.
-        DTypeError: ``images`` is no numpy array.
-        OptionError: ``pad`` is negative, or ``rng`` is no Generator.
+        DTypeError: ``images`` is not a numpy array.
+        OptionError: ``pad`` is negative, or ``rng`` is not a Generator.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2.
 

@@ -47,7 +47,8 @@ def prefetch(
             it stays.
 
     Raises:
-        OptionError: ``depth`` is no int >= 1, ``items`` cannot be iterated over, or ``sampler`` is none.
+        OptionError: ``depth`` is not an int >= 1, ``items`` cannot be iterated over, or ``sampler`` is another
+            object.
 
     Example:
         >>> list(prefetch(number * number for number in range(4)))

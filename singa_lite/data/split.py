@@ -163,7 +163,7 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
     is_number = isinstance(sampler, np.ndarray) and not sampler.ndim
     if is_number or not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
         raise OptionError(
-            f"batches: {sampler!r} is no sampler; it needs a length and indices to iterate over"
+            f"batches: expected a sampler, with a length and indices to iterate over, got {sampler!r}"
         )
     return Batches(sampler, batch_size)
 

@@ -69,7 +69,7 @@ class Trainer:
 
     Raises:
         OptionError: an unknown name or argument; a store that cannot do what is asked, or has an optimizer already.
-        DTypeError: what is no parameter.
+        DTypeError: one of ``params`` is not a parameter.
         CommError: the workers differ in parameters or optimizer.
     """
 
@@ -242,7 +242,7 @@ class Trainer:
             model: whose buffers are averaged, such as the running statistics of batch norm; None: none.
 
         Raises:
-            OptionError: the Trainer has no store of the package, or ``model`` is no Layer.
+            OptionError: the Trainer has no store of the package, or ``model`` is not a Layer.
             CommError: without servers, or with update_on_kvstore=False, workers have other parameters, which they have
                 updated by other gradients; it names one.
         """

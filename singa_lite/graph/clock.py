@@ -148,7 +148,7 @@ class StepClock:
     def _write(self) -> None:
         """Write the spans so far, and the collectives since the last time."""
         times = self._times
-        if self._writer is not None and times.spans:  # a step without laps is none
+        if self._writer is not None and times.spans:  # without laps nothing was a step
             self._writer.add_step(times.spans, times.waited[self._num_written :])
             times.spans, self._num_written = [], len(times.waited)
 

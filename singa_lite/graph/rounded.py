@@ -89,7 +89,7 @@ def use_copies(copies: RoundedCopies | None) -> None:
 
 
 def note_written(*arrays: Array) -> None:
-    """Say that ``arrays`` are about to be written by something that is no kernel."""
+    """Note that something other than a kernel is about to write ``arrays``."""
     if (rounded := state.rounded) is not None:
         rounded.written(arrays)
 

@@ -256,7 +256,7 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is none of these."""
+    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is another object."""
     if isinstance(value, dict):
         entries = [(str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):

@@ -520,7 +520,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
         name = self._ranks.names.get(param) if isinstance(param, Tensor) else None
         if name is None:
-            raise OptionError(f"DistOpt: name_of: {param!r} is no parameter that it has updated or prepared")
+            raise OptionError(
+                f"DistOpt: name_of: expected a parameter that was updated or prepared, got {param!r}"
+            )
         return name
 
     def collective_name(self, name: str) -> str:

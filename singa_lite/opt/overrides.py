@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorded step does with methods that a script's optimizer overrides: their Python is no node of its own."""
+"""What a recorded step does with methods that a script's optimizer overrides: their Python has no node of its own."""
 
 from __future__ import annotations
 

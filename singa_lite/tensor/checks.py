@@ -209,7 +209,7 @@ def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
 
 
 def as_permutation(axes: Sequence[int] | None, ndim: int) -> Shape:
-    """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
+    """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is not one."""
     if axes is None:
         return tuple(reversed(range(ndim)))
     given = listed(axes)

@@ -100,7 +100,7 @@ class CapturedPart:
         last: dict[Any, Any] = {}  # the last work of each communicator
         with backend.lock:
             backend.activate()
-            backend.join()  # what was given before is no part of it
+            backend.join()  # what was given before does not belong to it
             begin_capture(stream := backend.stream)
             try:
                 with self._memory.in_use(), numbers.in_use():

@@ -203,7 +203,7 @@ class ConvKernels(CudnnCaller):
         kept = self._workspaces[self.streams.number]
         if not kept or kept[-1].size < size_bytes:
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
-            # allocate: to a step that is recorded it is no array that the step has made and somebody keeps
+            # allocate: a recorder must not count it among the arrays that the step has made and somebody keeps
             kept.append(self.allocate((max(size_bytes, doubled),), "uint8"))
         return kept[-1]
 
