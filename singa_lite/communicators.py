@@ -288,7 +288,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
     ) -> None:
-        """Do ``all_reduce`` for rank ``dst`` alone, a rank of the world in the group; other ranks' values stay."""
+        """Reduce as ``all_reduce`` does, to rank ``dst`` of the world alone; the other ranks' values stay."""
         communicator, op = self._member("reduce", group), _op(division)
         root = self._root("reduce", "dst", dst, group)
 
@@ -310,7 +310,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
     ) -> None:
-        """Copy the ``ndarray`` of each rank to its place in ``ndarray_list``.
+        """Copy the ``ndarray`` of each rank to the entry of ``ndarray_list`` for that rank.
 
         Args:
             ndarray: of one size and dtype on all ranks.
@@ -333,7 +333,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         division: bool = False,
         group: str = WORLD,
     ) -> None:
-        """Set ``ndarray`` to the sum over the ranks of the entry of ``ndarray_list`` that is at this rank's place.
+        """Set ``ndarray`` to the sum over the ranks of the entry of ``ndarray_list`` for this rank.
 
         Args:
             ndarray_list: an array for each rank of the group, in its order, of the size and dtype of ``ndarray``.
@@ -440,7 +440,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         return communicator
 
     def _root(self, where: str, name: str, rank: object, group: str) -> int:
-        """Return the place of a rank of the world in a group."""
+        """Return the number within a group of a rank of the world."""
         number, ranks = check_int(where, name, rank, 0), self._ranks[group]
         if number not in ranks:
             raise OptionError(f"{where}: {name} = {number} is not in group {group!r} of ranks {ranks}")

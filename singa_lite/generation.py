@@ -49,7 +49,7 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a generation says of itself.
+    """The manifest of a generation: its step, ranks, dist_option and hashes.
 
     Attributes:
         format: version of this format.

@@ -29,8 +29,8 @@ def fans(t: Tensor) -> tuple[int, int]:
         raise ShapeError(f"initializer: needs two axes or more, and elements, but the shape is {t.shape}")
     if t.ndim() == 2:
         return t.shape[0], t.shape[1]
-    window = math.prod(t.shape[2:])
-    return t.shape[1] * window, t.shape[0] * window
+    receptive_field = math.prod(t.shape[2:])
+    return t.shape[1] * receptive_field, t.shape[0] * receptive_field
 
 
 def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:

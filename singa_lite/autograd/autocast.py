@@ -101,7 +101,7 @@ def _report_slow_cpu() -> None:
 
 
 class _Block(ContextDecorator):
-    """What ``autocast`` returns; it can be entered again, also within itself and by several threads."""
+    """Context manager that ``autocast`` returns; it can be entered again, also within itself and by several threads."""
 
     def __init__(self, precision: str) -> None:
         self._precision = precision

@@ -98,7 +98,7 @@ def check_resized_samplers(states: list[Json], where: str) -> None:
     """
     if any(state != states[0] for state in states):
         raise CheckpointError(
-            f"{where}: the ranks' samplers are at places of their own, so only {len(states)} ranks can go on from it; "
+            f"{where}: the ranks' samplers are at different positions, so only {len(states)} ranks can go on from it; "
             "use a ShardedSampler of all ranks"
         )
 

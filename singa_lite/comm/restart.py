@@ -163,8 +163,8 @@ def launch_host_rounds(
             hosts = without_slot(hosts, lost_host)
         here = replace(placement, hosts=hosts, first=first)
         ended = launch_host_round(command, number, here, _with(options, environ), restart.checkpoint, signals)
-        places = place(hosts, number, options.num_servers or 0)
-        last, lost_host = number, "" if ended.failed is None else places[ended.failed]
+        assigned = place(hosts, number, options.num_servers or 0)
+        last, lost_host = number, "" if ended.failed is None else assigned[ended.failed]
         return ended
 
     with noted_signals() as signals:

@@ -21,7 +21,7 @@ LATEST_S = 1e15  # of times and numbers in a part
 
 @dataclass
 class Part:
-    """What a process wrote.
+    """The part of a trace that one process wrote.
 
     Attributes:
         pid: of the process.

@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as
 
 @dataclass
 class Traffic:
-    """What a communicator has sent since it was made.
+    """Bytes that a communicator has sent since it was made, and seconds that the host waited.
 
     Attributes:
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].

@@ -90,7 +90,7 @@ def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) ->
 
 
 class _Shelf(Generic[Item]):
-    """What the two threads share, all under ``changed``."""
+    """Items that the producer thread and the consumer share, all under ``changed``."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth

@@ -67,7 +67,7 @@ class RoundedCopies:
                 state.rounded = None  # last, likewise
 
     def written(self, arrays: Iterable[Array]) -> None:
-        """Do so if ``arrays``, which will be written, are memory of a parameter."""
+        """Call ``forget`` if any of ``arrays``, which will be written, is memory of a parameter."""
         found = [array for array in arrays if id(root_of(array)) in self._params]
         if found:
             self.forget()
@@ -95,7 +95,7 @@ def note_written(*arrays: Array) -> None:
 
 
 def expose(array: Array) -> None:
-    """Say that Python has the raw ``array`` from now on, and may write to its memory at any time."""
+    """Note that Python has the raw ``array`` from now on, and may write to its memory at any time."""
     root = root_of(array)
     note_written(root)
     key = id(root)

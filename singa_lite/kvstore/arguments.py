@@ -19,7 +19,7 @@ _KINDS = ({int}, {str})  # of keys
 
 
 class Arguments:
-    """What the calls of one store take.
+    """Checks the arguments of one store's calls.
 
     Args:
         store: its name, for errors.

@@ -145,12 +145,12 @@ class Layer:
         self._assign("set_states", self.get_states(), states)
 
     def register_layers(self, *layers: Layer) -> None:
-        """Add sub-layers as ``<Class>_<number>``, which is the place in ``layers`` or the next that is free.
+        """Add sub-layers as ``<Class>_<number>``, which is the index in ``layers`` or the next that is free.
 
         Kept for SINGA scripts, as lists are searched anyway.
         """
-        for place, layer in enumerate(layers):
-            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(place))
+        for index, layer in enumerate(layers):
+            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(index))
             setattr(self, next(name for name in names if name not in vars(self)), layer)
 
     def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:

@@ -58,7 +58,7 @@ BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
 
 
 class RendezvousId(Protocol):
-    """What names a world: NcclIdHolder."""
+    """The interface of NcclIdHolder, the name of a world."""
 
     rendezvous_id: str
 

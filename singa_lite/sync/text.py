@@ -21,7 +21,7 @@ NUMBERS = {int: r"[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-
 
 
 class DistOption(NamedTuple):
-    """What the text of a dist_option says.
+    """The scheme and options that the text of a dist_option names.
 
     Attributes:
         scheme: the scheme that its name chooses.

@@ -169,7 +169,7 @@ def as_sizes(where: str, shape: object) -> Shape:
 
 
 def as_shape(where: str, shape: object) -> Shape:
-    """Do ``as_sizes``, and check that none is negative."""
+    """Return the sizes of ``shape`` as ``as_sizes`` does; ShapeError unless an array can have it."""
     sizes = as_sizes(where, shape)
     if any(size < 0 for size in sizes):
         raise ShapeError(f"{where}: shape {sizes} has a negative size")

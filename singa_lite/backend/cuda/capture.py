@@ -190,7 +190,7 @@ class Numbers:
         self._values[number] = value
 
     def begin_kernel(self) -> None:
-        """Have the next kernel read its Scalars at its own place in the order, whoever else has them too."""
+        """Have the next kernel read its Scalars at its own position in the order, whoever else has them too."""
         self._of_kernel.clear()
 
     def store(self) -> None:
