@@ -37,7 +37,7 @@ for _name in vars(layer)["__all__"]:
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import what most scripts do without at its first use: what fetches data sets takes longer than all the rest."""
+    """Import modules that few scripts need at first use: those that fetch data sets take longer than all the rest."""
     if name in ("checkpoint", "data", "gluon", "kvstore"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

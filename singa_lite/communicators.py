@@ -85,7 +85,7 @@ class _Copies:
 
         Raises:
             OptionError: no such pair, or other names than those of the copies before. DTypeError, ShapeError,
-                DeviceError: a parameter that is none, or is not like that of the copies before.
+                DeviceError: a parameter that is not one, or is not like that of the copies before.
         """
         where = f"{type(self).__name__}: add_context_and_parameters"
         if not isinstance(ctx_param_dict, tuple) or len(ctx_param_dict) != 2:
@@ -269,7 +269,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
             inplace, group: see the class.
 
         Raises:
-            DTypeError, ShapeError, GraphError: something that is no array, overlaps another, is not contiguous or
+            DTypeError, ShapeError, GraphError: something that is not an array, overlaps another, is not contiguous or
                 read-only, or was made by a recorded operator; nothing was sent.
             CommError: a peer is gone, late or disagrees.
         """
@@ -288,7 +288,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def reduce(
         self, data: RawOrTensors, dst: int, division: bool = False, inplace: bool = False, group: str = WORLD
     ) -> None:
-        """Do ``all_reduce`` for rank ``dst`` alone, a rank of the world in the group; other ranks' values stay."""
+        """Reduce as ``all_reduce`` does, to rank ``dst`` of the world alone; the other ranks' values stay."""
         communicator, op = self._member("reduce", group), _op(division)
         root = self._root("reduce", "dst", dst, group)
 
@@ -310,7 +310,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
     def all_gather(
         self, ndarray: RawOrTensor, ndarray_list: Sequence[RawOrTensor], group: str = WORLD
     ) -> None:
-        """Copy the ``ndarray`` of each rank to its place in ``ndarray_list``.
+        """Copy the ``ndarray`` of each rank to the entry of ``ndarray_list`` for that rank.
 
         Args:
             ndarray: of one size and dtype on all ranks.
@@ -333,7 +333,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         division: bool = False,
         group: str = WORLD,
     ) -> None:
-        """Set ``ndarray`` to the sum over the ranks of the entry of ``ndarray_list`` that is at this rank's place.
+        """Set ``ndarray`` to the sum over the ranks of the entry of ``ndarray_list`` for this rank.
 
         Args:
             ndarray_list: an array for each rank of the group, in its order, of the size and dtype of ``ndarray``.
@@ -402,7 +402,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
 
         Raises:
             OptionError: an argument out of range, or parameters in ``data`` instead of their gradients.
-            DTypeError: ``division`` or ``scale_grad`` for what are no floats.
+            DTypeError: ``division`` or ``scale_grad`` with arrays that are not floats.
         """
         communicator, op = self._member("all_reduce_callback", group), _op(division)
         check_int("all_reduce_callback", "pack_size", pack_size, 1)
@@ -440,7 +440,7 @@ class MultiProcessDataParallelCommunicator(_Copies):
         return communicator
 
     def _root(self, where: str, name: str, rank: object, group: str) -> int:
-        """Return the place of a rank of the world in a group."""
+        """Return the number within a group of a rank of the world."""
         number, ranks = check_int(where, name, rank, 0), self._ranks[group]
         if number not in ranks:
             raise OptionError(f"{where}: {name} = {number} is not in group {group!r} of ranks {ranks}")

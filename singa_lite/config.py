@@ -46,7 +46,7 @@ SWITCHES = {
 
 
 class OfThread(threading.local):
-    """What each thread has of its own: one that evaluates or loads data is no part of the step of another.
+    """The state of each thread: a thread that evaluates or loads data does not take part in another's step.
 
     Attributes:
         training: True while operators record for ``backward`` and dropout and batch norm train.

@@ -61,7 +61,7 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
 
 
 def is_one_of(value: object, choices: Collection[object]) -> bool:
-    """Return whether ``value`` is one of ``choices``; what cannot be compared with them is none."""
+    """Return whether ``value`` is one of ``choices``; an object that cannot be compared with them is not."""
     try:
         return isinstance(value, Hashable) and value in choices  # a list or an array has no hash
     except (TypeError, ValueError):  # nor has a tuple with one in it

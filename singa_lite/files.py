@@ -48,7 +48,7 @@ def unsealed(content: bytes) -> dict[str, Json]:
     """Return the values that ``sealed`` was given.
 
     Raises:
-        CheckpointError: ``content`` is no JSON object, or its hash is missing or that of other values.
+        CheckpointError: ``content`` is not a JSON object, or its hash is missing or that of other values.
     """
     try:
         values = json.loads(content)
@@ -151,7 +151,7 @@ def _remove_abandoned(target: Path) -> None:
     if fcntl is None:
         return
     for part in target.parent.glob(f"{glob.escape(_part_start(target))}{'[0-9a-f]' * 16}{PART_SUFFIX}"):
-        with suppress(OSError):  # another's, or removed meanwhile: this is no reason not to write
+        with suppress(OSError):  # another's, or removed meanwhile: write all the same
             handle = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if _lock(handle):

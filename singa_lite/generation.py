@@ -49,7 +49,7 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a generation says of itself.
+    """The manifest of a generation: its step, ranks, dist_option and hashes.
 
     Attributes:
         format: version of this format.
@@ -88,7 +88,7 @@ class Manifest:
         """Return the manifest of a JSON object; CheckpointError if it is not one."""
         names = {field.name for field in fields(Manifest)}
         if not isinstance(values, dict) or values.get("format") != FORMAT or set(values) != names:
-            raise CheckpointError(f"it is no manifest of format {FORMAT}")
+            raise CheckpointError(f"expected a manifest of format {FORMAT}, got other values")
         manifest = Manifest(**values)
         whole = [getattr(manifest, name) for name in ("number", "step", "world_size")]
         if not all(type(value) is int and value >= 0 for value in whole):
@@ -120,7 +120,7 @@ def _is_entry(entry: Json) -> bool:
 def digest(array: np.ndarray[Any, Any]) -> str:
     """Return the XXH3 hash of an array's dtype, shape and bytes, 128 bits as hexadecimal digits.
 
-    It tells damaged bytes and arrays that differ among ranks, ten times as fast as SHA-256; it is none against forgery.
+    It detects damaged bytes and arrays that differ among ranks, ten times as fast as SHA-256, but not forgery.
     """
     import xxhash
 
@@ -243,7 +243,7 @@ def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[st
 
 
 def _foreign_files(path: Path) -> list[str]:
-    """Return the names in a generation's folder that are none of its own."""
+    """Return the names in a generation's folder that are not the generation's own."""
     if not path.is_dir():  # a link to a folder that is gone
         return []
     return sorted(

@@ -29,8 +29,8 @@ def fans(t: Tensor) -> tuple[int, int]:
         raise ShapeError(f"initializer: needs two axes or more, and elements, but the shape is {t.shape}")
     if t.ndim() == 2:
         return t.shape[0], t.shape[1]
-    window = math.prod(t.shape[2:])
-    return t.shape[1] * window, t.shape[0] * window
+    receptive_field = math.prod(t.shape[2:])
+    return t.shape[1] * receptive_field, t.shape[0] * receptive_field
 
 
 def gaussian(t: Tensor, fan_in: int = 0, fan_out: int = 0) -> None:
@@ -82,7 +82,7 @@ def eye(t: Tensor) -> None:
     """Ones on the diagonal, zeros elsewhere.
 
     Raises:
-        ShapeError: t is no matrix.
+        ShapeError: t is not a matrix.
     """
     check_matrix("eye", t)
     t.copy_from_numpy(np.eye(*t.shape, dtype=t.dtype))
@@ -92,8 +92,8 @@ def orthogonal(t: Tensor, gain: float = 1.0) -> None:
     """Fill with a random matrix whose shorter side's vectors are orthonormal, times ``gain``.
 
     Raises:
-        ShapeError: t is no matrix.
-        DTypeError: t is no float Tensor.
+        ShapeError: t is not a matrix.
+        DTypeError: t is not a float Tensor.
 
     Source: Saxe, McClelland, Ganguli, 2014.
     """

@@ -248,7 +248,7 @@ class Model(Layer):
 
         Raises:
             CheckpointError: ``fpath`` is a folder or a device, the system cannot write, or a value of
-                ``aux_states`` is no array, or one of Python objects. An existing file is as it was.
+                ``aux_states`` is not an array, or is an array of Python objects. An existing file is as it was.
             GraphError: the model is not compiled yet, so it has no parameters to save.
         """
         from .model_file import write_checkpoint  # Note [imports]
@@ -264,7 +264,7 @@ class Model(Layer):
                 for name, value in (aux_states or {}).items()
             }
         except ValueError as error:  # a list of lists of other lengths
-            raise CheckpointError(f"save_states: a value of aux_states is no array: {error}") from None
+            raise CheckpointError(f"save_states: expected arrays in aux_states: {error}") from None
         write_checkpoint(fpath, replace(self.snapshot("save_states"), aux=aux))
 
     def load_states(self, fpath: str | os.PathLike[str]) -> dict[str, np.ndarray]:

@@ -31,7 +31,9 @@ STATES_FILE = "tensor_dict.npz"
 ATTRIBUTES_FILE = "states_attr.json"
 OPTIMIZER_FILE = "optimizer.npz"
 AUX_PREFIX = "aux."
-AUXILIARY = 1  # the state_type of what is no state of the model, in SINGA's files too, which have no prefix
+AUXILIARY = (
+    1  # the state_type of arrays that are not states of the model, in SINGA's files too, which have no prefix
+)
 RANDOM_STATE = "random_state"
 
 MAX_NAME_BYTES = 60_000  # of an array; ZIP has room for 65535
@@ -141,7 +143,7 @@ def read_checkpoint(
     """
     try:
         if isinstance(path, int):  # of an open file, which reading would close
-            raise CheckpointError("it is no path")
+            raise CheckpointError("expected a path, got the number of an open file")
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError("it is not a regular file")
         with open(path, "rb") as file:

@@ -21,7 +21,7 @@ class Entry:
 
 @dataclass
 class TimeProfile:
-    """What a device measured.
+    """The times that a device measured.
 
     Attributes:
         verbosity: 0 measures nothing; 1 prints phases, 2 every call, 3 the calls of synchronisation only.

@@ -27,7 +27,7 @@ namespace singa_lite {
 // Of one ring; all together take at most kMaxSegmentBytes. 1.7 MB of 2 workers to a server and back: 3.6 ms, with rings
 // of 256 KB 4.6.
 constexpr std::size_t kRingBytes = 2 << 20;
-constexpr std::size_t kMinRingBytes = 4 << 10;  // less is no use: then there are too many processes
+constexpr std::size_t kMinRingBytes = 4 << 10;  // a smaller ring is useless: there are too many processes
 
 struct Memory {
   char* data;

@@ -89,7 +89,7 @@ class Segment {
   char* payload() const { return payload_; }  // zeros at first, at the start of a line
   const char* memory() const { return base_; }
   std::size_t total_bytes() const { return total_bytes_; }
-  // Header::flight_at of a segment's memory, 0 if it is none of this version.
+  // Header::flight_at of a segment's memory, 0 if it is not of this version.
   static std::size_t flight_at(const char* memory, std::size_t bytes);
   int rank() const { return rank_; }
   int size() const { return size_; }

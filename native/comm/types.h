@@ -9,7 +9,7 @@ namespace singa_lite {
 
 enum class Kind : std::uint8_t { kAllReduce, kReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll };
 enum class ReduceOp : std::uint8_t { kSum, kMean, kMax, kMin, kNone };
-// kBFloat16 is no array's, only what float32 values travel as; kUInt8 is moved, never combined.
+// No array has kBFloat16, float32 values travel as it; kUInt8 is moved, never combined.
 enum class DType : std::uint8_t { kFloat16, kFloat32, kFloat64, kInt32, kInt64, kBFloat16, kUInt8 };
 
 constexpr const char* kKindNames[] = {"all_reduce", "reduce",         "broadcast",

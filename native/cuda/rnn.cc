@@ -64,7 +64,7 @@ Recurrent::Recurrent(std::shared_ptr<Handle> handle, RnnConfig config, bool allo
   double padding = 0;  // of 8 bytes: zero in every type
   const Opaque object = handle_->object();
   check(calls_.set_dropout(dropout_, object, 0.0f, nullptr, 0, 0), "cudnnSetDropoutDescriptor");
-  // a projection to all of the hidden features is none
+  // a projection to all of the hidden features stands for no projection
   check(calls_.set_rnn(rnn_, RnnAlgorithm::kStandard, mode, bias ? BiasMode::kDouble : BiasMode::kNone,
                        bidirectional ? Directions::kBoth : Directions::kOne, InputMode::kLinear, dtype, compute,
                        math_of(dtype, allow_tf32), input_size, hidden_size, hidden_size, num_layers, dropout_,

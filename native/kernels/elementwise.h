@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element-by-element kernels: the formulas of singa_lite/backend/formulas.h, which are registered (registry.h), and those
-// that are none.
+// Element-by-element kernels: the formulas of singa_lite/backend/formulas.h, which are registered (registry.h), and
+// kernels without a formula there.
 #pragma once
 
 #include <array>

@@ -33,7 +33,7 @@ struct Gather {
   const void* indices = nullptr;
   bool is_wide = false;  // int64
 
-  // Index number i, or `size` if it is none of them.
+  // Index number i, or `size` if it is out of range.
   std::size_t operator[](std::size_t i) const {
     const std::int64_t index = is_wide ? static_cast<const std::int64_t*>(indices)[i]
                                        : std::int64_t(static_cast<const std::int32_t*>(indices)[i]);

@@ -36,7 +36,7 @@ std::size_t bytes_of(char type) {
   }
 }
 
-// From a view with these strides (in bytes; 0 repeats) to all of `to`; nothing if these are no arrays for it.
+// From a view with these strides (in bytes; 0 repeats) to all of `to`; nothing if it cannot copy these arrays.
 std::optional<Copy> copy_of(const View& from, const Shape& from_strides, const View& to) {
   const std::size_t bytes = bytes_of(to.type);
   if (bytes == 0 || from.type != to.type || !to.is_writeable) return {};

@@ -114,7 +114,7 @@ ALWAYS_INLINE void spread_to(const Tile& t, const Apply& a, const float* of_dy, 
 
 namespace norm_loops {
 
-// The loops for one T; a cloned function is no template.
+// The loops for one T: a cloned function cannot be a template.
 #define NORM_LOOPS(T)                                                                                                  \
   CLONES void moments(const Tile& t, const T* x, const float* centre, double* sums, double* squares) {                 \
     if (t.lanes == 16) moments_of<16>(t, x, centre, sums, squares);                                                    \

@@ -60,7 +60,7 @@ struct Call {
   bool has_numbers(std::initializer_list<const char*> names) const;
   double number(const char* name) const { return attributes.at(name)[0]; }
   // The attributes as floats: first those of ``optional``, 0 where one is not given, then those of ``names`` (separated
-  // by ", "). Nothing if others are given, one is no number, or there are more than ``most``.
+  // by ", "). Nothing if others are given, one is not a number, or there are more than ``most``.
   template <std::size_t most>
   std::optional<std::array<float, most>> read_numbers(const char* names, std::initializer_list<const char*> optional = {}) const {
     std::array<float, most> numbers{};

@@ -30,7 +30,7 @@ T sample(Random& random) {
 template <class T>
 void test_dtype(DType dtype, std::size_t num_sources, std::size_t n, std::size_t offset, bool in_place) {
   for (ReduceOp op : kOps) {
-    if (op == ReduceOp::kMean && std::is_integral_v<T>) continue;  // numpy's mean of integers is no integer
+    if (op == ReduceOp::kMean && std::is_integral_v<T>) continue;  // numpy's mean of integers is a float
     std::vector<Array<T>> arrays;
     std::vector<const void*> sources;
     Random random(101);

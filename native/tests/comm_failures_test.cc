@@ -207,7 +207,7 @@ void test_worlds_that_cannot_gather() {
   });
   CHECK(access(path.c_str(), F_OK) != 0);
 
-  // a file of the same name that is no segment: too short, then of another kind
+  // a file of the same name that is not a segment: too short, then of another kind
   for (std::size_t bytes : {std::size_t(10), std::size_t(1) << 16}) {
     const int file = open(path.c_str(), O_CREAT | O_RDWR, 0600);
     CHECK(file >= 0);

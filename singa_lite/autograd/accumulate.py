@@ -16,7 +16,7 @@ from .engine import backward
 
 
 class BackwardCallback:
-    """What ``Tensor.backward`` calls; a subclass writes what it needs of the three.
+    """Callback of ``Tensor.backward``; a subclass overrides which of the three methods it needs.
 
     In a recorded step this Python runs once, and the kernels and collectives that it starts are recorded.
     """
@@ -36,7 +36,7 @@ def backward_into_grads(
     dy: Tensor | float | None = None,
     communicator_callbacks: BackwardCallback | Sequence[BackwardCallback] | None = None,
 ) -> None:
-    """Do what ``Tensor.backward`` says."""
+    """Compute the gradient of every parameter, into ``Tensor.grad``: the work of ``Tensor.backward``."""
     callbacks = _as_list(communicator_callbacks)
     # a copy, as dy may be one of the gradients that change
     gradients = backward(y, dy.clone() if isinstance(dy, Tensor) else dy)

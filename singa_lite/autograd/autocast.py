@@ -72,7 +72,7 @@ def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextMa
         enabled: False is the same as "fp32".
 
     Raises:
-        OptionError: another precision, or ``enabled`` is no bool.
+        OptionError: another precision, or ``enabled`` is not a bool.
         DTypeError: inside, an operator without a rule, or an input of one in another float dtype than these.
         DeviceError: inside, an input on a device without that precision.
 
@@ -101,7 +101,7 @@ def _report_slow_cpu() -> None:
 
 
 class _Block(ContextDecorator):
-    """What ``autocast`` returns; it can be entered again, also within itself and by several threads."""
+    """Context manager that ``autocast`` returns; it can be entered again, also within itself and by several threads."""
 
     def __init__(self, precision: str) -> None:
         self._precision = precision
@@ -175,7 +175,7 @@ class Autocast:
         return tuple(_cast(tensor, float32) if _dtype(tensor) == self._dtype else tensor for tensor in inputs)
 
     def _check(self, name: str, tensor: Any) -> None:
-        """Raise a typed error for a Tensor that no rule is about; what is no Tensor the operator itself refuses."""
+        """Raise a typed error for a Tensor of a dtype that no rule covers; operators refuse other objects."""
         dtype = _dtype(tensor)
         if dtype is None:
             return

@@ -49,7 +49,7 @@ SIGNATURES = (
 
 
 class Context:
-    """What one call of an operator knows and keeps.
+    """The state of one call of an operator, and the arrays that it saves for backward.
 
     Attributes:
         device: where inputs and outputs live.

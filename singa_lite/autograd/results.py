@@ -20,7 +20,7 @@ Array = Any  # a raw array of the device's backend: numpy.ndarray on the CPU, cu
 
 
 def as_array(where: str, result: object, like: Array, backend: Any) -> Array:
-    """Return ``result``, a numpy number such as ``x.sum()`` as an array; DTypeError for what is no raw array."""
+    """Return ``result``, a numpy number such as ``x.sum()`` as an array; DTypeError unless it is a raw array."""
     array = backend.asarray(np.asarray(result)) if isinstance(result, np.generic) else result
     if not isinstance(array, type(like)) or array.dtype not in DTYPES:
         came = array.dtype if isinstance(array, type(like)) else type(result).__name__
@@ -42,7 +42,7 @@ def check_gradients(
         context: of the call; behind a cast by ``autocast`` a gradient may have any float dtype.
 
     Raises:
-        ShapeError: another number of gradients, or another shape. DTypeError: another dtype, or no raw array.
+        ShapeError: another number of gradients, or another shape. DTypeError: another dtype, or not a raw array.
     """
     if len(results) != len(wanted):
         raise ShapeError(

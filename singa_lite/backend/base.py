@@ -287,7 +287,7 @@ class Backend(ABC):
         """Return whether writing ``a`` could change ``b``; never wrongly False."""
 
     def activate(self) -> None:
-        """Let what others start for this thread come after its kernels on this backend; no thing of the CPU."""
+        """Make this backend's device and stream current for the thread; nothing to do on the CPU."""
         return None
 
     def packing(self, *uses: Array) -> AbstractContextManager[Any]:
@@ -306,7 +306,7 @@ class Backend(ABC):
         return nullcontext()
 
     def join(self) -> None:
-        """Let what comes from now on come after all that was packed or unpacked."""
+        """Order all later kernels after all packing and unpacking."""
         return None
 
     def end_packing(self) -> None:

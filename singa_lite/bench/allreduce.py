@@ -25,10 +25,10 @@ from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
 from .collectives import Task
 from .command import markdown_table, rank_command, read_ints, read_list, run_command, say
-from .runs import Place, machine_facts, machine_text, software_facts
+from .runs import Provenance, machine_facts, machine_text, software_facts
 
 TRANSPORTS = ("shm", "mpi")
-REAL = "none"  # in place of a link
+REAL = "none"  # instead of a link
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 EPILOG = """
 A time is from a barrier before the call until wait() has returned, on the slowest rank: the median over the calls of a
@@ -101,10 +101,12 @@ def compare(tasks: Sequence[Task], file: Path | None) -> int:
                 say(f"[{number}/{len(tasks)}] {what}: failed with exit code {code}")
                 return code
             rows += [_with_median(task, row) for row in json.loads(measured.read_bytes())]
-    place = Place(machine_facts(), software_facts(), {}, {})
-    print(f"{machine_text(place)}\nmedian (lowest to highest) of {tasks[0].rounds} rounds\n\n{_table(rows)}")
+    provenance = Provenance(machine_facts(), software_facts(), {}, {})
+    print(
+        f"{machine_text(provenance)}\nmedian (lowest to highest) of {tasks[0].rounds} rounds\n\n{_table(rows)}"
+    )
     if file is not None:
-        content = {"machine": place.machine, "software": place.software, "rows": rows}
+        content = {"machine": provenance.machine, "software": provenance.software, "rows": rows}
         with atomic_file(file) as out:
             out.write(json.dumps(content, indent=1).encode())
     return 0

@@ -30,7 +30,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What one world measures.
+    """The measurements of one world.
 
     Attributes:
         transport: that of the world.
@@ -38,7 +38,7 @@ class Task:
         link: the emulated link of each rank; None: the real ones.
         collectives: names of methods of Communicator.
         sizes: bytes of the float32 array that a rank gives.
-        rounds: how often each is measured, in turn.
+        rounds: how often each is measured, interleaved with the others.
     """
 
     transport: str

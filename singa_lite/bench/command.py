@@ -34,7 +34,7 @@ def rank_command(module: str, *arguments: str) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Print a line that is no result."""
+    """Print a line on the error stream, beside the results on the output."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=float,
         default=0.2,
         metavar="SHARE",
-        help="how much worse is no matter (default 0.2)",
+        help="how much worse does not matter (default 0.2)",
     )
     parser.add_argument(
         "--anyway", action="store_true", help="compare results that differ in more than software"
@@ -134,7 +134,7 @@ def read_table(path: Path) -> Mapping[str, Any]:
         path: its folder, or the file.
 
     Raises:
-        OptionError: there is no such file, or it is none of bench sync.
+        OptionError: there is no such file, or bench sync has not written it.
     """
     file = path / TABLE if os.path.isdir(path) else path
     try:
@@ -143,7 +143,7 @@ def read_table(path: Path) -> Mapping[str, Any]:
             raise ValueError("another format")
         for row in found["rows"]:
             if not isinstance(row["option"], str):
-                raise ValueError("an option that is no text")
+                raise ValueError("an option that is not text")
             for change in changes_of(row, row, found["target"]).values():
                 for value in () if change.before is None else asdict(change.before).values():
                     f"{value:.4g}"  # any number, also infinity and NaN
@@ -154,8 +154,8 @@ def read_table(path: Path) -> Mapping[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
         raise OptionError(
-            f"bench compare: {file} is no {TABLE} of this version of `bench sync` ({error!r}); call bench sync again, "
-            "which writes it again"
+            f"bench compare: {file} is not a {TABLE} of this version of `bench sync` ({error!r}); call bench sync "
+            "again to write it"
         ) from error
     return found  # type: ignore[no-any-return]
 

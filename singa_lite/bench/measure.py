@@ -62,7 +62,7 @@ class LoneStepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank computes in a step.
+    """The training step that a rank computes: model and batch size.
 
     Attributes:
         model: one of MODELS, or ``file.py:function``, which trains on made data in the shape of its data set.

@@ -36,7 +36,7 @@ class Axis:
 
     Attributes:
         low, high: the values at its ends, 0 < low < high.
-        start, end: their places, in pixels.
+        start, end: their positions, in pixels.
     """
 
     low: float
@@ -50,8 +50,8 @@ class Axis:
         low, high = min(values, default=1.0), max(values, default=10.0)
         return cls(low / 1.1, high * 1.1, start, end)
 
-    def place(self, value: float) -> float:
-        """Return where a value is, in pixels."""
+    def position(self, value: float) -> float:
+        """Return the position of a value, in pixels."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
@@ -109,7 +109,7 @@ def _chart(label: str, results: Mapping[str, Sequence[Result]], name: str, scale
     up = Axis.over([y for _, points in lines for _, y in points], HEIGHT - BOTTOM, MARGIN)
     drawn = "\n".join(
         f'<polyline fill="none" stroke="{_colour(number)}" stroke-opacity="0.8" stroke-width="1.5" points="'
-        + " ".join(f"{across.place(x):.1f},{up.place(y):.1f}" for x, y in points)
+        + " ".join(f"{across.position(x):.1f},{up.position(y):.1f}" for x, y in points)
         + '"/>'
         for number, points in lines
     )
@@ -127,11 +127,11 @@ def _grid(across: Axis, up: Axis) -> str:
     bottom, right = HEIGHT - BOTTOM, WIDTH - MARGIN
     parts = []
     for value in across.ticks():
-        x = f"{across.place(value):.1f}"
+        x = f"{across.position(value):.1f}"
         parts.append(f'<line x1="{x}" x2="{x}" y1="{MARGIN}" y2="{bottom}" stroke="#ddd"/>')
         parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     for value in up.ticks():
-        y = up.place(value)
+        y = up.position(value)
         parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
     return "".join(parts)

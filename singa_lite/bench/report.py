@@ -47,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """What the runs of one option say, each figure over the seeds.
+    """The results of one option, each figure over the seeds.
 
     Attributes:
         option: the dist_option.

@@ -34,7 +34,7 @@ from .models import MODELS, split_name
 
 FORMAT = 3  # of a run's file; another one is another identity
 NAME_CHARACTERS = 16  # of the hash: 64 bits
-# switches that are no part of the environment of a run: its data are hashed, its link is a setting
+# switches that do not belong to the environment of a run: its data are hashed, its link is a setting
 NOT_HASHED = ("MNIST_DIR", "SINGA_LITE_CACHE", "SINGA_LITE_LINK")
 
 
@@ -57,7 +57,7 @@ class Settings:
         traced: write what the ranks do, which takes time.
 
     Raises:
-        OptionError: a number out of range, or a text that is no link.
+        OptionError: a number out of range, or a text that is not a link.
     """
 
     model: str
@@ -94,8 +94,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where runs are made, and with what, see Note [identity].
+class Provenance:
+    """The machine, software and inputs of runs, see Note [identity].
 
     Attributes:
         machine: processors, cores, system, host.
@@ -110,7 +110,7 @@ class Place:
     environment: Mapping[str, str]
 
     @classmethod
-    def here(cls, ranks: int, inputs: Mapping[str, str]) -> Place:
+    def here(cls, ranks: int, inputs: Mapping[str, str]) -> Provenance:
         """Return that of this machine, where so many ranks share its cores; ``inputs`` as ``inputs_of`` returns."""
         switches = {name: config.env(name) for name in config.SWITCHES if name not in NOT_HASHED}
         environment = {name: value for name, value in switches.items() if value is not None}
@@ -130,14 +130,14 @@ class Runs:
 
     Args:
         folder: where the files are.
-        place: that of new runs.
+        provenance: that of new runs.
 
     Raises:
         OptionError: it cannot be made, as there is a file of its name, say.
     """
 
-    def __init__(self, folder: Path, place: Place) -> None:
-        self.folder, self.place = folder, place
+    def __init__(self, folder: Path, provenance: Provenance) -> None:
+        self.folder, self.provenance = folder, provenance
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -146,7 +146,7 @@ class Runs:
             ) from error
 
     def path(self, settings: Settings) -> Path:
-        """Return the file of a run of these settings at this place."""
+        """Return the file of a run of these settings and this provenance."""
         text = json.dumps(self._identity(settings), sort_keys=True)
         return self.folder / f"run-{_hash_of(text.encode())}.json"
 
@@ -178,7 +178,7 @@ class Runs:
 
     def foreign(self) -> Iterator[str]:
         """Yield, for each whole run in the folder of another machine or other software, its file and which."""
-        here = {"machine": dict(self.place.machine), "software": dict(self.place.software)}
+        here = {"machine": dict(self.provenance.machine), "software": dict(self.provenance.software)}
         for path in sorted(self.folder.glob("run-*.json")):
             content = _read(path) if path.is_file() else None
             if content is None:
@@ -189,12 +189,12 @@ class Runs:
                 yield f"{path.name}: {'; '.join(texts)}"
 
     def _identity(self, settings: Settings) -> dict[str, Any]:
-        return {"format": FORMAT, "settings": asdict(settings), **asdict(self.place)}
+        return {"format": FORMAT, "settings": asdict(settings), **asdict(self.provenance)}
 
 
-def machine_text(place: Place) -> str:
+def machine_text(provenance: Provenance) -> str:
     """Return machine and software in one line."""
-    return f"{_text(place.machine)}; {_text(place.software)}"
+    return f"{_text(provenance.machine)}; {_text(provenance.software)}"
 
 
 def _text(values: Any) -> str:

@@ -24,14 +24,14 @@ from .models import MODELS, check_model
 from .page import page
 from .picture import picture
 from .report import Result, as_json, rows_of, table
-from .runs import FORMAT, Place, Runs, Settings, inputs_of, machine_text
+from .runs import FORMAT, Provenance, Runs, Settings, inputs_of, machine_text
 from .train import split_threshold
 
 TABLE, PAGE, PICTURE = "table.json", "table.html", "table.png"
 SYNTHETIC = 5000  # made images to train on, unless another number is given
 EPILOG = """
-Each option and seed runs in processes of its own, options in turn. A run that is finished in DIR is not repeated unless
-its settings, the data, the machine or the installed version differ. "threshold=x" in an option, as in
+Each option and seed runs in processes of its own, options alternate. A run that is finished in DIR is not repeated
+unless its settings, the data, the machine or the installed version differ. "threshold=x" in an option, as in
 partialUpdate:threshold=50000, is that of DistOpt. The target does not change runs: it is read from their evaluations.
 """
 
@@ -94,7 +94,7 @@ def compare(
     first = settings[0]
     check_model(first.model)
     images = data_set_of(first.model).images(first.synthetic, data)
-    runs = Runs(folder, Place.here(first.ranks, inputs_of(first.model, images)))
+    runs = Runs(folder, Provenance.here(first.ranks, inputs_of(first.model, images)))
     results: dict[str, list[dict[str, Any]]] = {each.option: [] for each in settings}
     with locked(folder / "lock"):  # two commands would make the same runs, and disturb each other's times
         for number, each in enumerate(settings, 1):
@@ -170,7 +170,7 @@ def _report(
     devices = sorted({result["device"] for of_option in results.values() for result in of_option})
     content = {
         "format": FORMAT,
-        **asdict(runs.place),
+        **asdict(runs.provenance),
         "settings": {name: value for name, value in asdict(first).items() if name not in ("option", "seed")},
         "data": data_set_of(first.model).text(first.synthetic),
         "seeds": _seeds(settings),
@@ -181,7 +181,7 @@ def _report(
             option: [runs.path(each).name for each in settings if each.option == option] for option in results
         },
     }
-    heading = _heading(settings, devices, runs.place)
+    heading = _heading(settings, devices, runs.provenance)
     texts = {TABLE: json.dumps(content, indent=1), PAGE: page(rows, results, heading, target)}
     for name, text in texts.items():
         with atomic_file(runs.folder / name) as file:
@@ -194,12 +194,12 @@ def _report(
     print(f"{heading}\n\n{table(rows, target)}\n\nsaved: {saved}")
 
 
-def _heading(settings: Sequence[Settings], devices: Sequence[str], place: Place) -> str:
+def _heading(settings: Sequence[Settings], devices: Sequence[str], provenance: Provenance) -> str:
     """Return lines that say how the runs were made."""
     first = settings[0]
     data_set = data_set_of(first.model)
     return (
-        f"{machine_text(place)}; {', '.join(devices)}, {place.environment['threads']} threads a rank\n"
+        f"{machine_text(provenance)}; {', '.join(devices)}, {provenance.environment['threads']} threads a rank\n"
         f"{first.model}, {first.ranks} ranks, batch {first.batch_size} a rank, {first.epochs} epochs, "
         f"seeds {', '.join(map(str, _seeds(settings)))}, SGD lr {first.lr} momentum {first.momentum} weight decay "
         f"{first.weight_decay}, inputs (pixel / 255 - {_numbers(data_set.mean)}) / {_numbers(data_set.std)}, "

@@ -53,10 +53,10 @@ def main(settings: str, result: str, folder: str, bar: str) -> None:
 
 
 def split_threshold(option: str) -> tuple[str, int]:
-    """Return a dist_option without "threshold=x", which is no option of a scheme, and x; else DistOpt's default.
+    """Return a dist_option without "threshold=x", which no scheme has as an option, and x; else DistOpt's default.
 
     Raises:
-        OptionError: x is not an int >= 0, or given twice, or the rest is no dist_option.
+        OptionError: x is not an int >= 0, or given twice, or the rest is not a dist_option.
     """
     parts = option.split(":")
     given = [part.removeprefix("threshold=") for part in parts if part.startswith("threshold=")]

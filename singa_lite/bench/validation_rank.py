@@ -38,7 +38,7 @@ NUM_TRANSFERS = 12  # of each collective
 
 @dataclass(frozen=True)
 class Trial:
-    """What the ranks time.
+    """The options and settings that the ranks time.
 
     Attributes:
         options: texts of dist_options.
@@ -54,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """What the ranks of a world of one size found.
+    """The times that the ranks of a world of one size measured.
 
     Attributes:
         calibration: of computing.
@@ -127,24 +127,24 @@ class Rank:
         transport, call_s = self._time_transport(), self._time_calls()
         calibrating_s = time.perf_counter() - start
         alone: dict[str, list[LoneStepTimes]] = {option: [] for option in self._alone}
-        windows: dict[str, list[float]] = {option: [] for option in self._training}
-        sent = dict.fromkeys(windows, 0.0)
+        times: dict[str, list[float]] = {option: [] for option in self._training}
+        sent = dict.fromkeys(times, 0.0)
         num_steps = math.ceil(self._trial.steps / ROUNDS)
-        for option in [*dict.fromkeys([*alone, *windows])] * ROUNDS:
+        for option in [*dict.fromkeys([*alone, *times])] * ROUNDS:
             if option in alone:
                 start = time.perf_counter()
                 alone[option] += [self._time_alone(option) for _ in range(num_steps)]
                 calibrating_s += time.perf_counter() - start
-            if option in windows:
+            if option in times:
                 seconds, sent[option] = self._time_steps(option, num_steps)
-                windows[option] += seconds
+                times[option] += seconds
         size = self._communicator.size
-        options = tuple(self._alone | windows)
+        options = tuple(self._alone | times)
         return Found(
             calibration_of(options, self._alone, alone, statistics.median, f"{size} ranks", size=size),
             transport,
             call_s,
-            {option: statistics.median(seconds) for option, seconds in windows.items()},
+            {option: statistics.median(seconds) for option, seconds in times.items()},
             sent,
             calibrating_s,
             os.getloadavg()[0],

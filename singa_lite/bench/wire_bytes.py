@@ -121,7 +121,7 @@ def bf16(n: int) -> list[Message]:
 
 
 def random_k(n: int, density: float) -> list[Message]:
-    """The same K places on every rank, so values alone travel: 2(N-1)/N 4K bytes."""
+    """The same K indices on every rank, so values alone travel: 2(N-1)/N 4K bytes."""
     return [Message("all_reduce", 4 * num_kept(n, density))]
 
 
@@ -170,9 +170,9 @@ def int8(n: int, size: int) -> list[Message]:
 
 
 def sparse(n: int, density: float, *, value_bytes: int = 4) -> list[Message]:
-    """K values of each rank with their places: (N-1) (value_bytes K + places) bytes; for top-K and DGC.
+    """K values of each rank with their indices: (N-1) (value_bytes K + indices) bytes; for top-K and DGC.
 
-    The values are padded to a multiple of 4 bytes; for the places see ``elias_fano_bytes``.
+    The values are padded to a multiple of 4 bytes; for the indices see ``elias_fano_bytes``.
 
     Args:
         n: elements that compete.
@@ -184,5 +184,5 @@ def sparse(n: int, density: float, *, value_bytes: int = 4) -> list[Message]:
 
 
 def elias_fano_bytes(n: int, kept: int) -> int:
-    """Return the bytes of ``kept`` ascending places out of ``n``, 1 <= kept <= n, see sync/indices.py."""
+    """Return the bytes of ``kept`` ascending indices out of ``n``, 1 <= kept <= n, see sync/indices.py."""
     return 4 * IndexCode(n, kept).num_words

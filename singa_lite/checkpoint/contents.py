@@ -54,7 +54,7 @@ def as_json(what: str, value: Any) -> Json:
         if not _has_text_keys(value):
             raise TypeError("keys must be text")
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"save_job: {what} = {_shown(value)} is no JSON value: {error}") from error
+        raise OptionError(f"save_job: {what} = {_shown(value)} is not a JSON value: {error}") from error
     return again
 
 
@@ -98,7 +98,7 @@ def check_resized_samplers(states: list[Json], where: str) -> None:
     """
     if any(state != states[0] for state in states):
         raise CheckpointError(
-            f"{where}: the ranks' samplers are at places of their own, so only {len(states)} ranks can go on from it; "
+            f"{where}: the ranks' samplers are at different positions, so only {len(states)} ranks can go on from it; "
             "use a ShardedSampler of all ranks"
         )
 
@@ -114,7 +114,7 @@ def check_optimizer(saved: Mapping[str, Json], settings: Mapping[str, Json], whe
 def changed_settings(saved: Mapping[str, Json], settings: Mapping[str, Json]) -> list[str]:
     """Return the names of schedules, the learning rate aside, and switches that are others than were saved.
 
-    Plain numbers are no setting: those of an optimizer of the script may be its counters.
+    Plain numbers do not count: those of an optimizer of the script may be its counters.
     """
     return [
         name

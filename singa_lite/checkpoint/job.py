@@ -39,7 +39,7 @@ class Sampler(Protocol):
 
 
 class Trainer(Protocol):
-    """What updates the parameters in place of the model's optimizer (gluon.Trainer); all workers call all of it."""
+    """The interface of gluon.Trainer, which updates instead of the model's optimizer; all workers call all of it."""
 
     @property
     def optimizer(self) -> Any:
@@ -62,7 +62,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What ``load_job`` has gone on from.
+    """The generation that ``load_job`` has restored.
 
     Attributes:
         step: optimizer steps that were made.
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass
 class JobState:
-    """What is known of a model's job checkpoints.
+    """The generations and folders of a model's job checkpoints.
 
     Attributes:
         known: ids of the generations that this model has saved, or left behind by loading.
@@ -122,9 +122,9 @@ def parts_of(model: Model, trainer: Trainer | None, where: str) -> tuple[Communi
     is_alone = isinstance(communicator, LocalCommunicator) and not isinstance(optimizer, DistOpt)
     if is_alone and launched_job().num_workers > 1:
         what = (
-            "the model's optimizer is no DistOpt"
+            "the model's optimizer is not a DistOpt"
             if trainer is None
-            else "the trainer's store is no dist store"
+            else "the trainer's store is not a dist store"
         )
         raise OptionError(f"{where}: {what}, so each of this job's ranks would save for itself")
     return communicator, optimizer

@@ -65,7 +65,7 @@ def save_job(
         The Saving; its ``wait()``, which ``block`` has called, gives the generation's folder.
 
     Raises:
-        CheckpointError: on all ranks if one cannot write, if their steps or the places of their ShardedSamplers differ,
+        CheckpointError: on all ranks if one cannot write, if the steps or positions of their ShardedSamplers differ,
             or if ``folder`` has a job that this model neither saved nor loaded; generations before are as they were.
         OptionError: a bad argument. CommError: a peer has gone.
     """

@@ -74,7 +74,7 @@ def check_streams(arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
 
 
 def stream_ids() -> dict[str, str]:
-    """Return what is equal on ranks whose global streams of numpy, and of Python, are at the same place."""
+    """Return ids that are equal on ranks whose global streams of numpy, and of Python, are in the same state."""
     now = streams([])
     return {name: _id_of(now, name) for name in (NUMPY, PYTHON)}
 
@@ -100,7 +100,7 @@ def resized_streams(
         rank: of the job that goes on.
 
     Raises:
-        CheckpointError: what was saved is none.
+        CheckpointError: ``saved`` has something other than random streams.
     """
     for states in saved:
         check_streams(states)

@@ -536,4 +536,4 @@ class Communicator(ABC):
 
 
 def _do_nothing() -> None:
-    """Do nothing: what surrounds the launch of a graph where no time-out is to be counted."""
+    """Do nothing, around the launch of a graph whose time-out is not counted."""

@@ -92,11 +92,11 @@ class FolderCopy:
 
     def _left_out(self) -> list[str]:
         """Return the paths in the source that stay behind: virtual environments, and the destination if it is there."""
-        places = [path.parent for path in self._source.glob("*/pyvenv.cfg")]
+        paths = [path.parent for path in self._source.glob("*/pyvenv.cfg")]
         destination = self._destination.resolve()
         if self._source.resolve() in destination.parents:
-            places.append(self._source / destination.relative_to(self._source.resolve()))
-        return [str(path.relative_to(self._source)) for path in places]
+            paths.append(self._source / destination.relative_to(self._source.resolve()))
+        return [str(path.relative_to(self._source)) for path in paths]
 
     def _run(self, *commands: list[str]) -> str:
         """Run commands that each read the output of the one before; return "" or what they wrote as they failed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the user something on the error stream, which may be closed or full: that is no error of the program."""
+"""Write messages to the error stream for the user; a closed or full stream is not an error of the program."""
 
 from __future__ import annotations
 

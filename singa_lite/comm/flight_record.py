@@ -31,7 +31,7 @@ class Call:
     """A collective that a rank has called.
 
     Attributes:
-        number: its place in the order of calls, from 0.
+        number: its index in the order of calls, from 0.
         kind, op, dtype, wire, root, name: see ``base.Operation``; "" for no op or no narrower wire; of a long name the
             beginning.
         name_hash: of all of the name.
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank has called, as far as it is known here.
+    """The calls of one rank, as far as they are known here.
 
     Attributes:
         rank: what errors call it, its rank in the world.

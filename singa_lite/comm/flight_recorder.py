@@ -24,7 +24,7 @@ from .flight_record import FILE, FlightRecord, files_of, record_of, records_from
 from .flight_report import full_report, late_pids, ranks_text
 from .stacks import write_stacks
 
-REPORT = "what every rank was doing"  # in an error, before the place of the report
+REPORT = "what every rank was doing"  # in an error, before the path of the report
 ALL_CALLS = 64  # kFlightCalls of native/comm/flight_recorder.h
 WARN_SHARE = 0.1  # of the time-out, as kWarnShare of native/comm/engine.h
 APPEAR_S = 0.1  # for the file that another rank has begun to write
@@ -41,7 +41,7 @@ def title_of(members: Sequence[int], name: str) -> str:
 
 
 class FlightRecorder(ABC):
-    """What one communicator keeps of its collectives.
+    """Recorder of the last collectives of one communicator.
 
     Args:
         world_id: that of the world of which this is a group, or the communicator's own; names the file of reports.
@@ -73,7 +73,7 @@ class FlightRecorder(ABC):
     def warn(
         self, kind: str, number: int, name: str, rank: int, late: Sequence[int], waited_s: float
     ) -> None:
-        """Tell on the error stream which ranks this one waits for, and where."""
+        """Write to the error stream which ranks this one waits for, and where."""
         file, line = self.sites.find(kind, name)
         where = f" ({file}:{line})" if file else ""
         shown = name if len(name) <= ALL_CALLS else name[:ALL_CALLS] + "..."

@@ -24,7 +24,7 @@ class Difference:
     """The first call that not all ranks of a communicator have made alike.
 
     Attributes:
-        number: its place in the order of calls.
+        number: its index in the order of calls.
         calls: the calls of that number, each with the ranks that made it.
         missing: ranks that have not called it.
         unknown: ranks that called it too long ago.
@@ -182,13 +182,14 @@ def _rank_lines(
     calls = [(record, call) for record, rank in known for call in rank.calls]
     times = [rank.joined for _, rank in known]
     times += [at for _, call in calls for at in (call.called, call.ended)]
-    text = f"rank {number} (process {pid}, {state}): {_place(calls, now)}; last sign of life {_ago(max(times), now)}"
+    sign = f"last sign of life {_ago(max(times), now)}"
+    text = f"rank {number} (process {pid}, {state}): {_current_call(calls, now)}; {sign}"
     if state in STOPPED.values() and not stack:
         stack = f"none: the process is {state}"
     return [text, *([f"  Python stack of rank {number}:", *_indented(stack)] if stack else [])]
 
 
-def _place(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
+def _current_call(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
     """Return in which call a rank is, the oldest that has not ended, or after which."""
     if not calls:
         return "it has called no collective"
@@ -206,8 +207,8 @@ def _place(calls: Sequence[tuple[FlightRecord, Call]], now: float) -> str:
         how.append("its end not seen yet")
     if len(open_calls) > 1:
         how.append(f"and {len(open_calls) - 1} others")
-    place = f"in #{call.number} of the {record.title}, {describe(call)}, called {_ago(call.called, now)}"
-    return ", ".join([place, *filter(None, how)])
+    text = f"in #{call.number} of the {record.title}, {describe(call)}, called {_ago(call.called, now)}"
+    return ", ".join([text, *filter(None, how)])
 
 
 def _last_calls(record: FlightRecord, rank: RankRecord, now: float, num_calls: int) -> list[str]:

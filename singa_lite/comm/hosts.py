@@ -67,7 +67,7 @@ def read_hosts(path: Path) -> list[Host]:
 def place(hosts: Sequence[Host], num_workers: int, num_servers: int) -> list[str]:
     """Return the name of each process's host, by rank: workers first, as everywhere.
 
-    Workers fill the slots of the hosts in turn, and begin again with the first host when all slots are taken. Servers
+    Workers fill the slots of the hosts in order, and begin again with the first host when all slots are taken. Servers
     go round the hosts one by one, from the host behind that of the last worker.
     """
     slots = [index for index, host in enumerate(hosts) for _ in range(host.num_slots)]

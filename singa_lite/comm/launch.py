@@ -179,7 +179,7 @@ def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
     """Return what writes the lines of the processes, with the folder of logs made.
 
     Raises:
-        OptionError: that is no folder or cannot be made. CommError: the logs cannot be opened.
+        OptionError: ``log_dir`` is not a folder or cannot be made. CommError: the logs cannot be opened.
     """
     if options.log_dir is not None:
         try:

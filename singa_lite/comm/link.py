@@ -124,7 +124,7 @@ def num_hops(kind: str, size: int) -> int:
 
 
 class Line:
-    """What a rank's link carries.
+    """The schedule of the collectives on a rank's link.
 
     Args:
         link: its rate and latency.

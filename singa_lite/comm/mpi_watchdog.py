@@ -69,7 +69,7 @@ def shared_files(pid: int) -> set[str]:
     """Return the MPI library's shared-memory files that process ``pid`` has mapped."""
     try:
         return set(SHARED_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
-    except OSError:  # it has ended, or this is no Linux
+    except OSError:  # it has ended, or this is not Linux
         return set()
 
 

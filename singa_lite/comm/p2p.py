@@ -79,7 +79,7 @@ class Job:
 
 @dataclass
 class MessageTraffic:
-    """What a messenger has moved since it was made.
+    """Bytes that a messenger has moved since it was made, and seconds that it waited.
 
     Attributes:
         bytes_sent: bytes of the arrays of messages that this process has begun to send.
@@ -121,7 +121,7 @@ class Arrival:
 
 
 class Message:
-    """What one process sent to this one, or the news that it has gone.
+    """A message of another process to this one, or the notice that that process has gone.
 
     Attributes:
         source: rank of the sender in the job.
@@ -239,8 +239,8 @@ class SendWork(Work):
 class Messenger(ABC):
     """Messages between this process and each of its peers: all servers for a worker, all workers for a server.
 
-    A message is a header and arrays. Those of one sender arrive in the order in which they were sent; of several
-    senders each gets its turn. Bytes move inside calls alone, and every call moves whatever can move, both ways: a
+    A message is a header and arrays. Those of one sender arrive in the order in which they were sent; several
+    senders are served round-robin. Bytes move inside calls alone, and every call moves whatever can move, both ways: a
     large message is on its way only while sender and receiver both are in one, so wait for what was sent, and receive
     what was asked for, before a collective or anything long. A peer that has closed, aborted or died is one ``Message``
     with its reason, after all that it had sent; sending to it is a CommError. Not for use by two threads at once, nor
@@ -315,7 +315,7 @@ class Messenger(ABC):
         return work
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """Return the next message, of the senders that have one the next in turn; wait for it if there is none.
+        """Return the next message, round-robin over the senders that have one; wait for it if there is none.
 
         What was not read of an earlier message is kept, and may still be read.
 

@@ -33,7 +33,7 @@ class LocalSendWork(SendWork):
 
 
 class Mailboxes:
-    """What the messengers of one local job share.
+    """Mailboxes that the messengers of one local job share.
 
     Attributes:
         changed: held while anything is read or written; notified when a message comes or somebody leaves.
@@ -61,7 +61,7 @@ class LocalMessenger(Messenger):
     def __init__(self, job: Job, timeout_s: float, mailboxes: Mailboxes) -> None:
         super().__init__(job, timeout_s)
         self._mailboxes = mailboxes
-        self._turn = 0
+        self._next_box = 0
 
     def _send(self, to: int, head: bytes, arrays: list[Array]) -> LocalSendWork:
         copies = [array.copy() for array in arrays]
@@ -78,9 +78,9 @@ class LocalMessenger(Messenger):
         with self._mailboxes.changed:
             while True:
                 self._check_usable()
-                for turn in range(self._turn, self._turn + len(boxes)):
-                    if box := boxes[turn % len(boxes)]:
-                        self._turn = (turn + 1) % len(boxes)
+                for index in range(self._next_box, self._next_box + len(boxes)):
+                    if box := boxes[index % len(boxes)]:
+                        self._next_box = (index + 1) % len(boxes)
                         return box.popleft()
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:

@@ -90,9 +90,9 @@ class MpiMessenger(Messenger):
         self.left: dict[int, str] = {}
         self._coming: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # heads in flight
         self._arrived: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}  # not handed out
-        # arrays nowhere yet
-        self._unplaced: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}
-        self._turn = 0
+        # no receive of their arrays is posted yet
+        self._unposted: dict[int, deque[_Incoming]] = {peer: deque() for peer in job.peers}
+        self._next_peer = 0
         self._status = self._mpi.Status()
         self._lost: list[Any] = []  # what MPI may still read or write after an error
         self._late: list[deque[Any]] = []  # requests that did not end in time, and may have since
@@ -139,14 +139,14 @@ class MpiMessenger(Messenger):
         return work
 
     def _receive(self, limit_s: float) -> Arrival | None:
-        for unplaced in self._unplaced.values():  # what was not read must not hold up its sender
-            while unplaced and unplaced[0].is_handed_out:
-                self._place(unplaced[0])
+        for unposted in self._unposted.values():  # what was not read must not hold up its sender
+            while unposted and unposted[0].is_handed_out:
+                self._post_receives(unposted[0])
         received: list[_Incoming] = []
 
         def look() -> tuple[bool, bool]:
             has_moved = self._move(takes_all=False)
-            received.extend(self._next_in_turn())
+            received.extend(self._next_arrival())
             return bool(received), has_moved
 
         if not self._poll(look, limit_s):
@@ -160,7 +160,7 @@ class MpiMessenger(Messenger):
     def _read(self, arrival: Arrival, into: list[Array], limit_s: float) -> str | None:
         incoming: _Incoming = arrival.handle
         if incoming.arrays is None:
-            self._place(incoming, into)
+            self._post_receives(incoming, into)
 
         def look() -> tuple[bool, bool]:
             has_moved = _advance(incoming.requests)
@@ -231,8 +231,8 @@ class MpiMessenger(Messenger):
                 self._arrive(source, coming.popleft())
                 has_moved = True
             if takes_all:
-                for incoming in list(self._unplaced[source]):
-                    self._place(incoming)
+                for incoming in list(self._unposted[source]):
+                    self._post_receives(incoming)
         return has_moved
 
     def _arrive(self, source: int, incoming: _Incoming) -> None:
@@ -241,19 +241,19 @@ class MpiMessenger(Messenger):
             name, reason = self.job.name_of(source), incoming.head[1:].decode(errors="replace")
             self.left[source] = f"{name} aborted: {reason}" if reason else f"{name} has closed its messenger"
         else:
-            self._unplaced[source].append(incoming)
+            self._unposted[source].append(incoming)
 
-    def _next_in_turn(self) -> list[_Incoming]:
+    def _next_arrival(self) -> list[_Incoming]:
         peers = self.job.peers
-        for turn in range(self._turn, self._turn + len(peers)):
-            if arrived := self._arrived[peers[turn % len(peers)]]:
-                self._turn = (turn + 1) % len(peers)
+        for index in range(self._next_peer, self._next_peer + len(peers)):
+            if arrived := self._arrived[peers[index % len(peers)]]:
+                self._next_peer = (index + 1) % len(peers)
                 return [arrived.popleft()]
         return []
 
-    def _place(self, incoming: _Incoming, into: list[Array] | None = None) -> None:
-        """Begin to receive the arrays of ``incoming``, the first that has none, into these, or into new arrays."""
-        first = self._unplaced[incoming.source].popleft()
+    def _post_receives(self, incoming: _Incoming, into: list[Array] | None = None) -> None:
+        """Post the receives of the arrays of ``incoming``, the next message without, into these or into new arrays."""
+        first = self._unposted[incoming.source].popleft()
         assert first is incoming, "MPI gives the arrays of a source in the order of its messages"
         incoming.arrays = new_arrays(bytes(incoming.head[1:])) if into is None else into
         pieces = [piece for array in incoming.arrays for piece in _pieces(array)]

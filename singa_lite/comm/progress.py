@@ -96,17 +96,17 @@ class Progress:
     """
 
     def __init__(self, path: str, rank: int) -> None:
-        self._place = RECORD.size * rank
+        self._offset = RECORD.size * rank
         self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
 
     def note_step(self, step: int) -> None:
         """Write that this rank has reached ``step``, >= 0."""
-        os.pwrite(self._file, NUMBER.pack(step + 1), self._place)
+        os.pwrite(self._file, NUMBER.pack(step + 1), self._offset)
 
     def note_takes_requests(self) -> None:
         """Write that this rank takes signals as requests to stop."""
-        os.pwrite(self._file, NUMBER.pack(1), self._place + NUMBER.size)
+        os.pwrite(self._file, NUMBER.pack(1), self._offset + NUMBER.size)
 
 
 def progress_of_process() -> Progress | None:

@@ -218,10 +218,10 @@ def environ_of(job: dict[str, Any], process: dict[str, str]) -> dict[str, str]:
 
 def note_failure(code: int, distance_to_cause: int) -> None:
     """Write into this rank's record of the progress file (progress.py), if there is one, how it has failed."""
-    place = 32 * int(os.environ["PMI_RANK"]) + 16
+    offset = 32 * int(os.environ["PMI_RANK"]) + 16
     with contextlib.suppress(OSError):
         descriptor = os.open(os.environ.get("SINGA_LITE_PROGRESS", ""), os.O_WRONLY | os.O_NOFOLLOW)
-        os.pwrite(descriptor, struct.pack("<qq", code, distance_to_cause), place)
+        os.pwrite(descriptor, struct.pack("<qq", code, distance_to_cause), offset)
         os.close(descriptor)  # so that other hosts can read it
 
 

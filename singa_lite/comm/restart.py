@@ -49,7 +49,7 @@ def check_restart(options: RestartOptions, num_workers: int) -> RestartOptions:
     """Return ``options`` with an absolute path, whose folder is there.
 
     Raises:
-        OptionError: a number is out of range, or ``checkpoint`` is no folder or cannot be written.
+        OptionError: a number is out of range, or ``checkpoint`` is not a folder or cannot be written.
     """
     if options.max_restarts < 0:
         raise OptionError(f"--max-restarts {options.max_restarts}: must be >= 0")
@@ -163,8 +163,8 @@ def launch_host_rounds(
             hosts = without_slot(hosts, lost_host)
         here = replace(placement, hosts=hosts, first=first)
         ended = launch_host_round(command, number, here, _with(options, environ), restart.checkpoint, signals)
-        places = place(hosts, number, options.num_servers or 0)
-        last, lost_host = number, "" if ended.failed is None else places[ended.failed]
+        assigned = place(hosts, number, options.num_servers or 0)
+        last, lost_host = number, "" if ended.failed is None else assigned[ended.failed]
         return ended
 
     with noted_signals() as signals:

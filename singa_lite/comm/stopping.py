@@ -141,7 +141,7 @@ def _signal(where: str, number: int) -> signal.Signals:
     try:
         return signal.Signals(number)
     except ValueError as error:
-        raise OptionError(f"{where}: {number!r} is no signal; give signal.SIGTERM, for example") from error
+        raise OptionError(f"{where}: expected a signal, such as signal.SIGTERM, got {number!r}") from error
 
 
 def _check_handler(number: signal.Signals) -> None:

@@ -223,7 +223,7 @@ class RunningJob:
         if len(self.signals) - self.signals.count(signal.SIGUSR1) > 1:  # a second signal: now
             self._signal_running(signal.SIGKILL)
         elif len(self.signals) > self._num_noticed and not self._ending:
-            new = self.signals[self._num_noticed :]  # of several at a time one that is no request counts
+            new = self.signals[self._num_noticed :]  # of several at a time one that is not a request counts
             number = next((each for each in new if each not in REQUESTS), new[-1])
             self._num_noticed += len(new)
             takers = self._takers() if number in REQUESTS else []

@@ -80,7 +80,7 @@ def start_trace(communicator: Communicator) -> None:
     writer.add_facts(rank=communicator.rank, host=os.uname().nodename)
     pairs = {} if communicator.is_alone else pairs_with_rank_0(communicator)
     for pair in pairs.values():
-        pair.flight_recorder = None  # a peer that is late here is no failure
+        pair.flight_recorder = None  # a peer that is late here has not failed
     _compare_clocks(pairs, writer)
     if pairs:
         atexit.register(_compare_clocks_again, pairs, writer)
@@ -135,5 +135,5 @@ def _parts_in(folder: Path) -> list[Path]:
 
 
 def _free_rank(part: Part, known: Mapping[int, Part]) -> int:
-    """Return the rank of a part, or the next free number for a process that is no rank or a child of one."""
+    """Return the rank of a part, or the next free number for a process that is not a rank or is a child of one."""
     return part.rank if part.rank is not None and part.rank not in known else max(known, default=-1) + 1

@@ -21,7 +21,7 @@ LATEST_S = 1e15  # of times and numbers in a part
 
 @dataclass
 class Part:
-    """What a process wrote.
+    """The part of a trace that one process wrote.
 
     Attributes:
         pid: of the process.
@@ -85,7 +85,7 @@ def _add_line(part: Part, line: Any) -> None:
 
 
 def _seconds(values: Sequence[Any], count: int) -> list[float]:
-    """Return so many times; ValueError or TypeError if they are none."""
+    """Return ``values`` as times; ValueError or TypeError unless they are ``count`` times."""
     if len(values) != count or not all(abs(value) < LATEST_S for value in values):
         raise ValueError(f"{values!r:.100} are not {count} times")
     return list(values)
@@ -93,5 +93,5 @@ def _seconds(values: Sequence[Any], count: int) -> list[float]:
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < LATEST_S:
-        raise ValueError(f"{value!r:.100} is no whole number")
+        raise ValueError(f"expected a whole number, got {value!r:.100}")
     return value

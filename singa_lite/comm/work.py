@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]  # or a CUDA array with numpy's attributes, such as
 
 @dataclass
 class Traffic:
-    """What a communicator has sent since it was made.
+    """Bytes that a communicator has sent since it was made, and seconds that the host waited.
 
     Attributes:
         bytes_sent: bytes this rank puts on a ring, see Note [bytes].
@@ -113,7 +113,7 @@ class Work:
         Raises:
             CommError: a peer died, closed, disagrees or did not call it within ``timeout_s`` seconds
                 (None: the communicator's own time-out).
-            OptionError: ``timeout_s`` is no number >= 0.
+            OptionError: ``timeout_s`` is not a number >= 0.
         """
         if timeout_s is not None:
             check_number("wait", "timeout_s", timeout_s, 0.0)
@@ -142,7 +142,7 @@ class Work:
         return self._result
 
     def _report(self, start: float, end: float) -> None:
-        """Tell the clock of this thread's step that the host has waited, but not again: a second wait is none."""
+        """Tell the clock of this thread's step that the host has waited, once: a second wait does not wait."""
         clock = this_thread.clock
         if clock is not None and clock.is_running and not self._was_waited:
             self._was_waited = True

@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> Array:
     """Shift each image by up to ``pad`` pixels in both directions, and mirror half of them.
 
-    The image is set into a border of ``pad`` zeros, a window of its own size is cropped at a random position, and
-    that is mirrored left to right with probability 1/2: (2 pad + 1)^2 windows, times 2, all equally likely.
+    The image is set into a border of ``pad`` zeros, a part of its own size is cropped at a random position, and
+    that is mirrored left to right with probability 1/2: (2 pad + 1)^2 crops, times 2, all equally likely.
 
     Args:
         images: shape (n, channels, h, w), any dtype; with pixels as stored the border is black.
@@ -28,8 +28,8 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
 
     Raises:
         ShapeError: ``images`` has not four axes.
-        DTypeError: ``images`` is no numpy array.
-        OptionError: ``pad`` is negative, or ``rng`` is no Generator.
+        DTypeError: ``images`` is not a numpy array.
+        OptionError: ``pad`` is negative, or ``rng`` is not a Generator.
 
     Source: He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2.
 
@@ -51,7 +51,7 @@ def pad_crop_flip(images: Array, rng: np.random.Generator, *, pad: int = 4) -> A
     mirrored = rng.integers(0, 2, count, dtype=bool)
     padded = np.zeros((count, channels, height + 2 * pad, width + 2 * pad), images.dtype)
     padded[:, :, pad : pad + height, pad : pad + width] = images
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-    cropped: Array = windows[np.arange(count), :, top, left]  # a copy; one window an image
+    crops = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    cropped: Array = crops[np.arange(count), :, top, left]  # a copy; one crop an image
     cropped[mirrored] = cropped[mirrored][..., ::-1]
     return cropped

@@ -25,7 +25,7 @@ def cache_root() -> Path:
 
 
 def as_path(where: str, folder: object) -> Path:
-    """Return ``folder`` as a Path, with a home for ``~``; DataError if it is none or cannot be looked up."""
+    """Return ``folder`` as a Path, with a home for ``~``; DataError if it is not a path or cannot be looked up."""
     if not isinstance(folder, (str, os.PathLike)) or "\0" in os.fspath(folder):
         raise DataError(f"{where}: folder must be a path, not {folder!r}")
     path = os.path.expanduser(folder)

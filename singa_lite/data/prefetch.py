@@ -47,7 +47,8 @@ def prefetch(
             it stays.
 
     Raises:
-        OptionError: ``depth`` is no int >= 1, ``items`` cannot be iterated over, or ``sampler`` is none.
+        OptionError: ``depth`` is not an int >= 1, ``items`` cannot be iterated over, or ``sampler`` is another
+            object.
 
     Example:
         >>> list(prefetch(number * number for number in range(4)))
@@ -89,7 +90,7 @@ def _follow(items: Generator[tuple[Item, Any], None, None], sampler: Sampler) ->
 
 
 class _Shelf(Generic[Item]):
-    """What the two threads share, all under ``changed``."""
+    """Items that the producer thread and the consumer share, all under ``changed``."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth

@@ -11,7 +11,7 @@ Note [another number of ranks]: global batches before a position are the first s
 number of ranks. So with another one an epoch goes on behind the samples that were used: ``start`` of them, and
 ``position`` counts the steps since.
 
-Note [places]: a loop moves on the ``Place`` that the sampler had as it began. ``load_state_dict`` and ``set_epoch``
+Note [cursors]: a loop advances the ``Cursor`` that the sampler had as it began. ``load_state_dict`` and ``set_epoch``
 give the sampler another one, by which the loop notices that it is left behind.
 """
 
@@ -54,8 +54,8 @@ def partition(num_samples: int, rank: int, world_size: int) -> slice:
 
 
 @dataclass
-class Place:
-    """Where a loop is, see Note [another number of ranks]."""
+class Cursor:
+    """The position of a loop, see Note [another number of ranks]."""
 
     epoch: int = 0
     start: int = 0
@@ -63,10 +63,10 @@ class Place:
 
 
 class ResumableSampler:
-    """What the samplers share: a place that a loop moves on, also if a thread runs it ahead of the training."""
+    """Base of the samplers: a cursor that a loop advances, also if a thread runs it ahead of the training."""
 
     def __init__(self) -> None:
-        self._place = Place()  # see Note [places]
+        self._cursor = Cursor()  # see Note [cursors]
         self._iterated_by: int | None = None  # the thread in whose loop it is, or that has left one early
         self._loops = 0  # that have begun
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
@@ -83,15 +83,15 @@ class ResumableSampler:
 
     @property
     def position(self) -> int:
-        """What is done of this epoch, behind ``start``."""
+        """How many batches (SplitSampler: indices) of this epoch were taken, behind ``start``."""
         self._break_graph()
-        return self._place.position
+        return self._cursor.position
 
     def _watched(self, name: str) -> int:
-        """Return a part of the place that changes seldom: a step that reads it is recorded again when it has."""
+        """Return a field of the cursor that seldom changes: a step that reads it is recorded again when it has."""
 
         def read() -> int:
-            value: int = getattr(self._place, name)
+            value: int = getattr(self._cursor, name)
             return value
 
         if this_thread.recorder is not None:
@@ -99,7 +99,7 @@ class ResumableSampler:
         return read()
 
     def _break_graph(self) -> None:
-        """Have a recorded step run eagerly that reads what changes with every batch."""
+        """Break the graph of a recorded step that reads a value which changes with every batch."""
         if this_thread.recorder is not None:
             this_thread.recorder.break_graph(
                 "it reads the position of a sampler, which a replay would not do"
@@ -109,7 +109,7 @@ class ResumableSampler:
         """Go to the start of ``epoch`` (>= 0), outside a loop; within that epoch already, stay at the position."""
         check_int(type(self).__name__, "epoch", epoch, 0)
         if epoch != self.epoch:
-            self._move(Place(epoch))
+            self._move(Cursor(epoch))
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint keeps.
@@ -124,7 +124,7 @@ class ResumableSampler:
         if self._iterated_by not in (None, threading.get_ident()):
             raise CheckpointError(
                 f"{type(self).__name__}: another thread takes its batches ahead of the training, or has left its loop "
-                "within the epoch, so the place of the training is unknown; call prefetch(batches, sampler=sampler), "
+                "within the epoch, so the position of the training is unknown; call prefetch(batches, sampler=sampler) "
                 "or ask in the thread that trains"
             )
         return self.live_state()
@@ -156,8 +156,8 @@ class ResumableSampler:
         if self._taken is not None:
             self.load_state_dict(self._taken)
 
-    def _move(self, place: Place) -> None:
-        self._place, self._taken, self._iterated_by = place, None, None
+    def _move(self, cursor: Cursor) -> None:
+        self._cursor, self._taken, self._iterated_by = cursor, None, None
 
     def _was_moved(self) -> CheckpointError:
         return CheckpointError(
@@ -166,7 +166,7 @@ class ResumableSampler:
         )
 
     def _plan(self) -> dict[str, int]:
-        """Return what decides which samples a place means."""
+        """Return the settings that decide which samples belong to a position."""
         raise NotImplementedError
 
     def _plan_in(self, state: object) -> dict[str, int | None]:
@@ -189,19 +189,19 @@ class ResumableSampler:
             CheckpointError: the sampler was moved meanwhile.
             DataError: another loop over it has begun.
         """
-        place, epoch, start = self._place, self.epoch, self.start
+        cursor, epoch, start = self._cursor, self.epoch, self.start
         self._loops += 1
         loop = self._loops
         self._iterated_by = threading.get_ident()
         try:
-            for number in range(place.position, count):
+            for number in range(cursor.position, count):
                 # counted before the batch is returned: a checkpoint made in the loop means "this one is done"
                 is_last = number + 1 == count
-                place.epoch, place.start, place.position = (
+                cursor.epoch, cursor.start, cursor.position = (
                     (epoch + 1, 0, 0) if is_last else (epoch, start, number + 1)
                 )
                 yield number
-                if self._place is not place:
+                if self._cursor is not cursor:
                     raise self._was_moved()
                 if self._loops != loop and not is_last:
                     raise DataError(
@@ -209,7 +209,7 @@ class ResumableSampler:
                         "one; leave one loop before the next, or make a sampler for each"
                     )
         finally:
-            if self._loops == loop and not place.position:  # the epoch is complete
+            if self._loops == loop and not cursor.position:  # the epoch is complete
                 self._iterated_by = None
 
 
@@ -338,7 +338,7 @@ class ShardedSampler(ResumableSampler):
                 f"ShardedSampler: {left} samples of epoch {epoch} are left, which cannot feed {self.num_batches} "
                 "batches; go on with fewer ranks until the epoch ends, or call set_epoch for the next"
             )
-        self._move(Place(epoch, start, position))
+        self._move(Cursor(epoch, start, position))
 
     def _plan(self) -> dict[str, int]:
         names = ("num_samples", "batch_size", "world_size", "shuffle", "seed")

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import DataError, DTypeError, OptionError, check_bool, check_int
-from .sampler import Place, ResumableSampler, partition
+from .sampler import Cursor, ResumableSampler, partition
 
 Array = np.ndarray[Any, Any]
 
 
 class Sampler(Protocol):
-    """What ``batches`` takes: one index at a time, and how many there are in an epoch."""
+    """The interface of samplers for ``batches``: their indices, and how many there are in an epoch."""
 
     def __len__(self) -> int: ...
 
@@ -107,7 +107,7 @@ class SplitSampler(ResumableSampler):
             raise self._has_another_plan(plan)
         epoch, position = state["epoch"], state["position"]
         # the last sample of a larger part comes when this one has begun its next epoch
-        self._move(Place(epoch, 0, position) if position < len(self) else Place(epoch + 1))
+        self._move(Cursor(epoch, 0, position) if position < len(self) else Cursor(epoch + 1))
 
     def _plan(self) -> dict[str, int]:
         return {name: int(getattr(self, name)) for name in ("length", "num_parts", "shuffle", "seed")}
@@ -163,7 +163,7 @@ def batches(sampler: Sampler, batch_size: int) -> Batches:
     is_number = isinstance(sampler, np.ndarray) and not sampler.ndim
     if is_number or not (hasattr(sampler, "__len__") and hasattr(sampler, "__iter__")):
         raise OptionError(
-            f"batches: {sampler!r} is no sampler; it needs a length and indices to iterate over"
+            f"batches: expected a sampler, with a length and indices to iterate over, got {sampler!r}"
         )
     return Batches(sampler, batch_size)
 

@@ -44,7 +44,7 @@ def parameters_by_name(params: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[
     for name, param in pairs:
         if not isinstance(param, Tensor) or param.grad is None:
             raise DTypeError(
-                f"Trainer: {name} is no parameter, a Tensor with stores_grad=True, but {param!r}"
+                f"Trainer: {name}: expected a parameter, a Tensor with stores_grad=True, got {param!r}"
             )
         found.setdefault(id(param), (name, param))
     return dict(found.values())

@@ -69,7 +69,7 @@ class Trainer:
 
     Raises:
         OptionError: an unknown name or argument; a store that cannot do what is asked, or has an optimizer already.
-        DTypeError: what is no parameter.
+        DTypeError: one of ``params`` is not a parameter.
         CommError: the workers differ in parameters or optimizer.
     """
 
@@ -242,7 +242,7 @@ class Trainer:
             model: whose buffers are averaged, such as the running statistics of batch norm; None: none.
 
         Raises:
-            OptionError: the Trainer has no store of the package, or ``model`` is no Layer.
+            OptionError: the Trainer has no store of the package, or ``model`` is not a Layer.
             CommError: without servers, or with update_on_kvstore=False, workers have other parameters, which they have
                 updated by other gradients; it names one.
         """
@@ -271,11 +271,11 @@ class Trainer:
         model's to save. A schedule is the script's to make again.
         CheckpointError: the file cannot be written.
         """
-        keeper = self._keeper()
-        states = keeper._get_states if self._updates_on_store else self._own_states
+        store = self._store_of_states()
+        states = store._get_states if self._updates_on_store else self._own_states
         steps = self._optimizer.step_counter
         head = {"optimizer": None, "steps": steps, "lr": self._shared.constant_lr, **self._alike()}
-        keeper.save_states("save_states", fname, head, states)
+        store.save_states("save_states", fname, head, states)
 
     def load_states(self, fname: Path) -> None:
         """Go on from ``save_states``, with as many workers and any number of servers.
@@ -283,17 +283,17 @@ class Trainer:
         Raises:
             CheckpointError: no such file, damaged, or of other parameters, workers or optimizer; nothing has changed.
         """
-        keeper = self._keeper()
+        store = self._store_of_states()
         if self._updates_on_store:
-            head = keeper.load_states(
-                "load_states", fname, self._alike(), keeper._get_states, keeper._set_states, _check_head
+            head = store.load_states(
+                "load_states", fname, self._alike(), store._get_states, store._set_states, _check_head
             )
         else:
 
             def set_states(states: States) -> None:
-                self._set_own_states(keeper.broadcast_states(states))
+                self._set_own_states(store.broadcast_states(states))
 
-            head = keeper.load_states(
+            head = store.load_states(
                 "load_states", fname, self._alike(), self._own_states, set_states, _check_head
             )
         self._shared.restore(head.get("steps", 0), head.get("lr"))
@@ -362,14 +362,14 @@ class Trainer:
             "reduction": self.reduction,
         }
 
-    def _keeper(self) -> KVStore:
+    def _store_of_states(self) -> KVStore:
         """Return the store that writes states: the Trainer's, or one of this process with the same keys."""
         if self._kvstore is not None:
             return self._kvstore
-        keeper = stores.create("local", alone=True)
-        assert isinstance(keeper, KVStore)
-        keeper.init(self._names, list(self._params.values()))
-        return keeper
+        store = stores.create("local", alone=True)
+        assert isinstance(store, KVStore)
+        store.init(self._names, list(self._params.values()))
+        return store
 
     def _own_states(self) -> States:
         """Return the states of this worker's optimizer by parameter."""

@@ -65,10 +65,10 @@ def split_and_load(
         even_split: as of ``split_data``.
 
     Raises:
-        DeviceError: two different devices, or one is no Device.
-        OptionError: ``devices`` is no list or is empty.
+        DeviceError: two different devices, or one is not a Device.
+        OptionError: ``devices`` is not a list or is empty.
         ShapeError: as of ``split_data``.
-        DTypeError: values that are no numbers.
+        DTypeError: values that are not numbers.
     """
     device = _single_device(devices)
     # Tensor.copy: a leaf, nothing is copied
@@ -92,8 +92,8 @@ def clip_global_norm(arrays: Iterable[Tensor | Array], max_norm: float, check_is
         The norm before. If it is infinite or NaN, nothing has changed (MXNet makes NaNs of all arrays).
 
     Raises:
-        DTypeError: ``arrays`` is no list of such arrays.
-        OptionError: ``max_norm`` is no number >= 0, or a numpy array cannot be written. Nothing has changed.
+        DTypeError: ``arrays`` is not a list of such arrays.
+        OptionError: ``max_norm`` is not a number >= 0, or a numpy array cannot be written. Nothing has changed.
         GraphError: a Tensor was made by a recorded operator. Nothing has changed.
 
     Example:

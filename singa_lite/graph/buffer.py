@@ -21,7 +21,7 @@ CURE = "; Model.compile(use_graph=True) runs such steps eagerly, or records them
 
 
 class GraphBuffer:
-    """What one device records between ``start`` and ``stop``.
+    """The record of one device between ``start`` and ``stop``.
 
     Kernels run at once while they are recorded. All arrays that the script still holds at ``stop``, such as inputs,
     parameters and a loss, stay where they are: a replay reads their new values and writes them.
@@ -106,7 +106,7 @@ class GraphBuffer:
 
 
 def note_replaced(array: Any) -> None:
-    """Say that a Tensor gets another array in place of ``array``, which replays would go on using."""
+    """Note that a Tensor gets another array instead of ``array``, which replays would go on using."""
     for buffer in list(state.graph_buffers):
         buffer.note_replaced(array)
 

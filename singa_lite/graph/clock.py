@@ -27,7 +27,7 @@ WAIT = "wait"
 
 
 class Span(NamedTuple):
-    """What the host did from ``start`` to ``end``, in seconds of ``time.perf_counter``.
+    """A phase of the host from ``start`` to ``end``, in seconds of ``time.perf_counter``.
 
     Attributes:
         phase: that of a lap, or "wait".
@@ -60,7 +60,7 @@ class Waited(NamedTuple):
 
 
 class StepTimes:
-    """What a clock has measured from the beginning of a step to its end.
+    """The times of one step, from its beginning to its end.
 
     Attributes:
         seconds: by phase.
@@ -148,7 +148,7 @@ class StepClock:
     def _write(self) -> None:
         """Write the spans so far, and the collectives since the last time."""
         times = self._times
-        if self._writer is not None and times.spans:  # a step without laps is none
+        if self._writer is not None and times.spans:  # without laps nothing was a step
             self._writer.add_step(times.spans, times.waited[self._num_written :])
             times.spans, self._num_written = [], len(times.waited)
 
@@ -186,14 +186,14 @@ def clock_of_thread() -> StepClock:
 
 
 def begin_step() -> None:
-    """Begin a step, unless one runs, now and at this place of every replay."""
+    """Begin a step, unless one runs, now and at this point of every replay."""
     clock = clock_of_thread()
     if not clock.is_running:
         _call_and_record(clock, StepClock.begin)
 
 
 def lap(phase: str, name: str = "") -> None:
-    """Count the time since the last lap as that of ``phase``, now and at this place of every replay, see Note [laps].
+    """Count the time since the last lap as that of ``phase``, now and at this point of every replay, see Note [laps].
 
     Args:
         phase: "forward", "backward", "pack", "compress", "decompress" or "update".
@@ -205,7 +205,7 @@ def lap(phase: str, name: str = "") -> None:
 
 
 def pause_step() -> None:
-    """Have the step go on at the next ``begin_step``, now and at this place of every replay."""
+    """Have the step go on at the next ``begin_step``, now and at this point of every replay."""
     _call_and_record(clock_of_thread(), StepClock.pause)
 
 

@@ -75,7 +75,7 @@ def row_major(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
 
 def root_of(array: Array) -> Array:
     """Return the array that owns the memory of ``array``."""
-    while hasattr(base := array.base, "base"):  # what is no array has none: bytes, a capsule, None
+    while hasattr(base := array.base, "base"):  # a base that is not an array lacks it: bytes, a capsule, None
         array = base
     return array
 

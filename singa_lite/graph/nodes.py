@@ -113,7 +113,7 @@ class Collective(ArrayNode):
 
     Attributes:
         communicator: comm.base.Communicator, of a module above; its launch(operation, out, *inputs) returns a Work.
-        operation: what is no array (comm.base.Operation).
+        operation: which collective, with all arguments but the arrays (comm.base.Operation).
         inputs: the array to send, and what the transport needs beside it.
         out: the array that holds the result after the Wait; the first of ``inputs`` where the collective is in place.
         flight: shared with the Wait.

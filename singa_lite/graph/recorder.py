@@ -73,7 +73,7 @@ class Recorder:
         return _recorder_of_thread(self)
 
     def break_graph(self, reason: str, is_lasting: bool = True) -> None:
-        """Say why this step cannot be replayed; the first reason counts."""
+        """Make this step run eagerly, for this reason; the first one counts."""
         if self.break_reason is None:
             self.break_reason, self.is_lasting = reason, is_lasting
 
@@ -157,7 +157,7 @@ class Recorder:
     # ---- memory ------------------------------------------------------------------------------------
 
     def allocate(self, array: Array) -> Array:
-        """Tell that ``array`` is new and holds nothing yet; returns it."""
+        """Note that ``array`` is new and uninitialised; returns it."""
         self._memory(root_of(array))
         return array
 
@@ -327,7 +327,7 @@ def join() -> None:
 
 
 def _joined() -> None:
-    """Do nothing: a node that ends what a fork leaves out."""
+    """Do nothing: the node that ends the part of a step that a fork can leave out."""
 
 
 def bookkeep(function: Callable[..., object], *arguments: Any) -> None:
@@ -396,7 +396,7 @@ def persist(array: Array) -> None:
 
 
 def break_graph(reason: str) -> None:
-    """Say why the step being recorded, if any, must run eagerly."""
+    """Make the step being recorded, if any, run eagerly, for this reason."""
     if this_thread.recorder is not None:
         this_thread.recorder.break_graph(reason)
 

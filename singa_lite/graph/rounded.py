@@ -67,7 +67,7 @@ class RoundedCopies:
                 state.rounded = None  # last, likewise
 
     def written(self, arrays: Iterable[Array]) -> None:
-        """Do so if ``arrays``, which will be written, are memory of a parameter."""
+        """Call ``forget`` if any of ``arrays``, which will be written, is memory of a parameter."""
         found = [array for array in arrays if id(root_of(array)) in self._params]
         if found:
             self.forget()
@@ -89,13 +89,13 @@ def use_copies(copies: RoundedCopies | None) -> None:
 
 
 def note_written(*arrays: Array) -> None:
-    """Say that ``arrays`` are about to be written by something that is no kernel."""
+    """Note that something other than a kernel is about to write ``arrays``."""
     if (rounded := state.rounded) is not None:
         rounded.written(arrays)
 
 
 def expose(array: Array) -> None:
-    """Say that Python has the raw ``array`` from now on, and may write to its memory at any time."""
+    """Note that Python has the raw ``array`` from now on, and may write to its memory at any time."""
     root = root_of(array)
     note_written(root)
     key = id(root)

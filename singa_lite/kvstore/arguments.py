@@ -19,7 +19,7 @@ _KINDS = ({int}, {str})  # of keys
 
 
 class Arguments:
-    """What the calls of one store take.
+    """Checks the arguments of one store's calls.
 
     Args:
         store: its name, for errors.
@@ -57,7 +57,7 @@ class Arguments:
                 and any("\ud800" <= char <= "\udfff" for char in one)
             ):
                 raise OptionError(
-                    f"{self._name}: {where}: key {one!r} has a surrogate, so it is no text to send"
+                    f"{self._name}: {where}: key {one!r} has a surrogate, so it cannot be sent as text"
                 )
         return keys
 
@@ -70,13 +70,13 @@ class Arguments:
             raise OptionError(f"{self._name}: {where}: {num_keys} keys but {len(values)} values")
         lists = [list(one) if isinstance(one, (list, tuple)) else [one] for one in values]
         if not all(lists):
-            raise OptionError(f"{self._name}: {where}: an empty list is no value")
+            raise OptionError(f"{self._name}: {where}: expected a value for each key, got an empty list")
         return lists
 
     def known(self, where: str, key: Keys) -> list[Spec]:
         """Return what is kept under the keys of a call; OptionError if one was not made."""
         given = tuple(key) if isinstance(key, (list, tuple)) else (key,)
-        is_plain = set(map(type, given)) in _KINDS  # so that equal keys are the same ones: True is no 1
+        is_plain = set(map(type, given)) in _KINDS  # so that equal keys are the same ones: True is not 1
         if is_plain and given in self._found:
             return self._found[given]
         keys = self.keys(where, key)
@@ -178,7 +178,7 @@ class Arguments:
         return total
 
     def options(self, where: str, scale: float, mean: bool, allow_none: bool = False) -> PushOptions:
-        """Return the options of a push; OptionError for a scale that is no finite number."""
+        """Return the options of a push; OptionError for a scale that is not a finite number."""
         factor = check_number(f"{self._name}: {where}", "scale", scale, -LARGEST_FLOAT32, LARGEST_FLOAT32)
         is_mean = check_bool(f"{self._name}: {where}", "mean", mean)
         return PushOptions(factor, is_mean, check_bool(f"{self._name}: {where}", "allow_none", allow_none))

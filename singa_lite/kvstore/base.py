@@ -13,7 +13,7 @@ OPTIMIZER = "optimizer"  # the one capability: updating the values that are kept
 
 
 class KVStoreBase(ABC):
-    """What a ``gluon.Trainer`` needs of a store. A subclass with ``names`` is found by ``kvstore.create``.
+    """Base of the stores that a ``gluon.Trainer`` can use. A subclass with ``names`` is found by ``kvstore.create``.
 
     Attributes:
         names: what ``create`` calls it; it is made without arguments.

@@ -21,7 +21,7 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Spec:
-    """What is kept under a key.
+    """The number, shape and dtype of a key's value.
 
     Attributes:
         key: int or text.
@@ -54,7 +54,7 @@ class Pull(NamedTuple):
 
 @dataclass(frozen=True)
 class PushOptions:
-    """What becomes of the sum of a push.
+    """The options of a push.
 
     Attributes:
         scale: this worker's factor of its values.

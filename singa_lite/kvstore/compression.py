@@ -48,7 +48,7 @@ class Compression:
             pushed: .5 is small for sums over a batch and large for means.
 
     Raises:
-        OptionError: an unknown type, or a threshold that is no such number.
+        OptionError: an unknown type, or a threshold that is not such a number.
 
     Example:
         >>> compression = Compression("2bit", 0.5)
@@ -76,7 +76,7 @@ class Compression:
         """Return the compression that MXNet's dict describes: {"type": "2bit", "threshold": 0.5}.
 
         Raises:
-            OptionError: it is no dict, has no type or another name, or a value is not as the class says.
+            OptionError: it is not a dict, has no type or another name, or a value is not as the class says.
         """
         names = [field.name for field in fields(cls)]
         if not isinstance(params, Mapping) or "type" not in params or not set(params) <= set(names):

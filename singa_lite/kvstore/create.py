@@ -81,12 +81,12 @@ def serve(timeout_s: float | None = None) -> None:
     """Do a server's work until all workers of the job have closed.
 
     Raises:
-        CommError: a worker died, failed or disagreed with another, or this process is no server.
+        CommError: a worker died, failed or disagreed with another, or this process is not a server.
     """
     messenger = process_messenger(timeout_s)
     if not messenger.job.is_server:
         raise CommError(
-            f"kvstore: {messenger.name} is no server; start more processes with `singa-lite run -s`"
+            f"kvstore: {messenger.name} is not a server; start more processes with `singa-lite run -s`"
         )
     try:
         Server(messenger).serve()

@@ -404,7 +404,7 @@ class DistStore(KVStore):
             return self._messenger.receive(limit_s)
         try:
             return self._messenger.receive(NOTE_S)
-        except CommError:  # late, which is no error yet; or all have gone, which the next call says again
+        except CommError:  # late, which is not an error yet; or all have gone, which the next call says again
             self._note("waits", request.waits_for, request.number)
         return self._messenger.receive(limit_s)
 

@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Residuals:
-    """What earlier pushes have lost, which the next push of the key adds: flat float32 arrays, zeros at first."""
+    """The errors of earlier pushes, which the next push of the key adds: flat float32 arrays, zeros at first."""
 
     def __init__(self) -> None:
         self._kept: dict[int | str, Array] = {}

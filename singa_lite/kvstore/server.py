@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Contribution(NamedTuple):
-    """What one worker pushed of a part: values, codes, or None if it leaves the key out."""
+    """The contribution of one worker to a part: values, codes, or None if it leaves the key out."""
 
     array: Array | None
     options: PushOptions
@@ -128,7 +128,7 @@ class PendingPull(NamedTuple):
 
 
 class Server:
-    """What a server process does until all workers have closed.
+    """The server process of a job: sums pushes and answers pulls until all workers have closed.
 
     Args:
         messenger: joins it with the workers.

@@ -55,7 +55,7 @@ def read_states(
         head = json.loads(arrays.pop(HEAD).tobytes())
         found = {name: head[name] for name in store}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no file of a key-value store's states") from error
+        raise CheckpointError(f"expected a file of a key-value store's states, got {path}") from error
     for name, mine in store.items():
         if found[name] != mine:
             raise CheckpointError(f"{path} is of another store: its {name} are {found[name]}, here {mine}")

@@ -264,7 +264,7 @@ class KVStore(WorkerCalls):
         """Set the learning rate of the store's optimizer from the next push on; all workers call it alike.
 
         Raises:
-            OptionError: there is no optimizer, or ``lr`` is no number >= 0.
+            OptionError: there is no optimizer, or ``lr`` is not a number >= 0.
         """
         if self._optimizer is None:
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")

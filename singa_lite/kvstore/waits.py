@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 
 class Waits:
-    """What the workers have told a server that they wait in.
+    """The calls in which the workers wait, as they have told a server.
 
     Attributes:
         pulling: worker that has waited for a while -> the number of the request whose answer it waits for.

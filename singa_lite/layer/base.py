@@ -145,12 +145,12 @@ class Layer:
         self._assign("set_states", self.get_states(), states)
 
     def register_layers(self, *layers: Layer) -> None:
-        """Add sub-layers as ``<Class>_<number>``, which is the place in ``layers`` or the next that is free.
+        """Add sub-layers as ``<Class>_<number>``, which is the index in ``layers`` or the next that is free.
 
         Kept for SINGA scripts, as lists are searched anyway.
         """
-        for place, layer in enumerate(layers):
-            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(place))
+        for index, layer in enumerate(layers):
+            names = (f"{type(layer).__name__}_{number}" for number in itertools.count(index))
             setattr(self, next(name for name in names if name not in vars(self)), layer)
 
     def _assign(self, where: str, targets: dict[str, Tensor], values: Values) -> None:
@@ -256,7 +256,7 @@ def _initializing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def items(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is none of these."""
+    """Give the entries of a list, tuple or dict as (path, entry); the value itself if it is another object."""
     if isinstance(value, dict):
         entries = [(str(key), entry) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):

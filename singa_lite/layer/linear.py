@@ -92,7 +92,7 @@ class Gemm(Layer):
 
     Raises:
         OptionError: an option is out of range.
-        ShapeError: at a call, if x is no matrix or has another size than at the first.
+        ShapeError: at a call, if x is not a matrix or has another size than at the first.
     """
 
     W: Tensor

@@ -22,7 +22,7 @@ MODES = {"vanilla": "tanh", "tanh": "tanh", "relu": "relu", "lstm": "lstm", "gru
 
 
 class RNN_Base(Layer):
-    """What RNN and LSTM share: one layer in one direction over a list of steps.
+    """Base of RNN and LSTM: one layer in one direction over a list of steps.
 
     Steps and state are joined to what ``autograd.recurrent`` takes, so the whole list is one call of it.
 

@@ -28,7 +28,7 @@ def description_of(value: object) -> dict[str, Any]:
     """Return {"class": its name, and each argument of its constructor}, see Note [arguments].
 
     Raises:
-        OptionError: an argument is no attribute, or no JSON value.
+        OptionError: an argument has no attribute of its name, or is not a JSON value.
     """
     kind = type(value)
     return {
@@ -93,7 +93,8 @@ def _read(value: object, name: str) -> object:
     found = getattr(value, name, MISSING)
     if found is MISSING:
         raise OptionError(
-            f"{type(value).__name__}: its argument {name} is no attribute; set self.{name} in the constructor"
+            f"{type(value).__name__}: expected an attribute for the argument {name}, got none; set self.{name} in "
+            "the constructor"
         )
     return found
 
@@ -111,7 +112,7 @@ def _as_json(where: str, value: object) -> Any:
     if isinstance(plain, dict) and all(isinstance(key, str) for key in plain) and "class" not in plain:
         return {key: _as_json(where, item) for key, item in plain.items()}
     raise OptionError(
-        f"{where} is a {type(value).__name__}, which is no JSON value; use numbers, text, lists and schedules"
+        f"{where} is a {type(value).__name__}, which is not a JSON value; use numbers, text, lists and schedules"
     )
 
 

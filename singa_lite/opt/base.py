@@ -49,7 +49,7 @@ class Optimizer:
     A subclass writes ``update_all(pairs)``, or as in SINGA ``apply(name, value, grad)``, which is called for each
     parameter. In a recorded step their Python runs at every replay, unless the class sets ``is_recordable = True``:
     then it runs once, its kernels are recorded, and numbers that change reach these through ``scalar``. The same holds
-    for what it inherits from classes that are no optimizers. With a function set as an attribute instead of a method,
+    for what it inherits from classes that are not optimizers. With a function set as an attribute instead of a method,
     recorded steps run eagerly.
 
     Attributes that are schedules, such as ``lr``, can be set to a number or another schedule between steps; recorded
@@ -128,7 +128,7 @@ class Optimizer:
         ``Model.compile`` calls it on every rank; DistOpt makes the ranks agree here.
 
         Raises:
-            OptionError: no dict. DTypeError: something in it is no Tensor.
+            OptionError: not a dict. DTypeError: something in it is not a Tensor.
         """
         for name, values in (("params", params), ("buffers", buffers)):
             if not isinstance(values, Mapping):
@@ -149,7 +149,7 @@ class Optimizer:
             params: by name, such as ``model.get_params()`` gives once the model has its parameters.
 
         Raises:
-            OptionError: no dict, or an empty one. DTypeError: something in it is no Tensor.
+            OptionError: not a dict, or an empty one. DTypeError: something in it is not a Tensor.
         """
         where = f"{type(self).__name__}: set_parameters"
         if not isinstance(params, Mapping) or not params:
@@ -322,8 +322,8 @@ class Optimizer:
         this one, without its state. A schedule is a dict of its class and arguments.
 
         Raises:
-            OptionError: an argument of the constructor is no attribute of its name or no JSON value, or an attribute is
-                not what the constructor makes of the arguments.
+            OptionError: an argument of the constructor has no attribute of its name or is not a JSON value, or an
+                attribute is not what the constructor makes of the arguments.
         """
         description = description_of(self)
         again = make(Optimizer, description["class"], _without_class(json.loads(json.dumps(description))))

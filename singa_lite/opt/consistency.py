@@ -25,7 +25,7 @@ from .step_options import CallDefaults, StepOptions, schedules
 
 
 class Compared(CallDefaults, Protocol):
-    """What of a DistOpt is compared, or compares."""
+    """The part of a DistOpt's interface that Consistency uses."""
 
     @property
     def keeps_equal(self) -> bool: ...

@@ -58,7 +58,7 @@ BUFFER_SIZE = 4194304  # elements; SINGA's default, 16 MiB of float32 a bucket
 
 
 class RendezvousId(Protocol):
-    """What names a world: NcclIdHolder."""
+    """The interface of NcclIdHolder, the name of a world."""
 
     rendezvous_id: str
 
@@ -520,7 +520,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         """Return the name of ``param`` that no other has: its own, or "<name>#<k>" in the order of first updates."""
         name = self._ranks.names.get(param) if isinstance(param, Tensor) else None
         if name is None:
-            raise OptionError(f"DistOpt: name_of: {param!r} is no parameter that it has updated or prepared")
+            raise OptionError(
+                f"DistOpt: name_of: expected a parameter that was updated or prepared, got {param!r}"
+            )
         return name
 
     def collective_name(self, name: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorded step does with methods that a script's optimizer overrides: their Python is no node of its own."""
+"""What a recorded step does with methods that a script's optimizer overrides: their Python has no node of its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "
 UNRECORDABLE = ("__call__", "call", "backward_and_update", "run_update", "number", "decay")
 
 
-def updates_in(place: object) -> set[str]:
+def updates_in(owner: object) -> set[str]:
     """Return which of ``update_all`` and ``apply`` a class has written, or an optimizer has as attributes."""
-    return {"update_all", "apply"} & vars(place).keys() - {*vars(place).get("_inherited_methods", ())}
+    return {"update_all", "apply"} & vars(owner).keys() - {*vars(owner).get("_inherited_methods", ())}
 
 
 def is_of_package(optimizer: type, name: str) -> bool:

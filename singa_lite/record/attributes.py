@@ -69,7 +69,7 @@ class Attribute:
 
 
 class Change(NamedTuple):
-    """What a step does to an attribute.
+    """The change of an attribute by a step.
 
     Attributes:
         before: the attribute before the recorded step, whose structure a replay must find.

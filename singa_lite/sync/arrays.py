@@ -41,7 +41,7 @@ class GivenArray(NamedTuple):
 
     @classmethod
     def of(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
-        """Raise unless ``value`` is a contiguous array, which with ``writes`` can be changed in place."""
+        """Return ``value`` with its Tensor; raises unless it is contiguous and, with ``writes``, can be changed."""
         given = cls.around(where, value, writes)
         if writes:
             given.tensor.check_leaf(where)
@@ -49,7 +49,7 @@ class GivenArray(NamedTuple):
 
     @classmethod
     def around(cls, where: str, value: RawOrTensor, writes: bool = True) -> GivenArray:
-        """Do ``of``, for a Tensor too that a backward pass still needs."""
+        """Return ``value`` as ``of`` does, also a Tensor that a backward pass still needs."""
         array = raw_array(where, value, writes)
         if isinstance(value, Tensor):
             return cls(array, value)

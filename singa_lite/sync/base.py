@@ -295,7 +295,9 @@ class Scheme:
         arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
         wrong = sorted(name for name, value in counters.items() if value.size != 1)
         if wrong:
-            raise CheckpointError(f"{self.names[0]}: the counters {', '.join(wrong)} are no single numbers")
+            raise CheckpointError(
+                f"{self.names[0]}: expected a single number for each of the counters {', '.join(wrong)}"
+            )
         self.set_counters({name: value.item() for name, value in counters.items()})
         self.state.load_state_dict(arrays, names)
 

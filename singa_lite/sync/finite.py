@@ -77,8 +77,8 @@ class FiniteCheck:
         Raises:
             NonFiniteError: with "raise", if a gradient of any rank is not finite.
         """
-        grads, places = [grad for _, grad in pairs], {param: place for place, param in enumerate(names)}
-        mine = [places[param] for param, _ in pairs]
+        grads, indices = [grad for _, grad in pairs], {param: index for index, param in enumerate(names)}
+        mine = [indices[param] for param, _ in pairs]
         all_params = [(name, param.size()) for param, name in names.items()]
         arguments = _sums(grads) if grads else None, grads, mine, all_params, step
         if self.mode == "skip":
@@ -94,24 +94,24 @@ class FiniteCheck:
         self,
         sums: Tensor | None,
         grads: list[Tensor],
-        places: list[int],
+        indices: list[int],
         params: list[tuple[str, int]],
         step: Callable[[], int],
     ) -> bool:
         """Return whether all is finite, count that, and with "raise" raise what is not."""
-        mine = np.array([-1, 0], np.int64)  # place of the parameter among all, how many elements
+        mine = np.array([-1, 0], np.int64)  # index of the parameter among all, how many elements
         values = () if sums is None else to_numpy(sums)
         for number in np.flatnonzero(~np.isfinite(values)):  # or the sum is beyond its dtype
             count = int(np.count_nonzero(~np.isfinite(to_numpy(grads[number]))))
             if count:
-                mine[:] = places[number], count
+                mine[:] = indices[number], count
                 break
         everyone = self._communicator.all_gather(mine, name="whether gradients are finite").wait()
         assert everyone is not None
         texts = [
-            f"{params[place][0]!r} on rank {rank} ({count} of {params[place][1]} elements)"
-            for rank, (place, count) in enumerate(everyone.tolist())
-            if place >= 0
+            f"{params[index][0]!r} on rank {rank} ({count} of {params[index][1]} elements)"
+            for rank, (index, count) in enumerate(everyone.tolist())
+            if index >= 0
         ]
         if texts:
             self._drop_update()

@@ -23,7 +23,7 @@ ChunkNames = tuple[tuple[str, ...], ...]  # the names of the parameters of each 
 class PartialUpdate(Scheme):
     """Averages chunk 0 after the first step, chunk 1 after the second, and so on, round and round.
 
-    Chunks are groups of ``threshold`` elements. Where steps have different parameters the turn is that of the chunk
+    Chunks are groups of ``threshold`` elements. Where steps have different parameters the next chunk is the one
     with the parameter that was updated most often since its average. Until then a parameter drifts on each rank, as do
     momentum buffers always: call ``DistOpt.synchronize(model)`` before evaluation and saving.
     """
@@ -49,16 +49,16 @@ class PartialUpdate(Scheme):
         if ahead > len(self._latest):
             break_graph(f"partialUpdate: it has more than {MAX_UPDATES} updates")
         before = list(self._latest)[len(self._latest) - ahead :]
-        guard_ahead(self, ahead, partial(self._turn_after, before, names))
-        self.average(chunks[_turn(names, self._ages)])
+        guard_ahead(self, ahead, partial(self._next_chunk_after, before, names))
+        self.average(chunks[_next_chunk(names, self._ages)])
         bookkeep(self._count, names)
 
-    def _turn_after(self, updates: list[ChunkNames], names: ChunkNames, ahead: int) -> int:
-        """Return whose turn it is now, or after all ``updates`` if it is not 0 that are ahead."""
+    def _next_chunk_after(self, updates: list[ChunkNames], names: ChunkNames, ahead: int) -> int:
+        """Return the number of the chunk to average now or, if updates are ``ahead``, after all of ``updates``."""
         ages = dict(self._ages) if ahead else self._ages
         for others in updates if ahead else ():
             _update(ages, others)
-        return _turn(names, ages)
+        return _next_chunk(names, ages)
 
     def _count(self, names: ChunkNames) -> None:
         _update(self._ages, names)
@@ -84,14 +84,14 @@ class PartialUpdate(Scheme):
         self._ages = {name.removeprefix(PREFIX): int(age) for name, age in counters.items()}
 
 
-def _turn(names: ChunkNames, ages: Mapping[str, int]) -> int:
+def _next_chunk(names: ChunkNames, ages: Mapping[str, int]) -> int:
     """Return the number of the first chunk with the oldest parameter."""
     return max(range(len(names)), key=lambda number: max(ages.get(name, 0) for name in names[number]))
 
 
 def _update(ages: dict[str, int], names: ChunkNames) -> None:
-    """Count an update of all chunks, and the average of the one whose turn it is."""
-    averaged = names[_turn(names, ages)]
+    """Count an update of all chunks, and the average of the next one."""
+    averaged = names[_next_chunk(names, ages)]
     for name in chain.from_iterable(names):
         ages[name] = ages.get(name, 0) + 1
     ages.update(dict.fromkeys(averaged, 0))

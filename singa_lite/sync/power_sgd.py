@@ -29,7 +29,7 @@ DROPPED = 1e-12  # share of its squared length below which a row of P is roundin
 
 
 class Factor(Slot):
-    """Q of a matrix, (rows, columns); what is no matrix has none."""
+    """Q of a matrix, (rows, columns); empty for a parameter of one axis."""
 
     def shape(self, param: Tensor) -> tuple[int, ...]:
         rows, columns = matrix_shape(param.shape)

@@ -73,7 +73,7 @@ class RandomK(BucketedSync):
         seed, step = zlib.crc32(bucket.key.encode()), self.scalar(lambda step: step.step)
         run("random_indices", out=indices, n=flat.size, seed=seed, counter=step)
         run("gather", flat, indices, out=values, axis=0)
-        # what is not finite is sent in the place of every value, as it may not be among the chosen: largest - largest
+        # if any element is not finite, which may not be among the chosen, every value is sent as NaN: largest - largest
         # is NaN then, and else 0
         largest, zero = empty((1,), bucket.dtype), empty((1,), bucket.dtype)
         run("max_abs", flat, out=largest)

@@ -21,7 +21,7 @@ NUMBERS = {int: r"[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-
 
 
 class DistOption(NamedTuple):
-    """What the text of a dist_option says.
+    """The scheme and options that the text of a dist_option names.
 
     Attributes:
         scheme: the scheme that its name chooses.
@@ -56,13 +56,13 @@ def read_dist_option(text: str) -> DistOption:
         if number == 0 and first and (not equals or (scheme.wraps_another and key != first)):
             key, value = first, part
         if key not in types or key in options:
-            problem = f"gives {key} twice" if key in options else f"has {part!r}, which is no option"
+            problem = f"gives {key} twice" if key in options else f"has {part!r}, which is not an option"
             raise OptionError(f"DistOpt: dist_option {text!r} {problem}; {form_of(scheme)}")
         try:
             options[key] = _value_of(value, types[key])
         except ValueError:
             raise OptionError(
-                f"DistOpt: dist_option {text!r} has {key} = {value!r}, which is no {_type_name(types[key])}; "
+                f"DistOpt: dist_option {text!r} has {key} = {value!r}, expected {_type_name(types[key])}; "
                 f"{form_of(scheme)}"
             ) from None
     try:
@@ -139,7 +139,7 @@ def _types_of(options: Any) -> Mapping[str, Any]:
 
 
 def _value_of(text: str, kind: Any) -> Any:
-    """Return ``text`` as a value of a field's type; ValueError if it is none."""
+    """Return ``text`` as a value of a field's type; ValueError if it is not one."""
     accepted = get_args(kind) or (kind,)
     if type(None) in accepted and text.lower() == "none":
         return None

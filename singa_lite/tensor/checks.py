@@ -169,7 +169,7 @@ def as_sizes(where: str, shape: object) -> Shape:
 
 
 def as_shape(where: str, shape: object) -> Shape:
-    """Do ``as_sizes``, and check that none is negative."""
+    """Return the sizes of ``shape`` as ``as_sizes`` does; ShapeError unless an array can have it."""
     sizes = as_sizes(where, shape)
     if any(size < 0 for size in sizes):
         raise ShapeError(f"{where}: shape {sizes} has a negative size")
@@ -209,7 +209,7 @@ def as_axes(where: str, axes: int | Sequence[int] | None, ndim: int) -> Shape:
 
 
 def as_permutation(axes: Sequence[int] | None, ndim: int) -> Shape:
-    """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is none."""
+    """Return a permutation of all axes counted from the front; None reverses them. ShapeError if it is not one."""
     if axes is None:
         return tuple(reversed(range(ndim)))
     given = listed(axes)

@@ -238,7 +238,7 @@ class Tensor:
         Args:
             dy: the gradient to start from: None (1), a number, or a Tensor of this shape, dtype and device.
             communicator_callbacks: an ``autograd.BackwardCallback`` or a list of them, such as
-                ``communicators.MultiProcessCommunicator.all_reduce_callback`` gives; None is none.
+                ``communicators.MultiProcessCommunicator.all_reduce_callback`` gives; None: no callback.
 
         Raises:
             GraphError: this tensor was not recorded, or its record was used up by an earlier backward.
@@ -249,7 +249,7 @@ class Tensor:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of a parameter, the same Tensor at every step; None for what is no parameter.
+        """The gradient of a parameter, the same Tensor at every step; None for other Tensors.
 
         A parameter is a leaf with ``stores_grad`` and ``requires_grad``. Its gradient is zero before the first
         ``backward``, and a new Tensor replaces it if the parameter has changed its shape, dtype or device. A forward
@@ -380,7 +380,7 @@ class Tensor:
     def transpose(self, axes: Sequence[int] | None = None) -> Tensor:
         """Return a leaf with permuted axes (None: reversed), copied to row-major order.
 
-        ShapeError: ``axes`` is no permutation.
+        ShapeError: ``axes`` is not a permutation.
         """
         order = as_permutation(axes, self.ndim())
         array = self.device.backend.empty(tuple(self.shape[axis] for axis in order), self.dtype)
@@ -725,7 +725,7 @@ def _held_dtype(dtype: Any, device: Device) -> np.dtype[Any]:
 
 
 def _python_number(array: np.ndarray) -> Number:
-    """Return the one value of a numpy array as a Python number; bfloat16's own scalars are none."""
+    """Return the one value of a numpy array as a Python number, which a scalar of bfloat16 is not."""
     value: Number = float(array) if array.dtype == bfloat16 else array.item()
     return value
 

@@ -171,17 +171,17 @@ def test_other_software_options_and_targets_are_stated(a, tmp_path, capsys):
 def test_what_is_no_table_is_named(a, tmp_path, capsys):
     assert "nowhere: No such file or directory; expected a folder" in refusal(capsys, a, tmp_path / "nowhere")
     (tmp_path / "half").write_text((a / TABLE).read_text()[:-9])
-    assert "is no table.json of this version" in refusal(capsys, a, tmp_path / "half")
+    assert "is not a table.json of this version" in refusal(capsys, a, tmp_path / "half")
     old = write(tmp_path / "old", {"fp32": [result()]}, format=FORMAT - 1)
-    assert "is no table.json of this version" in refusal(capsys, old, a)
+    assert "is not a table.json of this version" in refusal(capsys, old, a)
     wide = json.loads((a / TABLE).read_text())["rows"][0] | {
         "loss": {"mean": 1.0, "lowest": "0", "highest": 10**400}
     }
     (tmp_path / "deep").write_text("[" * 100000)
-    assert "is no table.json of this version" in refusal(capsys, tmp_path / "deep", a)
+    assert "is not a table.json of this version" in refusal(capsys, tmp_path / "deep", a)
     for broken in ({"rows": [{"option": "fp32"}]}, {"rows": [1]}, {"rows": 1}, {"rows": [wide]}):
         path = write(tmp_path / f"broken{len(list(tmp_path.iterdir()))}", {"fp32": [result()]}, **broken)
-        assert "is no table.json of this version" in refusal(capsys, a, path)
+        assert "is not a table.json of this version" in refusal(capsys, a, path)
     other = write(tmp_path / "other", {"sign": [result()] * 2})
     assert "no option in common" in refusal(capsys, a, other)
     assert "tolerance = -1.0" in refusal(capsys, a, a, "--tolerance", "-1")

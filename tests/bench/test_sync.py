@@ -25,7 +25,7 @@ from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import make_model
 from singa_lite.bench.page import COLOURS, HEIGHT, LEFT, WIDTH, page
 from singa_lite.bench.report import rows_of, table, when_reached
-from singa_lite.bench.runs import Place, Runs, Settings
+from singa_lite.bench.runs import Provenance, Runs, Settings
 from singa_lite.bench.train import split_threshold
 from singa_lite.data import load_mnist
 from singa_lite.data.mnist import IDX_SHA256, to_idx
@@ -381,7 +381,7 @@ def test_two_commands_at_once_make_a_run_once(digits, tmp_path):
     assert said.count("s of training") == 1 and said.count("finished before") == 1
 
 
-PLACE = Place({"cores": 2}, {"singa-lite": "1"}, {"data": "a"}, {"threads": "1"})
+PROVENANCE = Provenance({"cores": 2}, {"singa-lite": "1"}, {"data": "a"}, {"threads": "1"})
 PLAIN = Settings("cnn-mnist", "fp32")
 OTHERS = {
     "model": "mlp-mnist", "option": "fp16", "seed": 1, "ranks": 3, "epochs": 3, "graph": True, "batch_size": 65,
@@ -395,7 +395,7 @@ OTHER_PLACES = {
 
 def test_any_other_setting_has_another_file(tmp_path):
     assert set(OTHERS) == set(asdict(PLAIN))
-    runs = Runs(tmp_path, PLACE)
+    runs = Runs(tmp_path, PROVENANCE)
     paths = {runs.path(PLAIN), *(runs.path(replace(PLAIN, **{name: OTHERS[name]})) for name in OTHERS)}
     assert len(paths) == 1 + len(OTHERS)
     runs.add(PLAIN, {"accuracy": 0.5})
@@ -405,8 +405,11 @@ def test_any_other_setting_has_another_file(tmp_path):
 
 @pytest.mark.parametrize("name", OTHER_PLACES)
 def test_a_run_of_another_place_is_not_found_even_under_this_name(name, tmp_path):
-    assert set(OTHER_PLACES) == set(asdict(PLACE))
-    there, here = Runs(tmp_path, replace(PLACE, **{name: OTHER_PLACES[name]})), Runs(tmp_path, PLACE)
+    assert set(OTHER_PLACES) == set(asdict(PROVENANCE))
+    there, here = (
+        Runs(tmp_path, replace(PROVENANCE, **{name: OTHER_PLACES[name]})),
+        Runs(tmp_path, PROVENANCE),
+    )
     there.add(PLAIN, {"accuracy": 0.5})
     assert here.find(PLAIN) is None and there.find(PLAIN) is not None
     there.path(PLAIN).rename(here.path(PLAIN))
@@ -415,7 +418,7 @@ def test_a_run_of_another_place_is_not_found_even_under_this_name(name, tmp_path
 
 
 def test_a_folder_with_the_name_of_a_run_is_named_and_one_of_another_run_is_left_out(tmp_path):
-    runs = Runs(tmp_path, PLACE)
+    runs = Runs(tmp_path, PROVENANCE)
     runs.path(replace(PLAIN, seed=1)).mkdir()
     runs.add(PLAIN, {"accuracy": 0.5})
     assert runs.find(PLAIN) == {"accuracy": 0.5} and list(runs.foreign()) == []

@@ -22,7 +22,7 @@ from singa_lite.bench import sync, train
 from singa_lite.bench.datasets import data_set_of
 from singa_lite.bench.models import check_model
 from singa_lite.bench.picture import picture
-from singa_lite.bench.runs import Place, Settings, inputs_of
+from singa_lite.bench.runs import Provenance, Settings, inputs_of
 from singa_lite.data import synthetic_cifar10, synthetic_mnist
 from singa_lite.errors import OptionError
 from tests.bench.commands import TRAINED, bench, model_with, small_model, without_pictures
@@ -90,7 +90,7 @@ def test_one_link_has_one_text_and_a_wrong_one_is_refused():
 def test_the_environment_of_a_run_has_no_link(monkeypatch):
     monkeypatch.setenv("SINGA_LITE_LINK", "1gbit,1ms")
     monkeypatch.setenv("SINGA_LITE_HOST", "a")
-    environment = Place.here(2, {}).environment
+    environment = Provenance.here(2, {}).environment
     assert "SINGA_LITE_LINK" not in environment and environment["SINGA_LITE_HOST"] == "a"
 
 

@@ -388,7 +388,7 @@ def test_a_plain_optimizer_in_a_job_of_several_ranks_is_refused(
     assert job is not None and job.world_size == 1
     for name, value in (("RENDEZVOUS_ID", "job"), ("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(f"SINGA_LITE_{name}", value)
-    with pytest.raises(OptionError, match="no DistOpt"):
+    with pytest.raises(OptionError, match="not a DistOpt"):
         checkpoint.save_job(tmp_path, net)
 
 
@@ -770,7 +770,7 @@ def test_a_plain_optimizer_in_a_job_of_mpi_is_refused_too(
     net.compile([batch(0, 0)[0]])
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setenv("PMI_RANK", "0")
-    with pytest.raises(OptionError, match="no DistOpt"):
+    with pytest.raises(OptionError, match="not a DistOpt"):
         checkpoint.save_job(tmp_path, net)
 
 
@@ -803,7 +803,7 @@ def alone(folder: Path) -> Net:
 
 
 def test_a_number_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="extra 'large' = a value of type int is no JSON value"):
+    with pytest.raises(OptionError, match="extra 'large' = a value of type int is not a JSON value"):
         checkpoint.save_job(tmp_path, alone(tmp_path), extra={"large": 10**5000})
 
 

@@ -404,7 +404,8 @@ def test_a_forked_child_dies_of_the_signal(agreement):
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(0, "0 is no signal"), (signal.SIGKILL, "SIGKILL ends or stops")]
+    ("number", "message"),
+    [(0, "expected a signal, such as signal.SIGTERM, got 0"), (signal.SIGKILL, "SIGKILL ends or stops")],
 )
 def test_what_is_no_signal_to_handle_is_refused(agreement, number, message):
     with pytest.raises(OptionError, match=message):

@@ -185,7 +185,7 @@ def test_bad_options_are_option_errors():
         with pytest.raises(OptionError, match="batch_size"):
             batches(SplitSampler(10), batch_size)
     for sampler in (None, 3, iter([1, 2]), np.array(3)):
-        with pytest.raises(OptionError, match="is no sampler"):
+        with pytest.raises(OptionError, match="expected a sampler"):
             batches(sampler, 2)
 
 

@@ -1026,7 +1026,7 @@ def test_what_is_wrong_is_an_option_error(what: str) -> None:
 def test_what_is_no_parameter_is_a_dtype_error() -> None:
     for bad in (Tensor((2,)), np.ones(2), None, 3):
         text = caught(lambda bad=bad: gluon.Trainer({"a": parameter([1.0]), "w": bad}, "sgd"), DTypeError)
-        assert "w is no parameter" in text
+        assert "w: expected a parameter" in text
 
 
 class Recorded(Normed):

@@ -148,9 +148,12 @@ def without_class(description):
         (lambda: changed_list().describe(), "Lists: .* factors is .*5.0.*, but would be None"),
         (lambda: Rates(5.0).describe(), "Rates: .* rates is .5.0,., but would be ..$"),
         (lambda: opt.SGD(OfFunction(len)).describe(), "OfFunction.function is a builtin_function"),
-        (lambda: Unkept(2.0).describe(), "Unkept: its argument scale is no attribute; set self.scale"),
+        (
+            lambda: Unkept(2.0).describe(),
+            "Unkept: expected an attribute for the argument scale, .*set self.scale",
+        ),
         (lambda: changed().describe(), "Changed: .* lr is 0.25, but would be 0.5"),
-        (lambda: OwnRule(np.ones(2)).describe(), "OwnRule.scale is a ndarray, which is no JSON value"),
+        (lambda: OwnRule(np.ones(2)).describe(), "OwnRule.scale is a ndarray, which is not a JSON value"),
         (lambda: OwnRule({"class": "x"}).describe(), "OwnRule.scale is a dict"),
         (
             lambda: opt.create("Lion"),

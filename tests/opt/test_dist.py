@@ -545,7 +545,7 @@ def test_states_of_unknown_schemes_raise():
     _, dist = local(steps=1)
     with pytest.raises(CheckpointError, match="unknown schemes"):
         dist.set_states({"sync/gone/x": np.zeros(1)})
-    with pytest.raises(CheckpointError, match="the counters steps are no single numbers"):
+    with pytest.raises(CheckpointError, match="expected a single number for each of the counters steps"):
         dist.set_states({"sync/localSGD/counter/steps": np.zeros(2)})
 
 

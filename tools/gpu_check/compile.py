@@ -34,7 +34,7 @@ TYPES = {
         "select": "ei fi di el fl dl",
         "store": "l",
         "indices": "il ll",
-        "places": "i l",
+        "random_indices": "i l",
         "signs": "el fl dl",
         "gather": "ei Ei fi di ii li el El fl dl il ll",
         "layer_norm": "e E f d ef Ef",

@@ -342,8 +342,8 @@ def clip(x: Tensor, min: float | None = None, max: float | None = None) -> Tenso
 
     Args:
         x: tensor of any shape and dtype.
-        min: lower limit; None is none.
-        max: upper limit; None is none. Below ``min`` every element becomes ``max``.
+        min: lower limit; None: no limit.
+        max: upper limit; None: no limit. Below ``min`` every element becomes ``max``.
 
     Returns:
         Same shape and dtype as ``x``.

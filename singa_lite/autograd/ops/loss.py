@@ -29,7 +29,7 @@ def check_labels(where: str, x: Tensor, t: object) -> None:
 
 
 def _labels(x: Tensor, t: Tensor) -> Tensor:
-    """Return class ids of shape (N, 1), which are no label matrix of ``x``, as (N,); all else as it is."""
+    """Return class ids of shape (N, 1) as (N,), unless they are a label matrix of ``x``; all else as it is."""
     is_column = isinstance(t, Tensor) and isinstance(x, Tensor) and t.shape == (*x.shape[:1], 1) != x.shape
     return t.reshape((t.size(),)) if is_column and t.dtype.kind == "i" else t
 

@@ -16,7 +16,7 @@ __all__ = ["avg_pool_2d", "max_pool_2d"]
 
 
 class Pool2d(Operator):
-    """What both poolings share: the window and its shape rule."""
+    """Base of both poolings: the window and its shape rule."""
 
     autocast = "keep"
     where = "pool_2d"

@@ -168,7 +168,7 @@ class Gather(Operator):
 
 
 def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
-    """Take the elements of ``x`` at some places of an axis (names and order are SINGA's).
+    """Take the elements of ``x`` at the given indices of an axis (names and order are SINGA's).
 
     Args:
         x: any tensor.
@@ -177,8 +177,8 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
             negative ones count from the end.
 
     Returns:
-        The axes of ``indices`` in the place of ``axis``, the dtype of ``x``. A place that is taken several times has
-        the sum of the gradients, always added in the same order.
+        The axes of ``indices`` instead of ``axis``, the dtype of ``x``. An element that is taken several times has the
+        sum of the gradients, always added in the same order.
 
     Raises:
         ShapeError: no such axis, or an index out of range; on a CUDA device at the next call that waits for it.
@@ -186,11 +186,11 @@ def gather(x: Tensor, axis: int, indices: Any) -> Tensor:
     """
     check_tensors("gather", x)
     if not isinstance(indices, Tensor):
-        places = as_numbers("gather", "indices", indices)
-        if places.dtype.kind not in "iu":
-            raise DTypeError(f"gather: indices must be integers, not {places.dtype}")
+        values = as_numbers("gather", "indices", indices)
+        if values.dtype.kind not in "iu":
+            raise DTypeError(f"gather: indices must be integers, not {values.dtype}")
         size = x.shape[as_axis("gather", axis, x.ndim())]
-        indices = Tensor(data=np.where(places < 0, places + size, places), device=x.device)
+        indices = Tensor(data=np.where(values < 0, values + size, values), device=x.device)
     return Gather("gather", axis)(x, indices)  # type: ignore[no-any-return]
 
 

@@ -276,7 +276,7 @@ def slice(
         A copy of the part, of as many axes; the gradient of the rest is 0.
 
     Raises:
-        ShapeError: the lists differ in length, hold no ints, or there is no such axis.
+        ShapeError: the lists differ in length, hold other values than ints, or there is no such axis.
     """
     check_tensors("slice", x)
     given = [starts, ends, *(values for values in (axes, steps) if values is not None)]

@@ -89,7 +89,7 @@ class NumpyBackend(
 
 
 class CpuBackend(NativeKernels, NumpyBackend):
-    """What the CPU device computes with: compiled kernels where they take the call, numpy's for the rest."""
+    """Backend of the CPU device: compiled kernels where they take the call, numpy's for the rest."""
 
 
 __all__ = ["CpuBackend", "NumpyBackend"]

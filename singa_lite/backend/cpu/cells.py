@@ -23,7 +23,7 @@ from ..recurrent import RnnConfig
 
 @dataclass
 class Kept:
-    """What a cell keeps of its forward pass for its backward, each (T, N, size).
+    """Arrays that a cell keeps of its forward pass for its backward, each (T, N, size).
 
     Attributes:
         gates: what goes into the gates, and from its step on what they give.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-by-element kernels: the formulas of formulas.h, and those that are none; inputs broadcast as in numpy."""
+"""Element-by-element kernels: the formulas of formulas.h, and others; inputs broadcast as in numpy."""
 
 from __future__ import annotations
 

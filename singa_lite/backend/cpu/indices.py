@@ -16,7 +16,7 @@ from ..base import Array
 
 
 class IndexKernels:
-    """What a message of indices is made of and read by, see Note [Elias-Fano]."""
+    """Kernels that encode and decode a message of indices, see Note [Elias-Fano]."""
 
     def pack_indices(self, indices: Array, *, out: Array, low_bits: int) -> None:
         wide, bits = indices.astype(np.int64), np.zeros(32 * out.size, np.uint8)

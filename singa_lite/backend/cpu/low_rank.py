@@ -25,7 +25,7 @@ def dot(a: Array, b: Array) -> np.float64:
 
 
 class LowRankKernels:
-    """What powerSGD sends and applies."""
+    """Kernels that make and apply the factors of powerSGD."""
 
     def orthonormal_rows(self, p: Array, *, out: Array, dropped: float) -> None:
         out[...] = p

@@ -45,7 +45,7 @@ class MoveKernels:
         np.copyto(out, np.take(x, indices, axis=axis))
 
     def gather_backward(self, dy: Array, indices: Array, *, out: Array, axis: int) -> None:
-        """(dy, indices) -> dx of gather: every place adds up what was taken from it, in the order of indices; axis."""
+        """(dy, indices) -> dx of gather: an element is the sum of dy where it was taken, in order of indices; axis."""
         _check_indices("gather", indices, out.shape[axis])
         before, after = out.shape[:axis], out.shape[axis + 1 :]
         total = np.zeros((prod(before), out.shape[axis], prod(after)), accumulation_dtype(out.dtype))

@@ -37,8 +37,8 @@ def mix(words: Array) -> Array:
     return words ^ (words >> np.uint64(31))
 
 
-def permuted(places: Array, n: int, seed: int, counter: int) -> Array:
-    """Return where a permutation of 0 .. n - 1 moves ``places``, uint64.
+def permuted(indices: Array, n: int, seed: int, counter: int) -> Array:
+    """Return where a permutation of 0 .. n - 1 moves ``indices``, uint64.
 
     Four rounds of a Feistel network permute 0 .. 4**half - 1, the least such range with n numbers; what is not below n
     is permuted again, so those below n are permuted among themselves.
@@ -46,8 +46,8 @@ def permuted(places: Array, n: int, seed: int, counter: int) -> Array:
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, start = np.uint64((1 << half) - 1), (seed % 2**64) ^ (counter * GOLDEN % 2**64)
-    keys = [mix(np.array([(start + turn * GOLDEN) % 2**64], np.uint64)) for turn in range(1, 5)]
-    found, outside = places.astype(np.uint64), np.arange(places.size)
+    keys = [mix(np.array([(start + number * GOLDEN) % 2**64], np.uint64)) for number in range(1, 5)]
+    found, outside = indices.astype(np.uint64), np.arange(indices.size)
     while outside.size:
         left, right = found[outside] >> np.uint64(half), found[outside] & mask
         for key in keys:
@@ -67,7 +67,7 @@ def _keep(x: Array, mask: Array, ratio: float, out: Array) -> None:
 
 
 class RandomKernels:
-    """Dropout, the fillers, and a random choice of places."""
+    """Dropout, the fillers, and a random choice of indices."""
 
     def random_indices(self, *, out: Array, n: int, seed: int, counter: int) -> None:
         out[...] = permuted(np.arange(out.size), n, seed, counter)

@@ -9,7 +9,7 @@ from ..base import Array
 
 
 class SignKernels:
-    """What a message of signs is made of and read by."""
+    """Kernels that encode and decode a message of signs."""
 
     def pack_signs(self, x: Array, *, out: Array) -> None:
         bits = np.packbits(x >= 0, bitorder="little")

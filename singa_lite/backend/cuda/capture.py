@@ -100,7 +100,7 @@ class CapturedPart:
         last: dict[Any, Any] = {}  # the last work of each communicator
         with backend.lock:
             backend.activate()
-            backend.join()  # what was given before is no part of it
+            backend.join()  # what was given before does not belong to it
             begin_capture(stream := backend.stream)
             try:
                 with self._memory.in_use(), numbers.in_use():
@@ -190,7 +190,7 @@ class Numbers:
         self._values[number] = value
 
     def begin_kernel(self) -> None:
-        """Have the next kernel read its Scalars at its own place in the order, whoever else has them too."""
+        """Have the next kernel read its Scalars at its own position in the order, whoever else has them too."""
         self._of_kernel.clear()
 
     def store(self) -> None:

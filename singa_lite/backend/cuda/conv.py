@@ -107,7 +107,7 @@ class ConvKernels(CudnnCaller):
     ) -> None:
         """Compute one of x, w and y, or of their gradients, of the other two; ``memory_formats``: of x and y."""
         order = ORDERS[direction]
-        a, b, out = arrays = [(x, w, y)[place] for place in order]
+        a, b, out = arrays = [(x, w, y)[index] for index in order]
         is_channels_last = max(memory_formats) > 1
         compute: Callable[..., None]
         if is_channels_last and bias is None and is_product(x.dtype, w.shape, padding, groups):
@@ -119,7 +119,7 @@ class ConvKernels(CudnnCaller):
                 ("convolution", *key), lambda: self._make_plan(key, a, b, out)
             )
             compute = partial(self._run_plan, plan, bias)
-        own_formats = [(memory_formats[0], 1, memory_formats[1])[place] for place in order]
+        own_formats = [(memory_formats[0], 1, memory_formats[1])[index] for index in order]
         formats = [
             (own, array.shape[1] if is_channels_last else 1)
             for array, own in zip(arrays, own_formats, strict=True)
@@ -136,8 +136,8 @@ class ConvKernels(CudnnCaller):
 
     def _multiply(self, direction: int, stride: Pair, a: Array, b: Array, out: Array) -> None:
         """Compute one of x, w and y of the others by a product, images with channels last, see Note [products]."""
-        by_place = dict(zip(ORDERS[direction], (a, b, out), strict=True))
-        x, w, y = by_place[0], by_place[1], by_place[2]
+        by_index = dict(zip(ORDERS[direction], (a, b, out), strict=True))
+        x, w, y = by_index[0], by_index[1], by_index[2]
         pixels = x.reshape(x.shape[0], *x.shape[2:], x.shape[1])[:, :: stride[0], :: stride[1]]
         chosen = pixels if pixels.size == x.size else self.empty(pixels.shape, x.dtype)
         rows, results = chosen.reshape(-1, x.shape[1]), y.reshape(-1, y.shape[1])
@@ -203,7 +203,7 @@ class ConvKernels(CudnnCaller):
         kept = self._workspaces[self.streams.number]
         if not kept or kept[-1].size < size_bytes:
             doubled = min(2 * kept[-1].size, WORKSPACE_BYTES[0]) if kept else 0
-            # allocate: to a step that is recorded it is no array that the step has made and somebody keeps
+            # allocate: a recorder must not count it among the arrays that the step has made and somebody keeps
             kept.append(self.allocate((max(size_bytes, doubled),), "uint8"))
         return kept[-1]
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Element-by-element kernels of elementwise.py that are no line of formulas.h; n elements of out. launch.py puts
+// Element-by-element kernels of elementwise.py without a line in formulas.h; n elements of out. launch.py puts
 // functions.cuh and formulas.h before this.
 
 BINARY(add_relu, A, a, b, where(widen(narrow<T>(A(a + b))) < 0, A(0), a + b))  // add, then relu, each with its rounding

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element-by-element kernels: the formulas of formulas.h, and those that are none, in elementwise.cu."""
+"""Element-by-element kernels: the formulas of formulas.h, and kernels without a formula there, in elementwise.cu."""
 
 from __future__ import annotations
 

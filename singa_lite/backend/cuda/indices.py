@@ -9,7 +9,7 @@ from .launch import THREADS, Launcher
 
 
 class IndexKernels(Launcher):
-    """What a message of indices is made of and read by."""
+    """Kernels that encode and decode a message of indices."""
 
     def pack_indices(self, indices: Array, *, out: Array, low_bits: int) -> None:
         kind, k = indices.dtype.char + "l", indices.size

@@ -104,7 +104,7 @@ class DeviceLock:
 
 
 class Packed:
-    """What ``packing`` gives to ``unpacking``.
+    """The result of ``packing``, for ``unpacking``.
 
     Attributes:
         event: happens once what was packed is there.
@@ -116,7 +116,7 @@ class Packed:
 
 
 class Launcher(Backend):
-    """What the families of kernels share.
+    """Base of the families of kernels.
 
     Args:
         device_id: number of the GPU.

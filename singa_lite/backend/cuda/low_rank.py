@@ -10,7 +10,7 @@ MOST_ROWS = 32  # that low_rank.cu keeps factors for
 
 
 class LowRankKernels(Launcher):
-    """What powerSGD sends and applies."""
+    """Kernels that make and apply the factors of powerSGD."""
 
     def orthonormal_rows(self, p: Array, *, out: Array, dropped: float) -> None:
         rows, n = p.shape

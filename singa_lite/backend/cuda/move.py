@@ -85,12 +85,12 @@ class MoveKernels(Launcher):
         self.each("gather.gather", x.dtype.char + indices.dtype.char, out.size, *given)
 
     def gather_backward(self, dy: Array, indices: Array, *, out: Array, axis: int) -> None:
-        """Every place looks through all indices: time grows with both, but nothing is added in the order of threads."""
-        places, after = out.shape[axis], prod(out.shape[axis + 1 :])
+        """Each element of ``out`` searches all indices: slower, but no sum depends on the order of threads."""
+        size, after = out.shape[axis], prod(out.shape[axis + 1 :])
         if out.size:
             threads = min(THREADS, -(-after // 32) * 32)
             blocks = out.size // after * -(-after // threads)
-            given = (dy, indices, out, places, indices.size, after, self.faults_address)
+            given = (dy, indices, out, size, indices.size, after, self.faults_address)
             self.launch("gather.gather_backward", dy.dtype.char + indices.dtype.char, blocks, threads, *given)
 
     # ---- arrays side by side in another ------------------------------------------------------------------

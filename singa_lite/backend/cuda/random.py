@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random kernels, in random.cu and places.cu: Philox keyed by (seed, counter), so a number depends on nothing else.
+"""Random kernels, in random.cu and random_indices.cu: Philox keyed by (seed, counter), and by nothing else.
 
 The streams have the CPU's distributions but not its numbers: there numpy draws them, from another Philox. Random
-places are the CPU's.
+indices are the CPU's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from .launch import Launcher
 
 
 class RandomKernels(Launcher):
-    """Dropout and the fillers, of which a thread draws four numbers, and a random choice of places."""
+    """Dropout and the fillers, of which a thread draws four numbers, and a random choice of indices."""
 
     def random_indices(self, *, out: Array, n: int, seed: int, counter: int) -> None:
         half = max(1, ((n - 1).bit_length() + 1) // 2)
         stream = (self.scalar(number, int) for number in (seed, counter))
-        self.each("places.random_indices", out.dtype.char, out.size, out, out.size, n, half, *stream)
+        self.each("random_indices.random_indices", out.dtype.char, out.size, out, out.size, n, half, *stream)
 
     def dropout(self, x: Array, *, out: tuple[Array, Array], ratio: float, seed: int, counter: int) -> None:
         self._draw("random.dropout", 4, (x, *out), (ratio,), seed, counter)

@@ -8,7 +8,7 @@ from .launch import Launcher
 
 
 class SignKernels(Launcher):
-    """What a message of signs is made of and read by."""
+    """Kernels that encode and decode a message of signs."""
 
     def pack_signs(self, x: Array, *, out: Array) -> None:
         self.each("signs.pack_signs", x.dtype.char + "l", out.size, x, out, x.size, out.size)

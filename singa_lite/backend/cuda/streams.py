@@ -101,7 +101,7 @@ class StreamSet:
             current.stream.use()
 
     def enter(self, number: int, event: Callable[[], Any]) -> None:
-        """Let this thread's kernels go to a stream, after what ``event`` gives."""
+        """Direct this thread's kernels to stream ``number``, which waits for the event that ``event`` returns."""
         with self._lock:
             self.activate()
             self.all[number].stream.wait_event(event())
@@ -110,7 +110,7 @@ class StreamSet:
         self.keep()
 
     def leave(self) -> None:
-        """Let this thread's kernels go to COMPUTE again."""
+        """Direct this thread's kernels to COMPUTE again."""
         self.keep()  # again, if what came in between has joined
         self._of_thread.number = COMPUTE
         self.activate()
@@ -122,7 +122,7 @@ class StreamSet:
                 self._kept.setdefault(self.number, []).extend(arrays)
 
     def join(self) -> None:
-        """Let what COMPUTE is given from now on come after all that the others were given."""
+        """Order all later work of COMPUTE after all work that the other streams were given."""
         with self._lock:
             self.activate()
             for number in self._kept:
