@@ -40,6 +40,7 @@ SWITCHES = {
     "SINGA_LITE_CUDA_LIB": "libcuda.so.1 to open, instead of the loader's",
     "SINGA_LITE_CUDNN_LIB": "path of libcudnn.so.9, instead of searching for it",
     "SINGA_LITE_WINOGRAD": "on or off: convolutions of 3 x 3 by Winograd's filtering (default: where it is faster)",
+    "SINGA_LITE_CHECK_RECORDS": "after how many replays a step is run and compared with its record (default never)",
     "SINGA_LITE_CACHE": "folder for fetched data (default ~/.cache/singa_lite)",
     "MNIST_DIR": "folder with the four MNIST IDX files, instead of fetching them",
 }

@@ -134,8 +134,9 @@ class GradientSums:
         """End a call whose update is made: sums are zeros again."""
         if self.num_batches == 1:
             return
-        for param in self._pending:
-            param.device.backend.run("fill", out=self._sums[param], value=0.0)
+        for param, total in self._sums.items():
+            if param in self._pending:
+                param.device.backend.run("fill", out=total, value=0.0)
         bookkeep(self._clear)
 
     def _count(self, params: list[Tensor]) -> None:

@@ -15,15 +15,18 @@ from collections.abc import Hashable, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from ..autograd.engine import RecordedStep
-from ..config import state, this_thread
+from ..config import env, state, this_thread
 from ..device import get_default_device
+from ..errors import OptionError
 from ..graph.arena import share_memory
 from ..graph.clock import without_empty_laps
+from ..graph.compare import Tape, difference
 from ..graph.interrupts import deferred_interrupts
 from ..graph.memory import root_of
 from ..graph.nodes import ClockCall, Collective, Fork, Host, Kernel, Node, run_steps
@@ -82,7 +85,7 @@ class Record:
         communicators: of its collectives.
         result: what the step returned, for the caller of this call.
         written: arrays by their ids that outlive the step and that replays write; only where there is no break_reason.
-        is_postponed: whether the next such step runs eagerly, see ``Records.postpone``.
+        num_left: replays until such a step runs eagerly, see ``Records.postpone``.
         changes_containers: whether the step has changed a list, dict or dataclass among its arguments.
         break_reason, is_lasting, is_partial: the Recorder's.
     """
@@ -97,7 +100,7 @@ class Record:
         arenas: list[Any],
         copies: MutableMapping[int, Any],
     ) -> None:
-        self.is_postponed = False
+        self.num_left = check_every()
         self._creator = RecordedStep()
         recorder = Recorder(leaves)
         given = Arguments((arguments, options))
@@ -124,6 +127,7 @@ class Record:
         new += self._attributes.finish(recorder, inputs)
         del given
         if recorder.break_reason is None:
+            self._tape = _tape_of(recorder, [*inputs, *self._attributes.inputs], self.result)
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
             # numbers of those that an operator has made
             self._made = [
@@ -221,6 +225,24 @@ class Record:
                 return False
         return True
 
+    def run_eagerly(
+        self, model: Any, given: list[Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Any, str | None]:
+        """Run the step itself instead of a replay; return its result, and how its tape differs from this one, if so.
+
+        Args:
+            given: the Tensors in ``arguments`` and ``options``, as for ``replay``.
+        """
+        recorder, inputs = Recorder(leaves), [*given, *self._attributes.now()]
+        recorder.take_inputs([tensor.array for tensor in inputs])
+        with recorder.recording():
+            result = model.run_train_one_batch(*arguments, **options)
+        self.num_left = check_every()
+        if recorder.break_reason is not None or recorder.is_partial:
+            return result, None
+        tape = _tape_of(recorder, inputs, result)
+        return result, difference(self._tape, tape, self.device.backend.to_numpy)
+
     def replay(self, given: list[Tensor]) -> Any:
         """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""
         for communicator in self.communicators:
@@ -280,6 +302,19 @@ class Record:
             None,
             tuple(map(_described, self._nodes)),
         )
+
+
+def _tape_of(recorder: Recorder, inputs: list[Tensor], result: Any) -> Tape:
+    given, made = ([recorder.view(tensor.array) for tensor in each] for each in (inputs, leaves(result)))
+    return Tape(recorder.nodes, given, made)
+
+
+def check_every() -> float:
+    """Return after how many replays a step is compared with its record, by the switch SINGA_LITE_CHECK_RECORDS."""
+    text = env("SINGA_LITE_CHECK_RECORDS")
+    if text is not None and not (text.isascii() and text.isdigit()):
+        raise OptionError(f"SINGA_LITE_CHECK_RECORDS={text}: expected an int >= 0")
+    return inf if text is None else int(text)
 
 
 def written_by(recorder: Recorder) -> dict[int, Any]:

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..config import this_thread
+from ..errors import GraphError
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import layers_of
@@ -32,6 +33,10 @@ MAX_RETRIES = 3  # of a step that made its parameters, or what else no replay ca
 TOO_MANY_MISSES = (
     "{} steps in a row were recorded and none could be replayed: what decides which nodes it has changes at every step "
     "(a number among the arguments, an attribute of the model, a variable, a schedule)"
+)
+NOT_NOTICED = (
+    "a step that was replayed runs {} now. What decides that was not noticed, so replays may have given wrong results. "
+    "Pass it to the model as an argument, keep it in an attribute of the model, or compile with use_graph=False"
 )
 name_of = attrgetter("name")
 GRADIENT = {"_grad", "_has_fresh_grad"}  # attributes that some Tensors have
@@ -94,8 +99,9 @@ class Records:
                     if record.fits(known, tensors):
                         kind.records.insert(0, kind.records.pop(number))
                         kind.misses = self._misses = 0
-                        if record.is_postponed:
-                            return self._run_postponed(record, model, arguments, options)
+                        if record.num_left <= 0:
+                            return self._run_postponed(kind, record, model, tensors, arguments, options)
+                        record.num_left -= 1
                         return record.replay(tensors)
                 per_kind = getattr(model.optimizer, "records_per_kind", 1)
                 if self._may_record(kind, tensors, arguments, options, MAX_MISSES * per_kind):
@@ -107,12 +113,21 @@ class Records:
         return model.run_train_one_batch(*arguments, **options)
 
     def _run_postponed(
-        self, record: Record, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+        self,
+        kind: Kind,
+        record: Record,
+        model: Any,
+        tensors: list[Tensor],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
     ) -> Any:
-        """Run the step of a postponed record eagerly."""
+        """Run the step of a postponed record eagerly; GraphError where that is not what replays have repeated."""
         with self._postponing_if_left_out(), record.device.backend.saving_memory(self._idle_arenas()):
-            result = model.run_train_one_batch(*arguments, **options)
-            record.is_postponed = False
+            result, found = record.run_eagerly(model, tensors, arguments, options)
+        if found is not None:
+            kind.break_reason = NOT_NOTICED.format(found)
+            kind.records.clear()
+            raise GraphError(f"{type(model).__name__}: {kind.break_reason}")
         return result
 
     @contextmanager
@@ -275,7 +290,7 @@ class Records:
     def _postpone_records(self) -> None:
         for kind in self._kinds.values():
             for record in kind.records:
-                record.is_postponed = True
+                record.num_left = 0
 
     def clear(self) -> None:
         """Forget all records."""

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare two tapes of one step: a record, and what the step's Python does now.
+
+What lives here: finding the first node in which they differ. What does not: when steps are compared (record/).
+
+A record whose guards fit must do what the step does. Where they differ, Python that the guards do not see decides which
+nodes the step has, and replays since then gave other results than eager steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from .memory import Array, Memory, View
+from .nodes import ClockCall, Collective, Kernel, Node, Scalar, StreamSwitch
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What a Recorder has of a step, with Views.
+
+    Attributes:
+        nodes: in order.
+        inputs, results: where the Tensors are that it was given and that it returned; None: in arrays that it has not
+            used.
+    """
+
+    nodes: Sequence[Node]
+    inputs: Sequence[View | None]
+    results: Sequence[View | None]
+
+
+def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> str | None:
+    """Return what the first node that differs was and is, or that the results differ; None if the tapes are alike.
+
+    Args:
+        old, new: of the record, and of a call on its own arrays.
+        to_numpy: copies an array to the host (``Backend.to_numpy``).
+    """
+    same = SameMemory(old.inputs, new.inputs, to_numpy)
+    for before, now in zip_longest(*map(_compared, (old.nodes, new.nodes))):
+        if before is None or now is None or not _are_alike(before, now, same):
+            return f"{_text(now)} instead of {_text(before)}"
+    results = zip_longest(old.results, new.results)
+    return None if all(same.views(before, now) for before, now in results) else "what gives other results"
+
+
+class SameMemory:
+    """Which memory of one tape is which of the other.
+
+    Args:
+        old_inputs, new_inputs: of the tapes; two of them may share memory.
+        to_numpy: copies an array to the host (``Backend.to_numpy``).
+    """
+
+    def __init__(
+        self,
+        old_inputs: Sequence[View | None],
+        new_inputs: Sequence[View | None],
+        to_numpy: Callable[[Array], np.ndarray[Any, Any]],
+    ) -> None:
+        self._to_numpy = to_numpy
+        pairs = zip(old_inputs, new_inputs, strict=True)
+        self._new = {old.memory: new.memory for old, new in pairs if old is not None and new is not None}
+        self._old: dict[Memory, Memory] = {}
+
+    def views(self, old: View | None, new: View | None, is_read: bool = False) -> bool:
+        """Return whether two Views are of the same part of the same memory.
+
+        Args:
+            is_read: the step reads it; what it has not written before has the same values in both.
+        """
+        if old is None or new is None:
+            return old is new
+        if (old.offset, old.shape, old.dtype, old.strides) != (new.offset, new.shape, new.dtype, new.strides):
+            return False
+        if old.memory in self._new:
+            return self._new[old.memory] is new.memory
+        if new.memory in self._old:
+            return False
+        self._new[old.memory], self._old[new.memory] = new.memory, old.memory
+        return not is_read or self._holds_same(old.memory.owner, new.memory.owner)
+
+    def _holds_same(self, old: Array, new: Array) -> bool:
+        """Return whether two arrays from before the step are one, or constants that each step makes anew."""
+        if old is new:
+            return True
+        return (
+            old is not None
+            and new is not None
+            and self._to_numpy(old).tobytes() == self._to_numpy(new).tobytes()
+        )
+
+
+def _compared(nodes: Iterable[Node]) -> list[Node]:
+    """Return the nodes but for those that measure time, and those of streams."""
+    return [node for node in nodes if not isinstance(node, (ClockCall, StreamSwitch))]
+
+
+def _are_alike(old: Node, new: Node, same: SameMemory) -> bool:
+    if type(old) is not type(new) or old.name != new.name or old.phase != new.phase:
+        return False
+    if isinstance(old, Kernel) and isinstance(new, Kernel):
+        attributes = zip_longest(old.attributes.items(), new.attributes.items(), fillvalue=("", None))
+        if not all(a == b and _are_equal(was, now) for (a, was), (b, now) in attributes):
+            return False
+    if isinstance(old, Collective) and isinstance(new, Collective) and not _are_equal_calls(old, new):
+        return False
+    reads, writes = zip_longest(old.inputs, new.inputs), zip_longest(old.outputs, new.outputs)
+    return all(same.views(a, b, is_read=True) for a, b in reads) and all(same.views(a, b) for a, b in writes)
+
+
+def _are_equal_calls(old: Collective, new: Collective) -> bool:
+    # a world of one rank may be made for the call
+    is_same = old.communicator is new.communicator or old.communicator.size == new.communicator.size == 1
+    return is_same and old.operation == new.operation
+
+
+def _are_equal(old: Any, new: Any) -> bool:
+    """Return whether two values of an attribute are equal; what is read again at every replay always is."""
+    if isinstance(old, Scalar) or isinstance(new, Scalar):
+        return type(old) is type(new)
+    return old is new or repr(old) == repr(new)
+
+
+def _text(node: Node | None) -> str:
+    if node is None:
+        return "nothing"
+    if not isinstance(node, Kernel):
+        return node.name + (f" {node.operation.name}" if isinstance(node, Collective) else "")
+    fixed = {key: value for key, value in node.attributes.items() if not isinstance(value, Scalar)}
+    shapes = " ".join(f"{view.dtype}{list(view.shape)}" for view in (*node.inputs, *node.outputs))
+    return f"{node.name}({shapes}{''.join(f' {key}={value!r}' for key, value in fixed.items())})"
