@@ -33,7 +33,7 @@ class Call:
     Attributes:
         number: its place in the order of calls, from 0.
         kind, op, dtype, wire, root, name: see ``base.Operation``; "" for no op or no narrower wire; of a long name the
-            beginning.
+            beginning and "...".
         name_hash: of all of the name.
         count: elements this rank puts in; of one block where there is one for each rank.
         shape: of its array; of more than four axes the first, and ``has_more_axes``.

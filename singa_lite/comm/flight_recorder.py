@@ -26,6 +26,7 @@ from .stacks import write_stacks
 
 REPORT = "what every rank was doing"  # in an error, before the place of the report
 ALL_CALLS = 64  # kFlightCalls of native/comm/flight_recorder.h
+TITLE_BYTES = 108  # of FlightHeader there
 WARN_SHARE = 0.1  # of the time-out, as kWarnShare of native/comm/engine.h
 APPEAR_S = 0.1  # for the file that another rank has begun to write
 
@@ -35,9 +36,12 @@ def is_recording() -> bool:
     return is_on("SINGA_LITE_FLIGHT_RECORDER", default=True)
 
 
-def title_of(members: Sequence[int], name: str) -> str:
-    """Return what reports call a communicator: "world", or a group by its name and members."""
-    return f"group {name!r} of {ranks_text(members)}" if members else "world"
+def title_of(members: Sequence[int], name: str, what: str = "") -> str:
+    """Return what reports call a communicator: "world", or a group by its name and members, and ``what`` else it is."""
+    title = f"group {name!r} of {ranks_text(members)}" if members else "world"
+    if len(title.encode()) > TITLE_BYTES - len(what):
+        title = title.encode()[: TITLE_BYTES - len(what) - 3].decode(errors="ignore") + "..."
+    return title + what
 
 
 class FlightRecorder(ABC):

@@ -234,7 +234,7 @@ class MpiCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         group = self._comm.Get_group().Incl(ranks)
-        comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
+        comm = within(self.timeout_s, f"new_group {name!r}", lambda: self._comm.Create_group(group))
         world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
         recorder = self.flight_recorder
         return MpiCommunicator(

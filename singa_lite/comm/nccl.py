@@ -222,7 +222,7 @@ class NcclCommunicator(Communicator):
             return None
         members = self.world.members or range(self.size)
         processes = [(other["host"], other["process"]) for other in everyone]
-        title = title_of(self.world.members, name) + GPU_TITLE
+        title = title_of(self.world.members, name, GPU_TITLE)
         above = self.host.flight_recorder
         import hashlib  # Note [imports]
 

@@ -171,7 +171,7 @@ class ShmCommunicator(Communicator):
         gathered = self.all_gather_object([rendezvous_id, failure], name=f"new_group {name}")
         rendezvous_id, failure = gathered[ranks[0]]
         if failure:
-            raise CommError(f"new_group {name}: {failure}")
+            raise CommError(f"new_group {name!r}: {failure}")
         if group is not None:
             rank = ranks.index(self.rank)
             if rank != 0:

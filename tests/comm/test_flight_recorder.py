@@ -26,7 +26,7 @@ from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
 from singa_lite.comm.error_stream import tell
 from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
-from singa_lite.comm.flight_recorder import is_recording
+from singa_lite.comm.flight_recorder import is_recording, title_of
 from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
@@ -220,6 +220,27 @@ def test_ranks_that_call_different_collectives_are_shown_with_their_lines(tmp_pa
     assert re.search(rf"rank 1: broadcast 'loss' float32\[5\] root 2 at .*:{other}", report)
 
 
+def calls_by_odd_names(c: Communicator, folder: Path) -> str:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    with pytest.raises(CommError) as caught:
+        c.all_reduce(np.zeros(3), "sum", name=f"loss\n\0\x7f{c.rank}" + "x" * 100).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_names_are_escaped_and_cut_ones_are_marked(transport: str, tmp_path: Path) -> None:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    errors = run_ranks(calls_by_odd_names, 2, tmp_path, transport=transport)
+    (path,) = tmp_path.iterdir()
+    report = path.read_text()
+    for rank in range(2):
+        shown = rf"'loss\n\x00\x7f{rank}"
+        assert all(error.isprintable() and shown + "x" * 100 + "' " in error for error in errors), errors
+        assert shown + "x" * 88 + "...' sum" in report  # of 96 bytes
+    assert report.count("\n") == len(report.splitlines())  # no other ends of lines
+
+
 def fails_by_itself(c: Communicator, folder: Path) -> str:
     os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
     c.barrier()
@@ -307,7 +328,7 @@ def test_the_last_64_calls_are_kept_with_state_and_times() -> None:
             assert (call.kind, call.op, call.dtype, call.name) == ("all_reduce", "sum", "float32", "step 0")
             assert call.shape == (2, 1, 1, 1) and call.has_more_axes and call.count == 6
             assert call.file.endswith(str(HERE)[-80:])
-            assert rank.calls[-2].name == "x" * 96 and rank.calls[-2].shape == (2,)
+            assert rank.calls[-2].name == "x" * 96 + "..." and rank.calls[-2].shape == (2,)
             for call in rank.calls[:-2]:
                 assert call.state == ENDED and 0 < call.called <= call.all_there <= call.ended
 
@@ -469,6 +490,12 @@ def test_parts_of_one_communicator_are_joined() -> None:
     other = FlightRecord("id2", "group", (rank_with(0),))
     joined = flight_record.merge([mine, other, theirs])
     assert joined == [FlightRecord("id", "world", (rank_with(0, "a"), rank_with(1, "a", "b"))), other]
+
+
+def test_the_title_of_a_group_is_escaped_and_cut() -> None:
+    assert title_of([2, 0], "a\n") == r"group 'a\n' of rank 2, 0"
+    title = title_of([2, 0], "é" * 200, flight_record.GPU_TITLE)
+    assert len(title.encode()) <= 108 and title.endswith("é..." + flight_record.GPU_TITLE)
 
 
 def test_a_text_for_the_user_is_written_at_once_and_whole(capfd: pytest.CaptureFixture[str]) -> None:
