@@ -203,7 +203,7 @@ FlightReading read_flight(const char* memory, std::size_t bytes) {
   if (header.magic.load(std::memory_order_acquire) != kFlightMagic || size < 1 || size > std::uint32_t(kMaxRanks) ||
       bytes - start < FlightRecord::bytes_for(int(size)))
     refuse();
-  FlightReading reading{text_in(header.id), text_in(header.title), {}};
+  FlightReading reading{text_in(header.id), text_in(header.title), {}, header.is_reported.load() != 0};
   const FlightRank* ranks = at<FlightRank>(base, sizeof(FlightHeader));
   const FlightCall* calls = at<FlightCall>(base, sizeof(FlightHeader) + size * sizeof(FlightRank));
   for (std::size_t rank = 0; rank < size; ++rank) {

@@ -135,6 +135,7 @@ struct RankReading {
 struct FlightReading {
   std::string id, title;
   std::vector<RankReading> ranks;
+  bool is_reported;
 };
 
 // FlightRecord::claim_report in another process's FlightFile; none if it is gone or of a communicator with another id.

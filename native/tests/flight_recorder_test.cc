@@ -60,7 +60,9 @@ void a_report_is_claimed_once() {
   const std::string path = "/proc/self/fd/" + std::to_string(file.descriptor());
   CHECK(!claim_report(path, "another").has_value());
   CHECK(!claim_report("/proc/self/fd/9999", "mine").has_value());
+  CHECK(!read_flight(file.memory(), file.bytes()).is_reported);
   CHECK(claim_report(path, "mine") == true);
+  CHECK(read_flight(file.memory(), file.bytes()).is_reported);
   CHECK(claim_report(path, "mine") == false);
   CHECK(!file.record().claim_report());
 }

@@ -378,9 +378,11 @@ class Communicator(ABC):
 
     def _note_failure(self, error: CommError) -> None:
         self._has_failed = True
-        self._abort_others(error)
-        if self.flight_recorder is not None:
-            self.flight_recorder.report(error)
+        try:
+            if self.flight_recorder is not None:
+                self.flight_recorder.report(error)
+        finally:  # whose errors have this one's text, with the place of the report
+            self._abort_others(error)
 
     def _abort_others(self, error: CommError) -> None:
         others, self._aborts_with = self._aborts_with, []

@@ -241,6 +241,59 @@ def test_names_are_escaped_and_cut_ones_are_marked(transport: str, tmp_path: Pat
     assert report.count("\n") == len(report.splitlines())  # no other ends of lines
 
 
+def fails_twice(c: Communicator, folder: Path) -> list[str]:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    pair, errors = c.new_group([1, 0], name="pair"), []
+    for each, name in ((pair, "first"), (c, "second")):
+        assert each is not None
+        with pytest.raises(CommError) as caught:
+            each.all_reduce(np.zeros(2), "sum", name=f"{name} of rank {c.rank}").wait()
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_a_failure_after_one_that_was_caught_has_a_report_too(transport: str, tmp_path: Path) -> None:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    texts = run_ranks(fails_twice, 2, tmp_path, transport=transport)
+    (path,) = tmp_path.iterdir()
+    reports = path.read_text().split("What every rank was doing, ")[1:]
+    assert len(reports) == 2
+    for number, (report, name) in enumerate(zip(reports, ("first", "second"), strict=True)):
+        assert f"'{name} of rank" in report.split("Reason: ")[1].splitlines()[0]
+        assert any(f"what every rank was doing: {path}" in errors[number] for errors in texts)
+
+
+def fails_again_without_a_report(c: Communicator, folder: Path) -> list[str]:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    pair, errors = c.new_group([1, 0], name="pair"), []
+    assert pair is not None
+    with pytest.raises(CommError):
+        pair.all_reduce(np.zeros(2), "sum", name=f"rank {c.rank}").wait()
+    if (child := os.fork()) == 0:
+        try:
+            pair.barrier()
+        except CommError as error:
+            os._exit("what every rank" in str(error))
+    errors.append(f"exit code {os.waitpid(child, 0)[1]}")
+    c.barrier()
+    if c.rank == 1:
+        c.abort("ValueError: the loss is NaN")
+    pair.close()
+    for each in (c, pair):
+        with pytest.raises(CommError) as caught:
+            each.barrier()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_an_error_without_a_report_names_no_older_one(tmp_path: Path) -> None:
+    for errors in run_ranks(fails_again_without_a_report, 2, tmp_path):
+        assert errors[0] == "exit code 0"
+        assert all("what every rank" not in error for error in errors), errors
+
+
 def fails_by_itself(c: Communicator, folder: Path) -> str:
     os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
     c.barrier()
