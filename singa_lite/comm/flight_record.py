@@ -70,6 +70,10 @@ class Call:
     def is_over(self) -> bool:
         return self.state == ENDED
 
+    @property
+    def is_in_flight(self) -> bool:
+        return self.state in (STARTED, ALL_THERE)
+
 
 @dataclass(frozen=True)
 class RankRecord:

@@ -107,7 +107,7 @@ class FlightRecorder(ABC):
         try:
             if self.is_first_failure() and self.claim_report():
                 records = records_of_this_process()
-                where = deliver(records, str(error), late_pids(records), self.world_id)
+                where = deliver(records, str(error), late_pids(records, self.read().id), self.world_id)
             else:
                 where = self._appeared()
         except (OSError, ValueError, CommError) as failure:

@@ -25,7 +25,7 @@ from singa_lite.comm import flight_record, flight_report, stacks
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
 from singa_lite.comm.error_stream import tell
-from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
+from singa_lite.comm.flight_record import ALL_THERE, ENDED, FAILED, STARTED, Call, FlightRecord, RankRecord
 from singa_lite.comm.flight_recorder import is_recording, title_of
 from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
@@ -191,6 +191,28 @@ def test_over_mpi_one_rank_of_the_host_reports_too(kind: str, tmp_path: Path) ->
     report = path.read_text()
     assert report.count("What every rank was doing") == 1
     assert_names_rank_1(report, kind)
+
+
+def waits_for_a_rank_in_its_call(c: Communicator, folder: Path) -> str:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder / "logs")
+    # more rounds than there are slots, and too small for a thread that would move them
+    work = c.all_reduce(np.zeros(750_000, np.float32), "sum", name="grad")
+    if c.rank == 1:
+        be_late("loop", folder)
+        return ""
+    with pytest.raises(CommError) as caught:
+        work.wait(LATE_S)
+    (folder / f"done-{c.rank}").touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_late_in_a_call_of_all_has_its_stack_in_the_report(tmp_path: Path) -> None:
+    errors = run_ranks(waits_for_a_rank_in_its_call, 3, tmp_path)
+    assert any("waited 1 s for rank 1" in error for error in errors), errors
+    report = next((tmp_path / "logs").iterdir()).read_text()
+    assert "The ranks do not differ in the calls of the world." in report
+    stack = report.split("Python stack of rank 1:")[1]
+    assert EVIDENCE["loop"] in stack
 
 
 # ---- other failures ------------------------------------------------------------------------------------
@@ -505,8 +527,8 @@ def call(number: int, name: str = "a", state: int = ENDED) -> Call:
     )
 
 
-def rank_with(rank: int, *names: str, start: int = 0) -> RankRecord:
-    calls = tuple(call(start + number, name) for number, name in enumerate(names))
+def rank_with(rank: int, *names: str, start: int = 0, state: int = ENDED) -> RankRecord:
+    calls = tuple(call(start + number, name, state) for number, name in enumerate(names))
     return RankRecord(rank, 100 + rank, 0.5, start + len(names), calls)
 
 
@@ -529,6 +551,21 @@ def test_the_first_difference_is_found(ranks, number, calls, missing) -> None:
     assert found is not None and found.number == number
     assert [who for _, who in found.calls] == calls
     assert [rank.rank for rank in found.missing] == missing
+
+
+@pytest.mark.parametrize(
+    ("ranks", "failed", "late"),
+    [
+        ([rank_with(0, "a", "b"), rank_with(1, "a")], "id", [101]),
+        ([rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "a", state=STARTED)], "id", [102]),
+        ([rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "a", state=STARTED)], "another", []),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "a", state=ALL_THERE)], "id", [101]),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "a", "b", state=ALL_THERE)], "id", [100, 101]),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "b", state=ALL_THERE)], "id", []),
+    ],
+)
+def test_late_are_ranks_without_the_call_or_where_all_have_it_in_it(ranks, failed, late) -> None:
+    assert flight_report.late_pids([FlightRecord("id", "world", tuple(ranks))], failed) == late
 
 
 def test_a_call_of_long_ago_is_called_unknown() -> None:
