@@ -838,6 +838,35 @@ def test_sigquit_to_the_launcher_or_a_rank_gives_a_report_and_all_go_on(job) -> 
         assert f"rank 1 (process {pids[1]}, " in text
 
 
+STARTS_TWO_JOBS = """
+import os, sys, time
+from singa_lite.comm.base import World
+from singa_lite.comm.shm import ShmCommunicator
+for job in range(2):
+    for rank in range(2):
+        if os.fork() == 0:
+            c = ShmCommunicator(World(rank, 2, rank, 2, f"{sys.argv[1]}{job}", "shm"), float(sys.argv[2]))
+            c.barrier(name=f"job {job}")
+            os.write(1, b"%d %d %d\\n" % (job, rank, os.getpid()))  # in one piece
+            time.sleep(600)
+time.sleep(600)
+"""
+
+
+def test_jobs_of_one_parent_are_apart() -> None:
+    with running(STARTS_TWO_JOBS, f"test{secrets.token_hex(8)}", str(LIMIT_S)) as process:
+        assert process.stdout
+        started = [map(int, process.stdout.readline().split()) for _ in range(4)]
+        report = inspect_job(process.pid)
+        assert report.startswith(f"Process {process.pid} has started 2 jobs.\n")
+        reports = report.split("What every rank was doing, ")[1:]
+        for job, rank, pid in started:
+            (mine,) = [each for each in reports if f"'job {job}'" in each]
+            assert len(re.findall(rf"rank {rank} \(process {pid}, ", mine)) == 1
+            other = inspect_job(pid)
+            assert f"'job {job}'" in other and f"'job {1 - job}'" not in other
+
+
 def test_what_is_no_job_cannot_be_inspected() -> None:
     for pid, text in (
         (0, "there is no process 0"),
