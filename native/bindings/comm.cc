@@ -124,7 +124,7 @@ py::dict to_python(const CallReading& call) {
   return made;
 }
 
-// (id, title, [(process, rank in the world, when it joined, number of calls, [call, ...]), ...])
+// (id, title, [(process, rank in the world, when it joined, number of calls, [call, ...]), ...], whether it is reported)
 py::tuple to_python(const FlightReading& reading) {
   py::list ranks;
   for (const RankReading& rank : reading.ranks) {
@@ -132,7 +132,7 @@ py::tuple to_python(const FlightReading& reading) {
     for (const CallReading& call : rank.calls) calls.append(to_python(call));
     ranks.append(py::make_tuple(rank.pid, rank.world_rank, rank.joined_s, rank.num_calls, calls));
   }
-  return py::make_tuple(to_python(reading.id), to_python(reading.title), ranks);
+  return py::make_tuple(to_python(reading.id), to_python(reading.title), ranks, reading.is_reported);
 }
 
 py::tuple read_flight_of(const py::buffer& memory) {

@@ -30,6 +30,11 @@ std::string text_in(const char (&from)[N]) {
   return std::string(from, strnlen(from, N));
 }
 
+// Of a name that was cut also the mark of that.
+std::string name_in(const char (&from)[kFlightTextBytes], std::uint64_t bytes) {
+  return bytes > kFlightTextBytes ? std::string(from, kFlightTextBytes) + "..." : std::string(from, std::size_t(bytes));
+}
+
 // The end of a path says more than its beginning.
 std::string_view last_bytes(std::string_view text) {
   return text.substr(text.size() - std::min(text.size(), kFlightTextBytes));
@@ -53,7 +58,7 @@ bool read_call(const FlightCall& from, CallReading& to) {
   to.line = from.line;
   const std::size_t num_dims = from.num_dims;
   to.dims.assign(from.dims, from.dims + std::min(num_dims, kFlightDims));
-  to.name = text_in(from.name);
+  to.name = name_in(from.name, call.name_bytes);
   to.file = text_in(from.file);
   std::atomic_thread_fence(std::memory_order_acquire);
   if (begin == 0 || from.end.load(std::memory_order_relaxed) != begin) return false;  // see Note [torn calls]
@@ -198,7 +203,7 @@ FlightReading read_flight(const char* memory, std::size_t bytes) {
   if (header.magic.load(std::memory_order_acquire) != kFlightMagic || size < 1 || size > std::uint32_t(kMaxRanks) ||
       bytes - start < FlightRecord::bytes_for(int(size)))
     refuse();
-  FlightReading reading{text_in(header.id), text_in(header.title), {}};
+  FlightReading reading{text_in(header.id), text_in(header.title), {}, header.is_reported.load() != 0};
   const FlightRank* ranks = at<FlightRank>(base, sizeof(FlightHeader));
   const FlightCall* calls = at<FlightCall>(base, sizeof(FlightHeader) + size * sizeof(FlightRank));
   for (std::size_t rank = 0; rank < size; ++rank) {

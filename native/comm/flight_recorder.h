@@ -36,7 +36,7 @@ struct alignas(kLine) FlightCall {
   std::int32_t line;
   std::uint32_t num_dims;
   std::uint64_t dims[kFlightDims];
-  char name[kFlightTextBytes], file[kFlightTextBytes];  // ended by a 0 if shorter
+  char name[kFlightTextBytes], file[kFlightTextBytes];  // the latter ended by a 0 if shorter
   std::atomic<std::uint64_t> end;
 };
 static_assert(sizeof(FlightCall) == 5 * kLine);
@@ -118,7 +118,8 @@ class FlightFile {
 // What a record says, with every text and number made harmless.
 struct CallReading {
   std::uint64_t number, count, name_hash;
-  std::string kind, op, dtype, wire, name, file;
+  std::string kind, op, dtype, wire, file;
+  std::string name;  // may hold zeros; of one that was cut the beginning and "..."
   int root, line;
   bool has_more_dims;
   FlightState state;
@@ -134,6 +135,7 @@ struct RankReading {
 struct FlightReading {
   std::string id, title;
   std::vector<RankReading> ranks;
+  bool is_reported;
 };
 
 // FlightRecord::claim_report in another process's FlightFile; none if it is gone or of a communicator with another id.

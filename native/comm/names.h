@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Long names in errors: their beginning, and where they differ.
+// Names in errors: escaped, and of long ones the beginning, and where they differ.
 #pragma once
 
 #include <string>
@@ -19,10 +19,26 @@ inline std::string_view characters(std::string_view text, std::size_t begin, std
   return text.substr(begin, end - begin);
 }
 
+// As Python's repr, but for what is not ASCII: nothing ends a line or a C string, or is obeyed by a terminal.
+inline std::string escaped(std::string_view name) {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  for (const char c : name) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\\') text += "\\\\";
+    else if (c == '\n') text += "\\n";
+    else if (c == '\r') text += "\\r";
+    else if (c == '\t') text += "\\t";
+    else if (byte < 0x20 || byte == 0x7f) text += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 15]};
+    else text += c;
+  }
+  return text;
+}
+
 // A name of any length, of which errors show the beginning.
 inline std::string shortened(std::string_view name) {
-  if (name.size() <= kShownBytes) return std::string(name);
-  return std::string(characters(name, 0, kShownBytes)) + "...";
+  if (name.size() <= kShownBytes) return escaped(name);
+  return escaped(characters(name, 0, kShownBytes)) + "...";
 }
 
 // The same, with the part where it first differs from `other`.
@@ -33,7 +49,7 @@ inline std::string shortened(std::string_view name, std::string_view other) {
   const std::string_view beginning = characters(name, 0, kShownBytes / 2);
   const std::string_view part = characters(name, at - kBeforeBytes, kShownBytes);
   const bool is_end = part.data() + part.size() == name.data() + name.size();
-  return std::string(beginning) + "..." + std::string(part) + (is_end ? "" : "...");
+  return escaped(beginning) + "..." + escaped(part) + (is_end ? "" : "...");
 }
 
 }  // namespace singa_lite

@@ -8,6 +8,8 @@
 #include <future>
 #include <utility>
 
+#include "comm/names.h"
+
 namespace singa_lite {
 
 namespace {
@@ -39,7 +41,7 @@ int num_forks() {
 
 std::string NcclOp::label() const {
   if (is_graph) return name;
-  return std::string(name_of(kind)) + " #" + std::to_string(sequence) + " '" + name + "' (" + name_of(dtype) + "[" +
+  return std::string(name_of(kind)) + " #" + std::to_string(sequence) + " '" + shortened(name) + "' (" + name_of(dtype) + "[" +
          std::to_string(count) + "]" + (op == ReduceOp::kNone ? ")" : std::string(", ") + name_of(op) + ")");
 }
 

@@ -11,16 +11,19 @@
 #include "common/error.h"
 
 using namespace singa_lite;
+using namespace std::string_literals;
 
 namespace {
 
-Fingerprint call_of(std::uint64_t number) { return {number, 12, number * 7, 0, 1, 1, 5, 0, 3}; }
+Fingerprint call_of(std::uint64_t number, std::uint64_t name_bytes) {
+  return {number, 12, number * 7, 0, 1, 1, 5, 0, name_bytes};
+}
 
 void fill(FlightRecord& record, int rank, std::uint64_t count) {
   record.join(rank, 100 + rank, 10 + rank);
   for (std::uint64_t number = 0; number < count; ++number) {
-    const std::string name = "call " + std::to_string(number) + std::string(number % 2 ? 200 : 0, 'x');
-    record.start(rank, call_of(number), name, {"/a/folder/script.py", int(number), 2, {3, 4}}, double(number));
+    const std::string name = "call\0"s + std::to_string(number) + std::string(number % 2 ? 200 : 0, 'x');
+    record.start(rank, call_of(number, name.size()), name, {"/a/folder/script.py", int(number), 2, {3, 4}}, double(number));
     if (number + 1 == count) return;
     record.all_there(rank, number, double(number) + 0.25);
     record.end(rank, number, number % 5 ? FlightState::kEnded : FlightState::kFailed, double(number) + 0.5);
@@ -45,7 +48,8 @@ void what_is_written_can_be_read() {
     CHECK(call.number == number && call.line == int(number) && call.name_hash == number * 7);
     CHECK(call.kind == "all_reduce" && call.op == "mean" && call.dtype == "float32" && call.wire == "bfloat16");
     CHECK(call.file == "/a/folder/script.py" && call.dims == (std::vector<std::uint64_t>{3, 4}));
-    CHECK(call.name.size() == (number % 2 ? kFlightTextBytes : 7));
+    CHECK(call.name.substr(0, 7) == "call\0"s + std::to_string(number));
+    CHECK(call.name.size() == (number % 2 ? kFlightTextBytes + 3 : 7) && (number % 2 == 0 || call.name.back() == '.'));
     CHECK(call.state == (number == 99 ? FlightState::kStarted : number % 5 ? FlightState::kEnded : FlightState::kFailed));
   }
 }
@@ -56,7 +60,9 @@ void a_report_is_claimed_once() {
   const std::string path = "/proc/self/fd/" + std::to_string(file.descriptor());
   CHECK(!claim_report(path, "another").has_value());
   CHECK(!claim_report("/proc/self/fd/9999", "mine").has_value());
+  CHECK(!read_flight(file.memory(), file.bytes()).is_reported);
   CHECK(claim_report(path, "mine") == true);
+  CHECK(read_flight(file.memory(), file.bytes()).is_reported);
   CHECK(claim_report(path, "mine") == false);
   CHECK(!file.record().claim_report());
 }

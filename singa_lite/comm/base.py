@@ -280,7 +280,9 @@ class Communicator(ABC):
         try:
             text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         except (TypeError, ValueError, RecursionError) as error:
-            raise OptionError(f"{name}: expected a JSON value, got {type(value).__name__}: {error}") from None
+            raise OptionError(
+                f"{name!r}: expected a JSON value, got {type(value).__name__}: {error}"
+            ) from None
         lengths = self.all_gather(np.array([text.size], np.int64), name=name).wait()
         assert lengths is not None
         padded = np.zeros(int(lengths.max()), np.uint8)
@@ -302,7 +304,7 @@ class Communicator(ABC):
             raise OptionError(f"new_group: ranks = {members} must be distinct ranks of 0..{self.size - 1}")
         if any(other != members for other in self.all_gather_object(members, name=f"new_group {name}")):
             raise CommError(
-                f"new_group {name}: ranks disagree about the members; rank {self.rank} gave {members}"
+                f"new_group {name!r}: ranks disagree about the members; rank {self.rank} gave {members}"
             )
         return self._new_group(members, name)
 
@@ -376,9 +378,11 @@ class Communicator(ABC):
 
     def _note_failure(self, error: CommError) -> None:
         self._has_failed = True
-        self._abort_others(error)
-        if self.flight_recorder is not None:
-            self.flight_recorder.report(error)
+        try:
+            if self.flight_recorder is not None:
+                self.flight_recorder.report(error)
+        finally:  # whose errors have this one's text, with the place of the report
+            self._abort_others(error)
 
     def _abort_others(self, error: CommError) -> None:
         others, self._aborts_with = self._aborts_with, []
@@ -461,17 +465,17 @@ class Communicator(ABC):
         check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         if wire_dtype is None:
             raise OptionError(
-                f"all_reduce {name}: wire_scale needs wire_dtype, one of {', '.join(WIRE_DTYPES)}"
+                f"all_reduce {name!r}: wire_scale needs wire_dtype, one of {', '.join(WIRE_DTYPES)}"
             )
         if getattr(array, "dtype", None) != np.float32:
             raise DTypeError(
-                f"all_reduce {name}: wire_dtype needs float32 arrays, not {getattr(array, 'dtype', array)}"
+                f"all_reduce {name!r}: wire_dtype needs float32 arrays, not {getattr(array, 'dtype', array)}"
             )
         if wire_scale is not None:
             self._check_kind(wire_scale)
             if wire_scale.dtype != np.float32 or wire_scale.shape != (1,):
                 raise ShapeError(
-                    f"all_reduce {name}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
+                    f"all_reduce {name!r}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
                 )
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
@@ -501,17 +505,17 @@ class Communicator(ABC):
     def _check_out(self, array: Any, op: ReduceOp, out: Array, name: str) -> Array:
         """Return ``array``; raise unless it can be combined by ``op`` into ``out``."""
         if isinstance(array, (list, tuple)):
-            raise OptionError(f"all_reduce {name}: out is for one array, not for a list")
+            raise OptionError(f"all_reduce {name!r}: out is for one array, not for a list")
         self._check_array(array, op, writes=False)
         self._check_array(out, op)
         if out.shape != array.shape or out.dtype != array.dtype or is_cuda_array(out) != is_cuda_array(array):
             raise ShapeError(
-                f"all_reduce {name}: out is a {type(out).__name__} {out.dtype}{out.shape}, the array a "
+                f"all_reduce {name!r}: out is a {type(out).__name__} {out.dtype}{out.shape}, the array a "
                 f"{type(array).__name__} {array.dtype}{array.shape}"
             )
         if abs(address_of(out) - address_of(array)) < array.nbytes:
             raise OptionError(
-                f"all_reduce {name}: out shares memory with the array; leave it out for in place"
+                f"all_reduce {name!r}: out shares memory with the array; leave it out for in place"
             )
         return array  # type: ignore[no-any-return]
 
@@ -527,7 +531,7 @@ class Communicator(ABC):
     def _check_blocks(self, where: str, array: Array, name: str) -> None:
         if array.ndim == 0 or array.shape[0] % self.size:
             raise ShapeError(
-                f"{where} {name}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
+                f"{where} {name!r}: axis 0 of shape {array.shape} must divide by {self.size} ranks"
             )
 
     def _check_root(self, where: str, root: int) -> None:

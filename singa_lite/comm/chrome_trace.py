@@ -4,14 +4,15 @@
 What does not live here: reading a part (trace_part.py), the files of a trace (trace_file.py).
 Format: "Trace Event Format" of Chromium, which chrome://tracing and ui.perfetto.dev open; times are microseconds.
 
-Note [threads of a trace]: a rank is a process of the trace. Its threads are what the host did: "compute" (forward,
-backward, update), "exchange" (pack, compress, decompress) and "wait"; and "wire", the collectives, each from its call
-until the last rank had called it, and then until it ended. Collectives that overlap are on several wires.
+Note [threads of a trace]: a rank is a process of the trace, after a restart of the job another one. Its threads are
+what the host did: "compute" (forward, backward, update), "exchange" (pack, compress, decompress) and "wait"; and
+"wire", the collectives, each from its call until the last rank had called it, and then until it ended. Collectives that
+overlap are on several wires.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,41 +33,58 @@ class TracedCollective(NamedTuple):
     """A collective of a step as one rank saw it.
 
     Attributes:
-        rank: that one.
-        key: equal on all ranks for one collective: step, name, and how many of that name came before in the step.
+        process: that rank's in the trace.
+        key: equal on all ranks for one collective: restart, step, name, and how many of it came before in the step.
         waited: of the clock, times corrected to rank 0's.
     """
 
-    rank: int
-    key: tuple[int, str, int]
+    process: int
+    key: tuple[int, int, str, int]
     waited: Waited
 
 
 def chrome_trace(parts: Mapping[int, Part]) -> dict[str, Any]:
-    """Return the trace of the parts, by rank: a JSON object with its events, and metadata about clocks."""
-    offsets = parts[0].offsets if 0 in parts else {}
-    shifted = {rank: _shifted(part, offsets.get(rank, [])) for rank, part in parts.items()}
-    collectives = [each for rank, part in shifted.items() for each in _collectives(rank, part)]
+    """Return the trace of the parts, by process: a JSON object with its events, and metadata about clocks."""
+    offsets = {part.restart: part.offsets for part in parts.values() if part.offsets}
+    shifted = {
+        process: _shifted(part, offsets.get(part.restart, {}).get(part.rank or 0, []))
+        for process, part in parts.items()
+    }
+    collectives = [each for process, part in shifted.items() for each in _collectives(process, part)]
     start = min((span.start for part in shifted.values() for span in _spans(part)), default=0.0)
     events: list[Event] = []
-    for rank, part in sorted(shifted.items()):
-        name = f"rank {rank} on {part.host}" if part.host else f"process {part.pid}"
-        events.append(_named("process_name", name, rank))
-        events += _host_events(rank, part, start)
+    named: set[str] = set()
+    for process, part in sorted(shifted.items()):
+        name = f"rank {part.rank} on {part.host}{_restart(part.restart)}"
+        if not part.host or name in named:  # a child of the rank
+            name = f"process {part.pid}"
+        named.add(name)
+        events.append(_named("process_name", name, process))
+        events += _host_events(process, part, start)
     events += _wire_events(collectives, shifted, start)
     clocks = {
-        f"rank {rank}": {
+        f"rank {rank}{_restart(restart)}": {
             "offset_s": [one.offset_s for one in known],
             "error_s": max(one.error_s for one in known),
         }
-        for rank, known in offsets.items()
+        for restart, of_ranks in offsets.items()
+        for rank, known in of_ranks.items()
     }
-    cut = sorted(rank for rank, part in parts.items() if part.is_cut)
+    cut = sorted({_rank(process, part) for process, part in parts.items() if part.is_cut})
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "metadata": {"clocks minus rank 0's": clocks, "ranks with more steps than are here": cut},
     }
+
+
+def _rank(process: int, part: Part) -> int:
+    """Return the rank of a process of the trace; its number there if it has none."""
+    return process if part.rank is None else part.rank
+
+
+def _restart(number: int) -> str:
+    return f", restart {number}" if number else ""
 
 
 def _shifted(part: Part, offsets: Sequence[Offset]) -> Part:
@@ -96,26 +114,26 @@ def _spans(part: Part) -> Iterator[Span]:
     return (span for _, _, spans, _ in part.steps for span in spans)
 
 
-def _collectives(rank: int, part: Part) -> Iterator[TracedCollective]:
+def _collectives(process: int, part: Part) -> Iterator[TracedCollective]:
     for number, _, _, waited in part.steps:
         counts: dict[str, int] = defaultdict(int)
         for each in waited:
             counts[each.name] += 1
-            yield TracedCollective(rank, (number, each.name, counts[each.name]), each)
+            yield TracedCollective(process, (part.restart, number, each.name, counts[each.name]), each)
 
 
-def _host_events(rank: int, part: Part, start: float) -> Iterator[Event]:
+def _host_events(process: int, part: Part, start: float) -> Iterator[Event]:
     """Yield what the host of a rank did."""
     threads = {thread for _, thread, _, _ in part.steps}
     for thread in threads:
         for number, name in THREADS.items():
-            yield _named("thread_name", name, rank, thread * PER_THREAD + number)
+            yield _named("thread_name", name, process, thread * PER_THREAD + number)
     for step, thread, spans, _ in part.steps:
         for span in spans:
             if span.end > span.start:
                 number = thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE)
                 yield _complete(
-                    span.phase, rank, number, span.start - start, span.end - start, step, span.name
+                    span.phase, process, number, span.start - start, span.end - start, step, span.name
                 )
 
 
@@ -123,30 +141,36 @@ def _wire_events(
     collectives: Sequence[TracedCollective], parts: Mapping[int, Part], start: float
 ) -> Iterator[Event]:
     """Yield the collectives of all ranks, with arrows from what started each to what followed the wait for it."""
-    of_key: dict[tuple[int, str, int], list[TracedCollective]] = defaultdict(list)
+    of_key: dict[tuple[int, int, str, int], list[TracedCollective]] = defaultdict(list)
     for each in collectives:
         of_key[each.key].append(each)
     steps = {
-        (rank, step): (thread, spans) for rank, part in parts.items() for step, thread, spans, _ in part.steps
+        (process, step): (thread, spans)
+        for process, part in parts.items()
+        for step, thread, spans, _ in part.steps
     }
-    wires: dict[int, list[float]] = defaultdict(list)  # of a rank: when each of its wires is free
+    num_ranks = Counter(part.restart for part in parts.values() if part.host)
+    num_with = Counter((parts[process].restart, step) for process, step in steps if parts[process].host)
+    wires: dict[int, list[float]] = defaultdict(list)  # of a process: when each of its wires is free
     timed = [each for each in collectives if each.waited.times is not None]
     for number, each in enumerate(sorted(timed, key=_posted)):
-        rank, (step, name, _), waited = each
+        process, (restart, step, name, _), waited = each
         posted, there, ended = waited.times or (0.0, 0.0, 0.0)
         there, ended = max(posted, there), max(posted, there, ended)
-        wire = next((k for k, free in enumerate(wires[rank]) if free <= posted), len(wires[rank]))
-        if wire == len(wires[rank]):
-            yield _named("thread_name", "wire" if wire == 0 else f"wire {wire + 1}", rank, WIRE + wire)
-            wires[rank].append(ended)
-        wires[rank][wire] = ended
-        last = _last_rank(each, of_key[each.key])
-        facts = {"bytes_sent": waited.bytes_sent, "kind": waited.kind, "last_rank": last}
-        if there > posted and last != rank:
-            what = f"waits for rank {last}"
-            yield _complete(what, rank, WIRE + wire, posted - start, there - start, step, name, **facts)
-        yield _complete(waited.kind, rank, WIRE + wire, there - start, ended - start, step, name, **facts)
-        yield from _arrow(number, each, *steps[rank, step], WIRE + wire, start)
+        wire = next((k for k, free in enumerate(wires[process]) if free <= posted), len(wires[process]))
+        if wire == len(wires[process]):
+            yield _named("thread_name", "wire" if wire == 0 else f"wire {wire + 1}", process, WIRE + wire)
+            wires[process].append(ended)
+        wires[process][wire] = ended
+        last = _last_process(each, of_key[each.key], num_with[restart, step] == num_ranks[restart])
+        facts: dict[str, Any] = {"bytes_sent": waited.bytes_sent, "kind": waited.kind}
+        if last is not None:
+            facts["last_rank"] = _rank(last, parts[last])
+        if there > posted and last != process:
+            what = "waits for another rank" if last is None else f"waits for rank {facts['last_rank']}"
+            yield _complete(what, process, WIRE + wire, posted - start, there - start, step, name, **facts)
+        yield _complete(waited.kind, process, WIRE + wire, there - start, ended - start, step, name, **facts)
+        yield from _arrow(number, each, *steps[process, step], WIRE + wire, start)
 
 
 def _arrow(
@@ -158,7 +182,7 @@ def _arrow(
     before, after = _span_at(spans, posted), _span_at(spans, waited.end)
     if before is None or after is None:
         return
-    arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": one.rank}
+    arrow = {"id": number, "name": "gradient", "cat": "gradient", "pid": one.process}
     first, last = (thread * PER_THREAD + THREAD_OF.get(span.phase, COMPUTE) for span in (before, after))
     yield {**arrow, "ph": "s", "ts": 1e6 * (posted - start), "tid": first}
     yield {**arrow, "ph": "t", "ts": 1e6 * (max(posted, there) - start), "tid": wire}
@@ -169,11 +193,15 @@ def _posted(one: TracedCollective) -> float:
     return one.waited.times[0] if one.waited.times else 0.0
 
 
-def _last_rank(one: TracedCollective, same: Sequence[TracedCollective]) -> int:
-    """Return which rank called a collective last: the one whose call was nearest to when all were there."""
+def _last_process(one: TracedCollective, same: Sequence[TracedCollective], is_whole: bool) -> int | None:
+    """Return which process called a collective last: the one whose call was nearest to when all were there.
+
+    None if it may have been a rank that was killed before it wrote the step, which is not ``is_whole`` then.
+    """
     there = one.waited.times[1] if one.waited.times else 0.0
     timed = [each for each in same if each.waited.times is not None]
-    return min(timed, key=lambda each: abs(_posted(each) - there)).rank
+    nearest = min(timed, key=lambda each: abs(_posted(each) - there))
+    return nearest.process if is_whole or _posted(nearest) == there else None
 
 
 def _span_at(spans: Sequence[Span], now: float) -> Span | None:
@@ -182,13 +210,13 @@ def _span_at(spans: Sequence[Span], now: float) -> Span | None:
 
 
 def _complete(
-    name: str, rank: int, thread: int, start: float, end: float, step: int, what: str, **facts: Any
+    name: str, process: int, thread: int, start: float, end: float, step: int, what: str, **facts: Any
 ) -> Event:
     """Return an event that lasts from ``start`` to ``end``, seconds."""
     event = {
         "ph": "X",
         "name": name,
-        "pid": rank,
+        "pid": process,
         "tid": thread,
         "ts": 1e6 * start,
         "dur": 1e6 * (end - start),
@@ -196,5 +224,5 @@ def _complete(
     return {**event, "args": {"step": step, **({"of": what} if what else {}), **facts}}
 
 
-def _named(kind: str, name: str, rank: int, thread: int = 0) -> Event:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": name}}
+def _named(kind: str, name: str, process: int, thread: int = 0) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

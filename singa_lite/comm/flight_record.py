@@ -33,7 +33,7 @@ class Call:
     Attributes:
         number: its index in the order of calls, from 0.
         kind, op, dtype, wire, root, name: see ``base.Operation``; "" for no op or no narrower wire; of a long name the
-            beginning.
+            beginning and "...".
         name_hash: of all of the name.
         count: elements this rank puts in; of one block where there is one for each rank.
         shape: of its array; of more than four axes the first, and ``has_more_axes``.
@@ -70,6 +70,10 @@ class Call:
     def is_over(self) -> bool:
         return self.state == ENDED
 
+    @property
+    def is_in_flight(self) -> bool:
+        return self.state in (STARTED, ALL_THERE)
+
 
 @dataclass(frozen=True)
 class RankRecord:
@@ -102,11 +106,13 @@ class FlightRecord:
         id: the same for all records of one communicator.
         title: "world", or what the group is called.
         ranks: in the communicator's order.
+        is_reported: whether a rank has claimed to report its failure; over MPI in the record of a host's first process.
     """
 
     id: str
     title: str
     ranks: tuple[RankRecord, ...]
+    is_reported: bool = False
 
     @property
     def is_of_gpus(self) -> bool:
@@ -120,14 +126,14 @@ class FlightRecord:
         return True if all(rank.joined for rank in self.ranks) else None
 
 
-def record_of(reading: tuple[str, str, list[Any]]) -> FlightRecord:
+def record_of(reading: tuple[str, str, list[Any], bool]) -> FlightRecord:
     """Return what the native module has read."""
-    identity, title, ranks = reading
+    identity, title, ranks, is_reported = reading
     made = (
         RankRecord(rank, max(pid, 0), joined, num_calls, tuple(map(_call_of, calls)))
         for pid, rank, joined, num_calls, calls in ranks
     )
-    return FlightRecord(identity, _printable(title), tuple(made))
+    return FlightRecord(identity, _printable(title), tuple(made), is_reported)
 
 
 def _call_of(fields: dict[str, Any]) -> Call:

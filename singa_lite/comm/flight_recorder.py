@@ -7,6 +7,7 @@ processes' (flight_record.py), the report's text (flight_report.py), reports tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -20,12 +21,22 @@ from ..config import env, is_on, state
 from ..errors import CommError
 from .call_site import CallSites
 from .error_stream import tell
-from .flight_record import FILE, FlightRecord, files_of, record_of, records_from
+from .flight_record import (
+    FILE,
+    SEGMENT,
+    FlightRecord,
+    files_of,
+    inodes_of,
+    record_of,
+    records_from,
+    records_of_process,
+)
 from .flight_report import full_report, late_pids, ranks_text
 from .stacks import write_stacks
 
 REPORT = "what every rank was doing"  # in an error, before the path of the report
 ALL_CALLS = 64  # kFlightCalls of native/comm/flight_recorder.h
+TITLE_BYTES = 108  # of FlightHeader there
 WARN_SHARE = 0.1  # of the time-out, as kWarnShare of native/comm/engine.h
 APPEAR_S = 0.1  # for the file that another rank has begun to write
 
@@ -35,9 +46,12 @@ def is_recording() -> bool:
     return is_on("SINGA_LITE_FLIGHT_RECORDER", default=True)
 
 
-def title_of(members: Sequence[int], name: str) -> str:
-    """Return what reports call a communicator: "world", or a group by its name and members."""
-    return f"group {name!r} of {ranks_text(members)}" if members else "world"
+def title_of(members: Sequence[int], name: str, what: str = "") -> str:
+    """Return what reports call a communicator: "world", or a group by its name and members, and ``what`` else it is."""
+    title = f"group {name!r} of {ranks_text(members)}" if members else "world"
+    if len(title.encode()) > TITLE_BYTES - len(what):
+        title = title.encode()[: TITLE_BYTES - len(what) - 3].decode(errors="ignore") + "..."
+    return title + what
 
 
 class FlightRecorder(ABC):
@@ -45,13 +59,12 @@ class FlightRecorder(ABC):
 
     Args:
         world_id: that of the world of which this is a group, or the communicator's own; names the file of reports.
-        root: the recorder of that world; None: this one.
     """
 
-    def __init__(self, world_id: str, root: FlightRecorder | None) -> None:
+    def __init__(self, world_id: str) -> None:
         self.sites = CallSites()
         self.world_id = world_id
-        self.root = root
+        self._process = os.getpid()
         write_stacks()
         state.flight_recorders = (
             *(one for one in state.flight_recorders if one() is not None),
@@ -70,6 +83,10 @@ class FlightRecorder(ABC):
     def claim_report(self) -> bool:
         """Return whether no rank of this communicator has claimed to report before."""
 
+    @abstractmethod
+    def is_reported(self) -> bool:
+        """Return whether a rank of this communicator has claimed to report; CommError if this is closed."""
+
     def warn(
         self, kind: str, number: int, name: str, rank: int, late: Sequence[int], waited_s: float
     ) -> None:
@@ -84,18 +101,32 @@ class FlightRecorder(ABC):
 
     def report(self, error: CommError) -> None:
         """Write what every rank was doing, if no other rank does, and add to the error's text where it is."""
-        if REPORT in str(error):  # raised again, or passed on by another rank
+        # raised again, passed on by another rank, or of a forked child
+        if REPORT in str(error) or self._process != os.getpid():
             return
         try:
-            if self.is_first_failure() and (self.root or self).claim_report():
+            if self.is_first_failure() and self.claim_report():
                 records = records_of_this_process()
-                where = deliver(records, str(error), late_pids(records), self.world_id)
+                where = deliver(records, str(error), late_pids(records, self.read().id), self.world_id)
             else:
-                where = _appeared(report_path(self.world_id))
+                where = self._appeared()
         except (OSError, ValueError, CommError) as failure:
             where = f"not written: {failure}"
         if where:
             error.args = (f"{error}; {REPORT}: {where}",)
+
+    def _appeared(self) -> str:
+        """Return the file where another rank reports this communicator's failure, "" if it does not begin soon."""
+        path = report_path(self.world_id)
+        deadline = time.monotonic() + APPEAR_S
+        with contextlib.suppress(CommError):  # closed
+            while path is not None:
+                if self.is_reported() and path.exists():
+                    return str(path)
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(APPEAR_S / 10)
+        return ""
 
 
 class EngineRecorder(FlightRecorder):
@@ -103,11 +134,11 @@ class EngineRecorder(FlightRecorder):
 
     Args:
         engine: the native engine, which records by itself.
-        world_id, root: see ``FlightRecorder``.
+        world_id: see ``FlightRecorder``.
     """
 
-    def __init__(self, engine: Any, world_id: str, root: FlightRecorder | None) -> None:
-        super().__init__(world_id, root)
+    def __init__(self, engine: Any, world_id: str) -> None:
+        super().__init__(world_id)
         self._engine = engine
 
     def read(self) -> FlightRecord:
@@ -118,6 +149,9 @@ class EngineRecorder(FlightRecorder):
 
     def claim_report(self) -> bool:
         return bool(self._engine.claim_report())
+
+    def is_reported(self) -> bool:
+        return self.read().is_reported
 
 
 class FileRecorder(FlightRecorder):
@@ -130,7 +164,7 @@ class FileRecorder(FlightRecorder):
         processes: (host, process) of each.
         identity: the same on all ranks, and of this communicator alone.
         title: see ``title_of``.
-        root: see ``FlightRecorder``.
+        world_id: of a group, that of its world; "": ``identity``.
     """
 
     def __init__(
@@ -141,9 +175,9 @@ class FileRecorder(FlightRecorder):
         processes: Sequence[tuple[str, int]],
         identity: str,
         title: str,
-        root: FlightRecorder | None,
+        world_id: str,
     ) -> None:
-        super().__init__(identity if root is None else root.world_id, root)
+        super().__init__(world_id or identity)
         self._native, self._file, self._rank = native, native.FlightFile(len(members)), rank
         self._file.describe(identity, title)
         self._file.join(rank, processes[rank][1], members[rank])
@@ -181,6 +215,14 @@ class FileRecorder(FlightRecorder):
         mine = self.read().id
         claims = [self._native.claim_report(path, mine) for path in files_of(self._leader, FILE)]
         return not any(claim is False for claim in claims)
+
+    def is_reported(self) -> bool:
+        mine = self.read()
+        if self._leader == os.getpid():
+            return mine.is_reported
+        shared = set(inodes_of(files_of(os.getpid(), SEGMENT)))  # Note [locks] in native/comm/segment.cc
+        claims = records_of_process(self._leader, shared)
+        return any(each.is_reported for each in claims if each.id == mine.id)
 
 
 def records_of_this_process() -> list[FlightRecord]:
@@ -222,15 +264,3 @@ def append(path: Path, make: Callable[[], str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8", errors="replace") as file:
         file.write(make() + "\n")
-
-
-def _appeared(path: Path | None) -> str:
-    """Return the path once there is a file, "" if none appears soon."""
-    deadline = time.monotonic() + APPEAR_S
-    while path is not None:
-        if path.exists():
-            return str(path)
-        if time.monotonic() > deadline:
-            break
-        time.sleep(APPEAR_S / 10)
-    return ""

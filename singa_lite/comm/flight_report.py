@@ -7,6 +7,7 @@ What lives here: comparing records, and words for them. What does not: reading r
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,10 +69,20 @@ def _difference(ranks: Iterable[RankRecord], number: int) -> Difference:
     return found
 
 
-def late_pids(records: Iterable[FlightRecord]) -> list[int]:
-    """Return the processes that have not made the call where their communicator's ranks differ."""
-    differences = [first_difference(record) for record in records]
-    return sorted({rank.pid for one in differences if one for rank in one.missing if rank.pid})
+def late_pids(records: Iterable[FlightRecord], failed: str) -> list[int]:
+    """Return the processes that others may wait for: those without the call where their communicator's ranks differ.
+
+    Where all ranks of the communicator with the id ``failed`` have made the call that failed, those still in it, too.
+    """
+    late: list[RankRecord] = []
+    for record in records:
+        difference = first_difference(record)
+        late += difference.missing if difference else []
+        calls = [call for rank in record.ranks for call in rank.calls]
+        first = min((call.number for call in calls if not call.is_over), default=0)
+        if record.id == failed and (difference is None or difference.number > first):
+            late += [rank for rank in record.ranks if any(call.is_in_flight for call in rank.calls)]
+    return sorted({rank.pid for rank in late} - {0, os.getpid()})
 
 
 def full_report(

@@ -12,13 +12,13 @@ import signal
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from .. import _native
 from ..errors import CommError
-from .flight_record import records_from
+from .flight_record import FlightRecord, records_from
 from .flight_recorder import ALL_CALLS, append, report_path
 from .flight_report import SHOWN_CALLS, full_report
 from .proc import parents
@@ -26,6 +26,8 @@ from .proc import parents
 
 def inspect_job(pid: int, num_calls: int = SHOWN_CALLS) -> str:
     """Return what all ranks of a job on this host are doing, with their Python stacks. They go on undisturbed.
+
+    Several jobs that ``pid`` has started have a report each.
 
     Args:
         pid: a rank of it, or what has started the ranks: `singa-lite run`, mpiexec, a parent of multiprocessing.
@@ -47,7 +49,21 @@ def inspect_job(pid: int, num_calls: int = SHOWN_CALLS) -> str:
             f"inspect: neither process {pid} nor its children record collectives: they have not joined a world of two "
             "ranks or more, have left it, belong to another user, or their record is damaged"
         )
-    return full_report(records, num_calls=num_calls)
+    reports = [full_report(each, num_calls=num_calls) for each in jobs_of(records)]
+    started = f"Process {pid} has started {len(reports)} jobs.\n\n" if len(reports) > 1 else ""
+    return started + "\n".join(reports)
+
+
+def jobs_of(records: Iterable[FlightRecord]) -> list[list[FlightRecord]]:
+    """Return the records job by job: communicators of one job have processes in common."""
+    jobs: list[tuple[set[int], list[FlightRecord]]] = []
+    for record in records:
+        pids, found = {rank.pid for rank in record.ranks} - {0}, [record]
+        for job in [job for job in jobs if job[0] & pids]:
+            jobs.remove(job)
+            pids, found = job[0] | pids, job[1] + found
+        jobs.append((pids, found))
+    return [found for _, found in jobs]
 
 
 def descendants(pid: int) -> list[int]:

@@ -30,7 +30,7 @@ from .. import _native
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import codes_of
-from .flight_recorder import WARN_SHARE, FileRecorder, FlightRecorder, is_recording, title_of
+from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
 from .hosts import this_host
 from .mpi_call import (
     Call,
@@ -68,7 +68,7 @@ class MpiCommunicator(Communicator):
         world: this process's ranks, from ``mpi_world``.
         timeout_s: seconds a collective waits for its peers.
         comm: mpi4py communicator to own; None: one of the first ``world.size`` processes of COMM_WORLD, the workers.
-        name, root: a group's own and its world's recorder.
+        name, world_id: a group's own and its world's, for reports.
     """
 
     # Any below: types of mpi4py, which need not be installed
@@ -85,7 +85,7 @@ class MpiCommunicator(Communicator):
         timeout_s: float = TIMEOUT_S,
         comm: Any = None,
         name: str = "",
-        root: FlightRecorder | None = None,
+        world_id: str = "",
     ) -> None:
         super().__init__(world, timeout_s)
         self._mpi = load_mpi()
@@ -102,10 +102,10 @@ class MpiCommunicator(Communicator):
         self._leave_requests: list[Any] = []
         self.error: CommError | None = None  # the first failure; every later call repeats it
         self.is_stuck = False  # a peer is late or a transfer did not end, so MPI_Finalize would not either
-        self._recorder = self._make_recorder(name, root)
+        self._recorder = self._make_recorder(name, world_id)
         self.flight_recorder = self._recorder
 
-    def _make_recorder(self, name: str, root: FlightRecorder | None) -> FileRecorder | None:
+    def _make_recorder(self, name: str, world_id: str) -> FileRecorder | None:
         mine = (this_host(), os.getpid(), os.urandom(8).hex())
         processes = within(self.timeout_s, "connect", lambda: self._comm.allgather(mine))
         native, _ = _native.load("_comm")
@@ -114,7 +114,7 @@ class MpiCommunicator(Communicator):
         members = self.world.members or range(self.size)
         title = title_of(self.world.members, name)
         hosts = [(host, pid) for host, pid, _ in processes]
-        return FileRecorder(native, self.rank, members, hosts, processes[0][2], title, root)
+        return FileRecorder(native, self.rank, members, hosts, processes[0][2], title, world_id)
 
     # ---- collectives -------------------------------------------------------------------------------
 
@@ -234,12 +234,10 @@ class MpiCommunicator(Communicator):
         if self.rank not in ranks:
             return None
         group = self._comm.Get_group().Incl(ranks)
-        comm = within(self.timeout_s, f"new_group {name}", lambda: self._comm.Create_group(group))
+        comm = within(self.timeout_s, f"new_group {name!r}", lambda: self._comm.Create_group(group))
         world = replace(world_of(self._mpi, comm, self.timeout_s), members=self.world.members_of(ranks))
         recorder = self.flight_recorder
-        return MpiCommunicator(
-            world, self.timeout_s, comm, name, recorder.root or recorder if recorder else None
-        )
+        return MpiCommunicator(world, self.timeout_s, comm, name, recorder.world_id if recorder else "")
 
     def close(self) -> None:
         self.abort("")

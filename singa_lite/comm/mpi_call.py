@@ -31,8 +31,9 @@ class Call:
 
 def call_of(number: int, kind: str, name: str, words: str) -> Call:
     """Return the collective ``kind`` called ``name``; ``words``: on what else the ranks must agree."""
+    whole, name = name, repr(name)[1:-1]  # escaped: nothing ends a line, or is obeyed by a terminal
     label = f"{kind} #{number} '{name if len(name) <= SHOWN else name[:SHOWN] + '...'}'"
-    raw, whole = name.encode(errors="replace"), name
+    raw = name.encode()
     if len(raw) > NAME_BYTES:
         import hashlib  # Note [imports]
 

@@ -221,13 +221,13 @@ class NcclCommunicator(Communicator):
             return None
         members = self.world.members or range(self.size)
         processes = [(other["host"], other["process"]) for other in everyone]
-        title = title_of(self.world.members, name) + GPU_TITLE
+        title = title_of(self.world.members, name, GPU_TITLE)
         above = self.host.flight_recorder
         import hashlib  # Note [imports]
 
         identity = hashlib.sha256(everyone[0]["id"].encode()).hexdigest()[:32]
-        root = above and (above.root or above)
-        return GpuRecorder(native, self.rank, members, processes, identity, title, root)
+        world_id = above.world_id if above else ""
+        return GpuRecorder(native, self.rank, members, processes, identity, title, world_id)
 
     def _report(self, error: CommError) -> None:
         """Have the recorder report the first failure."""

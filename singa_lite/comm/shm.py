@@ -18,7 +18,7 @@ from ..errors import CommError
 from .base import HAS_BLOCKS, TIMEOUT_S, Communicator, Operation, World
 from .call_site import CallSites
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
-from .flight_recorder import EngineRecorder, FlightRecorder, is_recording, title_of
+from .flight_recorder import EngineRecorder, is_recording, title_of
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .work import Array, Times, Work
 
@@ -91,12 +91,10 @@ class ShmCommunicator(Communicator):
             if is_complete or not has_living_parent():
                 forget_members(world.rendezvous_id)
 
-    def _open(
-        self, world: World, timeout_s: float, name: str = "", root: FlightRecorder | None = None
-    ) -> None:
+    def _open(self, world: World, timeout_s: float, name: str = "", world_id: str = "") -> None:
         """First half of construction: create the segment (rank 0) or attach to it.
 
-        ``name`` and ``root`` are a group's own and its world's recorder.
+        ``name`` and ``world_id`` are a group's own and its world's, for reports.
         """
         super().__init__(world, timeout_s)
         self._engine = load_native().Engine(
@@ -107,9 +105,7 @@ class ShmCommunicator(Communicator):
         self._sites: CallSites | None = None
         if is_recording():
             self._engine.record(title_of(world.members, name))
-            self.flight_recorder = EngineRecorder(
-                self._engine, root.world_id if root else world.rendezvous_id, root
-            )
+            self.flight_recorder = EngineRecorder(self._engine, world_id or world.rendezvous_id)
             self._sites = self.flight_recorder.sites
         # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
         self._finalizer = weakref.finalize(self, self._engine.close)
@@ -158,7 +154,7 @@ class ShmCommunicator(Communicator):
         group: ShmCommunicator | None = None
         rendezvous_id, failure, members = "", "", self.world.members_of(ranks)
         recorder = self.flight_recorder
-        context = (self.timeout_s, name, recorder.root or recorder if recorder else None)
+        context = (self.timeout_s, name, recorder.world_id if recorder else "")
         if self.rank in ranks:
             group = ShmCommunicator.__new__(ShmCommunicator)
         if self.rank == ranks[0]:
@@ -171,7 +167,7 @@ class ShmCommunicator(Communicator):
         gathered = self.all_gather_object([rendezvous_id, failure], name=f"new_group {name}")
         rendezvous_id, failure = gathered[ranks[0]]
         if failure:
-            raise CommError(f"new_group {name}: {failure}")
+            raise CommError(f"new_group {name!r}: {failure}")
         if group is not None:
             rank = ranks.index(self.rank)
             if rank != 0:

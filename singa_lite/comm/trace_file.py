@@ -117,8 +117,8 @@ def join_trace(folder: Path, path: Path) -> str:
         )
     known: dict[int, Part] = {}
     # first those of a world
-    for part in sorted(parts, key=lambda part: (part.rank is None, part.host == "")):
-        known[_free_rank(part, known)] = part
+    for part in sorted(parts, key=lambda part: (part.rank is None, part.host == "", part.restart)):
+        known[_free_number(part, known)] = part
     trace = chrome_trace(known)
     with atomic_file(path) as written:
         written.write(json.dumps(trace).encode())
@@ -134,6 +134,6 @@ def _parts_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*{SUFFIX}"))
 
 
-def _free_rank(part: Part, known: Mapping[int, Part]) -> int:
-    """Return the rank of a part, or the next free number for a process that is not a rank or is a child of one."""
+def _free_number(part: Part, known: Mapping[int, Part]) -> int:
+    """Return the rank of a part; or the next free number for one that is not a rank, or is a child or a restart of one."""
     return part.rank if part.rank is not None and part.rank not in known else max(known, default=-1) + 1

@@ -27,6 +27,7 @@ class Part:
         pid: of the process.
         rank: that in the environment or the world; None: neither is there.
         host: "" if the process has joined no world.
+        restart: how often the job had been started again.
         steps: of each its number, the thread, spans and collectives.
         offsets: of other ranks' clocks, if this is rank 0's.
         is_cut: whether there were more steps than a part holds.
@@ -35,6 +36,7 @@ class Part:
     pid: int = 0
     rank: int | None = None
     host: str = ""
+    restart: int = 0
     steps: list[tuple[int, int, list[Span], list[Waited]]] = field(default_factory=list)
     offsets: dict[int, list[Offset]] = field(default_factory=dict)
     is_cut: bool = False
@@ -82,6 +84,7 @@ def _add_line(part: Part, line: Any) -> None:
         part.is_cut |= line.get("is_cut", False) is True
         part.pid, part.host = _whole(line.get("pid", part.pid)), str(line.get("host", part.host))
         part.rank = part.rank if line.get("rank") is None else _whole(int(line["rank"]))
+        part.restart = part.restart if line.get("restart") is None else _whole(int(line["restart"]))
 
 
 def _seconds(values: Sequence[Any], count: int) -> list[float]:

@@ -42,7 +42,7 @@ class TraceWriter:
             self._file = (folder / f"{os.urandom(8).hex()}{SUFFIX}").open("ab", buffering=0)
         except OSError as error:
             self._stop_writing(error)
-        self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"))
+        self.add_facts(pid=self.pid, rank=env("SINGA_LITE_RANK"), restart=env("SINGA_LITE_RESTART"))
 
     def add_facts(self, **facts: Any) -> None:
         """Add facts about this process, JSON values."""

@@ -25,8 +25,8 @@ from singa_lite.comm import flight_record, flight_report, stacks
 from singa_lite.comm.base import Communicator, World
 from singa_lite.comm.call_site import CallSites
 from singa_lite.comm.error_stream import tell
-from singa_lite.comm.flight_record import ALL_THERE, ENDED, STARTED, Call, FlightRecord, RankRecord
-from singa_lite.comm.flight_recorder import is_recording
+from singa_lite.comm.flight_record import ALL_THERE, ENDED, FAILED, STARTED, Call, FlightRecord, RankRecord
+from singa_lite.comm.flight_recorder import is_recording, title_of
 from singa_lite.comm.flight_signals import report_at_sigquit
 from singa_lite.comm.inspect_job import inspect_job
 from singa_lite.comm.shm import ShmCommunicator
@@ -193,6 +193,28 @@ def test_over_mpi_one_rank_of_the_host_reports_too(kind: str, tmp_path: Path) ->
     assert_names_rank_1(report, kind)
 
 
+def waits_for_a_rank_in_its_call(c: Communicator, folder: Path) -> str:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder / "logs")
+    # more rounds than there are slots, and too small for a thread that would move them
+    work = c.all_reduce(np.zeros(750_000, np.float32), "sum", name="grad")
+    if c.rank == 1:
+        be_late("loop", folder)
+        return ""
+    with pytest.raises(CommError) as caught:
+        work.wait(LATE_S)
+    (folder / f"done-{c.rank}").touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_late_in_a_call_of_all_has_its_stack_in_the_report(tmp_path: Path) -> None:
+    errors = run_ranks(waits_for_a_rank_in_its_call, 3, tmp_path)
+    assert any("waited 1 s for rank 1" in error for error in errors), errors
+    report = next((tmp_path / "logs").iterdir()).read_text()
+    assert "The ranks do not differ in the calls of the world." in report
+    stack = report.split("Python stack of rank 1:")[1]
+    assert EVIDENCE["loop"] in stack
+
+
 # ---- other failures ------------------------------------------------------------------------------------
 
 
@@ -218,6 +240,80 @@ def test_ranks_that_call_different_collectives_are_shown_with_their_lines(tmp_pa
         rf"rank (0, 2|0|2): all_reduce 'grad' mean float32\[5\] as float16 at .*:{usual}", report
     )
     assert re.search(rf"rank 1: broadcast 'loss' float32\[5\] root 2 at .*:{other}", report)
+
+
+def calls_by_odd_names(c: Communicator, folder: Path) -> str:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    with pytest.raises(CommError) as caught:
+        c.all_reduce(np.zeros(3), "sum", name=f"loss\n\0\x7f{c.rank}" + "x" * 100).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_names_are_escaped_and_cut_ones_are_marked(transport: str, tmp_path: Path) -> None:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    errors = run_ranks(calls_by_odd_names, 2, tmp_path, transport=transport)
+    (path,) = tmp_path.iterdir()
+    report = path.read_text()
+    for rank in range(2):
+        shown = rf"'loss\n\x00\x7f{rank}"
+        assert all(error.isprintable() and shown + "x" * 100 + "' " in error for error in errors), errors
+        assert shown + "x" * 88 + "...' sum" in report  # of 96 bytes
+    assert report.count("\n") == len(report.splitlines())  # no other ends of lines
+
+
+def fails_twice(c: Communicator, folder: Path) -> list[str]:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    pair, errors = c.new_group([1, 0], name="pair"), []
+    for each, name in ((pair, "first"), (c, "second")):
+        assert each is not None
+        with pytest.raises(CommError) as caught:
+            each.all_reduce(np.zeros(2), "sum", name=f"{name} of rank {c.rank}").wait()
+        errors.append(str(caught.value))
+    return errors
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_a_failure_after_one_that_was_caught_has_a_report_too(transport: str, tmp_path: Path) -> None:
+    if transport == "mpi" and (reason := mpi_missing()):
+        pytest.skip(reason)
+    texts = run_ranks(fails_twice, 2, tmp_path, transport=transport)
+    (path,) = tmp_path.iterdir()
+    reports = path.read_text().split("What every rank was doing, ")[1:]
+    assert len(reports) == 2
+    for number, (report, name) in enumerate(zip(reports, ("first", "second"), strict=True)):
+        assert f"'{name} of rank" in report.split("Reason: ")[1].splitlines()[0]
+        assert any(f"what every rank was doing: {path}" in errors[number] for errors in texts)
+
+
+def fails_again_without_a_report(c: Communicator, folder: Path) -> list[str]:
+    os.environ["SINGA_LITE_LOG_DIR"] = str(folder)
+    pair, errors = c.new_group([1, 0], name="pair"), []
+    assert pair is not None
+    with pytest.raises(CommError):
+        pair.all_reduce(np.zeros(2), "sum", name=f"rank {c.rank}").wait()
+    if (child := os.fork()) == 0:
+        try:
+            pair.barrier()
+        except CommError as error:
+            os._exit("what every rank" in str(error))
+    errors.append(f"exit code {os.waitpid(child, 0)[1]}")
+    c.barrier()
+    if c.rank == 1:
+        c.abort("ValueError: the loss is NaN")
+    pair.close()
+    for each in (c, pair):
+        with pytest.raises(CommError) as caught:
+            each.barrier()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_an_error_without_a_report_names_no_older_one(tmp_path: Path) -> None:
+    for errors in run_ranks(fails_again_without_a_report, 2, tmp_path):
+        assert errors[0] == "exit code 0"
+        assert all("what every rank" not in error for error in errors), errors
 
 
 def fails_by_itself(c: Communicator, folder: Path) -> str:
@@ -307,7 +403,7 @@ def test_the_last_64_calls_are_kept_with_state_and_times() -> None:
             assert (call.kind, call.op, call.dtype, call.name) == ("all_reduce", "sum", "float32", "step 0")
             assert call.shape == (2, 1, 1, 1) and call.has_more_axes and call.count == 6
             assert call.file.endswith(str(HERE)[-80:])
-            assert rank.calls[-2].name == "x" * 96 and rank.calls[-2].shape == (2,)
+            assert rank.calls[-2].name == "x" * 96 + "..." and rank.calls[-2].shape == (2,)
             for call in rank.calls[:-2]:
                 assert call.state == ENDED and 0 < call.called <= call.all_there <= call.ended
 
@@ -431,8 +527,8 @@ def call(number: int, name: str = "a", state: int = ENDED) -> Call:
     )
 
 
-def rank_with(rank: int, *names: str, start: int = 0) -> RankRecord:
-    calls = tuple(call(start + number, name) for number, name in enumerate(names))
+def rank_with(rank: int, *names: str, start: int = 0, state: int = ENDED) -> RankRecord:
+    calls = tuple(call(start + number, name, state) for number, name in enumerate(names))
     return RankRecord(rank, 100 + rank, 0.5, start + len(names), calls)
 
 
@@ -457,6 +553,21 @@ def test_the_first_difference_is_found(ranks, number, calls, missing) -> None:
     assert [rank.rank for rank in found.missing] == missing
 
 
+@pytest.mark.parametrize(
+    ("ranks", "failed", "late"),
+    [
+        ([rank_with(0, "a", "b"), rank_with(1, "a")], "id", [101]),
+        ([rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "a", state=STARTED)], "id", [102]),
+        ([rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "a", state=STARTED)], "another", []),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "a", state=ALL_THERE)], "id", [101]),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "a", "b", state=ALL_THERE)], "id", [100, 101]),
+        ([rank_with(0, "a", state=FAILED), rank_with(1, "b", state=ALL_THERE)], "id", []),
+    ],
+)
+def test_late_are_ranks_without_the_call_or_where_all_have_it_in_it(ranks, failed, late) -> None:
+    assert flight_report.late_pids([FlightRecord("id", "world", tuple(ranks))], failed) == late
+
+
 def test_a_call_of_long_ago_is_called_unknown() -> None:
     record = FlightRecord("id", "world", (rank_with(0, "a", "b", start=90), rank_with(1, "a", start=3)))
     found = flight_report.first_difference(record)
@@ -469,6 +580,12 @@ def test_parts_of_one_communicator_are_joined() -> None:
     other = FlightRecord("id2", "group", (rank_with(0),))
     joined = flight_record.merge([mine, other, theirs])
     assert joined == [FlightRecord("id", "world", (rank_with(0, "a"), rank_with(1, "a", "b"))), other]
+
+
+def test_the_title_of_a_group_is_escaped_and_cut() -> None:
+    assert title_of([2, 0], "a\n") == r"group 'a\n' of rank 2, 0"
+    title = title_of([2, 0], "é" * 200, flight_record.GPU_TITLE)
+    assert len(title.encode()) <= 108 and title.endswith("é..." + flight_record.GPU_TITLE)
 
 
 def test_a_text_for_the_user_is_written_at_once_and_whole(capfd: pytest.CaptureFixture[str]) -> None:
@@ -719,6 +836,35 @@ def test_sigquit_to_the_launcher_or_a_rank_gives_a_report_and_all_go_on(job) -> 
         assert line.startswith(beginning)
         text = "".join(launcher.stderr.readline() for _ in range(15))
         assert f"rank 1 (process {pids[1]}, " in text
+
+
+STARTS_TWO_JOBS = """
+import os, sys, time
+from singa_lite.comm.base import World
+from singa_lite.comm.shm import ShmCommunicator
+for job in range(2):
+    for rank in range(2):
+        if os.fork() == 0:
+            c = ShmCommunicator(World(rank, 2, rank, 2, f"{sys.argv[1]}{job}", "shm"), float(sys.argv[2]))
+            c.barrier(name=f"job {job}")
+            os.write(1, b"%d %d %d\\n" % (job, rank, os.getpid()))  # in one piece
+            time.sleep(600)
+time.sleep(600)
+"""
+
+
+def test_jobs_of_one_parent_are_apart() -> None:
+    with running(STARTS_TWO_JOBS, f"test{secrets.token_hex(8)}", str(LIMIT_S)) as process:
+        assert process.stdout
+        started = [map(int, process.stdout.readline().split()) for _ in range(4)]
+        report = inspect_job(process.pid)
+        assert report.startswith(f"Process {process.pid} has started 2 jobs.\n")
+        reports = report.split("What every rank was doing, ")[1:]
+        for job, rank, pid in started:
+            (mine,) = [each for each in reports if f"'job {job}'" in each]
+            assert len(re.findall(rf"rank {rank} \(process {pid}, ", mine)) == 1
+            other = inspect_job(pid)
+            assert f"'job {job}'" in other and f"'job {1 - job}'" not in other
 
 
 def test_what_is_no_job_cannot_be_inspected() -> None:

@@ -55,7 +55,7 @@ x = tensor.from_numpy(rng.standard_normal((32, 200)).astype(np.float32))
 y = tensor.from_numpy(rng.integers(0, 10, 32).astype(np.int32))
 net.compile([x], use_graph=graph == "graph")
 for step in range(6):
-    if step == 4 and rank == 1 and end == "kill":
+    if step == 4 and rank == 1 and end == "kill" and os.environ["SINGA_LITE_RESTART"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 4 and rank == 1 and end == "raise":
         raise ValueError("a bad batch")
@@ -63,12 +63,14 @@ for step in range(6):
 """
 
 
-def traced(folder: Path, *arguments: str, ranks: int = 3) -> tuple[dict, subprocess.CompletedProcess[str]]:
+def traced(
+    folder: Path, *arguments: str, ranks: int = 3, options: tuple[str, ...] = ()
+) -> tuple[dict, subprocess.CompletedProcess[str]]:
     """Return the trace of a run of TRAIN, and how the run ended."""
     script, out = folder / "train.py", folder / "out.json"
     script.write_text(TRAIN)
-    command = [sys.executable, "-m", "singa_lite", "run", "-n", str(ranks), "--trace", str(out), str(script)]
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", str(ranks), "--trace", str(out), *options]
+    ended = subprocess.run([*command, str(script), *arguments], capture_output=True, text=True, timeout=120)
     assert not parts_folder(out).exists()
     return json.loads(out.read_bytes()), ended
 
@@ -129,6 +131,25 @@ def test_a_failed_job_leaves_its_trace(tmp_path, end, code):
     assert "trace of 3 processes" in ended.stderr
 
 
+def test_a_restarted_job_has_the_ranks_of_each_round(tmp_path):
+    trace, ended = traced(tmp_path, "fp32", "eager", "kill", ranks=2, options=("--max-restarts", "1"))
+    assert ended.returncode == 0, ended.stderr
+    names = {
+        event["args"]["name"]: event["pid"]
+        for event in trace["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    host = os.uname().nodename
+    rounds = [[f"rank {rank} on {host}{round}" for rank in range(2)] for round in ("", ", restart 1")]
+    assert set(names) == {*rounds[0], *rounds[1]}
+    for ranks, steps in zip(rounds, (4, 6), strict=True):
+        events = [event for name in ranks for event in complete(trace, names[name])]
+        assert {event["args"]["last_rank"] for event in events if "last_rank" in event["args"]} <= {0, 1}
+        assert {event["args"]["step"] for event in complete(trace, names[ranks[1]])} == set(
+            range(1, steps + 1)
+        )
+
+
 def test_one_process_without_a_world_has_a_trace(tmp_path):
     trace, ended = traced(tmp_path, "none", "graph", "well", ranks=1)
     assert ended.returncode == 0, ended.stderr
@@ -169,6 +190,28 @@ def test_the_last_rank_is_named_and_waited_for():
     assert second["args"] == {
         "step": 1, "of": "a", "bytes_sent": 24, "kind": "all_reduce", "last_rank": 1
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "there", "last"),
+    [
+        ([1, 2], 7.0, 2),
+        ([1], 7.0, 2),  # rank 2 called when all were there, as ranks of one host know exactly
+        ([1], 8.0, None),  # rank 1 may have, and was killed before it wrote the step
+        ([1, 2], 8.0, 2),  # as over MPI, where a rank knows when it has got the others' messages
+    ],
+)
+def test_a_rank_that_was_killed_in_its_step_may_have_been_the_last(of_rank_1, there, last):
+    def of(rank: int, numbers: list[int], posted: float) -> Part:
+        spans = [Span("wait", "a", 1.0, 9.0)]
+        waited = [Waited("a", "all_reduce", 24, (posted, there, 9.0), 8.0, 9.0)]
+        steps = [(number, 0, spans, waited if number == 2 and rank != 1 else []) for number in numbers]
+        return Part(rank=rank, host="host", steps=steps)
+
+    trace = chrome_trace({0: of(0, [1, 2], 5.0), 1: of(1, of_rank_1, 0.0), 2: of(2, [1, 2], 7.0)})
+    first, second = complete(trace, 0, WIRE)
+    assert first["name"] == ("waits for another rank" if last is None else f"waits for rank {last}")
+    assert first["args"].get("last_rank") == second["args"].get("last_rank") == last
 
 
 def test_collectives_that_overlap_are_on_several_wires():
