@@ -135,5 +135,5 @@ def _parts_in(folder: Path) -> list[Path]:
 
 
 def _free_number(part: Part, known: Mapping[int, Part]) -> int:
-    """Return the rank of a part; or the next free number for one that is not a rank, or is a child or a restart of one."""
+    """Return the rank of a part; the next free number for one that is not a rank, or is a child or a restart of one."""
     return part.rank if part.rank is not None and part.rank not in known else max(known, default=-1) + 1

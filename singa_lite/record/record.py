@@ -238,7 +238,9 @@ class Record:
         with recorder.recording():
             result = model.run_train_one_batch(*arguments, **options)
         self.num_left = check_every()
-        if recorder.break_reason is not None or recorder.is_partial:
+        if recorder.break_reason is not None:
+            return result, f"what no replay does ({recorder.break_reason})" if recorder.is_lasting else None
+        if recorder.is_partial:
             return result, None
         tape = _tape_of(recorder, inputs, result)
         return result, difference(self._tape, tape, self.device.backend.to_numpy)
