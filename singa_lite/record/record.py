@@ -100,7 +100,7 @@ class Record:
         arenas: list[Any],
         copies: MutableMapping[int, Any],
     ) -> None:
-        self.num_left = check_every()
+        self.num_left = replays_before_check()
         self._creator = RecordedStep()
         recorder = Recorder(leaves)
         given = Arguments((arguments, options))
@@ -237,7 +237,7 @@ class Record:
         recorder.take_inputs([tensor.array for tensor in inputs])
         with recorder.recording():
             result = model.run_train_one_batch(*arguments, **options)
-        self.num_left = check_every()
+        self.num_left = replays_before_check()
         if recorder.break_reason is not None:
             return result, f"what no replay does ({recorder.break_reason})" if recorder.is_lasting else None
         if recorder.is_partial:
@@ -311,7 +311,7 @@ def _tape_of(recorder: Recorder, inputs: list[Tensor], result: Any) -> Tape:
     return Tape(recorder.nodes, given, made)
 
 
-def check_every() -> float:
+def replays_before_check() -> float:
     """Return after how many replays a step is compared with its record, by the switch SINGA_LITE_CHECK_RECORDS."""
     text = env("SINGA_LITE_CHECK_RECORDS")
     if text is not None and not (text.isascii() and text.isdigit()):
