@@ -314,9 +314,15 @@ def _tape_of(recorder: Recorder, inputs: list[Tensor], result: Any) -> Tape:
 def replays_before_check() -> float:
     """Return after how many replays a step is compared with its record, by the switch SINGA_LITE_CHECK_RECORDS."""
     text = env("SINGA_LITE_CHECK_RECORDS")
-    if text is not None and not (text.isascii() and text.isdigit()):
+    if text is None:
+        return inf
+    try:
+        num_replays = int(text)
+    except ValueError:
+        num_replays = -1
+    if num_replays < 0:
         raise OptionError(f"SINGA_LITE_CHECK_RECORDS={text}: expected an int >= 0")
-    return inf if text is None else int(text)
+    return num_replays
 
 
 def written_by(recorder: Recorder) -> dict[int, Any]:
