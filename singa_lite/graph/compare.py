@@ -9,15 +9,17 @@ nodes the step has, and replays since then gave other results than eager steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
+from types import MethodType
 from typing import Any
 
 import numpy as np
 
 from .memory import Array, Memory, View
-from .nodes import ClockCall, Collective, Kernel, Node, Scalar, StreamSwitch
+from .nodes import ClockCall, Collective, Host, Kernel, Node, Scalar, StreamSwitch
 
 
 @dataclass(frozen=True)
@@ -26,28 +28,42 @@ class Tape:
 
     Attributes:
         nodes: in order.
-        inputs, results: where the Tensors are that it was given and that it returned; None: in arrays that it has not
-            used.
+        inputs: where the Tensors are that it was given; None: in arrays that it has not used.
+        outputs: where the Tensors are that it has returned, set as attributes and given to host nodes; likewise.
+        structure: what it has returned and set, but for the values of Tensors; None if a replay could not do that.
+        casts_again: see Recorder.
     """
 
     nodes: Sequence[Node]
     inputs: Sequence[View | None]
-    results: Sequence[View | None]
+    outputs: Sequence[View | None]
+    structure: Hashable
+    casts_again: bool
 
 
 def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> str | None:
     """Return what the first node that differs was and is, or that the results differ; None if the tapes are alike.
 
+    So they are called, too, where one has a cast more because somebody holds the array between steps.
+
     Args:
-        old, new: of the record, and of a call on its own arrays.
+        old, new: of the record, and of a later call.
         to_numpy: copies an array to the host (``Backend.to_numpy``).
     """
+    if old.casts_again != new.casts_again or len(old.inputs) != len(new.inputs):
+        return None
     same = SameMemory(old.inputs, new.inputs, to_numpy)
     for before, now in zip_longest(*map(_compared, (old.nodes, new.nodes))):
         if before is None or now is None or not _are_alike(before, now, same):
-            return f"{_text(now)} instead of {_text(before)}"
-    results = zip_longest(old.results, new.results)
-    return None if all(same.views(before, now) for before, now in results) else "what gives other results"
+            was, what = _text(before), _text(now)
+            return f"{what} instead of {was}" if was != what else f"{what} on other arrays or values"
+    if new.structure is None:
+        return None
+    outputs = zip_longest(old.outputs, new.outputs)
+    is_same = old.structure == new.structure and all(
+        same.views(was, now, is_read=True) for was, now in outputs
+    )
+    return None if is_same else "what gives other results or attributes"
 
 
 class SameMemory:
@@ -109,6 +125,8 @@ def _are_alike(old: Node, new: Node, same: SameMemory) -> bool:
         attributes = zip_longest(old.attributes.items(), new.attributes.items(), fillvalue=("", None))
         if not all(a == b and _are_equal(was, now) for (a, was), (b, now) in attributes):
             return False
+    if isinstance(old, Host) and isinstance(new, Host) and not _do_the_same(old.function, new.function):
+        return False
     if isinstance(old, Collective) and isinstance(new, Collective) and not _are_equal_calls(old, new):
         return False
     reads, writes = zip_longest(old.inputs, new.inputs), zip_longest(old.outputs, new.outputs)
@@ -122,10 +140,19 @@ def _are_equal_calls(old: Collective, new: Collective) -> bool:
 
 
 def _are_equal(old: Any, new: Any) -> bool:
-    """Return whether two values of an attribute are equal; what is read again at every replay always is."""
-    if isinstance(old, Scalar) or isinstance(new, Scalar):
-        return type(old) is type(new)
+    """Return whether two values of an attribute are equal; of what every replay reads, whether it is the same."""
+    if isinstance(old, Scalar) and isinstance(new, Scalar):
+        return _do_the_same(old.source, new.source)
     return old is new or repr(old) == repr(new)
+
+
+def _do_the_same(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
+    """Return whether two functions are alike, as far as that is seen without calling them."""
+    if isinstance(old, partial) and isinstance(new, partial):
+        return bool(old.func == new.func)
+    if isinstance(old, MethodType) and isinstance(new, MethodType):
+        return old == new
+    return getattr(old, "__code__", None) is getattr(new, "__code__", None)
 
 
 def _text(node: Node | None) -> str:

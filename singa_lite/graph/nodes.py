@@ -27,12 +27,13 @@ class Scalar:
     Attributes:
         read: called once for each node that has this number, in the order of the tape; it may count.
         value: what it gave in the recorded step.
+        source: ``read`` as it was given, also where several share what it gives.
     """
 
-    __slots__ = ("read", "value")
+    __slots__ = ("read", "source", "value")
 
     def __init__(self, read: Callable[[], Any]) -> None:
-        self.read = read
+        self.read = self.source = read
         self.value = read()
 
     def shared(self) -> tuple[Scalar, Scalar]:

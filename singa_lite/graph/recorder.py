@@ -43,6 +43,7 @@ class Recorder:
         break_reason: why the step must not be replayed; None if it may be.
         is_lasting: whether the next step of this kind breaks as well.
         is_partial: whether a fork has left a part of the step out.
+        casts_again: whether an array was cast again which nothing on the tape has changed, see ``cast``.
         phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
@@ -53,6 +54,7 @@ class Recorder:
         self.break_reason: str | None = None
         self.is_lasting = True
         self.is_partial = False
+        self.casts_again = False
         self.phase = "Forward"
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
@@ -145,7 +147,9 @@ class Recorder:
         watch, versions = self._casts.get(key, (lambda: None, ()))
         found = watch()
         is_exposed = self.break_reason is not None or id(root_of(array)) in state.exposed
-        if found is None or is_exposed or versions != self._versions(source, found):
+        is_fresh = found is not None and versions == self._versions(source, found)
+        self.casts_again |= is_fresh and is_exposed
+        if found is None or is_exposed or not is_fresh:
             found = backend.empty(array.shape, dtype)
             backend.run("cast", array, out=found)
             self._casts[key] = weakref.ref(found), self._versions(source, found)

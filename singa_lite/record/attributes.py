@@ -281,6 +281,14 @@ class Attributes:
                 change.repeat([*self._held, *self._set])
         self._held = []
 
+    def changes(self) -> tuple[Hashable, list[Tensor]]:
+        """Return what the step has set, but for the values of Tensors, and the Tensors that it made for that."""
+        found = [
+            (key, flatten(change.value, id)[0], *change.sources, change.is_in_place)
+            for key, change in self._changes.items()
+        ]
+        return tuple(found), self._made
+
     def share_memory(self) -> None:
         """Have the Tensors that ``repeat`` has set share memory with those of the step."""
         for clone, made in zip(self._set, self._made, strict=True):

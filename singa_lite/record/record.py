@@ -79,6 +79,7 @@ class Record:
         model: whose step is run, once and eagerly, on copies of the Tensors in ``arguments`` and ``options``.
         arenas: memory that the records of a model share, idle; another piece is appended where none is large enough.
         copies: of parameters, which they share too (graph/rounded.py); more are added.
+        is_replayed: False for a run that is only compared with a record.
 
     Attributes:
         device: on which the step ran.
@@ -99,7 +100,9 @@ class Record:
         options: dict[str, Any],
         arenas: list[Any],
         copies: MutableMapping[int, Any],
+        is_replayed: bool = True,
     ) -> None:
+        self._tape: Tape | None = None
         self.num_left = replays_before_check()
         self._creator = RecordedStep()
         recorder = Recorder(leaves)
@@ -126,8 +129,8 @@ class Record:
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self._attributes.finish(recorder, inputs)
         del given
+        self._tape = self._tape_of(recorder, [*inputs, *self._attributes.inputs])
         if recorder.break_reason is None:
-            self._tape = _tape_of(recorder, [*inputs, *self._attributes.inputs], self.result)
             self._results = [pinned(tensor, recorder) for tensor in leaves(self.result)]
             # numbers of those that an operator has made
             self._made = [
@@ -148,7 +151,7 @@ class Record:
         self._guards = recorder.guards
         # Ctrl-C waits for the end of a replay then, or some parameters would be a step ahead of others
         self._is_whole = recorder.updates_in_parts
-        if self.break_reason is None:
+        if self.break_reason is None and is_replayed:
             self._compile(recorder, [*inputs, *self._attributes.inputs], arenas, copies)
 
     def _run_eagerly(self, model: Any, given: Arguments, arenas: list[Any], recorder: Recorder) -> Any:
@@ -171,6 +174,17 @@ class Record:
         self._variables.finish(recorder)
         given.give_values_back(recorder)
         return result
+
+    def _tape_of(self, recorder: Recorder, inputs: list[Tensor]) -> Tape:
+        """Return the tape of the step that has just run, with what it gave."""
+        outputs, structure = leaves(self.result), None
+        if recorder.break_reason is None:
+            changes, made = self._attributes.changes()
+            hosts = [node for node in recorder.nodes if isinstance(node, Host)]
+            outputs = [*outputs, *made, *leaves([node.arguments for node in hosts])]
+            structure = flatten(self.result)[0], changes
+        given, gave = ([recorder.view(tensor.array) for tensor in each] for each in (inputs, outputs))
+        return Tape(recorder.nodes, given, gave, structure, recorder.casts_again)
 
     def _compile(
         self, recorder: Recorder, inputs: list[Tensor], arenas: list[Any], copies: MutableMapping[int, Any]
@@ -225,25 +239,11 @@ class Record:
                 return False
         return True
 
-    def run_eagerly(
-        self, model: Any, given: list[Tensor], arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, str | None]:
-        """Run the step itself instead of a replay; return its result, and how its tape differs from this one, if so.
-
-        Args:
-            given: the Tensors in ``arguments`` and ``options``, as for ``replay``.
-        """
-        recorder, inputs = Recorder(leaves), [*given, *self._attributes.now()]
-        recorder.take_inputs([tensor.array for tensor in inputs])
-        with recorder.recording():
-            result = model.run_train_one_batch(*arguments, **options)
-        self.num_left = replays_before_check()
-        if recorder.break_reason is not None:
-            return result, f"what no replay does ({recorder.break_reason})" if recorder.is_lasting else None
-        if recorder.is_partial:
-            return result, None
-        tape = _tape_of(recorder, inputs, result)
-        return result, difference(self._tape, tape, self.device.backend.to_numpy)
+    def difference(self, old: Record) -> str | None:
+        """Return in what this run of the step of the record ``old`` differs from it, None if in nothing."""
+        if self._tape is None or old._tape is None or self.is_partial:
+            return None
+        return difference(old._tape, self._tape, self.device.backend.to_numpy)
 
     def replay(self, given: list[Tensor]) -> Any:
         """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""
@@ -304,11 +304,6 @@ class Record:
             None,
             tuple(map(_described, self._nodes)),
         )
-
-
-def _tape_of(recorder: Recorder, inputs: list[Tensor], result: Any) -> Tape:
-    given, made = ([recorder.view(tensor.array) for tensor in each] for each in (inputs, leaves(result)))
-    return Tape(recorder.nodes, given, made)
 
 
 def replays_before_check() -> float:
