@@ -26,12 +26,12 @@ from tests.bench.test_compare import result, write
 from tools.soak.file_readers.reader import Read, Refused
 
 RANKS = 3
-PLACE = runs.Place({"cores": 2, "host": "a"}, {"singa-lite": "1"}, {"data": "x"}, {"threads": "1"})
+PROVENANCE = runs.Provenance({"cores": 2, "host": "a"}, {"singa-lite": "1"}, {"data": "x"}, {"threads": "1"})
 SETTINGS = runs.Settings("cnn-mnist", "fp16", ranks=1, epochs=1)
 
 
 def make_run(folder: Path, number: int) -> None:
-    made = runs.Runs(folder, PLACE)
+    made = runs.Runs(folder, PROVENANCE)
     made.add(SETTINGS, {**result(loss=0.1 + number), "break_reasons": [], "device": "cpu"})
     os.replace(made.path(SETTINGS), folder / "run.json")
 
@@ -40,7 +40,7 @@ def start_run() -> Read:
     """Read a finished run as `bench sync` does: a damaged one is none, and is made again."""
 
     def read(folder: Path) -> object:
-        made = runs.Runs(folder, PLACE)
+        made = runs.Runs(folder, PROVENANCE)
         os.replace(folder / "run.json", made.path(SETTINGS))
         list(made.foreign())
         found = made.find(SETTINGS)
