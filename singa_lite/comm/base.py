@@ -381,7 +381,7 @@ class Communicator(ABC):
         try:
             if self.flight_recorder is not None:
                 self.flight_recorder.report(error)
-        finally:  # whose errors have this one's text, with the place of the report
+        finally:  # their errors repeat this text, with the path of the report
             self._abort_others(error)
 
     def _abort_others(self, error: CommError) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two tapes of one step: a record, and what the step's Python does now.
+"""Compare the tape of a record with that of a later run of the step.
 
 What lives here: finding the first node in which they differ. What does not: when steps are compared (record/).
 
@@ -24,13 +24,13 @@ from .nodes import ClockCall, Collective, Host, Kernel, Node, Scalar, StreamSwit
 
 @dataclass(frozen=True)
 class Tape:
-    """What a Recorder has of a step, with Views.
+    """The nodes of one run of a step, with Views, and its inputs and outputs.
 
     Attributes:
         nodes: in order.
-        inputs: where the Tensors are that it was given; None: in arrays that it has not used.
-        outputs: where the Tensors are that it has returned, set as attributes and given to host nodes; likewise.
-        structure: what it has returned and set, but for the values of Tensors; None if a replay could not do that.
+        inputs: Views of the Tensors in the arguments; None for an array that no node uses.
+        outputs: likewise, of the Tensors that the step returned, set as attributes and gave to host nodes.
+        structure: the results and changed attributes without the values of Tensors; None if the graph is broken.
         casts_again: see Recorder.
     """
 
@@ -42,9 +42,9 @@ class Tape:
 
 
 def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any, Any]]) -> str | None:
-    """Return what the first node that differs was and is, or that the results differ; None if the tapes are alike.
+    """Return a description of the first difference between two tapes; None if they are alike.
 
-    So they are called, too, where one has a cast more because somebody holds the array between steps.
+    None as well where they cannot be compared: only one of them casts an array twice, as somebody holds it.
 
     Args:
         old, new: of the record, and of a later call.
@@ -67,10 +67,10 @@ def difference(old: Tape, new: Tape, to_numpy: Callable[[Array], np.ndarray[Any,
 
 
 class SameMemory:
-    """Which memory of one tape is which of the other.
+    """The mapping between the memory of one tape and that of the other.
 
     Args:
-        old_inputs, new_inputs: of the tapes; two of them may share memory.
+        old_inputs, new_inputs: Views of the tapes' inputs; two of them may share memory.
         to_numpy: copies an array to the host (``Backend.to_numpy``).
     """
 
@@ -103,7 +103,7 @@ class SameMemory:
         return not is_read or self._holds_same(old.memory.owner, new.memory.owner)
 
     def _holds_same(self, old: Array, new: Array) -> bool:
-        """Return whether two arrays from before the step are one, or constants that each step makes anew."""
+        """Return whether both are one array that existed before the step, or equal constants created in each run."""
         if old is new:
             return True
         return (
@@ -114,7 +114,7 @@ class SameMemory:
 
 
 def _compared(nodes: Iterable[Node]) -> list[Node]:
-    """Return the nodes but for those that measure time, and those of streams."""
+    """Return the nodes without those that measure time or switch streams."""
     return [node for node in nodes if not isinstance(node, (ClockCall, StreamSwitch))]
 
 
@@ -140,14 +140,14 @@ def _are_equal_calls(old: Collective, new: Collective) -> bool:
 
 
 def _are_equal(old: Any, new: Any) -> bool:
-    """Return whether two values of an attribute are equal; of what every replay reads, whether it is the same."""
+    """Return whether two values of an attribute are equal; for Scalars, whether they read the same number."""
     if isinstance(old, Scalar) and isinstance(new, Scalar):
         return _do_the_same(old.source, new.source)
     return old is new or repr(old) == repr(new)
 
 
 def _do_the_same(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
-    """Return whether two functions are alike, as far as that is seen without calling them."""
+    """Return whether two functions have the same code, or are methods of the same object."""
     if isinstance(old, partial) and isinstance(new, partial):
         return bool(old.func == new.func)
     if isinstance(old, MethodType) and isinstance(new, MethodType):

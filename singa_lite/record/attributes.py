@@ -282,7 +282,7 @@ class Attributes:
         self._held = []
 
     def changes(self) -> tuple[Hashable, list[Tensor]]:
-        """Return what the step has set, but for the values of Tensors, and the Tensors that it made for that."""
+        """Return the changed attributes without the values of their Tensors, and the Tensors that the step made."""
         found = [
             (key, flatten(change.value, id)[0], *change.sources, change.is_in_place)
             for key, change in self._changes.items()

@@ -176,7 +176,7 @@ class Record:
         return result
 
     def _tape_of(self, recorder: Recorder, inputs: list[Tensor]) -> Tape:
-        """Return the tape of the step that has just run, with what it gave."""
+        """Return the tape of the step that has just run, with its inputs and outputs."""
         outputs, structure = leaves(self.result), None
         if recorder.break_reason is None:
             changes, made = self._attributes.changes()
@@ -240,7 +240,7 @@ class Record:
         return True
 
     def difference(self, old: Record) -> str | None:
-        """Return in what this run of the step of the record ``old`` differs from it, None if in nothing."""
+        """Return how this run of the step differs from that of the record ``old``; None if it does not."""
         if self._tape is None or old._tape is None or self.is_partial:
             return None
         return difference(old._tape, self._tape, self.device.backend.to_numpy)

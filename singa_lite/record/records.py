@@ -117,10 +117,10 @@ class Records:
     def _run_postponed(
         self, kind: Kind, record: Record, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> Any:
-        """Run the step of a postponed record itself; where that is not what replays have repeated, from now on.
+        """Run the step of a postponed record eagerly, and drop the records of its kind if its tape is another one.
 
         Raises:
-            GraphError: that is so, with the switch SINGA_LITE_CHECK_RECORDS; else it is a warning.
+            GraphError: the tape is another one, with the switch SINGA_LITE_CHECK_RECORDS; without it that is a warning.
         """
         with self._postponing_if_left_out():
             again = Record(model, arguments, options, self._idle_arenas(), self._copies, is_replayed=False)

@@ -249,10 +249,14 @@ def calls_by_odd_names(c: Communicator, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+TRANSPORTS = [
+    "shm",
+    pytest.param("mpi", marks=pytest.mark.skipif(bool(mpi_missing()), reason=mpi_missing() or "mpi works")),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_names_are_escaped_and_cut_ones_are_marked(transport: str, tmp_path: Path) -> None:
-    if transport == "mpi" and (reason := mpi_missing()):
-        pytest.skip(reason)
     errors = run_ranks(calls_by_odd_names, 2, tmp_path, transport=transport)
     (path,) = tmp_path.iterdir()
     report = path.read_text()
@@ -274,10 +278,8 @@ def fails_twice(c: Communicator, folder: Path) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_failure_after_one_that_was_caught_has_a_report_too(transport: str, tmp_path: Path) -> None:
-    if transport == "mpi" and (reason := mpi_missing()):
-        pytest.skip(reason)
     texts = run_ranks(fails_twice, 2, tmp_path, transport=transport)
     (path,) = tmp_path.iterdir()
     reports = path.read_text().split("What every rank was doing, ")[1:]
