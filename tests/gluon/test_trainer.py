@@ -501,6 +501,7 @@ def a_step_that_an_exception_ends_breaks_the_store_on_all_workers(rig: Rig) -> N
             params = two(0.0)
             store = rig.store(will_break=True)
             trainer = gluon.Trainer(params, "sgd", kvstore=store, update_on_kvstore=on_store)
+            rig.workers.barrier()  # all have the values, before worker 0 breaks the store
             backward(dict.fromkeys(params.values(), 1))
             before = signal.signal(signal.SIGALRM, interrupt)
             if rig.rank == 0 and is_exchanging:  # the others come once it has been interrupted
@@ -529,6 +530,7 @@ def a_step_that_was_late_breaks_the_store_on_all_workers(rig: Rig) -> None:
     params = two(0.0)
     store = rig.store(will_break=True)
     trainer = gluon.Trainer(params, "sgd", kvstore=store)
+    rig.workers.barrier()
     backward(dict.fromkeys(params.values(), 1))
     if rig.rank == 0:
         store._messenger.timeout_s = 0.1  # type: ignore[attr-defined]
