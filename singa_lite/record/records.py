@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of a model's training step: which one belongs to a call, and when a step is recorded or runs eagerly.
 
-What lives here: the keys of records, and how many there are. What does not: one record (record.py).
+What lives here: the keys of records, and how many there are. What does not: one run of a step (run.py), one record
+(record.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from ..tensor import Tensor
 from ..tensor.pytree import OpaqueLeafError, flatten, leaves
 from ..users_line import warn
 from .arguments import repeats
-from .record import Known, Record, RecordInfo, replays_before_check, written_by
+from .record import Known, Record, RecordInfo, replays_before_check
+from .run import Run, written_by
 
 # both times the records that one kind of call needs (Optimizer.records_per_kind)
 MAX_RECORDS = 64  # of one model; they share memory, and the least recently used is dropped
@@ -123,17 +125,16 @@ class Records:
             GraphError: the tape is another one, with the switch SINGA_LITE_CHECK_RECORDS; without it that is a warning.
         """
         with self._postponing_if_left_out():
-            again = Record(model, arguments, options, self._idle_arenas(), self._copies, is_replayed=False)
+            run = Run(model, arguments, options, self._idle_arenas())
             record.num_left = replays_before_check()
-        if (found := again.difference(record)) is not None:
+        if (found := run.difference(record.tape)) is not None:
             kind.break_reason = NOT_NOTICED.format(found)
             kind.records.clear()
             text = f"{type(model).__name__}: {kind.break_reason}"
             if record.num_left < inf:
                 raise GraphError(text)
             warn(text)
-        result, again.result = again.result, None
-        return result
+        return run.result
 
     @contextmanager
     def _postponing_if_left_out(self) -> Iterator[None]:
@@ -197,23 +198,25 @@ class Records:
         self._recorded = kind
         try:
             with self._postponing_if_left_out():
-                record = Record(model, arguments, options, self._idle_arenas(), self._copies)
+                run = Run(model, arguments, options, self._idle_arenas())
+                if run.recorder.break_reason is None:
+                    record = Record(run, self._arenas, self._copies)
+                    kind.records.insert(0, record)
+                    self._written |= record.written
         finally:
             self._recorded = None
-        if record.break_reason is None:
-            self._written |= record.written
+        recorder = run.recorder
+        if recorder.break_reason is None:
             kind.misses += 1
-            kind.records.insert(0, record)
-        elif record.changes_containers:  # so the next call has other ones
-            self._join_kinds(arguments, options, kind, record.break_reason)
+        elif run.changes_containers:  # so the next call has other ones
+            self._join_kinds(arguments, options, kind, recorder.break_reason)
             kind.is_settled = True
-        elif record.is_lasting or kind.retries == MAX_RETRIES:
-            kind.break_reason, kind.is_settled = record.break_reason, record.is_lasting
-        elif not record.is_partial:  # a step without an update says nothing about the next
+        elif recorder.is_lasting or kind.retries == MAX_RETRIES:
+            kind.break_reason, kind.is_settled = recorder.break_reason, recorder.is_lasting
+        elif not recorder.is_partial:  # a step without an update says nothing about the next
             kind.retries += 1
-            kind.last_reason = record.break_reason
-        result, record.result = record.result, None
-        return result
+            kind.last_reason = recorder.break_reason
+        return run.result
 
     def _join_kinds(
         self, arguments: tuple[Any, ...], options: dict[str, Any], kind: Kind, break_reason: str | None
