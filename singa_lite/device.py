@@ -154,7 +154,7 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(num: int) -> None:
-    """Let compiled CPU kernels called from this Python thread use ``num`` threads, instead of ``OMP_NUM_THREADS``.
+    """Set the number of threads of compiled CPU kernels called from this Python thread, instead of ``OMP_NUM_THREADS``.
 
     A child forked after kernels ran on several threads stays on one.
 
@@ -182,7 +182,7 @@ def create_device(local_rank: int = 0) -> Device:
 
 
 def allow_tf32(allowed: bool = True) -> None:
-    """Let CUDA devices round the factors of float32 products and convolutions to TF32's 10 bits: faster, coarser.
+    """Allow CUDA devices to round the factors of float32 products and convolutions to TF32's 10 bits: faster, coarser.
 
     Off at the start. Holds for all devices of the process, from the next call on; a captured step keeps what it had.
     """

@@ -161,7 +161,7 @@ def _remove_abandoned(target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the new name survive a power failure; some file systems cannot, and return an error."""
+    """Sync a folder, so that a new name in it survives a power failure, where the file system can."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -140,7 +140,7 @@ class Model(Layer):
         self._prepared = frozenset(map(id, params.values()))
 
     def _check_prepared(self) -> None:
-        """Have the optimizer prepared again for other parameters; GraphError if it has updated some that are gone."""
+        """Prepare the optimizer again for other parameters; GraphError if it has updated some that are gone."""
         if self._prepared is None:
             return
         now = frozenset(map(id, self.get_params().values()))

@@ -59,7 +59,7 @@ def _check_device(where: str, precision: str, device: Device) -> None:
 
 
 def autocast(precision: str = "bf16", enabled: bool = True) -> AbstractContextManager[None]:
-    """Have operators inside the ``with`` block compute in a lower precision, each by its own rule (docs/precision.md).
+    """Run operators inside the ``with`` block in a lower precision, each by its own rule (docs/precision.md).
 
     Products, convolutions and attention round their inputs to bfloat16, or to float16, and add in float32; losses, sums
     and softmax compute in float32; all others take activations as they are. Parameters and their gradients stay

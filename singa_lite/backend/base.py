@@ -204,7 +204,7 @@ class Backend(ABC):
         out: Array | tuple[Array, ...],
         attributes: dict[str, Any],
     ) -> None:
-        """Do what ``run`` does, unrecorded."""
+        """Run a kernel as ``run`` does, unrecorded."""
         self.find(kernel)(*inputs, out=out, **attributes)
 
     def find(self, kernel: str) -> Callable[..., None]:
@@ -229,11 +229,11 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Do what ``empty`` does, unrecorded."""
+        """Return an array as ``empty`` does, unrecorded."""
 
     @abstractmethod
     def allocate_zeros(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Do what ``zeros`` does, unrecorded."""
+        """Return an array as ``zeros`` does, unrecorded."""
 
     @abstractmethod
     def asarray(self, values: np.ndarray[Any, Any]) -> Array:
@@ -276,7 +276,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_to_host(self, array: Array, out: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-        """Do what ``to_numpy`` does."""
+        """Return a copy as ``to_numpy`` does, unrecorded."""
 
     def host_array(self, shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
         """Return a numpy array of undefined content, in memory that copies to and from this backend fastest."""

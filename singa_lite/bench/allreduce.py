@@ -113,7 +113,7 @@ def compare(tasks: Sequence[Task], file: Path | None) -> int:
 
 
 def _run(task: Task, measured: Path) -> int:
-    """Have the ranks of one world measure; returns the exit code."""
+    """Measure on the ranks of one world; return the exit code."""
     command = rank_command("collectives", json.dumps(asdict(task)), str(measured))
     if task.transport == "shm":
         return launch(command, task.ranks, LaunchOptions(num_servers=0, link=task.link or ""))

@@ -114,7 +114,7 @@ class Saving:
         self._thread.join()
 
     def _finish(self) -> None:
-        """Let the thread end before the process does; its failure is one of the process."""
+        """Wait for the thread before the process ends; its failure is one of the process."""
         self._is_awaited.set()
         self._join(LOST_S if self._communicator.has_failed else EXIT_S)
         if self._failure is not None:

@@ -65,7 +65,7 @@ class ExitHooks:
             yield
 
     def at_exit(self, call: Callable[[], None]) -> Callable[[], None]:
-        """Have ``call`` called once when this process ends, the latest one first; return what takes that back."""
+        """Register ``call`` for the end of this process, the latest one first; return what unregisters it."""
         finalizer = None
 
         def once() -> None:
@@ -87,7 +87,7 @@ class ExitHooks:
         return cancel
 
     def before_leaving(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when this process ends without an error; its CommError makes the exit code 1."""
+        """Register ``call`` for the end of this process without an error; its CommError makes the exit code 1."""
 
         def last_call() -> None:
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have a rank report at SIGQUIT what all ranks are doing.
+"""Handle SIGQUIT in a rank: report what all ranks are doing.
 
 What lives here: a rank's handler. What does not: that of a launcher (inspect_job.py), stacks for others (stacks.py).
 """
@@ -19,7 +19,7 @@ from .flight_recorder import deliver, is_recording, records_of_this_process
 
 
 def report_at_sigquit() -> None:
-    """Have this process report at SIGQUIT and go on, unless the program has a handler for it.
+    """Install a handler of SIGQUIT, which reports and goes on, unless the program has one.
 
     Python runs the handler between two lines of the main thread, or in a wait for a collective.
     """

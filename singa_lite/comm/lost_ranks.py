@@ -18,7 +18,7 @@ MEMBER = re.compile(r"([0-9]{1,9}) ([0-9]*)", re.ASCII)  # process, and when it 
 
 
 def report_lost_rank(rendezvous_id: str, text: str) -> None:
-    """Have the ranks that still wait for each other fail with ``text``; the first report counts.
+    """Fail the ranks that still wait for each other with ``text``; the first report counts.
 
     Without one, or where there is no /dev/shm, they fail by their time-out.
     """

@@ -401,7 +401,7 @@ class MpiCommunicator(Communicator):
         return self.error
 
     def warn(self, call: Call, waited_s: float) -> None:
-        """Tell which ranks have not made a call that this one waits for."""
+        """Describe which ranks have not made a call that this one waits for."""
         missing = self._missing()
         if missing and self.flight_recorder is not None:
             self.flight_recorder.warn(
@@ -414,7 +414,7 @@ class MpiCommunicator(Communicator):
         return [self.world.name_of(peer) for peer, number in numbers.items() if number != self._sequence]
 
     def _note_own_failure(self, is_own: bool = True) -> None:
-        """Have the recorder report the failure that follows, unless it repeats that of another rank."""
+        """Report the failure that follows by the recorder, unless it repeats that of another rank."""
         if is_own and self._recorder is not None:
             self._recorder.has_failed = True
 

@@ -107,7 +107,7 @@ class MpiJob:
         os._exit(1)
 
     def _message_watchdog(self, seconds: float, error: str) -> None:
-        """Have the job ended with ``error`` unless another message follows within ``seconds``."""
+        """Send a message that ends the job with ``error`` unless another one follows within ``seconds``."""
         with contextlib.suppress(OSError):  # it was killed
             os.write(self._pipe, f"{seconds} {error}\n".encode())
 

@@ -230,7 +230,7 @@ class NcclCommunicator(Communicator):
         return GpuRecorder(native, self.rank, members, processes, identity, title, world_id)
 
     def _report(self, error: CommError) -> None:
-        """Have the recorder report the first failure."""
+        """Report the first failure by the recorder."""
         if self._recorder is not None:
             self._recorder.failed(error)
 

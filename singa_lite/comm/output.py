@@ -55,7 +55,7 @@ class Sink:
         return self._num_bytes > BUFFER_BYTES and not self._may_drop
 
     def write(self, data: bytes) -> None:
-        """Have ``data`` written; never waits."""
+        """Queue ``data`` for writing; never waits."""
         if self._descriptor is None or self.error is not None:
             return
         with self._changed:

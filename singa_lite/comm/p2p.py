@@ -376,7 +376,7 @@ class Messenger(ABC):
 
     @abstractmethod
     def _leave(self, reason: str) -> None:
-        """Tell the peers, with the reason for an abort ("": none), and free what this process holds."""
+        """Report the end to the peers, with the reason for an abort ("": none), and free what this process holds."""
 
     # ---- one message -------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def parent_process() -> Any:
 
 
 def end_with_parent() -> None:
-    """Have this process killed as soon as the process that started it through multiprocessing has ended.
+    """Kill this process as soon as the process that started it through multiprocessing has ended.
 
     Its ranks would train on as orphans otherwise. The kernel sends SIGKILL when the pipe closes by which
     multiprocessing knows that the parent lives; as other children of the parent may hold that pipe open, a thread waits

@@ -148,7 +148,7 @@ class Script:
             time.sleep(POLL_S)
 
     def _watch_children(self) -> None:
-        """Have the selector wake at every signal, the end of the script among them."""
+        """Wake the selector at every signal, the end of the script among them."""
         reader, writer = os.pipe()
         for descriptor in (reader, writer):
             os.set_blocking(descriptor, False)

@@ -37,7 +37,7 @@ class Reaper:
         os.close(reader)
 
     def watch(self, group: int) -> None:
-        """Have process group ``group`` killed should this process vanish."""
+        """Register process group ``group``, which is killed should this process vanish."""
         os.write(self._writer, f"{group}\n".encode())
 
     def dismiss(self) -> None:

@@ -129,7 +129,7 @@ def run_rounds(
 def launch_rounds(
     command: Sequence[str], num_workers: int, options: LaunchOptions, restart: RestartOptions
 ) -> int:
-    """Do what ``launch`` does, and again as ``restart`` says, which ``check_restart`` has returned."""
+    """Run ``launch``, and again as ``restart`` says, which ``check_restart`` has returned."""
     options = share_cores_of_host(options, num_workers)
     output = open_output(num_workers, options)
 
@@ -150,7 +150,7 @@ def launch_host_rounds(
     options: LaunchOptions,
     restart: RestartOptions,
 ) -> int:
-    """Do what ``launch_host_round`` does, and again as ``restart`` says, which ``check_restart`` has returned.
+    """Run ``launch_host_round``, and again as ``restart`` says, which ``check_restart`` has returned.
 
     With fewer ranks there is a slot fewer on the host of the one that failed.
     """

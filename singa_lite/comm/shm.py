@@ -150,7 +150,7 @@ class ShmCommunicator(Communicator):
             self.flight_recorder.warn(operation.kind, op.number, operation.name, rank, late, waited_s)
 
     def _new_group(self, ranks: list[int], name: str) -> ShmCommunicator | None:
-        """Let the group's first rank make the segment and send all its name, or why it failed; the others attach."""
+        """Make the segment on the group's first rank, which sends all its name, or why it failed; attach the others."""
         group: ShmCommunicator | None = None
         rendezvous_id, failure, members = "", "", self.world.members_of(ranks)
         recorder = self.flight_recorder

@@ -35,7 +35,7 @@ STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger"}
 
 
 def write_stacks() -> None:
-    """Have SIGNAL write the main thread's stack into a file of this process from now on; a second call does nothing.
+    """Install a handler of SIGNAL that writes the main thread's stack into a file; a second call does nothing.
 
     Nothing happens on other systems than Linux, without native code, or if the program has a handler for SIGNAL.
     """
@@ -97,7 +97,7 @@ def stacks_of(pids: Collection[int]) -> dict[int, str]:
 
 
 def _ask(pid: int, path: str) -> int:
-    """Have a process write its stacks; return where in its file they will begin."""
+    """Ask a process to write its stacks; return where in its file they will begin."""
     with contextlib.suppress(OSError):
         if _size(path) > MAX_BYTES:
             os.truncate(path, 0)

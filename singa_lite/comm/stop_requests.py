@@ -29,7 +29,7 @@ class StopRequests:
         self.received: bool | None = None
 
     def begin_step(self) -> None:
-        """Have the collectives from here on carry this rank's request, and forget what those before carried."""
+        """Send this rank's request with the collectives from here on, and forget what those before carried."""
         self.is_sent |= self.is_requested
         self.received = None
 

@@ -78,7 +78,7 @@ class StopAgreement:
         self._progress: Progress | None = progress_of_process()
 
     def listen(self, signals: Iterable[int]) -> None:
-        """Have ``signals`` ask to stop; see ``DistOpt.stop_on_signals``."""
+        """Turn ``signals`` into requests to stop; see ``DistOpt.stop_on_signals``."""
         if not isinstance(signals, Iterable):
             raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}")
         numbers = [_signal("stop_on_signals", number) for number in signals]

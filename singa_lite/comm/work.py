@@ -142,7 +142,7 @@ class Work:
         return self._result
 
     def _report(self, start: float, end: float) -> None:
-        """Tell the clock of this thread's step that the host has waited, once: a second wait does not wait."""
+        """Report to the clock of this thread's step that the host has waited, once: a second wait does not wait."""
         clock = this_thread.clock
         if clock is not None and clock.is_running and not self._was_waited:
             self._was_waited = True

@@ -257,7 +257,7 @@ def _join(where: str, contents: dict[str, bytes]) -> Cifar:
 
 
 def fetch_cifar10(folder: str | Path | None = None) -> Path:
-    """Have the original archive in ``folder``, and return its path; fetch it unless it is there.
+    """Fetch the original archive to ``folder`` unless it is there; return its path.
 
     Safe for several processes at once: one fetches, the others wait. What is fetched is checked (size and sha256)
     before it takes its name. A file of that name with other contents is replaced.

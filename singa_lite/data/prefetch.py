@@ -20,10 +20,10 @@ class Sampler(Protocol):
         """Return the state of the loop that runs."""
 
     def start_following(self) -> None:
-        """Have ``state_dict`` give the state as it is, until ``follow`` gives a later one."""
+        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one."""
 
     def follow(self, state: Any) -> None:
-        """Have ``state_dict`` give ``state`` from now on; CheckpointError if the sampler was moved meanwhile."""
+        """Return ``state`` from ``state_dict`` from now on; CheckpointError if the sampler was moved meanwhile."""
 
     def rewind(self) -> None:
         """Go where the last state that ``follow`` got was taken."""

@@ -138,11 +138,11 @@ class ResumableSampler:
         raise NotImplementedError
 
     def start_following(self) -> None:
-        """Have ``state_dict`` give the state as it is, until ``follow`` gives a later one."""
+        """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one."""
         self._taken = self.live_state()
 
     def follow(self, state: dict[str, int]) -> None:
-        """Have ``state_dict`` give ``state`` from now on: that of the last batch a consumer has taken.
+        """Return ``state`` from ``state_dict`` from now on: that of the last batch a consumer has taken.
 
         Raises:
             CheckpointError: the sampler was moved since ``start_following``.

@@ -205,7 +205,7 @@ def lap(phase: str, name: str = "") -> None:
 
 
 def pause_step() -> None:
-    """Have the step go on at the next ``begin_step``, now and at this point of every replay."""
+    """Continue the step at the next ``begin_step``, now and at this point of every replay."""
     _call_and_record(clock_of_thread(), StepClock.pause)
 
 

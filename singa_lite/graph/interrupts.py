@@ -12,7 +12,7 @@ from typing import Any
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Have Ctrl-C raise KeyboardInterrupt, or do what the process does instead, at the end of the ``with`` block.
+    """Defer Ctrl-C to the end of the ``with`` block, where it raises KeyboardInterrupt or calls the process's handler.
 
     In the main thread alone: no other is interrupted. A block has no collectives, whose wait Ctrl-C must end.
     """

@@ -166,19 +166,19 @@ class Recorder:
         return array
 
     def keep(self, array: Array) -> Memory:
-        """Have replays read and write ``array`` where it is."""
+        """Pin ``array``: replays read and write it where it is."""
         root = root_of(array)
         memory = self._memory(root)
         memory.owner, memory.version = root, max(1, memory.version)
         return memory
 
     def keep_alive_arrays(self) -> None:
-        """Have replays read and write where they are all arrays of the step that somebody still holds."""
+        """Pin all arrays of the step that somebody still holds."""
         for root in self._alive():
             self.keep(root)
 
     def take_inputs(self, arrays: list[Array]) -> None:
-        """Have every replay bring new values for ``arrays``, into memory of the step alone."""
+        """Declare ``arrays`` inputs: every replay copies new values to memory of the step alone."""
         for array in arrays:
             memory = self._memory(root_of(array))
             memory.owner, memory.version = None, memory.version + 1
@@ -373,7 +373,7 @@ def guard(key: Hashable, function: Guard) -> None:
 
 
 def guard_ahead(key: Hashable, ahead: int, function: Callable[[int], Hashable]) -> None:
-    """Do what ``guard`` does for a part of the step being recorded that comes after ``ahead`` others of its kind.
+    """Record a guard of a part of the step being recorded that comes after ``ahead`` others of its kind.
 
     Args:
         key: what it is about.
@@ -406,7 +406,7 @@ def break_graph(reason: str) -> None:
 
 
 def tell_other_threads(what: str, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> None:
-    """Tell those that record a step what this thread does to arrays, unless it records one itself.
+    """Report to recorders of other threads what this thread does to arrays, unless it records a step itself.
 
     Args:
         what: it does, for people.

@@ -131,7 +131,7 @@ class GraphRewriter:
 
 
 def pack_in_place(nodes: list[Node]) -> list[Node]:
-    """Have what a "pack" joins computed right in the joined array, so that the pack need not run.
+    """Compute what a "pack" joins right in the joined array, so that the pack need not run.
 
     Done for an input that only the nodes before the pack use, if none of these uses the joined array meanwhile, that is
     no such joined array itself, and where its part begins as the backend wants arrays to begin: a library may compute

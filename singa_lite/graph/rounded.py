@@ -59,7 +59,7 @@ class RoundedCopies:
         self.are_fresh = state.rounded is self
 
     def forget(self) -> None:
-        """Have the next replay make all copies again."""
+        """Mark all copies as old, so that the next replay makes them again."""
         with state.rounded_lock:
             if state.rounded is self:
                 self.are_fresh = False
@@ -80,7 +80,7 @@ class RoundedCopies:
 
 
 def use_copies(copies: RoundedCopies | None) -> None:
-    """Have ``copies`` made for a replay, and others forgotten; None: it keeps none, or has failed."""
+    """Make ``copies`` for a replay, and forget others; None: it keeps none, or has failed."""
     with state.rounded_lock:
         if state.rounded is not None:
             state.rounded.forget()
@@ -106,7 +106,7 @@ def expose(array: Array) -> None:
 def keep_copies(
     nodes: list[Node], inputs: list[Memory], copies: MutableMapping[int, Array]
 ) -> tuple[list[Node], int, list[Array]]:
-    """Have updates write the rounded copies that a tape makes of their parameters.
+    """Return the nodes of a tape with updates that write the rounded copies of their parameters.
 
     Args:
         nodes: a tape.

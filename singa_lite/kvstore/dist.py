@@ -183,7 +183,7 @@ class DistStore(KVStore):
         self._spread("overwrite", [(push.spec, push.value) for push in pushes if push.value is not None])
 
     def _spread(self, verb: str, values: list[tuple[Spec, Tensor]]) -> None:
-        """Have worker 0 give the servers its values."""
+        """Send the values of worker 0 to the servers."""
         keys, arrays = self._per_server(), self._per_server()
         for spec, value in values:
             for part, piece in self._pieces(spec, on_host(value)):
@@ -205,7 +205,7 @@ class DistStore(KVStore):
         self._command("set_compression", {"type": compression.type, "threshold": compression.threshold})
 
     def _command(self, verb: str, content: Any) -> None:
-        """Have worker 0 tell all servers."""
+        """Send a call of worker 0 to all servers."""
         if self.rank == 0:
             servers = range(self.num_servers)
             self._ask(verb, dict.fromkeys(servers), dict.fromkeys(servers, content))
@@ -351,7 +351,7 @@ class DistStore(KVStore):
 
     @contextmanager
     def _naming(self, request: Request) -> Iterator[None]:
-        """Have a CommError say which call and keys it ends."""
+        """Add the call and its keys to a CommError."""
         try:
             yield
         except CommError as error:
@@ -409,7 +409,7 @@ class DistStore(KVStore):
         return self._messenger.receive(limit_s)
 
     def _note(self, what: str, servers: Iterable[int], request: int | None = None) -> None:
-        """Tell servers what this worker does, see ``Server._note``."""
+        """Report to the servers what this worker does, see ``Server._note``."""
         for server in servers:
             if server not in self._gone:
                 self._messenger.send(self._rank_of(server), ["note", request, what])

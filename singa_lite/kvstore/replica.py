@@ -61,7 +61,7 @@ class ReplicaStore(KVStore):
             super().abort(reason)
 
     def set_updater(self, updater: Updater) -> None:
-        """Have ``updater(key, pushed, stored)`` change the stored Tensor in place.
+        """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place.
 
         The memory of ``pushed`` is that of the next sum: copy what is to outlive the call.
         """

@@ -244,7 +244,7 @@ class KVStore(WorkerCalls):
     # ---- how sums become values ----------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Have the store update its values by an optimizer like this one, one for each key; their states are reset.
+        """Set an optimizer, a copy of which updates the value of each key from now on, without states.
 
         Steps that it has made count on, so a schedule goes on from where it is.
 
@@ -273,7 +273,7 @@ class KVStore(WorkerCalls):
         self._lr = number
 
     def set_updater(self, updater: Updater) -> None:
-        """Have ``updater(key, pushed, stored)`` change the stored Tensor in place; stores of one process only."""
+        """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place; for stores of one process."""
         raise OptionError(
             f"{self._name}: set_updater: a function cannot travel to other processes; write an Optimizer with apply() "
             "at the top of the script and use set_optimizer()"

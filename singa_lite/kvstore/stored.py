@@ -58,7 +58,7 @@ class StoredArray:
         return self.param.device.backend
 
     def set_optimizer(self, description: Description, lr: float | None = None) -> None:
-        """Have a new optimizer, without state, update the value from now on; ``lr`` None is the one described."""
+        """Update the value by a new optimizer, without state, from now on; ``lr`` None is the one described."""
         self.optimizer = make_optimizer(description)
         if lr is not None:
             self.optimizer.lr = lr

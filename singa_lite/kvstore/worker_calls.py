@@ -105,7 +105,7 @@ class WorkerCalls(KVStoreBase):
         self._together(call, mine, lambda: None)
 
     def note_step(self, step: int) -> None:
-        """Tell the launcher, if there is one, that this worker has made ``step`` steps; Trainer does.
+        """Report to the launcher, if there is one, that this worker has made ``step`` steps; Trainer does.
 
         `singa-lite run` takes a worker that has told of none as one that fails at its start (``--min-ranks``).
         """

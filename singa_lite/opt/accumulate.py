@@ -63,7 +63,7 @@ class GradientSums:
         return self.num_calls == self.num_batches - 1
 
     def guard(self) -> None:
-        """Tell a recorder, at the start of a call, whether it makes an update, and of which sums."""
+        """Guard, at the start of a call, whether it makes an update, and of which sums."""
         if self.num_batches == 1:
             return
         ahead = steps_since_start(self, self._calls)

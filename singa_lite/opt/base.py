@@ -209,7 +209,7 @@ class Optimizer:
                 Optimizer.update_all(self, pairs)
 
     def _guard_methods(self) -> None:
-        """Have recorded steps see other slots, and functions that are set as attributes instead of methods."""
+        """Guard the names of slots; break the graph for functions that are set as attributes instead of methods."""
         if this_thread.recorder is None:
             return
         held, names = vars(self), (*ON_HOST, *UNRECORDABLE)

@@ -62,7 +62,7 @@ class Consistency:
         self._compared: set[Scheme] = set()  # whose options the ranks have compared
 
     def states_loaded(self) -> None:
-        """Have the ranks compare what they have loaded, before they use it."""
+        """Compare what the ranks have loaded, before they use it."""
         self._is_loaded = True
 
     def updated_by_hand(self, params: Iterable[Tensor]) -> None:

@@ -318,7 +318,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         abandon_step()
 
     def _begin_microbatch(self) -> None:
-        """Have random numbers of the next call be those of its microbatch, where the order is fixed."""
+        """Set the random stream of the next call to that of its microbatch, where the order is fixed."""
         if self._order == "fixed":
             bookkeep(self._place_streams)
 
@@ -400,7 +400,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return self._stop.is_decided
 
     def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        """Have signals ask all ranks to stop, by ``should_stop``, instead of ending this process; all ranks call it.
+        """Turn signals into requests to stop (``should_stop``), instead of ending this process; all ranks call it.
 
         One process that gets a signal is enough. The same signal a second or more later ends the process as ever, but
         SIGUSR1 and SIGUSR2, which only ask. `singa-lite run` passes SIGTERM and SIGUSR1 on, and then waits

@@ -44,7 +44,7 @@ class FixedOrderSums(GradientSums):
         self._levels: dict[tuple[Tensor, int], Array] = {}
 
     def guard(self) -> None:
-        """Tell a recorder, at the start of a call, which one of the sum it is."""
+        """Guard, at the start of a call, which one of the sum it is."""
         if self.num_batches > 1:
             guard_ahead(self, steps_since_start(self, self._calls), self._number_ahead)
 

@@ -81,7 +81,7 @@ class Arguments:
                 vars(layer)[name] = given
 
     def _change(self, given: Any, copy: Any) -> None:
-        """Have ``given`` hold what its copy holds."""
+        """Change ``given`` to hold what its copy holds."""
         if isinstance(copy, list):
             given[:] = map(self._as_given, copy)
         elif isinstance(copy, dict):

@@ -194,7 +194,7 @@ class Attributes:
         recorder: Recorder,
         inputs: list[Tensor],
     ) -> bool:
-        """Have replays leave what the step made where it is, and keep that apart from what the caller gets.
+        """Pin what the step made for attributes, and keep that apart from what the caller gets.
 
         Returns whether it has made views of other Tensors, which no replay does.
         """
@@ -290,7 +290,7 @@ class Attributes:
         return tuple(found), self._made
 
     def share_memory(self) -> None:
-        """Have the Tensors that ``repeat`` has set share memory with those of the step."""
+        """Give the Tensors that ``repeat`` has set the memory of those of the step."""
         for clone, made in zip(self._set, self._made, strict=True):
             clone.array = made.array
 

@@ -221,7 +221,7 @@ class Records:
     def _join_kinds(
         self, arguments: tuple[Any, ...], options: dict[str, Any], kind: Kind, break_reason: str | None
     ) -> None:
-        """Have all calls of the types of this one run eagerly, as ``kind``."""
+        """Run all calls of the types of this one eagerly from now on, as ``kind``."""
         types, self._misses = _types_of(arguments, options), 0
         self._kinds = OrderedDict((key, each) for key, each in self._kinds.items() if each.types != types)
         self._kinds[types] = kind
@@ -279,7 +279,7 @@ class Records:
         return found
 
     def postpone(self) -> None:
-        """Have the next step of each record run eagerly, as in a run that goes on from a checkpoint made now.
+        """Run the next step of each record eagerly, as in a run that goes on from a checkpoint made now.
 
         There that step is recorded, which rounds as an eager one does; those behind it are replayed in both.
         """

@@ -170,7 +170,7 @@ class Results:
         return rebuild(self._structure, iter(tensors))
 
     def share_memory(self, result: Any) -> None:
-        """Have the Tensors in ``result``, which ``new`` returned, share memory with those of the step."""
+        """Give the Tensors in ``result``, which ``new`` returned, the memory of those of the step."""
         for clone, kept in zip(leaves(result), self._kept, strict=True):
             clone.array = kept.array
 

@@ -256,7 +256,7 @@ class Scheme:
         self.communicator.wait_all()
 
     def follow(self, read: Callable[[], StepContext]) -> None:
-        """Have ``now`` read the step that runs from ``read``; called at the beginning of every replay, too."""
+        """Set ``read``, by which ``now`` reads the step that runs; called at the beginning of every replay, too."""
         self._read = read
 
     def add_gradient(self, param: Tensor, grad: Tensor) -> None:

@@ -209,7 +209,7 @@ class Hierarchical(BucketedSync):
     def _restore(
         outer: Scheme | None, name: str, states: dict[str, np.ndarray], names: dict[Tensor, str]
     ) -> str:
-        """Have ``outer`` go on from its states; return why that cannot be, or ""."""
+        """Load the states of ``outer``; return why that cannot be, or ""."""
         problem = _mismatch(outer, name, states)
         if outer is not None and not problem:
             outer.load_state_dict(states, names)

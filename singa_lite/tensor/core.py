@@ -284,11 +284,11 @@ class Tensor:
         return self.grad is not None and self._has_fresh_grad
 
     def mark_grad_stale(self) -> None:
-        """Have the next ``backward`` replace ``grad``, whose values stay until then."""
+        """Mark ``grad`` as old: the next ``backward`` replaces it; its values stay until then."""
         set_grads_fresh([self], False)
 
     def _guard_grad(self) -> None:
-        """Have a recorded step depend on whether the gradient is fresh, and on where it is."""
+        """Guard, in a recorded step, whether the gradient is fresh, and where it is."""
         guard((id(self), "grad"), self._grad_key)
 
     def _grad_key(self) -> tuple[bool, int | None]:
@@ -402,7 +402,7 @@ class Tensor:
         self._replace(t.device.backend.zeros(t.shape, t.dtype), t.device)
 
     def _replace(self, array: Any, device: Device) -> None:
-        """Have another array, on ``device``."""
+        """Replace the array by one on ``device``."""
         if array is not self.array:
             note_replaced(self.array)
         self.array, self.device = array, device
@@ -651,7 +651,7 @@ class Tensor:
 
 
 def set_grads_fresh(params: Sequence[Tensor], is_fresh: bool) -> None:
-    """Have the next ``backward`` add to the gradients of ``params``, or with False replace them."""
+    """Mark the gradients of ``params`` as fresh: the next ``backward`` adds to them; with False it replaces them."""
 
     def mark_grads() -> None:
         for param in params:

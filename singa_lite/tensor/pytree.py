@@ -106,7 +106,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
 
 @lru_cache(maxsize=1000)  # a bound for classes that are made again and again
 def _form_of(kind: type) -> str:
-    """Say how objects of a class are taken apart; those of a dataclass where ``dataclasses.replace`` can make them."""
+    """Return how objects of a class are taken apart: of a dataclass where ``dataclasses.replace`` can make them."""
     if issubclass(kind, Tensor):
         return "tensor"
     if issubclass(kind, PLAIN) or getattr(kind, "is_static", False) is True:

@@ -190,7 +190,7 @@ class Numbers:
         self._values[number] = value
 
     def begin_kernel(self) -> None:
-        """Have the next kernel read its Scalars at its own position in the order, whoever else has them too."""
+        """Read the next kernel's Scalars at its own position in the order, also where others share them."""
         self._of_kernel.clear()
 
     def store(self) -> None:

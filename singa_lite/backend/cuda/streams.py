@@ -116,7 +116,7 @@ class StreamSet:
         self.activate()
 
     def keep(self, *arrays: Any) -> None:
-        """Have COMPUTE's next ``join`` wait for this thread's stream, and keep ``arrays`` until then."""
+        """Register this thread's stream, for which COMPUTE's next ``join`` waits; keep ``arrays`` until then."""
         if self.number != COMPUTE:
             with self._lock:
                 self._kept.setdefault(self.number, []).extend(arrays)
