@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -250,33 +250,42 @@ class Optimizer:
         check_choice("run_update", "kernel", kernel, tuple(UPDATES))
         self._guard_methods()
         if not isinstance(pairs, BackwardPairs):
-            self._run_update(kernel, pairs, attributes)
+            groups = self._grouped(pairs)
+            self._run_update(kernel, groups, _for_each(attributes) if len(groups) > 1 else iter([attributes]))
             return
-        given = {name: v.shared() if isinstance(v, Scalar) else (v, v) for name, v in attributes.items()}
-        is_first = True
+        each, is_first = _for_each(attributes), True
         with deferred_interrupts():
             for part in pairs.parts():
-                self._run_update(kernel, part, {name: both[not is_first] for name, both in given.items()})
+                self._run_update(kernel, self._grouped(part), each)
                 del part  # or its memory would be in use until the next one is there
                 if not is_first and this_thread.recorder is not None:
                     this_thread.recorder.updates_in_parts = True
                 is_first = False
 
-    def _run_update(self, kernel: str, pairs: Pairs, attributes: dict[str, Any]) -> None:
-        groups: dict[tuple[Device, str], tuple[list[Tensor], list[Any]]] = {}
+    def _grouped(self, pairs: Pairs) -> list[tuple[Device, list[Tensor], list[Any]]]:
+        """Return parameters and the arrays of their gradients by device and dtype."""
+        groups: dict[tuple[Device, str], tuple[Device, list[Tensor], list[Any]]] = {}
         for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
             key = param.device, param.dtype.char
             if key not in groups:
-                groups[key] = [], []
-            groups[key][0].append(param)
-            groups[key][1].append(grad.array)
+                groups[key] = param.device, [], []
+            groups[key][1].append(param)
+            groups[key][2].append(grad.array)
+        return list(groups.values())
+
+    def _run_update(
+        self,
+        kernel: str,
+        groups: list[tuple[Device, list[Tensor], list[Any]]],
+        attributes: Iterator[dict[str, Any]],
+    ) -> None:
         names = self.slot_names[: len(UPDATES[kernel].states)]
-        for (device, _), (params, grads) in groups.items():
+        for device, params, grads in groups:
             kept = [self.slots(param) for param in params] if names else []
             states = [slots[name].array for name in names for slots in kept]
             device.backend.run(
-                kernel, *grads, out=(*(param.array for param in params), *states), **attributes
+                kernel, *grads, out=(*(param.array for param in params), *states), **next(attributes)
             )
 
     def number(self, name: str) -> Any:  # Any: a float, or a Scalar while a step is recorded
@@ -419,6 +428,14 @@ class Optimizer:
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
         self._step_counter = int(states["step_counter"])
+
+
+def _for_each(attributes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return the attributes of the kernels of one update, of which the first alone reads a Scalar."""
+    given = {name: v.shared() if isinstance(v, Scalar) else (v, v) for name, v in attributes.items()}
+    yield {name: first for name, (first, _) in given.items()}
+    while True:
+        yield {name: other for name, (_, other) in given.items()}
 
 
 def create(name: str, /, **arguments: Any) -> Optimizer:  # Any: numbers, text, lists, and dicts of schedules

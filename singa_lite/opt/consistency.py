@@ -59,7 +59,7 @@ class Consistency:
         self.is_updating = False
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._compared: set[Scheme] = set()  # whose options the ranks have compared
+        self._compared: set[tuple[Scheme, str]] = set()  # whose options the ranks have compared, in which precision
 
     def states_loaded(self) -> None:
         """Compare what the ranks have loaded, before they use it."""
@@ -112,20 +112,20 @@ class Consistency:
     def compare_options(
         self, dist: Compared, name: str, scheme: Scheme, read: StepOptions, given: dict[str, Option]
     ) -> None:
-        """Compare, at the first step of ``scheme``, called ``name``, its options with the other ranks'.
+        """Compare, at the first step of ``scheme``, called ``name``, in a precision, its options with the other ranks'.
 
         Later ones are compared by the names of collectives (sync/base.py, Note [options in names]).
         """
-        if scheme in self._compared:
+        precision = precision_of("fp32")  # of the block that the step is in
+        if (scheme, precision) in self._compared:
             return
         with unrecorded():
             text = name + text_of(read.step(dist, type(scheme), given).options)
-            precision = precision_of("fp32")  # of the block that the step is in
             mine = {"dist_option": text, "the precision": precision, **schedules(dist, type(scheme), given)}
-            # once another scheme has run, the others may not compare now: they get the text from the name
-            what = f"their dist_option, here {text}" if self._compared else "their dist_option"
-            compare(self._communicator, what, mine, "choose the same on every rank")
-        self._compared.add(scheme)
+            # later on the others may not compare now: they get the text from the name
+            here = f", here {text} in {precision}" if self._compared else ""
+            compare(self._communicator, f"their dist_option{here}", mine, "choose the same on every rank")
+        self._compared.add((scheme, precision))
 
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states that were loaded, or that an exception may have left different, before they are used."""

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recorded step does with methods that a script's optimizer overrides: their Python has no node of its own."""
+"""Methods that a script's optimizer overrides: a recorded step has a host node for their Python, or breaks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 from .. import autograd
 from ..autograd.parts import BackwardPairs
 from ..graph.recorder import break_graph, host
+from ..tensor import Tensor
 
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
-UNRECORDABLE = ("__call__", "call", "backward_and_update", "run_update", "number", "decay")
+UNRECORDABLE = ("__call__", "call", "backward_and_update", "run_update", "number", "decay", "zero_grad", "slots")
 
 
 def updates_in(owner: object) -> set[str]:
@@ -30,12 +32,15 @@ def is_of_package(optimizer: type, name: str) -> bool:
 
 
 def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method whose Python runs at every replay of a recorded step."""
+    """Mark a method whose Python runs at every replay of a recorded step; it gets new lists and gradients each time."""
 
     @wraps(method)
     def run_in_float32(arguments: list[Any], options: dict[str, Any]) -> Any:
+        lent = LentGradients()
         with autograd.autocast(enabled=False):
-            return method(*arguments, **options)
+            result = method(*lent.arguments(arguments), **lent.options(options))
+        lent.take_back()
+        return result
 
     @wraps(method)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -43,6 +48,61 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
         return host(run_in_float32, given, options)
 
     return run
+
+
+class LentGradients:
+    """Copies of lists and Tensors on the arrays of gradients for one call, which may keep or change them.
+
+    The next step writes these arrays again, and a replay passes the same objects each time.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # each gradient, and the Tensor that stands for it
+
+    def arguments(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return arguments, or a pair, with another Tensor for each but the first, which is the parameter."""
+        found: list[Any] = []
+        for value in arguments:
+            is_gradient = isinstance(value, Tensor) and any(isinstance(other, Tensor) for other in found)
+            found.append(self._lend(value) if is_gradient else self._copied(value))
+        return found
+
+    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments with another Tensor for each that is called a gradient."""
+        return {
+            name: self._lend(value) if isinstance(value, Tensor) and "grad" in name else self._copied(value)
+            for name, value in options.items()
+        }
+
+    def _copied(self, value: Any) -> Any:
+        """Return a list or tuple of pairs with others in them; else ``value``."""
+        if type(value) not in (list, tuple):
+            return value
+        return type(value)(
+            [tuple(self.arguments(pair)) if isinstance(pair, (list, tuple)) else pair for pair in value]
+        )
+
+    def _lend(self, gradient: Tensor) -> Tensor:
+        stand_in = Tensor.wrap(gradient.array, gradient.device)
+        vars(stand_in).update(vars(gradient))
+        self._pairs.append((gradient, stand_in))
+        return stand_in
+
+    def take_back(self) -> None:
+        """Write to a gradient what the call has set instead, and give a Tensor that it keeps memory of its own."""
+        while self._pairs:
+            gradient, stand_in = self._pairs.pop()
+            array, backend = stand_in.array, gradient.device.backend
+            if (
+                array is not gradient.array
+                and array.shape == gradient.shape
+                and array.dtype == gradient.array.dtype
+            ):
+                backend.run("copy", array, out=gradient.array)
+            watch = weakref.ref(stand_in)
+            del stand_in
+            if (kept := watch()) is not None and array is gradient.array:
+                kept.array = kept.clone().array
 
 
 def unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:

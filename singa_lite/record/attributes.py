@@ -289,6 +289,10 @@ class Attributes:
         ]
         return tuple(found), self._made
 
+    def changed_names(self) -> set[str]:
+        """Return the names of the attributes that the step has changed, in whichever layer."""
+        return {change.before.name for change in self._changes.values()}
+
     def share_memory(self) -> None:
         """Give the Tensors that ``repeat`` has set the memory of those of the step."""
         for clone, made in zip(self._set, self._made, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
+from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -28,21 +29,29 @@ SEEDING = {"seed", "set_state", "setstate"}
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
 
+@lru_cache(maxsize=1000)  # a bound for functions that are made again and again
 def names_of(code: CodeType) -> tuple[set[str], set[str]]:
     """Return the global variables and the attributes that ``code``, and what is defined in it, names."""
     names, attributes = set[str](), set[str]()
+    keywords: list[Any] = []  # of calls
+    before = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
             names.add(str(instruction.argval))
         elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
             attributes.add(str(instruction.argval))
+        elif instruction.opname == "KW_NAMES":  # Python 3.11 and 3.12
+            keywords.append(code.co_consts[instruction.arg or 0])
+        elif instruction.opname in ("CALL_FUNCTION_KW", "CALL_KW") and before is not None:
+            keywords.append(before.argval)
+        before = instruction
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner_names, inner_attributes = names_of(constant)
             names, attributes = names | inner_names, attributes | inner_attributes
         elif isinstance(constant, str):
             attributes.add(constant)  # of getattr
-        elif isinstance(constant, tuple):  # of match, or a loop over names
+        elif isinstance(constant, tuple) and constant not in keywords:  # of match, or a loop over names
             attributes |= {part for part in constant if isinstance(part, str)}
     return names, attributes
 

@@ -39,7 +39,7 @@ from ..layer.base import Layer
 from ..opt.base import Optimizer
 from ..opt.schedule import DecayScheduler
 from ..tensor import Tensor
-from ..tensor.pytree import PLAIN, flatten
+from ..tensor.pytree import PLAIN, flatten, leaves, nodes
 from .attributes import Absent, Attribute
 from .containers import (
     BOUND,
@@ -110,29 +110,40 @@ class Variables:
     Args:
         layers: of the model.
         attributes: of the layers.
+        arguments: of the step, pytrees.
 
     Attributes:
         tensors: those that variables hold, by their ids.
         compares_identities: whether a function asks if two objects are one, or a Tensor is a key of a dict.
     """
 
-    def __init__(self, layers: Collection[Layer], attributes: Iterable[Attribute]) -> None:
+    def __init__(
+        self, layers: Collection[Layer], attributes: Collection[Attribute], arguments: Iterable[object]
+    ) -> None:
         self._layers = {id(layer) for layer in layers}
         self._random = _random_states()
         self._names: set[str] = set()  # that functions use of objects
         self._reads_all = False  # by vars(), or as __dict__
         self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
+        self._kinds = set(
+            map(type, layers)
+        )  # of this package, whose own attributes count where the user has set them
         self._functions: list[FunctionType] = []  # of the user
         self._globals: set[tuple[int, str]] = set()  # that have a location, by the id of a namespace and name
         self._locations: list[Location] = [
             (f"the class of {type(layer).__name__}", partial(type, layer)) for layer in layers
         ]
+        # of each object, by its id: its label, its attributes, and the names of those that it had
+        self._had: dict[int, tuple[str, Mapping[str, Any], frozenset[str]]] = {}
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         self.tensors: dict[int, Tensor] = {}
         self.compares_identities = False
         held = [(found, value) for found in attributes for value in _objects_in(found)]
-        for value in (*(type(layer) for layer in layers), *(value for _, value in held)):
+        given = [
+            node for value in (*arguments, *(found.value for found in attributes)) for node in nodes(value)
+        ]
+        for value in (*(type(layer) for layer in layers), *(value for _, value in held), *given):
             self._follow(value)
         tensors = [(found.label, tensor) for found in attributes for tensor in found.tensors]
         known, nested = -1, list[Location]()
@@ -140,7 +151,9 @@ class Variables:
             nested = [
                 (found.label, itertools.repeat(value).__next__)  # which always gives it
                 for found, value in held
-                if found.name.lstrip("_") in self._names
+                if not self._names.isdisjoint(
+                    (found.name, found.name.lstrip("_"))
+                )  # the latter by a property
             ]
             nested += [
                 (label, itertools.repeat(tensor).__next__)
@@ -148,6 +161,7 @@ class Variables:
                 if self._names_of_tensor(tensor)
             ]
             self._expand(nested)  # which may name more
+        self._locations += self._locations_in_package()
         self._variables = [
             Variable(label, read, value := read(), self._content(value))
             for label, read in (*self._locations, *nested)
@@ -166,6 +180,10 @@ class Variables:
                 f"{function} has numbers from {name}, which a replay would not draw; make and seed a generator once, "
                 "for an attribute or a global variable"
             )
+        for label, held, names in self._had.values():
+            if made := sorted((held.keys() - names) & self._names):
+                recorder.break_graph(f"it makes the attribute {label}.{made[0]}", is_lasting=False)
+        self._had.clear()
         for label in self._iterators:  # the position of one cannot be compared
             recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
@@ -201,6 +219,9 @@ class Variables:
                 if _is_fixed(value) or id(value) in expanded:
                     continue
                 expanded.add(id(value))
+                self._add_kind(type(value))
+                if id(value) not in self._had:
+                    self._had[id(value)] = label, (held := held_by(value)), frozenset(held)
                 if isinstance(value, containers()):
                     if held_by(value) and not isinstance(value, dict):
                         nested += self._attributes(label, value)  # of a subclass
@@ -235,6 +256,7 @@ class Variables:
             given: Any = tuple(value.__reduce__())[1]
             self._names.update(name for text in given if isinstance(text, str) for name in text.split("."))
         elif isinstance(value, containers()):
+            self._follow(type(value))  # a subclass of the user
             for item in items_of(value):
                 self._follow(item)
         elif isinstance(value, DESCRIPTORS):
@@ -286,6 +308,9 @@ class Variables:
         for name, value in vars(function).items():
             self._add(f"the variable {function.__name__}.{name}", vars(function), name)
             self._follow(value)
+        if function.__kwdefaults__:
+            label = f"the keyword defaults of {function.__name__}"
+            self._locations.append((label, itertools.repeat(function.__kwdefaults__).__next__))
         for name, value in defaults_of(function).items():
             if not _is_fixed(value):
                 label = f"the default of {name} in {function.__name__}"
@@ -295,6 +320,25 @@ class Variables:
             read = partial(value_of_cell, cell)
             self._locations.append((f"the variable {name} outside of {function.__name__}", read))
             self._follow(read())
+
+    def _add_kind(self, kind: type) -> None:
+        """Add a class of this package, and the names that its properties read where functions name these."""
+        if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            self._kinds.add(kind)
+            named = (getattr(kind, name, None) for name in tuple(self._names))
+            for each in named:
+                if isinstance(each, property) and isinstance(each.fget, FunctionType):
+                    self._names |= names_of(each.fget.__code__)[1]
+
+    def _locations_in_package(self) -> list[Location]:
+        """Return where the attributes of this package's classes are that functions name, methods aside."""
+        kinds = {base for kind in self._kinds for base in kind.__mro__ if not is_users(base)}
+        return [
+            (f"{kind.__name__}.{name}", partial(vars(kind).get, name, Absent))
+            for kind in sorted(kinds, key=lambda kind: kind.__qualname__)
+            for name in sorted(self._names & vars(kind).keys())
+            if not hasattr(vars(kind)[name], "__get__")
+        ]
 
     def _add(self, label: str, namespace: Mapping[str, Any], name: str) -> None:
         self._locations.append((label, partial(namespace.get, name, Absent)))
@@ -412,8 +456,8 @@ class Variables:
 
 
 def _objects_in(attribute: Attribute) -> list[object]:
-    """Return what an attribute holds beside Tensors and plain values, functions among them."""
-    return [*attribute.objects, *([attribute.value] if isinstance(attribute.value, FunctionType) else [])]
+    """Return what an attribute holds beside Tensors and plain values: objects, functions and schedules."""
+    return [*attribute.objects, *leaves(attribute.value, (FunctionType, DecayScheduler))]
 
 
 def _is_fixed(value: object) -> bool:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -28,14 +28,23 @@ def leaves(value: Any, kind: Any = Tensor) -> list[Any]:  # Any: a class or seve
     """Return all leaves of a pytree that are of a ``kind``, in order; others are passed over."""
     if isinstance(value, kind):
         return [value]
+    return [leaf for item in _items(value) for leaf in leaves(item, kind)]
+
+
+def nodes(value: Any) -> Iterator[Any]:
+    """Return a pytree, what it holds, and so on down to the leaves."""
+    yield value
+    for item in _items(value):
+        yield from nodes(item)
+
+
+def _items(value: Any) -> Iterable[Any]:
     form = _form_of(value.__class__)
     if form == "dict":
-        value = value.values()
-    elif form == "dataclass":
-        value = [item for _, item in _fields(value)]
-    elif form not in ("sequence", "namedtuple"):
-        return []
-    return [leaf for item in value for leaf in leaves(item, kind)]
+        return value.values()  # type: ignore[no-any-return]
+    if form == "dataclass":
+        return [item for _, item in _fields(value)]
+    return value if form in ("sequence", "namedtuple") else ()
 
 
 def flatten(

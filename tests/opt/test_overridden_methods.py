@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that a script's optimizer overrides: recorded steps and every dist_option give what plain eager steps do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt, tensor
+from singa_lite.sync import find_schemes
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.ranks import run_ranks
+
+STEPS = 8
+
+
+class Net(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer.Linear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+def batch(step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng([step, rank])
+    return tuple(from_numpy(rng.standard_normal((4, n)).astype(np.float32)) for n in (3, 1))  # type: ignore[return-value]
+
+
+def trained(optimizer: Any, use_graph: bool, kind: type[Net] = Net, rank: int = 0) -> tuple[np.ndarray, Net]:
+    """The weights after each step, and the model."""
+    net = kind()
+    net.set_optimizer(optimizer)
+    net.compile([batch(0)[0]], use_graph=use_graph)
+    net.linear.W.set_value(0.5)
+    net.linear.b.set_value(0)
+    if isinstance(optimizer, opt.DistOpt):
+        optimizer.opt.net = net
+    optimizer.net = net
+    weights = []
+    for step in range(STEPS):
+        net(*batch(step, rank))
+        weights.append(to_numpy(net.linear.W).ravel().copy())
+    autograd.training = False
+    return np.array(weights), net
+
+
+class KeepsGradient(opt.Optimizer):
+    """Twice this gradient minus the last one; ``clones`` says how it keeps that."""
+
+    def __init__(self, clones: bool) -> None:
+        super().__init__(0.1)
+        self.clones, self.last = clones, dict[Tensor, Tensor]()
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        change = param_grad * 2.0 - self.last[param_value] if param_value in self.last else param_grad
+        self.last[param_value] = param_grad.clone() if self.clones else param_grad
+        param_value -= change * 0.05
+
+
+class KeepsPairs(KeepsGradient):
+    """The same by ``update_all``, whose gradients it keeps in a list."""
+
+    def __init__(self, clones: bool) -> None:
+        super().__init__(clones)
+        self.grads: list[list[Tensor]] = []
+
+    def update_all(self, pairs: Any) -> None:
+        self.grads.append([grad.clone() if self.clones else grad for _, grad in pairs])
+        for number, (param, grad) in enumerate(pairs):
+            change = grad * 2.0 - self.grads[-2][number] if len(self.grads) > 1 else grad
+            param -= change * 0.05
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("kind", [KeepsGradient, KeepsPairs])
+def test_a_gradient_that_an_optimizer_keeps_stays_what_it_was(kind: Any, use_graph: bool) -> None:
+    expected, _ = trained(kind(clones=True), use_graph)
+    weights, net = trained(kind(clones=False), use_graph)
+    np.testing.assert_array_equal(weights, expected)
+    assert all(info.break_reason is None for info in net.graph_info())
+
+
+def keep_with_every_option(communicator: Any, clones: bool) -> dict[tuple[str, bool], np.ndarray]:
+    return {
+        (name, use_graph): trained(
+            opt.DistOpt(KeepsGradient(clones), communicator=communicator, dist_option=name),
+            use_graph,
+            rank=communicator.rank,
+        )[0]
+        for name in sorted(set(find_schemes()) - {"dgc"})  # which needs SGD
+        for use_graph in (False, True)
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_so_it_does_with_every_dist_option(size: int) -> None:
+    transport = "local" if size == 1 else "shm"
+    kept = run_ranks(keep_with_every_option, size, False, transport=transport)
+    cloned = run_ranks(keep_with_every_option, size, True, transport=transport)
+    for rank in range(size):
+        for case, weights in cloned[rank].items():
+            np.testing.assert_array_equal(kept[rank][case], weights, err_msg=str(case))
+
+
+class Pops(opt.Optimizer):
+    def update_all(self, pairs: Any) -> None:
+        while pairs:
+            param, grad = pairs.pop()
+            param -= grad * 0.1
+
+
+class SetsPairs(opt.SGD):
+    def update_all(self, pairs: Any) -> None:
+        for number, (param, grad) in enumerate(pairs):
+            pairs[number] = param, tensor.sign(grad)
+        super().update_all(pairs)
+
+
+class ReplacesLater(opt.Optimizer):
+    """Clips the values of gradients from the fifth update on, in numpy."""
+
+    calls = 0
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self.calls += 1
+        if self.calls > 8:
+            param_grad.data = np.clip(param_grad.data, -0.1, 0.1)
+        param_value -= param_grad * 0.1
+
+
+class ReplacesForOthers(opt.SGD):
+    """Sets half of each gradient from the third update on, which the inherited method applies."""
+
+    calls = 0
+
+    def update_all(self, pairs: Any) -> None:
+        self.calls += 1
+        pairs = list(pairs)
+        for _, grad in pairs if self.calls > 2 else ():
+            grad.data = grad.data / 2
+        super().update_all(pairs)
+
+
+class TakesKeywords(opt.Optimizer):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.last = dict[Tensor, Tensor]()
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self.update(grad=param_grad, param=param_value)
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        param -= (grad + self.last.get(param, grad)) * 0.05
+        self.last[param] = grad
+
+
+@pytest.mark.parametrize("kind", [Pops, SetsPairs, ReplacesLater, ReplacesForOthers])
+@pytest.mark.parametrize("wrap", [lambda own: own, opt.DistOpt], ids=["plain", "DistOpt"])
+def test_what_an_update_does_to_its_arguments_is_done_in_each_replay(kind: Any, wrap: Any) -> None:
+    (eager, _), (recorded, net) = (trained(wrap(kind(0.1)), use_graph) for use_graph in (False, True))
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
+    assert net.graph_info()[0].break_reason is None
+
+
+def test_gradients_given_by_name_are_kept_too() -> None:
+    (eager, _), (recorded, _) = (trained(TakesKeywords(), use_graph) for use_graph in (False, True))
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_a_call_replaces_is_the_callers_too() -> None:
+    class Halves(opt.Optimizer):
+        def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+            param_grad.data = param_grad.data / 2
+
+    param, grad = Tensor(data=np.ones(3), stores_grad=True), Tensor(data=np.full(3, 4.0))
+    Halves(0.1).apply("w", param, grad)
+    np.testing.assert_array_equal(to_numpy(grad), 2)
+
+
+class CountsZeroGrad(opt.SGD):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.calls = 0
+
+    def zero_grad(self) -> None:
+        self.calls += 1
+        super().zero_grad()
+
+    def value_of(self, name: str, step: int | None = None) -> float:
+        return 0.1 / max(1, self.calls) if name == "lr" else super().value_of(name, step)
+
+
+class ForgetsMomentum(opt.SGD):
+    def __init__(self) -> None:
+        super().__init__(0.1, momentum=0.9)
+        self.calls = 0
+
+    def slots(self, param: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        slots = super().slots(param)
+        if self.calls % 8 == 0:
+            slots["momentum"].set_value(0)
+        return slots
+
+
+class WithZeroGrad(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        return super().train_one_batch(x, y)
+
+
+@pytest.mark.parametrize(("kind", "method"), [(CountsZeroGrad, "zero_grad"), (ForgetsMomentum, "slots")])
+def test_a_step_whose_optimizer_overrides_what_a_replay_would_not_run_is_eager(
+    kind: Any, method: str
+) -> None:
+    (eager, _), (recorded, net) = (trained(kind(), use_graph, WithZeroGrad) for use_graph in (False, True))
+    np.testing.assert_array_equal(recorded, eager)
+    assert f"{kind.__name__} overrides {method}" in str(net.graph_info()[0].break_reason)
+
+
+class SetsLoss(Net):
+    """Keeps its loss."""
+
+    loss: Tensor | None = None
+    number = 0
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(self.loss)
+        return self.loss
+
+
+class ReadsLoss(opt.Optimizer):
+    net: Any = None
+
+    def rate(self) -> float:
+        return 0.1 * min(1.0, self.net.loss.item())
+
+    def update_all(self, pairs: Any) -> None:
+        for param, grad in pairs:
+            param -= grad * self.rate()
+
+
+def rate_of(net: Any) -> float:
+    return 0.1 * min(1.0, net.loss.item())
+
+
+class ReadsLossByFunction(opt.Optimizer):
+    net: Any = None
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        param_value -= param_grad * rate_of(self.net)
+
+
+class ReadsLossInSchedule(opt.DecayScheduler):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.owner: Any = None
+
+    def call(self, step: int) -> float:
+        return rate_of(self.owner.net)
+
+
+def by_schedule() -> opt.SGD:
+    sgd = opt.SGD(schedule := ReadsLossInSchedule())
+    schedule.owner = sgd
+    return sgd
+
+
+@pytest.mark.parametrize("make", [lambda: ReadsLoss(0.1), lambda: ReadsLossByFunction(0.1), by_schedule])
+@pytest.mark.parametrize("wrap", [lambda own: own, opt.DistOpt], ids=["plain", "DistOpt"])
+def test_an_optimizer_that_reads_what_the_step_sets_is_not_one_step_late(
+    make: Callable[[], Any], wrap: Any
+) -> None:
+    (eager, _), (recorded, net) = (trained(wrap(make()), use_graph, SetsLoss) for use_graph in (False, True))
+    np.testing.assert_array_equal(recorded, eager)
+    assert "it sets loss, which an optimizer or a schedule reads" in str(net.graph_info()[0].break_reason)
+
+
+def test_an_optimizer_that_reads_other_attributes_is_replayed() -> None:
+    class ReadsNumber(opt.Optimizer):
+        net: Any = None
+
+        def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+            param_value -= param_grad * (0.1 + self.net.number)
+
+    _, net = trained(ReadsNumber(0.1), True, SetsLoss)
+    assert net.graph_info()[0].break_reason is None
+
+
+class Counts(opt.DecayScheduler):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.calls = 0
+
+    def call(self, step: int) -> float:
+        self.calls += 1
+        return 0.1
+
+
+class TwoDtypes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = Tensor((3, 1), dtype=tensor.float64, stores_grad=True)
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        wide = autograd.reduce_mean(autograd.matmul(x.as_type(tensor.float64), self.wide), None, 0)
+        pairs = [*autograd.backward(loss), *autograd.backward(wide)]
+        self.optimizer.update_all(pairs)
+        self.optimizer.step()
+        return loss
+
+
+def test_a_schedule_is_called_once_a_step_for_parameters_of_two_dtypes() -> None:
+    calls = []
+    for use_graph in (False, True):
+        schedule = Counts()
+        _, net = trained(opt.SGD(schedule), use_graph, TwoDtypes)
+        calls.append(schedule.calls)
+    assert calls[0] == calls[1] and net.graph_info()[0].break_reason is None

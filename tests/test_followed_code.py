@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step reads in a roundabout way: private attributes, code in containers and arguments, classes, properties."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from singa_lite import autograd, layer, model, opt
+from singa_lite.tensor import Tensor, from_numpy, to_numpy
+
+STEPS = 5
+SCALE = 1.0
+
+
+class Config:
+    scale = 1.0
+
+
+def scaled_loss(prediction: Tensor, target: Tensor) -> Tensor:
+    return autograd.mse_loss(prediction, target) * SCALE
+
+
+class Net(model.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layer.Linear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def scale(self) -> float:
+        return 1.0
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y) * self.scale()
+        self.optimizer(loss)
+        return loss
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return from_numpy(np.ones((2, 3), np.float32)), from_numpy(np.ones((2, 1), np.float32))
+
+
+def losses_of(
+    make: Callable[[], Net], use_graph: bool, change: Callable[[Any, int], None], extra: tuple[Any, ...] = ()
+) -> tuple[list[float], Net]:
+    net = make()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.01)))
+    net.compile([batch()[0]], use_graph=use_graph)
+    net.linear.W.set_value(0.5)
+    found = []
+    for step in range(STEPS):
+        change(net, step)
+        found.append(to_numpy(net(*batch(), *extra)).item())
+    autograd.training = False
+    return found, net
+
+
+def assert_alike(make: Callable[[], Net], change: Any = lambda net, step: None, extra: Any = tuple) -> Net:
+    (eager, _), (recorded, net) = (losses_of(make, use_graph, change, extra()) for use_graph in (False, True))
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5)
+    assert len(set(eager)) == STEPS
+    return net
+
+
+# ---- attributes with private names -----------------------------------------------------------------
+
+
+class Private(Net):
+    """``_it`` and ``__it`` hold what ``make`` gives, of which ``read`` gives a number."""
+
+    make: Callable[[], Any]
+    read: Callable[[Any], float]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._it = type(self).make()
+        self.__it = type(self).make()
+
+
+class ReadsPrivate(Private):
+    def scale(self) -> float:
+        return type(self).read(self._it)
+
+
+class ReadsMangled(Private):
+    def scale(self) -> float:
+        return type(self).read(self._Private__it)  # type: ignore[attr-defined]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self) -> float:
+        self.count += 1
+        return float(self.count)
+
+
+class Lazy:
+    """Its count is made by the first call."""
+
+    def next(self) -> float:
+        self.count = getattr(self, "count", 0) + 1
+        return float(self.count)
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "generator": (lambda: np.random.default_rng(0), lambda it: 1 + it.random()),
+    "random": (lambda: random.Random(0), lambda it: 1 + it.random()),
+    "iterator": (lambda: iter(range(1, 100)), lambda it: float(next(it))),
+    "deque": (lambda: collections.deque([1.0]), lambda it: (it.append(it[-1] + 1), it[-1])[1]),
+    "set": (lambda: {0}, lambda it: (it.add(len(it)), float(len(it)))[1]),
+    "array": (lambda: np.zeros(1), lambda it: (np.add(it, 1, out=it), 1 + float(it[0]))[1]),
+    "object": (Counter, Counter.next),
+    "in a list": (lambda: [Counter()], lambda it: it[0].next()),
+    "in a dict": (lambda: {"a": Counter()}, lambda it: it["a"].next()),
+    "made": (Lazy, Lazy.next),
+}
+
+
+@pytest.mark.parametrize("kind", [ReadsPrivate, ReadsMangled])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_an_attribute_with_a_private_name_is_looked_into(name: str, kind: Any) -> None:
+    make, read = HOLDERS[name]
+    net = assert_alike(type(kind.__name__, (kind,), {"make": staticmethod(make), "read": staticmethod(read)}))
+    assert net.graph_info()[0].break_reason is not None
+
+
+# ---- code that attributes and arguments hold -------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Losses:
+    mse: Any = scaled_loss
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
+
+    def loss(self, prediction: Tensor) -> Tensor:
+        return autograd.mse_loss(prediction, self.y) * SCALE
+
+
+class Pair(collections.namedtuple("Pair", "x y")):
+    factor = 1.0
+
+    def loss(self, prediction: Tensor) -> Tensor:
+        return autograd.mse_loss(prediction, self.y) * self.factor
+
+
+class Held(Net):
+    """Calls a loss that ``held`` holds."""
+
+    pick: Callable[[Any], Any]
+    held: Any = None
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = type(self).pick(self.held)(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+class InList(Held):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [scaled_loss]
+
+    pick = staticmethod(lambda held: held[0])
+
+
+class InDict(Held):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"mse": (scaled_loss,)}
+
+    pick = staticmethod(lambda held: held["mse"][0])
+
+
+class InDataclass(Held):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Losses()
+
+    pick = staticmethod(lambda held: held.mse)
+
+
+class ReadsClass(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config
+
+    def scale(self) -> float:
+        return self.config.scale
+
+
+class ReadsSchedule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = opt.Constant(1.0)
+
+    def scale(self) -> float:
+        return self.schedule.init_value
+
+
+class ReadsSpars(Net):
+    def scale(self) -> float:
+        return self.optimizer.spars
+
+
+class ReadsClassOfPackage(Net):
+    def scale(self) -> float:
+        return self.linear.gain
+
+
+class HasKeywordDefault(Net):
+    def scale(self, *, factor: float = 1.0) -> float:
+        return factor
+
+
+def change_scales(net: Any, step: int) -> None:
+    global SCALE
+    SCALE = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
+    HasKeywordDefault.scale.__kwdefaults__["factor"] = 1.0 + step
+    net.optimizer.spars = 0.1 + 0.1 * step
+    if isinstance(net, ReadsSchedule):
+        net.schedule.init_value = 1.0 + step
+
+
+@pytest.fixture(autouse=True)
+def changed_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer.Linear, "gain", 1.0, raising=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(InList, InDict, InDataclass, ReadsClass, ReadsSchedule, ReadsSpars, ReadsClassOfPackage),
+        HasKeywordDefault,
+    ],
+)
+def test_code_that_an_attribute_leads_to_is_followed(kind: Any) -> None:
+    net = assert_alike(kind, change_scales)
+    assert all(info.break_reason is None for info in net.graph_info())
+
+
+class TakesFunction(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor, function: Any) -> Tensor:  # type: ignore[override]
+        loss = function(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+class TakesClass(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor, kind: Any) -> Tensor:  # type: ignore[override]
+        loss = autograd.mse_loss(self.forward(x), y) * kind.scale
+        self.optimizer(loss)
+        return loss
+
+
+class TakesBatch(Net):
+    def train_one_batch(self, x: Tensor, y: Tensor, both: Any) -> Tensor:  # type: ignore[override]
+        loss = both.loss(self.forward(both.x))
+        self.optimizer(loss)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        (TakesFunction, lambda: (scaled_loss,)),
+        (TakesClass, lambda: (Config,)),
+        (TakesBatch, lambda: (Batch(*batch()),)),
+        (TakesBatch, lambda: (Pair(*batch()),)),
+    ],
+    ids=["function", "class", "dataclass", "namedtuple"],
+)
+def test_code_of_arguments_is_followed(kind: Any, extra: Any) -> None:
+    assert_alike(kind, change_scales, extra)
