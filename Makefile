@@ -54,7 +54,7 @@ soak: .venv-test/installed ## disturb training in every way for MINUTES, then da
 gpu-check: | check-python ## on a machine with an NVIDIA GPU: build, test and measure with what PYTHON has installed
 	$(PYTHON) -m tools.gpu_check.check
 
-lint: .venv-test/installed ## ruff, and mypy on the public signatures
+lint: .venv-test/installed ## ruff, and mypy on the package, tools and benchmarks
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/mypy

@@ -17,6 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def main() -> None:
             return Group([run], 1, 2)
 
         options = arguments.options.split(",")
-        starts = {option: lambda option=option: start(option) for option in options}
+        starts = {option: partial(start, option) for option in options}
         times = time_interleaved(starts, arguments.rounds, arguments.steps)
         own = {
             option: json.loads((Path(folder) / option.replace(":", "-")).read_bytes()) for option in options
@@ -80,6 +81,7 @@ def work(option: str) -> None:
     def step() -> None:
         network(x, labels)
         seconds = sgd.step_seconds
+        assert seconds is not None  # a step was made, on the CPU
         own.append(1e3 * (seconds.pack + seconds.compress + seconds.decompress))
 
     serve(step)

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from interleaved import Group, machine, serve, time_interleaved
 from steps import LR, MOMENTUM, SHAPES, WEIGHT_DECAY, batch
@@ -42,8 +43,8 @@ def main() -> None:
         run = [sys.executable, "-m", "singa_lite", "run", "-n", str(arguments.ranks), *sys.argv]
         return Group([[*run, "--worker", order]], 1, arguments.ranks)
 
-    starts = {order: lambda order=order: start(order) for order in ("any", "fixed")}
-    times = time_interleaved(starts, arguments.rounds, arguments.updates)  # type: ignore[arg-type]
+    starts = {order: partial(start, order) for order in ("any", "fixed")}
+    times = time_interleaved(starts, arguments.rounds, arguments.updates)
     plain, fixed = (statistics.median(times[order]) for order in ("any", "fixed"))
     print(f"update: any order {plain:.3f} ms, fixed order {fixed:.3f} ms: {fixed / plain:.4f}")
     print(f"load {os.getloadavg()[0]:.1f}")
@@ -61,8 +62,8 @@ def make_update(arguments: argparse.Namespace, order: str) -> Callable[[], None]
     tensors = tensor.from_numpy(x), tensor.from_numpy(labels.astype("int32"))
     network = {"cnn": CNN, "mlp": MLP}[arguments.model]()
     sgd = opt.SGD(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    sgd = opt.DistOpt(sgd, microbatches=MICROBATCHES, order=order, dist_option=arguments.dist_option)
-    network.set_optimizer(sgd)
+    dist = opt.DistOpt(sgd, microbatches=MICROBATCHES, order=order, dist_option=arguments.dist_option)
+    network.set_optimizer(dist)
     network.compile([tensors[0]], use_graph=True)
 
     def update() -> None:

@@ -19,6 +19,7 @@ import socket
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,10 @@ def groups(mxnet_python: str | None) -> dict[str, Callable[[], Group]]:
     starts: dict[str, Callable[[], Group]] = {}
     for servers in (1, 2):
         for work in ("push, pull", "pushpull"):
-            starts[f"{work}, S={servers}, shm"] = lambda work=work, servers=servers: shm(work, servers)
-            starts[f"{work}, S={servers}, mpi"] = lambda work=work, servers=servers: mpi(work, servers)
+            starts[f"{work}, S={servers}, shm"] = partial(shm, work, servers)
+            starts[f"{work}, S={servers}, mpi"] = partial(mpi, work, servers)
         if mxnet_python:
-            starts[f"MXNet, S={servers}"] = lambda servers=servers: mxnet(servers)
+            starts[f"MXNet, S={servers}"] = partial(mxnet, servers)
     starts["pushpull, S=0, no optimizer"] = lambda: shm("replica", 0)
     starts["all-reduce"] = lambda: shm("all-reduce", 0)
     starts["step, Trainer, S=1"] = lambda: shm("trainer", 1)
@@ -112,6 +113,7 @@ def make_store(name: str = "dist_sync") -> Any:
     from singa_lite import kvstore
 
     store = kvstore.create(name)
+    assert isinstance(store, kvstore.KVStore)
     store.init(list(range(len(SHAPES))), [np.zeros(shape, np.float32) for shape in SHAPES])
     return store
 

@@ -19,20 +19,25 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from interleaved import machine
+
+if TYPE_CHECKING:
+    from singa_lite.data import Mnist
+    from singa_lite.model import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = 2
 BATCH, EVAL_BATCH, LR, MOMENTUM, WEIGHT_DECAY = 64, 500, 0.005, 0.9, 1e-5
 MEAN, STD = 0.1307, 0.3081
-# name -> servers, store (None: DistOpt), its options, compression
-WAYS = {
-    "DistOpt fp32": (0, None, {}, None),
-    "dist_sync": (1, "dist_sync", {}, None),
-    "dist_sync, 2bit": (1, "dist_sync", {}, {"type": "2bit", "threshold": 0.05}),
-    "dist_async, staleness 1": (1, "dist_async", {"staleness": 1}, None),
+# name -> servers, store (None: DistOpt), its staleness, compression
+WAYS: dict[str, tuple[int, str | None, int | None, dict[str, Any] | None]] = {
+    "DistOpt fp32": (0, None, None, None),
+    "dist_sync": (1, "dist_sync", None, None),
+    "dist_sync, 2bit": (1, "dist_sync", None, {"type": "2bit", "threshold": 0.05}),
+    "dist_async, staleness 1": (1, "dist_async", 1, None),
 }
 
 
@@ -80,16 +85,19 @@ def train(way: str, seed: int, epochs: int, path: Path) -> None:
 
     from singa_lite import autograd, data, device, gluon, kvstore, opt, tensor
 
-    _, store_name, options, compression = WAYS[way]
+    _, store_name, staleness, compression = WAYS[way]
     sgd = opt.SGD(lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-    store = kvstore.create(store_name, **options) if store_name else None  # where a server stays
-    dist = None if store else opt.DistOpt(sgd)
-    rank = store.rank if store else dist.global_rank
+    if store_name:
+        store = kvstore.create(store_name, staleness=staleness)  # where a server stays
+        rank = store.rank
+    else:
+        dist = opt.DistOpt(sgd)
+        rank = dist.global_rank
     mnist = data.load_mnist()
     device.get_default_device().SetRandSeed(seed)
     model = CNN()
     model.compile([tensor.Tensor((BATCH, 1, 28, 28))], use_graph=False)
-    if store:
+    if store_name:
         trainer = gluon.Trainer(
             model.get_params(), sgd, kvstore=store, compression_params=compression, reduction="mean"
         )
@@ -102,18 +110,18 @@ def train(way: str, seed: int, epochs: int, path: Path) -> None:
             x, y = data.make_batch(mnist.train_images, mnist.train_labels, indices, mean=MEAN, std=STD)
             out = model.forward(tensor.from_numpy(x))
             loss = autograd.softmax_cross_entropy(out, tensor.from_numpy(y))
-            if store:
+            if store_name:
                 loss.backward()
                 trainer.step(1)
             else:
                 dist(loss)
-    if store:
+    if store_name:
         trainer.synchronize(model)
     if rank == 0:
         path.write_text(json.dumps(evaluate(model, mnist)))
 
 
-def evaluate(model, mnist) -> float:
+def evaluate(model: Model, mnist: Mnist) -> float:
     """Return the share of the test images that are classified correctly."""
     from singa_lite import data, tensor
 

@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        print(json.dumps(measure(*arguments.worker, arguments.steps)))
+        mode, model = arguments.worker
+        print(json.dumps(measure(mode, model, arguments.steps)))
         return
     print(f"{machine()}; {arguments.steps} steps")
     print(

@@ -65,14 +65,17 @@ def main() -> None:
 def work(mode: str, model: str, every: str, block: str, folder: str) -> None:
     """Be one rank: the first step of every other round saves."""
     from singa_lite import checkpoint
+    from singa_lite.model import Model
 
     step = our_step(mode, model, *batch(model, int(os.environ["SINGA_LITE_RANK"])), is_distributed=True)
+    network = step.func
+    assert isinstance(network, Model)
     count = 0
 
     def saving() -> None:
         nonlocal count
         if count % (2 * int(every)) == int(every):
-            checkpoint.save_job(folder, step.func, block=block == "True")  # type: ignore[attr-defined]
+            checkpoint.save_job(folder, network, block=block == "True")
         step()
         count += 1
 

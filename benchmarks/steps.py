@@ -47,7 +47,7 @@ def batch(model: str, seed: int = 0, shape: tuple[int, ...] = ()) -> tuple[np.nd
     """Normal x, float32 of ``shape`` (that of SHAPES if not given), and labels, int64 (n,)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape or SHAPES[model]).astype(np.float32)
-    return x, rng.integers(0, CLASSES.get(model, 10), x.shape[0])
+    return x, rng.integers(0, CLASSES.get(model, 10), len(x))
 
 
 def make_step(mode: str, model: str, x: np.ndarray, labels: np.ndarray) -> Step:
@@ -76,7 +76,7 @@ def our_step(
     *,
     device: Any = None,
     communicator: Any = None,
-) -> Step:
+) -> partial[Any]:
     """A call of the model, on the CPU unless a device is given, in the dtype of ``x``.
 
     With ``is_distributed`` its SGD is wrapped by DistOpt, whose gradients travel in the mode's precision, over the
@@ -87,7 +87,9 @@ def our_step(
     class Plain(opt.SGD):
         is_recordable = True  # else a step with a __call__ of its own is not recorded
 
-        def __call__(self, loss, dist_option=None, spars=None):  # the models hand these on for DistOpt
+        def __call__(
+            self, loss: tensor.Tensor, dist_option: str | None = None, spars: float | None = None
+        ) -> None:  # the models hand these on for DistOpt
             super().__call__(loss)
 
     network = find_network(model)()

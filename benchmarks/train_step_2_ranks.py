@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from interleaved import SOCKET, Group, machine, serve, time_interleaved
@@ -73,12 +74,12 @@ def groups(arguments: argparse.Namespace) -> dict[str, Callable[[], Group]]:
 
     starts: dict[str, Callable[[], Group]] = {}
     for mode in MODES:
-        starts[f"{ranks} ranks {mode}"] = lambda mode=mode: ours(mode)
-        starts[f"1 rank {mode}"] = lambda mode=mode: alone(mode, "alone")
-        starts[f"1 rank DistOpt {mode}"] = lambda mode=mode: alone(mode, "ours")
-        starts[f"{ranks} strangers {mode}"] = lambda mode=mode: alone(mode, "alone", ranks)
+        starts[f"{ranks} ranks {mode}"] = partial(ours, mode)
+        starts[f"1 rank {mode}"] = partial(alone, mode, "alone")
+        starts[f"1 rank DistOpt {mode}"] = partial(alone, mode, "ours")
+        starts[f"{ranks} strangers {mode}"] = partial(alone, mode, "alone", ranks)
     for mode in TORCH:
-        starts[f"{ranks} ranks {mode}"] = lambda mode=mode: theirs(mode)
+        starts[f"{ranks} ranks {mode}"] = partial(theirs, mode)
     return starts
 
 

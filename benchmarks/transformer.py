@@ -128,7 +128,11 @@ def our_step(mode: str, arguments: argparse.Namespace, device: Any = None) -> St
         network(x, y)
         if reason := network.graph_info()[0].break_reason:
             raise RuntimeError(f"the step was not recorded: {reason}")
-    return partial(network, x, y)
+
+    def step() -> Any:
+        return network(x, y)
+
+    return step
 
 
 def torch_step(mode: str, arguments: argparse.Namespace, device: str = "cpu") -> Step:

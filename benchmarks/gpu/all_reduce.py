@@ -22,13 +22,13 @@ import numpy as np
 
 from benchmarks.gpu.rows import QUICK, medians_ms, report
 from singa_lite import _native, device
-from singa_lite.comm.base import World
+from singa_lite.comm.base import ReduceOp, World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.comm.nccl import NcclCommunicator
 
 SIZES_KB = [4, 64] if QUICK else [4, 64, 1024, 16 << 10, 256 << 10]
 FLOAT32 = 7  # ncclFloat32
-OPS = {"mean": 4, "sum": 0}  # ncclAvg, ncclSum
+OPS: dict[ReduceOp, int] = {"mean": 4, "sum": 0}  # ncclAvg, ncclSum
 
 
 class Id(ctypes.Structure):
@@ -52,7 +52,7 @@ class PlainNccl:
         if status:
             raise RuntimeError(f"NCCL answers with error {status}")
 
-    def caller(self, op: str, address: int, count: int, stream: int) -> Callable[[], None]:
+    def caller(self, op: ReduceOp, address: int, count: int, stream: int) -> Callable[[], None]:
         """Return a call that reduces ``count`` float32 at ``address``, in place."""
         call = self.library.ncclAllReduce
         arguments = (
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def compare(
-    backend: Any, ours: NcclCommunicator, blocking: NcclCommunicator, plain: PlainNccl, op: str, kb: int
+    backend: Any, ours: NcclCommunicator, blocking: NcclCommunicator, plain: PlainNccl, op: ReduceOp, kb: int
 ) -> bool:
     """Report one size; whether it is within its limit, if it has one."""
     array = backend.zeros((kb * 256,), np.float32)

@@ -30,6 +30,9 @@ class _Autograd(ModuleType):
         this_thread.training = bool(value)
 
 
+if TYPE_CHECKING:
+    training: bool  # the property, which mypy does not see
+
 Operation = Operator  # another name of SINGA's for it
 sys.modules[__name__].__class__ = _Autograd
 # what ``a + b``, ``t[0]``, ``loss.backward()`` and their kin call

@@ -69,11 +69,13 @@ def run_all() -> int:
     import cupy
 
     from singa_lite import device
+    from singa_lite.backend.cuda import CudaBackend
 
     if hasattr(cupy.cuda, "set_allocator"):
         cupy.cuda.set_allocator(None)  # no pool
     gpu = device.create_cuda_gpu()
     backend = gpu.backend
+    assert isinstance(backend, CudaBackend)
     for kernel, inputs, out, attributes in calls():
         given, made = ([backend.asarray(array) for array in arrays] for arrays in (inputs, out))
         backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
@@ -101,12 +103,15 @@ def is_known(name: str, types: str) -> bool:
 def recorded_steps(gpu: Any) -> None:
     """Some steps of an MLP under DistOpt, recorded: numbers that change reach the device by a kernel."""
     from benchmarks.steps import batch, our_step
+    from singa_lite.model import Model
 
     step = our_step("graph", "mlp", *batch("mlp", shape=(4, 784)), is_distributed=True, device=gpu)
     for _ in range(5):
         step()
     gpu.Sync()
-    if refused := "; ".join(info.break_reason for info in step.func.graph_info() if info.break_reason):
+    network = step.func
+    assert isinstance(network, Model)
+    if refused := "; ".join(info.break_reason for info in network.graph_info() if info.break_reason):
         report("recorded steps of an MLP", None, met=False, required="replayed", note=refused)
 
 

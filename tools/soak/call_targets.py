@@ -8,6 +8,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -62,13 +63,17 @@ def targets(modules: list[str] | None = None) -> list[Target]:
                 continue
             path = f"{name.removeprefix('singa_lite.')}.{key}"
             if callable(value) and path not in DENIED and not inspect.isabstract(value):
-                found[path] = Target(path, lambda values, value=value: value)
+                found[path] = Target(path, partial(_given, value))
     if not modules:
         for sample in SAMPLES:
             found[f"autograd.{sample.op}"].samples.append(_operator_call(sample))
         for target in _methods():
             found[target.name] = target
     return [found[name] for name in sorted(found)]
+
+
+def _given(value: Any, values: Values) -> Any:
+    return value
 
 
 def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
@@ -118,7 +123,12 @@ def _methods() -> Iterator[Target]:
                 makers.setdefault(path, []).append((make, name))
     for path, entries in makers.items():
         if path not in DENIED:
-            yield Target(path, lambda values, entries=entries: _bound(*values.rng.choice(entries), values))
+            yield Target(path, partial(_one_bound, entries))
+
+
+def _one_bound(entries: list[tuple[Callable[[Values], Any], str]], values: Values) -> Callable[..., Any]:
+    make, name = values.rng.choice(entries)
+    return _bound(make, name, values)
 
 
 def _bound(make: Callable[[Values], Any], name: str, values: Values) -> Callable[..., Any]:

@@ -116,6 +116,7 @@ def run(seed: int, first: int, last: int, modules: list[str], deadline_s: float)
                     text = worker.death() if what == "DIED" else f"longer than {deadline_s:g} s"
                     called = called or {"number": first, "target": "the arguments of a call", "arguments": ""}
                     done = {"outcome": {"kind": what, "message": text, "place": ""}}
+                assert called is not None  # without it nothing was done
                 yield called | done
                 first += 1
                 if what:

@@ -32,7 +32,8 @@ def main() -> None:
     arguments = parser.parse_args()
     options = arguments.dist_option or ["fp32", "bf16"]
     if arguments.train:
-        train(*arguments.train, options[0], arguments.updates)
+        model, mode = arguments.train
+        train(model, mode, options[0], arguments.updates)
         return
     is_right = True
     for model, option, mode in itertools.product(("cnn", "mlp"), options, ("eager", "graph")):
@@ -83,6 +84,8 @@ def train(name: str, mode: str, option: str, updates: int) -> None:
 
     class Net({"cnn": CNN, "mlp": MLP}[name]):  # type: ignore[misc]
         """The example's model with dropout before the last layer."""
+
+        linear2: layer.Layer  # of the CNN
 
         def __init__(self) -> None:
             super().__init__()

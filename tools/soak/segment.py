@@ -65,7 +65,9 @@ def work(connection: Connection, rendezvous_id: str, rank: int, may_join: Event,
                 connection.send(f"wrong: the sum of step {step}")
                 return
             everyone = communicator.all_gather(array_of(rank, step, 5), name="gather").wait()
-            if not np.array_equal(everyone, [array_of(each, step, 5) for each in range(RANKS)]):
+            if everyone is None or not np.array_equal(
+                everyone, [array_of(each, step, 5) for each in range(RANKS)]
+            ):
                 connection.send(f"wrong: what was gathered in step {step}")
                 return
         communicator.close()

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import singa_lite.checkpoint.saving as saving  # noqa: E402
-from singa_lite import checkpoint, kvstore, opt  # noqa: E402
+from singa_lite import checkpoint, gluon, kvstore, opt  # noqa: E402
 from singa_lite.comm.rendezvous import process_communicator  # noqa: E402
 from singa_lite.files import atomic_file  # noqa: E402
-from tests.checkpoint.job_net import batch, bits, compiled, with_trainer  # noqa: E402
+from tests.checkpoint.job_net import Net, batch, bits, compiled, with_trainer  # noqa: E402
 
 
 def main() -> None:
@@ -48,10 +48,13 @@ def main() -> None:
         "--usage", action="store_true", help="print memory and descriptors half way and at the end"
     )
     arguments = parser.parse_args()
+    net: Net
+    trainer: gluon.Trainer | None
     if arguments.dist_option == "store":
         store = kvstore.create("dist_sync")
-        communicator, net = store.communicator, with_trainer(store, opt.SGD(lr=0.1, momentum=0.9))
-        trainer = net.trainer
+        assert isinstance(store, kvstore.KVStore)
+        communicator, with_store = store.communicator, with_trainer(store, opt.SGD(lr=0.1, momentum=0.9))
+        net, trainer = with_store, with_store.trainer
     else:
         communicator, trainer = process_communicator(), None
         net = compiled(communicator, arguments.dist_option, arguments.graph)

@@ -193,6 +193,7 @@ def trained_trainer(seed: int) -> Any:
     params = {name: Tensor(data=rng.standard_normal(4).astype(np.float32)) for name in ("w", "b")}
     for name, param in params.items():
         param.name, param.requires_grad, param.stores_grad = name, True, True
+        assert param.grad is not None
         param.grad.copy_from_numpy(rng.standard_normal(4).astype(np.float32))
     trainer = gluon.Trainer(params, opt.Adam(lr=0.01 * (1 + seed)), kvstore=None)
     trainer._update(list(params))
