@@ -215,9 +215,9 @@ def test_gradients_that_were_applied_are_gone_when_the_next_are_computed(
     alive: list[int] = []
     update, visit = opt.SGD._run_update, engine._visit
 
-    def noted(self: Any, kernel: str, pairs: Any, attributes: Any) -> None:
-        update(self, kernel, pairs, attributes)
-        applied.extend(weakref.ref(root_of(grad.array)) for _, grad in pairs)
+    def noted(self: Any, kernel: str, groups: Any, attributes: Any) -> None:
+        update(self, kernel, groups, attributes)
+        applied.extend(weakref.ref(root_of(grad)) for *_, grads in groups for grad in grads)
 
     def counted(*arguments: Any) -> None:
         alive.append(sum(array() is not None for array in applied))
