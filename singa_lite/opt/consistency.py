@@ -59,7 +59,9 @@ class Consistency:
         self.is_updating = False
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._compared: set[tuple[Scheme, str]] = set()  # whose options the ranks have compared, in which precision
+        self._compared: set[tuple[Scheme, str]] = (
+            set()
+        )  # whose options the ranks have compared, in which precision
 
     def states_loaded(self) -> None:
         """Compare what the ranks have loaded, before they use it."""

@@ -15,7 +15,16 @@ from ..tensor import Tensor
 
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
-UNRECORDABLE = ("__call__", "call", "backward_and_update", "run_update", "number", "decay", "zero_grad", "slots")
+UNRECORDABLE = (
+    "__call__",
+    "call",
+    "backward_and_update",
+    "run_update",
+    "number",
+    "decay",
+    "zero_grad",
+    "slots",
+)
 
 
 def updates_in(owner: object) -> set[str]:
