@@ -228,6 +228,24 @@ def test_ranks_of_different_precisions_get_an_error(use_graph: bool, size: int) 
         assert isinstance(error, CommError) and "the precision is fp32 on rank 0 but bf16 on" in str(error)
 
 
+def other_precision_later(communicator: Any, use_graph: bool) -> None:
+    net = Branches()
+    net.set_optimizer(opt.DistOpt(opt.SGD(0.1), communicator=communicator))
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    for step in range(6):
+        if step in (0, 3):
+            other = step == 3 and communicator.rank == 1
+            net.compile([x], use_graph=use_graph, precision="bf16" if other else "fp32")
+        net(x, y)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_a_rank_that_goes_on_in_another_precision_is_an_error(use_graph: bool, size: int) -> None:
+    for error in run_ranks(other_precision_later, size, use_graph, return_exceptions=True):
+        assert isinstance(error, CommError) and "in bf16" in str(error), error
+
+
 def other_rate(communicator: Any) -> None:
     w = Tensor(data=np.ones(2), stores_grad=True, name="w")
     rate = 0.2 if communicator.rank == 1 else 0.1
