@@ -50,8 +50,12 @@ class Device:
     def __repr__(self) -> str:
         return "Device(cpu)" if self.kind == "cpu" else f"Device({self.kind}:{self._index})"
 
+    def __deepcopy__(self, memo: object) -> Device:
+        """Keep copies of a tensor on the same device."""
+        return self
+
     def __reduce__(self) -> tuple[Callable[..., Device], tuple[int, ...]]:
-        """Keep copies and pickles of a tensor on the same device."""
+        """Keep pickles of a tensor on the same device."""
         return (get_default_device, ()) if self.kind == "cpu" else (create_cuda_gpu_on, (self._index,))
 
     def Sync(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -368,6 +369,14 @@ class Optimizer:
         """Called when the values of parameters or of this optimizer's state were replaced by saved ones."""
 
     # ---- state -------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """Return a copy with its own state for the same parameters, or for copies that are made in the same call."""
+        if not memo:  # by itself, and not in a model, whose parameters are copied too
+            memo.update((id(param), param) for param in (*self._slots, *self._parameters))
+        new = memo[id(self)] = object.__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
         """Return the state of ``param``, zeros at first: {slot name: tensor like the parameter}.

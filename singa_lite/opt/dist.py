@@ -560,6 +560,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             "(.opt), or a Model without one (model.optimizer = None)"
         )
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce_ex__(None)
+
     def __repr__(self) -> str:
         """Return the wrapped optimizer, how gradients travel, and how many ranks there are."""
         given = {

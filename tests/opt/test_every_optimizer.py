@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer against its formula in float64, its state, and schedules."""
 
+import copy
 import inspect
 import json
 
@@ -144,6 +145,22 @@ def test_an_optimizer_goes_on_bit_for_bit_from_its_saved_state(cls, arguments, e
     second.set_states(first.get_states())
     train(second, resumed, gradients[3:])
     assert to_numpy(straight).tobytes() == to_numpy(resumed).tobytes()
+
+
+@pytest.mark.parametrize(("cls", "arguments", "expected_arguments", "reference"), SAMPLES, ids=IDS)
+def test_a_copy_goes_on_with_the_state_of_the_same_parameters(cls, arguments, expected_arguments, reference):
+    gradients = gradients_for((5,))
+    straight, copied = (Tensor(data=np.ones(5, np.float32), stores_grad=True, name="w") for _ in range(2))
+    train(cls(lr=DECAY, **arguments), straight, gradients)
+    first = cls(lr=DECAY, **arguments)
+    train(first, copied, gradients[:3])
+    second = copy.deepcopy(first)
+    before = first.get_states()
+    train(second, copied, gradients[3:])
+    assert to_numpy(straight).tobytes() == to_numpy(copied).tobytes()
+    assert second.get_states().keys() == before.keys()
+    for name, value in before.items():  # of the original, which is another state
+        np.testing.assert_array_equal(first.get_states()[name], value)
 
 
 def test_two_parameters_of_one_name_keep_their_own_momentum():

@@ -243,6 +243,9 @@ class ndarray:
     def copy(self) -> ndarray:
         return self.astype(self.dtype)
 
+    def __deepcopy__(self, memo: object) -> ndarray:
+        return self.copy()
+
     def __len__(self) -> int:
         return len(self.host)
 
