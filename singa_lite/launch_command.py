@@ -25,6 +25,8 @@ from .comm.restart import RestartOptions, check_restart, launch_host_rounds, lau
 from .comm.trace_file import tracing
 
 RSH = "ssh"
+MAX_RANKS = 1024  # of a host, see native/comm/segment.h
+MAX_HOSTS = 1024
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "
     "[--env-worker NAME:VALUE] [--env-server NAME:VALUE] [--log-dir DIR] [--link RATE,LATENCY] [--trace FILE] "
@@ -187,6 +189,10 @@ def _command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
 def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.num_workers < 1:
         parser.error(f"-n {options.num_workers}: at least one rank is needed")
+    if options.hosts is None and options.num_workers > MAX_RANKS:
+        parser.error(f"-n {options.num_workers}: a host has at most {MAX_RANKS} ranks")
+    if options.num_workers > MAX_RANKS * MAX_HOSTS:
+        parser.error(f"-n {options.num_workers}: at most {MAX_RANKS * MAX_HOSTS} ranks")
     if (options.num_servers or 0) < 0:
         parser.error(f"-s {options.num_servers}: must be >= 0")
     if options.env_server and not options.num_servers:

@@ -12,6 +12,8 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import get_ident
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -161,6 +163,7 @@ class Communicator(ABC):
         self._works: dict[int, Work] = {}  # started and not waited for yet, by id
         self._aborts_with: list[weakref.ref[Communicator]] = []  # when a collective fails here
         self._is_closed = self._has_failed = False
+        self._thread = get_ident()  # which has started the last collective
 
     @property
     def rank(self) -> int:
@@ -416,6 +419,7 @@ class Communicator(ABC):
             return self.launch(operation, arrays, arrays, scale)  # type: ignore[arg-type]
         for array in arrays:
             self._check_array(array, operation.op)
+        _check_apart(operation, arrays)
         works = [self.launch(operation, array, array, scale) for array in arrays]
         return works[0] if len(works) == 1 else WorkList(works, operation.name)
 
@@ -423,6 +427,9 @@ class Communicator(ABC):
         """Start a collective on checked arrays, count it, and record it if a step is being recorded."""
         if self._is_closed:
             raise CommError(f"{self!r}: this communicator is closed")
+        if self._thread != (thread := get_ident()):
+            self._check_thread(operation)
+            self._thread = thread
         try:
             work = self._start(operation, array, out, scale)
         except CommError as error:
@@ -461,6 +468,16 @@ class Communicator(ABC):
 
     # ---- checks ------------------------------------------------------------------------------------
 
+    def _check_thread(self, operation: Operation) -> None:
+        """Raise CommError for a collective of this thread while one that another thread has started is in flight."""
+        for work in list(self._works.values()):
+            if not work._is_done():
+                raise CommError(
+                    f"{self!r}: {operation.kind} {operation.name!r}: another thread has started {work.kind} "
+                    f"{work.name!r}, which has not ended; ranks must start collectives in one order, so give each "
+                    "thread a communicator of its own (new_group)"
+                )
+
     def _check_wire(self, array: Any, wire_dtype: str | None, wire_scale: Any, name: str) -> None:
         check_choice("all_reduce", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
         if wire_dtype is None:
@@ -477,6 +494,8 @@ class Communicator(ABC):
                 raise ShapeError(
                     f"all_reduce {name!r}: wire_scale is {wire_scale.dtype}{wire_scale.shape}, not float32(1,)"
                 )
+            if isinstance(wire_scale, np.ndarray) and not 0 < wire_scale[0] < np.inf:
+                raise OptionError(f"all_reduce {name!r}: wire_scale = {wire_scale[0]} must be > 0 and finite")
 
     def _check_array(self, array: Any, op: ReduceOp | None = None, *, writes: bool = True) -> None:
         """Raise for an array that cannot be sent, or be combined by ``op``."""
@@ -537,6 +556,19 @@ class Communicator(ABC):
     def _check_root(self, where: str, root: int) -> None:
         if check_int(where, "root", root, 0) >= self.size:
             raise OptionError(f"{where}: root = {root} is not a rank of 0..{self.size - 1}")
+
+
+def _check_apart(operation: Operation, arrays: Sequence[Array]) -> None:
+    """Raise OptionError if two arrays of a list share memory, as each would be combined with the other's result."""
+    spans = sorted(
+        (address_of(array), address_of(array) + array.nbytes, number) for number, array in enumerate(arrays)
+    )
+    for (_, end, number), (start, _, other) in pairwise(span for span in spans if span[0] < span[1]):
+        if start < end:
+            raise OptionError(
+                f"{operation.kind} {operation.name!r}: the arrays {min(number, other)} and {max(number, other)} of the "
+                "list share memory; give each part once"
+            )
 
 
 def _do_nothing() -> None:

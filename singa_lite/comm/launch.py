@@ -12,12 +12,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ..errors import CommError, OptionError
+from ..errors import CommError, OptionError, check_int
 from .inspect_job import reports_at_sigquit
 from .output import RankOutput
 from .process_names import ProcessName, rank_names, role_names
@@ -73,10 +75,12 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
         signal number when a signal stopped this process (130 for Ctrl-C), or 1 when ranks did not end in time.
 
     Raises:
-        OptionError: the folder of logs cannot be made.
+        OptionError: an argument is not what it should be; this is not the main thread, where Python handles signals;
+            the folder of logs cannot be made.
         CommError: the system gives no more processes, pipes or files.
         BrokenPipeError: the reader of the output has gone.
     """
+    _check_launch(command, num_workers, options)
     options = share_cores_of_host(options or LaunchOptions(), num_workers)
     output = open_output(num_workers, options)
     with noted_signals() as signals:
@@ -84,6 +88,19 @@ def launch(command: Sequence[str], num_workers: int, options: LaunchOptions | No
     if outcome.error is not None:
         raise outcome.error
     return outcome.code
+
+
+def _check_launch(command: Any, num_workers: Any, options: Any) -> None:
+    is_list = isinstance(command, (list, tuple)) and bool(command)
+    if not is_list or not all(isinstance(each, (str, os.PathLike)) for each in command):
+        raise OptionError(f"launch: command = {command!r} must be a list of text, such as ['train.py']")
+    check_int("launch", "num_workers", num_workers, 1)
+    if not isinstance(options, (LaunchOptions, type(None))):
+        raise OptionError(f"launch: options must be LaunchOptions, not {type(options).__name__}")
+    if threading.current_thread() is not threading.main_thread():
+        raise OptionError(
+            "launch: it handles signals, as Python does in the main thread alone; call it there"
+        )
 
 
 def share_cores_of_host(options: LaunchOptions, num_workers: int) -> LaunchOptions:

@@ -88,7 +88,7 @@ class ProgressFile:
 
 
 class Progress:
-    """The record of this process.
+    """The record of this process; without effect once the program has closed its file, or the disk is full.
 
     Args:
         path: of the file.
@@ -98,15 +98,33 @@ class Progress:
     def __init__(self, path: str, rank: int) -> None:
         self._offset = RECORD.size * rank
         self._file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
+        self._identity = _identity(self._file)
+        weakref.finalize(self, _close, self._file, self._identity)
 
     def note_step(self, step: int) -> None:
         """Write that this rank has reached ``step``, >= 0."""
-        os.pwrite(self._file, NUMBER.pack(step + 1), self._offset)
+        self._write(step + 1, self._offset)
 
     def note_takes_requests(self) -> None:
         """Write that this rank takes signals as requests to stop."""
-        os.pwrite(self._file, NUMBER.pack(1), self._offset + NUMBER.size)
+        self._write(1, self._offset + NUMBER.size)
+
+    def _write(self, number: int, offset: int) -> None:
+        with contextlib.suppress(OSError):
+            if _identity(self._file) == self._identity:
+                os.pwrite(self._file, NUMBER.pack(number), offset)
+
+
+def _identity(file: int) -> tuple[int, int]:
+    """Return the device and the inode behind a descriptor, whose number may belong to another file later."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def _close(file: int, identity: tuple[int, int]) -> None:
+    with contextlib.suppress(OSError):
+        if _identity(file) == identity:
+            os.close(file)
 
 
 def progress_of_process() -> Progress | None:

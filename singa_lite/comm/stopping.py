@@ -37,13 +37,14 @@ class StopHandler:
 
     Args:
         before: the handler that this one replaces.
+        requests: of a world that this process is a rank of.
 
     Attributes:
-        requests: of the worlds that this process is a rank of.
+        requests: of all such worlds.
     """
 
-    def __init__(self, before: Any) -> None:  # Any: what signal.getsignal returns
-        self.requests: list[StopRequests] = []
+    def __init__(self, before: Any, *requests: StopRequests) -> None:  # Any: what signal.getsignal returns
+        self.requests = list(requests)
         self._before = before
         self._pid = os.getpid()
         self._first_s: float | None = None
@@ -90,11 +91,12 @@ class StopAgreement:
             handler = signal.getsignal(number)
             if handler is signal.SIG_IGN:
                 continue
-            if not isinstance(handler, StopHandler):
-                handler = StopHandler(handler)
-                signal.signal(number, handler)
+            requests = self._communicator.stop_requests
+            if isinstance(handler, StopHandler):
+                handler.requests.append(requests)
+            else:
+                signal.signal(number, StopHandler(handler, requests))
                 atexit.register(_ignore, number)
-            handler.requests.append(self._communicator.stop_requests)
         self._is_listening = True
         if self._progress is not None:
             self._progress.note_takes_requests()

@@ -47,10 +47,10 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
         yield {}
         return
     path = path.absolute()
-    folder = parts_folder(path)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder")
+        if path.exists() and not path.is_file():
+            raise OSError("it is there and not a regular file")
+        folder = parts_folder(path)
         folder.mkdir(exist_ok=True)
         for part in _parts_in(folder):  # of a launcher that was killed
             part.unlink()

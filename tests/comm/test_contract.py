@@ -479,6 +479,16 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
         (OptionError, lambda: c.new_group([0], name=5)),  # type: ignore[arg-type]
         (OptionError, lambda: c.split_by_host(name=None)),  # type: ignore[arg-type]
         (DTypeError, lambda: c.all_reduce(array, "sum", wire_dtype="float16", wire_scale=2.0)),  # type: ignore[arg-type]
+        (OptionError, lambda: c.all_reduce([array, array], "sum")),
+        (OptionError, lambda: c.all_reduce([array[2:], np.ones(3, np.float32), array[:3]], "sum")),
+        (OptionError, lambda: c.broadcast([array[:0], array[1:], array.view(np.int32)])),
+        *(
+            (
+                OptionError,
+                lambda scale=scale: c.all_reduce(array, "sum", wire_dtype="float16", wire_scale=scale),
+            )
+            for scale in np.array([[0], [-2], [np.nan], [np.inf]], np.float32)
+        ),
         (OptionError, lambda: c.broadcast(array, c.size)),
         (OptionError, lambda: c.reduce(array, "sum", -1)),
         (OptionError, lambda: c.new_group([0, 0])),
@@ -505,6 +515,13 @@ def bad_arguments_raise_before_anything_is_sent(c: Communicator) -> None:
             work.wait(limit)  # type: ignore[arg-type]
     work.wait()
     assert array.tolist() == [c.size] * 4
+
+
+@fact
+def parts_of_one_array_that_touch_may_be_in_one_list(c: Communicator) -> None:
+    array = np.ones(6, np.float32)
+    c.all_reduce([array[3:], array[2:2], array[:3]], "sum").wait()
+    assert array.tolist() == [c.size] * 6
 
 
 @fact

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -24,6 +25,7 @@ from singa_lite.comm import launch
 from singa_lite.comm.output import RankOutput, Sink
 from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
+from singa_lite.errors import OptionError
 from tests.comm.processes import (
     assert_nothing_left,
     at_once,
@@ -262,6 +264,8 @@ def test_without_s_the_number_of_servers_is_the_environments(tmp_path, options, 
         (["-n", "2", "--env-server", "A:b", "script.py"], "--env-server: there are no servers"),
         (["-n", "0", "script.py"], "at least one rank"),
         (["-n", "two", "script.py"], "invalid int value"),
+        (["-n", "1025", "script.py"], "-n 1025: a host has at most 1024 ranks"),
+        (["-n", "9" * 20, "-H", "hosts", "script.py"], "at most 1048576 ranks"),
         (["script.py"], "-n"),
         (["-n", "2"], "which script?"),
         (["-n", "2", "no_such_script.py"], "there is no script 'no_such_script.py'"),
@@ -280,6 +284,27 @@ def test_a_process_with_a_wrong_command_line_ends_with_2():
     result = run_command([sys.executable, "-m", "singa_lite", "run", "-n", "0", "script.py"])
     assert result.returncode == 2
     assert "at least one rank" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], 2), r"command = \[\] must be a list of text"),
+        (("train.py", 2), "command = 'train.py' must be a list of text"),
+        ((["-c", 1], 2), "must be a list of text"),
+        ((["-c", ""], 0), "num_workers"),
+        ((["-c", ""], 2.0), "num_workers"),
+        ((["-c", ""], 2, {"log_dir": "x"}), "options must be LaunchOptions, not dict"),
+    ],
+)
+def test_launch_refuses_wrong_arguments(arguments, message):
+    with pytest.raises(OptionError, match=message):
+        launch.launch(*arguments)
+
+
+def test_launch_refuses_other_threads_than_the_main_one():
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OptionError, match="in the main thread alone"):
+        pool.submit(launch.launch, ["-c", ""], 2).result()
 
 
 # ---- endings -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import resource
 import secrets
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -494,3 +495,41 @@ def threads_of(c: Communicator) -> tuple[int, int]:
 def test_a_thread_starts_with_the_first_large_collective_only() -> None:
     for before, after in run_ranks(threads_of, 2):
         assert (before, after) == (1, 2)
+
+
+def in_two_threads(c: Any) -> list[str]:
+    group = c.new_group(list(range(c.size)))
+    assert group is not None
+    found: list[str] = []
+
+    def all_reduce() -> None:
+        try:
+            c.all_reduce(np.ones(3, np.float32), "sum", name="other").wait()
+            found.append("ended")
+        except CommError as error:
+            found.append(str(error))
+
+    def in_thread() -> None:
+        thread = threading.Thread(target=all_reduce)
+        thread.start()
+        thread.join()
+
+    in_thread()  # while none is in flight
+    if c.rank == 0:
+        group.barrier()
+    work = c.all_reduce(np.ones(3, np.float32), "sum", name="first")
+    if c.rank > 0:  # rank 0 has not started it
+        in_thread()
+        group.barrier()
+    work.wait()
+    in_thread()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_threads_may_take_turns_but_not_have_collectives_in_flight_at_once(size: int) -> None:
+    first, *others = run_ranks(in_two_threads, size)
+    assert first == ["ended", "ended"]
+    for before, meanwhile, after in others:
+        assert before == after == "ended"
+        assert "all_reduce 'other': another thread has started all_reduce 'first'" in meanwhile

@@ -539,6 +539,25 @@ def test_the_progress_file_has_each_ranks_newest_step(tmp_path):
     assert file.steps() == [None, None, None] and not (tmp_path / "progress").exists()
 
 
+def test_a_step_is_not_written_to_a_file_that_has_got_the_number_of_the_progress_file(tmp_path):
+    ProgressFile(tmp_path / "progress", 1)
+    progress = Progress(str(tmp_path / "progress"), 0)
+    os.close(progress._file)
+    progress.note_step(1)  # no file has the number
+    users, file = os.open(tmp_path / "data", os.O_WRONLY | os.O_CREAT), progress._file
+    os.dup2(users, file)  # if it has not got that number anyway
+    progress.note_step(2)
+    progress.note_takes_requests()
+    del progress
+    assert (tmp_path / "data").read_bytes() == b""
+    for each in {users, file}:
+        os.close(each)  # which is still open
+
+
+def test_a_step_that_cannot_be_written_is_no_error():
+    Progress("/dev/full", 0).note_step(1)
+
+
 def test_the_failure_nearest_to_the_cause_counts(tmp_path):
     path = tmp_path / "progress"
     file = ProgressFile(path, 3)

@@ -286,7 +286,9 @@ def test_a_long_run_is_cut_and_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
-    for path in (tmp_path, tmp_path / "missing" / "out.json"):
+    os.mkfifo(tmp_path / "fifo")
+    paths = (tmp_path, tmp_path / "missing" / "out.json", Path("/"), Path(os.devnull), tmp_path / "fifo")
+    for path in paths:
         with pytest.raises(OptionError, match="--trace"), tracing(path):
             raise AssertionError("the run began")
 

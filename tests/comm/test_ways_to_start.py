@@ -299,6 +299,38 @@ def test_a_thread_that_fails_fails_the_job_on_every_rank(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("way", ["main", "thread"])
+def test_peers_get_a_text_that_cannot_be_sent_as_it_is(tmp_path, way):
+    fails = "raise ValueError('name \\udcff, \\0 behind')"
+    text = STEP + f"def fail():\n    {fails}\nif rank == 1:\n"
+    text += (
+        "    fail()\n"
+        if way == "main"
+        else "    import threading\n    threading.Thread(target=fail).start()\n"
+    )
+    result = run_ranks_of(
+        write_script(tmp_path, text + "if rank != 1:" + AGAIN.replace("\n", "\n    ", 1)), 3
+    )
+    assert result.returncode == 1
+    for rank in (0, 2):
+        assert re.search(
+            rf"CommError: rank {rank}: .*rank 1 aborted: .*ValueError: name \\udcff, \\0 behind",
+            result.stderr,
+        )
+
+
+def test_peers_get_the_class_of_an_error_without_a_text(tmp_path):
+    text = (
+        STEP
+        + "class Odd(Exception):\n    def __str__(self):\n        raise KeyError\nif rank == 1:\n    raise Odd\n"
+    )
+    result = run_ranks_of(write_script(tmp_path, text + AGAIN), 2)
+    assert (
+        result.returncode == 1
+        and "rank 1 aborted: Odd (its text could not be made: KeyError)" in result.stderr
+    )
+
+
 def test_a_process_whose_thread_failed_ends_with_1(tmp_path):
     text = STEP + "import threading\nif rank != 1:\n    time.sleep(600)\n"
     text += "thread = threading.Thread(target=lambda: 1 / 0)\nthread.start()\nthread.join()\n"
@@ -509,7 +541,7 @@ def test_a_rank_that_clears_its_environment_does_not_train_alone(tmp_path, start
     script = write_script(tmp_path, text)
     by_mpi = [str(_mpiexec()), "-n", "2", sys.executable, str(script)]
     result = run_command(by_mpi) if start == "mpi" else run_ranks_of(script, 2)
-    assert result.returncode != 0 and re.search(r"^(\[\d\] )?1$", result.stdout, re.MULTILINE)
+    assert result.returncode != 0 and re.search(r"^(\[\d\] )?1+$", result.stdout, re.MULTILINE)
     variable = "PMI_SIZE" if start == "mpi" else "SINGA_LITE_WORLD_SIZE"
     assert (
         f"CommError: find_world: {variable} was set when this process started and is not now" in result.stderr
