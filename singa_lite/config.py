@@ -59,6 +59,7 @@ class OfThread(threading.local):
         clock: where the time of its steps goes (graph.clock.StepClock), made at first use.
         model: whose step runs (model.Model), else None.
         has_left_out: set True where a part of a step was left out (graph.recorder.fork).
+        on_read: called with the name of a watched attribute before a read (record.hidden), else None.
     """
 
     training: bool = False
@@ -70,6 +71,7 @@ class OfThread(threading.local):
     clock: Any = None
     model: Any = None
     has_left_out: bool = False
+    on_read: Any = None
 
 
 @dataclass

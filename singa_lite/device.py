@@ -55,7 +55,7 @@ class Device:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Device], tuple[int, ...]]:
-        """Keep pickles of a tensor on the same device."""
+        """Keep pickles and shallow copies of a tensor on the same device."""
         return (get_default_device, ()) if self.kind == "cpu" else (create_cuda_gpu_on, (self._index,))
 
     def Sync(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,11 +229,33 @@ class HasKeywordDefault(Net):
         return factor
 
 
+class CallsMethodOfPackage(Net):
+    def scale(self) -> float:
+        return self.linear.scaled()
+
+
+class LoopsOverKeywords(Net):
+    """Names attributes by a tuple that Python shares with the keywords of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments = SimpleNamespace(alpha=1.0, beta=1.0)
+
+    def scale(self) -> float:
+        product = 1.0
+        for name in ("alpha", "beta"):
+            product *= getattr(self.arguments, name)
+        return product * float(SimpleNamespace(alpha=1.0, beta=2.0).alpha)
+
+
 def change_scales(net: Any, step: int) -> None:
     global SCALE
     SCALE = Config.scale = Pair.factor = layer.Linear.gain = 1.0 + step  # type: ignore[attr-defined]
     HasKeywordDefault.scale.__kwdefaults__["factor"] = 1.0 + step
     net.optimizer.spars = 0.1 + 0.1 * step
+    layer.Linear.scaled = lambda self, scale=1.0 + step: scale  # type: ignore[attr-defined]
+    if isinstance(net, LoopsOverKeywords):
+        net.arguments.alpha = 1.0 + step
     if isinstance(net, ReadsSchedule):
         net.schedule.init_value = 1.0 + step
 
@@ -239,13 +263,14 @@ def change_scales(net: Any, step: int) -> None:
 @pytest.fixture(autouse=True)
 def changed_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer.Linear, "gain", 1.0, raising=False)
+    monkeypatch.setattr(layer.Linear, "scaled", lambda self: 1.0, raising=False)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         *(InList, InDict, InDataclass, ReadsClass, ReadsSchedule, ReadsSpars, ReadsClassOfPackage),
-        HasKeywordDefault,
+        *(HasKeywordDefault, CallsMethodOfPackage, LoopsOverKeywords),
     ],
 )
 def test_code_that_an_attribute_leads_to_is_followed(kind: Any) -> None:
@@ -286,3 +311,38 @@ class TakesBatch(Net):
 )
 def test_code_of_arguments_is_followed(kind: Any, extra: Any) -> None:
     assert_alike(kind, change_scales, extra)
+
+
+class CountsOnPackage(Net):
+    def scale(self) -> float:
+        layer.Linear.calls = getattr(layer.Linear, "calls", 0) + 1  # type: ignore[attr-defined]
+        return float(layer.Linear.calls)  # type: ignore[attr-defined]
+
+
+def test_an_attribute_that_a_step_makes_on_a_class_of_this_package_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer.Linear, "calls", 0, raising=False)
+    for use_graph in (False, True):
+        del layer.Linear.calls  # type: ignore[attr-defined]
+        found, _ = losses_of(CountsOnPackage, use_graph, lambda net, step: None)
+        assert layer.Linear.calls == STEPS and len(set(found)) == STEPS  # type: ignore[attr-defined]
+
+
+class Reports(Net):
+    """Has methods that the step does not call, of which one reads counters of DistOpt and one a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file = io.StringIO("a line\n")
+
+    def progress(self) -> str:
+        return f"{self.optimizer.step_counter} {self.optimizer.lr_value} {self.optimizer.bytes_sent}"
+
+    def line(self) -> str:
+        return self._file.readline()
+
+
+def test_methods_that_the_step_does_not_call_may_read_counters_and_files() -> None:
+    net = assert_alike(Reports)
+    assert [info.break_reason for info in net.graph_info()] == [None]

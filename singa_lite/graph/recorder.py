@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class Recorder:
         is_lasting: whether the next step of this kind breaks as well.
         is_partial: whether a fork has left a part of the step out.
         casts_again: whether an array was cast again which nothing on the tape has changed, see ``cast``.
+        around_host: makes the ``with`` block in which Python runs that replays run too.
         phase: "Backward" from a call of autograd.backward to the next operator that is recorded, else "Forward".
     """
 
@@ -55,6 +56,7 @@ class Recorder:
         self.is_lasting = True
         self.is_partial = False
         self.casts_again = False
+        self.around_host: Callable[[], AbstractContextManager[None]] = nullcontext
         self.phase = "Forward"
         self._memories: dict[int, Memory] = {}  # by the id of the array that owns it, while that lives
         self._watches: list[Any] = []  # weak references to those arrays
@@ -127,7 +129,7 @@ class Recorder:
             self._passed.append((tensor, memory))
         self._num_hosts += node.sees_arrays
         try:
-            with unrecorded():
+            with unrecorded(), self.around_host():
                 return node.function(*node.arguments)
         except BaseException:
             self.note_error(node.name)
@@ -353,9 +355,10 @@ def switch_stream(function: Callable[..., None], *arguments: Any) -> None:
 
 def scalar(read: Callable[[], Any]) -> Any:  # Any: a number, or a Scalar while a step is recorded
     """Return ``read()``; in a recorded step a Scalar, an attribute of a kernel that every replay reads again."""
-    if this_thread.recorder is None:
+    recorder: Recorder | None = this_thread.recorder
+    if recorder is None:
         return read()
-    with unrecorded():
+    with unrecorded(), recorder.around_host():
         return Scalar(read)
 
 

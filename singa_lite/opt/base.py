@@ -252,9 +252,11 @@ class Optimizer:
         self._guard_methods()
         if not isinstance(pairs, BackwardPairs):
             groups = self._grouped(pairs)
-            self._run_update(kernel, groups, _for_each(attributes) if len(groups) > 1 else iter([attributes]))
+            self._run_update(
+                kernel, groups, _attributes_of_kernels(attributes) if len(groups) > 1 else iter([attributes])
+            )
             return
-        each, is_first = _for_each(attributes), True
+        each, is_first = _attributes_of_kernels(attributes), True
         with deferred_interrupts():
             for part in pairs.parts():
                 self._run_update(kernel, self._grouped(part), each)
@@ -281,6 +283,7 @@ class Optimizer:
         groups: list[tuple[Device, list[Tensor], list[Any]]],
         attributes: Iterator[dict[str, Any]],
     ) -> None:
+        """Run an update kernel for each of the ``groups``, with the next of ``attributes``."""
         names = self.slot_names[: len(UPDATES[kernel].states)]
         for device, params, grads in groups:
             kept = [self.slots(param) for param in params] if names else []
@@ -374,8 +377,17 @@ class Optimizer:
         """Return a copy with its own state for the same parameters, or for copies that are made in the same call."""
         if not memo:  # by itself, and not in a model, whose parameters are copied too
             memo.update((id(param), param) for param in (*self._slots, *self._parameters))
-        new = memo[id(self)] = object.__new__(type(self))
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        reduced: Any = self.__reduce_ex__(4)  # as copy.deepcopy does it
+        make, arguments, state, *_ = reduced
+        new: Optimizer = make(*copy.deepcopy(arguments, memo))
+        memo[id(self)] = new
+        state = copy.deepcopy(state, memo)
+        if hasattr(new, "__setstate__"):
+            new.__setstate__(state)
+            return new
+        for attributes in state if isinstance(state, tuple) else (state,):  # the second one is of __slots__
+            for name, value in (attributes or {}).items():
+                object.__setattr__(new, name, value)
         return new
 
     def slots(self, param: Tensor) -> dict[str, Tensor]:
@@ -439,7 +451,7 @@ class Optimizer:
         self._step_counter = int(states["step_counter"])
 
 
-def _for_each(attributes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _attributes_of_kernels(attributes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Return the attributes of the kernels of one update, of which the first alone reads a Scalar."""
     given = {name: v.shared() if isinstance(v, Scalar) else (v, v) for name, v in attributes.items()}
     yield {name: first for name, (first, _) in given.items()}

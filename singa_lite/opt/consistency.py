@@ -59,16 +59,15 @@ class Consistency:
         self.is_updating = False
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
-        self._compared: set[tuple[Scheme, str]] = (
-            set()
-        )  # whose options the ranks have compared, in which precision
+        # whose options the ranks have compared, in which precision
+        self._compared: set[tuple[Scheme, str]] = set()
 
     def states_loaded(self) -> None:
-        """Compare what the ranks have loaded, before they use it."""
+        """Mark that states were loaded, which the ranks compare before they use them."""
         self._is_loaded = True
 
     def updated_by_hand(self, params: Iterable[Tensor]) -> None:
-        """Compare ``params`` with the others from now on, though no call has seen them."""
+        """Mark ``params``, which no call has seen, to be compared too from now on."""
         self._by_hand.update(dict.fromkeys(params))
 
     # ---- parameters --------------------------------------------------------------------------------------

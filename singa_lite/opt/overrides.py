@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -12,6 +12,7 @@ from .. import autograd
 from ..autograd.parts import BackwardPairs
 from ..graph.recorder import break_graph, host
 from ..tensor import Tensor
+from ..tensor.pytree import leaves, rebuild
 
 # what a subclass, or a class beside it, may write, and a replay must run; and what no replay can run
 ON_HOST = ("update_all", "apply", "update", "update_pairs", "update_velocity", "step")
@@ -45,11 +46,14 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run_in_float32(arguments: list[Any], options: dict[str, Any]) -> Any:
-        lent = LentGradients()
-        with autograd.autocast(enabled=False):
-            result = method(*lent.arguments(arguments), **lent.options(options))
-        lent.take_back()
-        return result
+        gradients = LentGradients()
+        try:
+            arguments, options = gradients.lend((arguments, options))
+            with autograd.autocast(enabled=False):
+                return method(*arguments, **options)
+        finally:
+            del arguments, options
+            gradients.take_back()
 
     @wraps(method)
     def run(*arguments: Any, **options: Any) -> Any:
@@ -60,7 +64,7 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LentGradients:
-    """Copies of lists and Tensors on the arrays of gradients for one call, which may keep or change them.
+    """Tensors on the arrays of gradients for one call, which may keep or change them.
 
     The next step writes these arrays again, and a replay passes the same objects each time.
     """
@@ -68,28 +72,12 @@ class LentGradients:
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # each gradient, and the Tensor that stands for it
 
-    def arguments(self, arguments: Sequence[Any]) -> list[Any]:
-        """Return arguments, or a pair, with another Tensor for each but the first, which is the parameter."""
-        found: list[Any] = []
-        for value in arguments:
-            is_gradient = isinstance(value, Tensor) and any(isinstance(other, Tensor) for other in found)
-            found.append(self._lend(value) if is_gradient else self._copied(value))
-        return found
-
-    def options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keyword arguments with another Tensor for each that is called a gradient."""
-        return {
-            name: self._lend(value) if isinstance(value, Tensor) and "grad" in name else self._copied(value)
-            for name, value in options.items()
-        }
-
-    def _copied(self, value: Any) -> Any:
-        """Return a list or tuple of pairs with others in them; else ``value``."""
-        if type(value) not in (list, tuple):
-            return value
-        return type(value)(
-            [tuple(self.arguments(pair)) if isinstance(pair, (list, tuple)) else pair for pair in value]
-        )
+    def lend(self, arguments: Any) -> Any:
+        """Return a pytree like ``arguments`` with another Tensor for each that stores no gradient: a parameter does."""
+        found = leaves(arguments)
+        if not any(tensor.stores_grad for tensor in found):  # which are the parameters?
+            return rebuild(arguments, iter(found))
+        return rebuild(arguments, iter([each if each.stores_grad else self._lend(each) for each in found]))
 
     def _lend(self, gradient: Tensor) -> Tensor:
         stand_in = Tensor.wrap(gradient.array, gradient.device)
@@ -98,20 +86,27 @@ class LentGradients:
         return stand_in
 
     def take_back(self) -> None:
-        """Write to a gradient what the call has set instead, and give a Tensor that it keeps memory of its own."""
+        """Give gradients what the call has set of them, and Tensors that it keeps memory of their own."""
         while self._pairs:
             gradient, stand_in = self._pairs.pop()
-            array, backend = stand_in.array, gradient.device.backend
-            if (
-                array is not gradient.array
-                and array.shape == gradient.shape
-                and array.dtype == gradient.array.dtype
-            ):
-                backend.run("copy", array, out=gradient.array)
+            array = stand_in.array
+            is_replaced = array is not gradient.array
+            if is_replaced:
+                _replace(gradient, array)
+            vars(gradient).update(vars(stand_in) | {"array": gradient.array})
             watch = weakref.ref(stand_in)
             del stand_in
-            if (kept := watch()) is not None and array is gradient.array:
+            if (kept := watch()) is not None and not is_replaced:
                 kept.array = kept.clone().array
+
+
+def _replace(gradient: Tensor, array: Any) -> None:
+    """Write ``array`` where the gradient is, where a replay reads it; the gradient gets it if that cannot be."""
+    old = gradient.array
+    if array.shape == old.shape and array.dtype == old.dtype and getattr(old.flags, "writeable", True):
+        gradient.device.backend.run("copy", array, out=old)
+    else:
+        gradient.array = array
 
 
 def unrecordable(method: Callable[..., Any]) -> Callable[..., Any]:

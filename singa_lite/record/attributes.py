@@ -16,17 +16,25 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from itertools import chain, compress
 from operator import is_
 from types import MemberDescriptorType
 from typing import Any, NamedTuple
 
+from ..errors import GraphError
 from ..graph.memory import root_of
 from ..graph.recorder import Recorder
 from ..layer.base import Layer, layers_of
 from ..tensor import Tensor
 from ..tensor.pytree import flatten, rebuild
+from .watched import watched
+
+READ = (
+    "it sets {}, which an optimizer or a schedule reads, though a replay sets it at its end; give them a Tensor or a "
+    "number of their own"
+)
 
 
 class Absent:
@@ -289,14 +297,52 @@ class Attributes:
         ]
         return tuple(found), self._made
 
-    def changed_names(self) -> set[str]:
-        """Return the names of the attributes that the step has changed, in whichever layer."""
-        return {change.before.name for change in self._changes.values()}
+    @property
+    def are_set(self) -> bool:
+        """Whether the step sets any."""
+        return bool(self._changes)
+
+    def watched_in_replay(self) -> AbstractContextManager[None]:
+        """Watch the attributes that a replay will set; GraphError where its Python reads one."""
+        changed = [(change.before.layer, change.before.name) for change in self._changes.values()]
+        return watched([(layer, name) for layer, name in changed if name in vars(layer)], _refuse_read)
+
+    def watched_while_recorded(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """Watch the attributes that the step has set so far; a read breaks the graph."""
+        if recorder.break_reason is not None:
+            return nullcontext()
+        changed = [
+            (layer, name)
+            for _, layer in layers_of(self._model)
+            for name, value in vars(layer).items()
+            if name not in layer.unrecorded_attributes and self._is_set(layer, name, value)
+        ]
+        return (
+            watched(changed, lambda name: recorder.break_graph(READ.format(name)))
+            if changed
+            else nullcontext()
+        )
+
+    def _is_set(self, layer: Layer, name: str, value: Any) -> bool:
+        """Return whether the step being recorded has set an attribute, which is no parameter and no layer."""
+        is_state = isinstance(value, Tensor) and (value.stores_grad or name in layer.buffers)
+        if is_state or isinstance(value, Layer):
+            return False
+        before = self.before.get((id(layer), name))
+        if before is None or before.value is not value:
+            return True
+        return _may_change_unset(value) and not before.is_like(before.now())
 
     def share_memory(self) -> None:
         """Give the Tensors that ``repeat`` has set the memory of those of the step."""
         for clone, made in zip(self._set, self._made, strict=True):
             clone.array = made.array
+
+
+def _refuse_read(name: str) -> None:
+    raise GraphError(
+        f"the step cannot be replayed any more: {READ.format(name)}, or compile with use_graph=False"
+    )
 
 
 def _attributes_of(model: Layer) -> dict[Hashable, Attribute]:

@@ -9,6 +9,7 @@ replaying the tape (record.py), the attributes that the step sets (attributes.py
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from ..tensor import Tensor
 from ..tensor.pytree import OpaqueLeafError, flatten, leaves, rebuild
 from .arguments import Arguments
 from .attributes import Attributes, pinned
-from .host_code import names_on_host
 from .variables import Variables
 
 KEPT = "a tensor of it is kept neither in its result nor in an attribute of the model"
@@ -66,6 +66,7 @@ class Run:
         self.recorder.take_inputs([tensor.array for tensor in inputs])
         self.device = inputs[0].device if inputs else get_default_device()
         self.attributes = Attributes(model)
+        self.recorder.around_host = partial(self.attributes.watched_while_recorded, self.recorder)
         before = self.attributes.before.values()
         self.variables = Variables([layer for _, layer in layers_of(model)], before, (arguments, options))
         self.held = {*self.variables.tensors, *(id(each) for found in before for each in found.tensors)}
@@ -79,7 +80,6 @@ class Run:
         self._check_result((arguments, options))
         new = [weakref.ref(tensor) for tensor in (*inputs, *leaves(self.result))]
         new += self.attributes.finish(self.recorder, inputs)
-        self._check_host_code(model)
         del given
         self.tape = self._make_tape([*inputs, *self.attributes.inputs])
         # from here on nothing refers to the Tensors that the step had
@@ -130,16 +130,6 @@ class Run:
             if number not in known:
                 self.recorder.break_graph(
                     f"it returns the number {number:g}, which a replay would not compute; return a Tensor"
-                )
-
-    def _check_host_code(self, model: Any) -> None:
-        """Break the graph where Python that replays run reads an attribute, as these set it when they end."""
-        if changed := self.attributes.changed_names():
-            values = [value for _, layer in layers_of(model) for value in vars(layer).values()]
-            for name in sorted(changed & names_on_host(values)):
-                self.recorder.break_graph(
-                    f"it sets {name}, which an optimizer or a schedule reads, while a replay would set it at its end; "
-                    "pass a Tensor or a number to the optimizer instead"
                 )
 
     def _make_tape(self, inputs: list[Tensor]) -> Tape:

@@ -11,7 +11,7 @@ import dis
 import os
 import sys
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -26,6 +26,8 @@ GENERATORS = {"default_rng", "RandomState", "Random"}
 SYSTEMS_NUMBERS = {"SystemRandom", "urandom", "randbits", "randbelow", "token_bytes"}
 # of generators that others share: a replay would not leave their state as the step does
 SEEDING = {"seed", "set_state", "setstate"}
+# which take their names from the constant before; KW_NAMES of Python 3.11 is no such constant
+KEYWORD_CALLS = ("CALL_KW", "CALL_FUNCTION_KW")
 PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a function, what can be replaced
 
 
@@ -33,26 +35,21 @@ PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")  # of a functio
 def names_of(code: CodeType) -> tuple[set[str], set[str]]:
     """Return the global variables and the attributes that ``code``, and what is defined in it, names."""
     names, attributes = set[str](), set[str]()
-    keywords: list[Any] = []  # of calls
-    before = None
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for instruction, then in zip_longest(instructions, instructions[1:]):
         if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "LOAD_NAME"):
             names.add(str(instruction.argval))
         elif "ATTR" in instruction.opname or instruction.opname == "LOAD_METHOD":
             attributes.add(str(instruction.argval))
-        elif instruction.opname == "KW_NAMES":  # Python 3.11 and 3.12
-            keywords.append(code.co_consts[instruction.arg or 0])
-        elif instruction.opname in ("CALL_FUNCTION_KW", "CALL_KW") and before is not None:
-            keywords.append(before.argval)
-        before = instruction
+        # of match, or a loop over names; not the keywords of a call
+        elif isinstance(instruction.argval, tuple) and (then is None or then.opname not in KEYWORD_CALLS):
+            attributes |= {part for part in instruction.argval if isinstance(part, str)}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner_names, inner_attributes = names_of(constant)
             names, attributes = names | inner_names, attributes | inner_attributes
         elif isinstance(constant, str):
             attributes.add(constant)  # of getattr
-        elif isinstance(constant, tuple) and constant not in keywords:  # of match, or a loop over names
-            attributes |= {part for part in constant if isinstance(part, str)}
     return names, attributes
 
 

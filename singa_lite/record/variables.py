@@ -21,6 +21,7 @@ and what each kind of container holds (containers.py).
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
 from array import array
@@ -126,16 +127,15 @@ class Variables:
         self._reads_all = False  # by vars(), or as __dict__
         self._unseeded: dict[str, str] = {}  # calls that draw new numbers, and the functions they are in
         self._seen: set[int] = set()
-        self._kinds = set(
-            map(type, layers)
-        )  # of this package, whose own attributes count where the user has set them
+        # classes of this package, whose own attributes count where the user has set them
+        self._kinds = set(map(type, layers))
         self._functions: list[FunctionType] = []  # of the user
         self._globals: set[tuple[int, str]] = set()  # that have a location, by the id of a namespace and name
         self._locations: list[Location] = [
             (f"the class of {type(layer).__name__}", partial(type, layer)) for layer in layers
         ]
         # of each object, by its id: its label, its attributes, and the names of those that it had
-        self._had: dict[int, tuple[str, Mapping[str, Any], frozenset[str]]] = {}
+        self._names_at_start: dict[int, tuple[str, Mapping[str, Any], frozenset[str]]] = {}
         self._iterators: dict[str, None] = {}  # labels of variables that are or hold one
         self.tensors: dict[int, Tensor] = {}
         self.compares_identities = False
@@ -151,9 +151,8 @@ class Variables:
             nested = [
                 (found.label, itertools.repeat(value).__next__)  # which always gives it
                 for found, value in held
-                if not self._names.isdisjoint(
-                    (found.name, found.name.lstrip("_"))
-                )  # the latter by a property
+                # the latter by a property
+                if not self._names.isdisjoint((found.name, found.name.lstrip("_")))
             ]
             nested += [
                 (label, itertools.repeat(tensor).__next__)
@@ -180,10 +179,10 @@ class Variables:
                 f"{function} has numbers from {name}, which a replay would not draw; make and seed a generator once, "
                 "for an attribute or a global variable"
             )
-        for label, held, names in self._had.values():
+        for label, held, names in self._names_at_start.values():
             if made := sorted((held.keys() - names) & self._names):
                 recorder.break_graph(f"it makes the attribute {label}.{made[0]}", is_lasting=False)
-        self._had.clear()
+        self._names_at_start.clear()
         for label in self._iterators:  # the position of one cannot be compared
             recorder.break_graph(f"it reads {label}, an iterator, which it may advance")
 
@@ -214,14 +213,16 @@ class Variables:
                 self._follow(value)
                 if isinstance(value, Tensor):
                     self.tensors[id(value)] = value
-                if isinstance(value, (Iterator, Coroutine)) and not isinstance(value, itertools.count):
+                if isinstance(value, (Iterator, Coroutine)) and not isinstance(
+                    value, (itertools.count, io.IOBase)
+                ):
                     self._iterators[label] = None
                 if _is_fixed(value) or id(value) in expanded:
                     continue
                 expanded.add(id(value))
-                self._add_kind(type(value))
-                if id(value) not in self._had:
-                    self._had[id(value)] = label, (held := held_by(value)), frozenset(held)
+                self._follow_kind(type(value))
+                if id(value) not in self._names_at_start:
+                    self._names_at_start[id(value)] = label, (held := held_by(value)), frozenset(held)
                 if isinstance(value, containers()):
                     if held_by(value) and not isinstance(value, dict):
                         nested += self._attributes(label, value)  # of a subclass
@@ -321,24 +322,29 @@ class Variables:
             self._locations.append((f"the variable {name} outside of {function.__name__}", read))
             self._follow(read())
 
-    def _add_kind(self, kind: type) -> None:
-        """Add a class of this package, and the names that its properties read where functions name these."""
-        if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
-            self._kinds.add(kind)
-            named = (getattr(kind, name, None) for name in tuple(self._names))
-            for each in named:
-                if isinstance(each, property) and isinstance(each.fget, FunctionType):
-                    self._names |= names_of(each.fget.__code__)[1]
+    def _follow_kind(self, kind: type) -> None:
+        """Follow what the user has set on a class of this package, and what its properties for settings read."""
+        if kind.__module__.partition(".")[0] != __name__.partition(".")[0]:
+            return
+        self._kinds.add(kind)
+        for each in [getattr(kind, name, None) for name in self._names]:
+            if isinstance(each, FunctionType) and is_users(each):
+                self._follow(each)
+            if isinstance(each, property) and each.fset is not None and isinstance(each.fget, FunctionType):
+                names, attributes = names_of(each.fget.__code__)
+                self._names |= set() if "break_graph" in names else attributes
 
     def _locations_in_package(self) -> list[Location]:
-        """Return where the attributes of this package's classes are that functions name, methods aside."""
+        """Return where what the user has set on this package's classes may be, where functions name it."""
+        found: list[Location] = []
         kinds = {base for kind in self._kinds for base in kind.__mro__ if not is_users(base)}
-        return [
-            (f"{kind.__name__}.{name}", partial(vars(kind).get, name, Absent))
-            for kind in sorted(kinds, key=lambda kind: kind.__qualname__)
-            for name in sorted(self._names & vars(kind).keys())
-            if not hasattr(vars(kind)[name], "__get__")
-        ]
+        for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
+            self._names_at_start[id(kind)] = kind.__name__, vars(kind), frozenset(vars(kind))
+            for name in sorted(self._names & vars(kind).keys()):
+                value = vars(kind)[name]
+                if not hasattr(value, "__get__") or (isinstance(value, FunctionType) and is_users(value)):
+                    found.append((f"{kind.__name__}.{name}", partial(vars(kind).get, name, Absent)))
+        return found
 
     def _add(self, label: str, namespace: Mapping[str, Any], name: str) -> None:
         self._locations.append((label, partial(namespace.get, name, Absent)))

@@ -32,7 +32,7 @@ def leaves(value: Any, kind: Any = Tensor) -> list[Any]:  # Any: a class or seve
 
 
 def nodes(value: Any) -> Iterator[Any]:
-    """Return a pytree, what it holds, and so on down to the leaves."""
+    """Yield a pytree, what it holds, and so on down to the leaves."""
     yield value
     for item in _items(value):
         yield from nodes(item)
@@ -115,7 +115,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
 
 @lru_cache(maxsize=1000)  # a bound for classes that are made again and again
 def _form_of(kind: type) -> str:
-    """Return how objects of a class are taken apart: of a dataclass where ``dataclasses.replace`` can make them."""
+    """Return how objects of a class are taken apart: as a dataclass if ``dataclasses.replace`` can make them."""
     if issubclass(kind, Tensor):
         return "tensor"
     if issubclass(kind, PLAIN) or getattr(kind, "is_static", False) is True:

@@ -4,6 +4,7 @@
 import copy
 import inspect
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -161,6 +162,26 @@ def test_a_copy_goes_on_with_the_state_of_the_same_parameters(cls, arguments, ex
     assert second.get_states().keys() == before.keys()
     for name, value in before.items():  # of the original, which is another state
         np.testing.assert_array_equal(first.get_states()[name], value)
+
+
+def test_a_copy_has_the_slots_and_what_a_class_says_of_its_state():
+    class Odd(opt.SGD):
+        __slots__ = ("extra",)
+
+        def __init__(self):
+            super().__init__(0.1, momentum=0.9)
+            self.extra, self.lock = [3], threading.Lock()
+
+        def __getstate__(self):
+            return {name: value for name, value in vars(self).items() if name != "lock"}, {
+                "extra": self.extra
+            }
+
+    first, param = Odd(), Tensor((2,), stores_grad=True)
+    first.update(param, Tensor(data=np.ones(2)))
+    second = copy.deepcopy(first)
+    assert second.extra == [3] and second.extra is not first.extra and not hasattr(second, "lock")
+    assert list(second._slots) == [param]
 
 
 def test_two_parameters_of_one_name_keep_their_own_momentum():

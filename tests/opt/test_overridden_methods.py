@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import collections
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from singa_lite import autograd, layer, model, opt, tensor
+from singa_lite.errors import GraphError
 from singa_lite.sync import find_schemes
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
 from tests.ranks import run_ranks
@@ -184,6 +186,55 @@ def test_gradients_given_by_name_are_kept_too() -> None:
     assert net.graph_info()[0].break_reason is None
 
 
+Pair = collections.namedtuple("Pair", "param grad")
+
+
+@pytest.mark.parametrize("kind", [tuple, list, Pair._make], ids=["tuple", "list", "namedtuple"])
+def test_pairs_keep_their_kind(kind: Any) -> None:
+    class Reads(opt.Optimizer):
+        def update_all(self, pairs: Any) -> None:
+            for pair in pairs:
+                if isinstance(pair, list):
+                    pair[1] = pair[1] * 2.0
+                grad = pair.grad if isinstance(pair, Pair) else pair[1]
+                param = pair[0]
+                param -= grad
+
+    param, grad = Tensor(data=np.ones(2), stores_grad=True), Tensor(data=np.full(2, 0.25))
+    Reads(0.1).update_all([kind([param, grad])])
+    np.testing.assert_array_equal(to_numpy(param), 0.5 if kind is list else 0.75)
+
+
+def test_a_call_that_raises_keeps_a_gradient_of_its_own_too() -> None:
+    kept: list[Tensor] = []
+
+    class Raises(opt.Optimizer):
+        def update(self, grad: Tensor, param: Tensor) -> None:  # type: ignore[override]
+            kept.append(grad)
+            raise ValueError
+
+    param, grad = Tensor(data=np.ones(2), stores_grad=True), Tensor(data=np.ones(2))
+    with pytest.raises(ValueError):
+        Raises(0.1).update(grad, param)
+    grad.set_value(5)
+    np.testing.assert_array_equal(to_numpy(kept[0]), 1)
+
+
+def test_a_gradient_that_cannot_be_written_is_replaced() -> None:
+    class Halves(opt.Optimizer):
+        def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+            param_grad.data = param_grad.data / 2
+            param_grad.seen = True  # type: ignore[attr-defined]
+
+    values = np.full(3, 4.0, np.float32)
+    values.setflags(write=False)
+    param, grad = Tensor(data=np.ones(3), stores_grad=True), from_numpy(np.ones(3, np.float32))
+    grad.array = values
+    Halves(0.1).apply("w", param, grad)
+    np.testing.assert_array_equal(to_numpy(grad), 2)
+    assert grad.seen  # type: ignore[attr-defined]
+
+
 def test_a_gradient_that_a_call_replaces_is_the_callers_too() -> None:
     class Halves(opt.Optimizer):
         def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
@@ -235,38 +286,38 @@ def test_a_step_whose_optimizer_overrides_what_a_replay_would_not_run_is_eager(
     assert f"{kind.__name__} overrides {method}" in str(net.graph_info()[0].break_reason)
 
 
-class SetsLoss(Net):
-    """Keeps its loss."""
-
-    loss: Tensor | None = None
-    number = 0
-
-    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
-        self.loss = autograd.mse_loss(self.forward(x), y)
-        self.optimizer(self.loss)
-        return self.loss
-
-
-class ReadsLoss(opt.Optimizer):
-    net: Any = None
-
-    def rate(self) -> float:
-        return 0.1 * min(1.0, self.net.loss.item())
-
-    def update_all(self, pairs: Any) -> None:
-        for param, grad in pairs:
-            param -= grad * self.rate()
-
-
 def rate_of(net: Any) -> float:
     return 0.1 * min(1.0, net.loss.item())
 
 
-class ReadsLossByFunction(opt.Optimizer):
-    net: Any = None
+class Helper:
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
 
-    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
-        param_value -= param_grad * rate_of(self.net)
+    def rate(self) -> float:
+        return rate_of(self.owner.net)
+
+
+class ReadsLoss(opt.Optimizer):
+    """Its rate depends on the loss of the model, which it reads in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(0.1)
+        self.way, self.net = way, cast(Any, None)
+        self.helper = Helper(self)
+
+    def rate(self) -> float:
+        if self.way == "attribute":
+            return 0.1 * min(1.0, self.net.loss.item())
+        if self.way == "computed name":
+            return 0.1 * min(1.0, getattr(self.net, "".join("loss")).item())
+        if self.way == "method":
+            return self.net.rate()
+        return self.helper.rate() if self.way == "helper" else partial(rate_of, self.net)()
+
+    def update_all(self, pairs: Any) -> None:
+        for param, grad in pairs:
+            param -= grad * self.rate()
 
 
 class ReadsLossInSchedule(opt.DecayScheduler):
@@ -278,31 +329,70 @@ class ReadsLossInSchedule(opt.DecayScheduler):
         return rate_of(self.owner.net)
 
 
-def by_schedule() -> opt.SGD:
+class SetsLoss(Net):
+    """Keeps its loss; the class has an attribute of that name, too."""
+
+    loss: Tensor | None = None
+    number = 0
+
+    def rate(self) -> float:
+        return rate_of(self)
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(self.loss)
+        return self.loss
+
+
+def reading(way: str) -> Any:
+    if way != "schedule":
+        return ReadsLoss(way)
     sgd = opt.SGD(schedule := ReadsLossInSchedule())
     schedule.owner = sgd
     return sgd
 
 
-@pytest.mark.parametrize("make", [lambda: ReadsLoss(0.1), lambda: ReadsLossByFunction(0.1), by_schedule])
+@pytest.mark.parametrize("way", ["attribute", "computed name", "method", "helper", "partial", "schedule"])
 @pytest.mark.parametrize("wrap", [lambda own: own, opt.DistOpt], ids=["plain", "DistOpt"])
-def test_an_optimizer_that_reads_what_the_step_sets_is_not_one_step_late(
-    make: Callable[[], Any], wrap: Any
-) -> None:
-    (eager, _), (recorded, net) = (trained(wrap(make()), use_graph, SetsLoss) for use_graph in (False, True))
+def test_an_optimizer_that_reads_what_the_step_sets_is_not_one_step_late(way: str, wrap: Any) -> None:
+    (eager, _), (recorded, net) = (trained(wrap(reading(way)), graph, SetsLoss) for graph in (False, True))
     np.testing.assert_array_equal(recorded, eager)
     assert "it sets loss, which an optimizer or a schedule reads" in str(net.graph_info()[0].break_reason)
+    assert type(net) is SetsLoss and type(net.linear) is layer.Linear
 
 
-def test_an_optimizer_that_reads_other_attributes_is_replayed() -> None:
-    class ReadsNumber(opt.Optimizer):
-        net: Any = None
+class ReadsLater(opt.Optimizer):
+    calls = 0
+    net: Any = None
 
-        def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
-            param_value -= param_grad * (0.1 + self.net.number)
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self.calls += 1
+        param_value -= param_grad * (0.1 if self.calls < 9 else rate_of(self.net))
 
-    _, net = trained(ReadsNumber(0.1), True, SetsLoss)
-    assert net.graph_info()[0].break_reason is None
+
+def test_a_first_read_in_a_replay_is_an_error() -> None:
+    with pytest.raises(GraphError, match="it sets loss, which an optimizer or a schedule reads"):
+        trained(ReadsLater(0.1), True, SetsLoss)
+
+
+class OwnNames(opt.Optimizer):
+    """Has attributes that are called as the model's, and reads one that the step does not set."""
+
+    net: Any = None
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.loss, self.log = 1.0, {"loss": 0.1}
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        self.loss = self.log["loss"] + self.net.number
+        param_value -= param_grad * self.loss
+
+
+def test_an_optimizer_with_such_names_of_its_own_is_replayed() -> None:
+    (eager, _), (recorded, net) = (trained(OwnNames(), use_graph, SetsLoss) for use_graph in (False, True))
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
+    assert [info.break_reason for info in net.graph_info()] == [None]
 
 
 class Counts(opt.DecayScheduler):
