@@ -12,8 +12,9 @@ container of up to MAX_ITEMS is compared with all that it holds; of a list, dict
 MAX_IDENTITIES whether it holds the same objects; of a larger one the length. Arrays of up to MAX_BYTES are compared by
 content, larger ones by identity. What installed packages and Python's own modules read is not looked at, nor are
 clocks, files and print, names that only exist at run time (eval, globals(), getattr of a computed name, vars() of other
-objects, imports inside functions), and attributes that an object did not have when the step was recorded. Functions
-that make a generator without a seed, or ask the system for numbers, break the graph.
+objects, imports inside functions), and attributes that an object got after the step was recorded. Of a class of this
+package counts what the user has set on it. Functions that make a generator without a seed, or ask the system for
+numbers, break the graph.
 
 What lives here: finding the variables and comparing them. What does not: reading one function's code (user_code.py),
 and what each kind of container holds (containers.py).
