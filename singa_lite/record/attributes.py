@@ -113,12 +113,14 @@ class Attributes:
     Attributes:
         before: all of them before the step; empty once it is finished.
         inputs: Tensors of attributes that change, which the tape reads.
+        are_set: whether a replay sets any.
     """
 
     def __init__(self, model: Layer) -> None:
         self._model = model
         self.before = _attributes_of(model)
         self.inputs: list[Tensor] = []
+        self.are_set = False
         self._changes: dict[Hashable, Change] = {}
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
@@ -160,6 +162,7 @@ class Attributes:
             self.repeat()
             if has_views:
                 self.share_memory()
+        self.are_set = bool(self._changes)
         self._states = [
             (t, t.array, t.stores_grad, t.requires_grad) for t in self._states_of_model().values()
         ]
@@ -296,11 +299,6 @@ class Attributes:
             for key, change in self._changes.items()
         ]
         return tuple(found), self._made
-
-    @property
-    def are_set(self) -> bool:
-        """Whether the step sets any."""
-        return bool(self._changes)
 
     def watched_in_replay(self) -> AbstractContextManager[None]:
         """Watch the attributes that a replay will set; GraphError where its Python reads one."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Hashable, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -147,22 +148,16 @@ class Record:
         for array, tensor in zip(self._inputs, (*given, *self._attributes.now()), strict=True):
             if array is not None:
                 execute("copy", (tensor.array,), array, {})
-        if self._is_whole and not self.communicators:
-            with deferred_interrupts():
+        with deferred_interrupts() if self._is_whole and not self.communicators else nullcontext():
+            if self._attributes.are_set:
+                with self._attributes.watched_in_replay():
+                    self._run()
+            else:
                 self._run()
-        else:
-            self._run()
         self._attributes.repeat()
         return self._results.new()
 
     def _run(self) -> None:
-        if self._attributes.are_set:
-            with self._attributes.watched_in_replay():
-                self._run_nodes()
-        else:
-            self._run_nodes()
-
-    def _run_nodes(self) -> None:
         profile = self.device.profile
         copies = None if profile.verbosity else self._copies
         try:

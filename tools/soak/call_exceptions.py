@@ -11,6 +11,7 @@ DENIED = {
     "comm.base.Communicator.launch": "the half of a collective that a recorder repeats, with checked arrays",
     "comm.base.Communicator.share_stop_requests": "takes the requests of another communicator",
     "opt.base.Optimizer.run_update": "the kernel and its attributes are those of the class that calls it",
+    "opt.base.Optimizer.__deepcopy__": "copy.deepcopy calls it, with what it has copied so far",
     "opt.schedule.Constant.call": "what a schedule writes; calling the schedule checks the step",
     "opt.schedule.ExponentialDecay.call": "likewise",
     **dict.fromkeys(
