@@ -119,6 +119,7 @@ class Attributes:
     def __init__(self, model: Layer) -> None:
         self._model = model
         self.before = _attributes_of(model)
+        self._layers_before = [layer for _, layer in layers_of(model)]
         self.inputs: list[Tensor] = []
         self.are_set = False
         self._changes: dict[Hashable, Change] = {}
@@ -311,9 +312,9 @@ class Attributes:
             return nullcontext()
         changed = [
             (layer, name)
-            for _, layer in layers_of(self._model)
+            for layer in self._layers_before
             for name, value in vars(layer).items()
-            if name not in layer.unrecorded_attributes and self._is_set(layer, name, value)
+            if self._is_set(layer, name, value)
         ]
         return (
             watched(changed, lambda name: recorder.break_graph(READ.format(name)))
@@ -323,13 +324,11 @@ class Attributes:
 
     def _is_set(self, layer: Layer, name: str, value: Any) -> bool:
         """Return whether the step being recorded has set an attribute, which is no parameter and no layer."""
-        is_state = isinstance(value, Tensor) and (value.stores_grad or name in layer.buffers)
-        if is_state or isinstance(value, Layer):
-            return False
         before = self.before.get((id(layer), name))
-        if before is None or before.value is not value:
-            return True
-        return _may_change_unset(value) and not before.is_like(before.now())
+        if before is not None and before.value is value:
+            return _may_change_unset(value) and not before.is_like(before.now())
+        is_state = isinstance(value, Tensor) and (value.stores_grad or name in layer.buffers)
+        return not is_state and not isinstance(value, Layer) and name not in layer.unrecorded_attributes
 
     def share_memory(self) -> None:
         """Give the Tensors that ``repeat`` has set the memory of those of the step."""
