@@ -234,6 +234,10 @@ class CallsMethodOfPackage(Net):
         return self.linear.scaled()
 
 
+def first_of(alpha: float, beta: float) -> float:
+    return alpha
+
+
 class LoopsOverKeywords(Net):
     """Names attributes by a tuple that Python shares with the keywords of a call."""
 
@@ -245,7 +249,7 @@ class LoopsOverKeywords(Net):
         product = 1.0
         for name in ("alpha", "beta"):
             product *= getattr(self.arguments, name)
-        return product * float(SimpleNamespace(alpha=1.0, beta=2.0).alpha)
+        return product * first_of(alpha=1.0, beta=2.0)
 
 
 def change_scales(net: Any, step: int) -> None:
