@@ -94,7 +94,8 @@ void start_in_file(FlightFile& file, int rank, int kind, int op, int dtype, int 
                          std::uint8_t(dtype),
                          std::uint8_t(wire),
                          root,
-                         name.size()};
+                         std::uint32_t(name.size()),
+                         bits_of(1)};
   CallSite site{site_file, line};
   site.num_dims = shape.size();
   for (std::size_t axis = 0; axis < std::min(site.num_dims, kFlightDims); ++axis)

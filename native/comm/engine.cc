@@ -85,7 +85,8 @@ std::shared_ptr<Op> Engine::start(Request request, const CallSite& site) {
                      std::uint8_t(request.dtype),
                      std::uint8_t(request.wire),
                      request.root,
-                     request.name.size()};
+                     std::uint32_t(request.name.size()),
+                     bits_of(request.scale)};
   op->request = std::move(request);
   op->is_large = op->request.count * bytes_of(op->request.wire) > kLargeBytes;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Engine, first part: moving data, see Note [rounds]. Nothing here waits.
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "comm/combine.h"
@@ -26,6 +27,13 @@ std::string describe(const Fingerprint& call, std::string_view name, const Finge
   if (ReduceOp(call.op) != ReduceOp::kNone) text += std::string(name_of(ReduceOp(call.op))) + " ";
   text += std::string(name_of(DType(call.dtype))) + "[" + std::to_string(call.count) + "]";
   if (call.wire != call.dtype) text += std::string(" as ") + name_of(DType(call.wire));
+  if (call.scale_bits != other.scale_bits) {
+    float scale;
+    std::memcpy(&scale, &call.scale_bits, sizeof scale);
+    char shown[32];
+    std::snprintf(shown, sizeof shown, " scaled by %.9g", double(scale));
+    text += shown;
+  }
   if (kind == Kind::kBroadcast || kind == Kind::kReduce) text += " root " + std::to_string(call.root);
   return text;
 }

@@ -15,8 +15,8 @@ using namespace std::string_literals;
 
 namespace {
 
-Fingerprint call_of(std::uint64_t number, std::uint64_t name_bytes) {
-  return {number, 12, number * 7, 0, 1, 1, 5, 0, name_bytes};
+Fingerprint call_of(std::uint64_t number, std::size_t name_bytes) {
+  return {number, 12, number * 7, 0, 1, 1, 5, 0, std::uint32_t(name_bytes), bits_of(1)};
 }
 
 void fill(FlightRecord& record, int rank, std::uint64_t count) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write messages to the error stream for the user; a closed or full stream is not an error of the program."""
+"""Texts of errors: to the user by the error stream, which may be closed or full, and to other ranks."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def tell(text: str) -> None:
         data = text.encode(errors="backslashreplace")
         while data:
             data = data[os.write(descriptor, data) :]
+
+
+def sendable(text: str) -> str:
+    """Return ``text`` with escapes for what is not valid in UTF-8, and for NUL, at which native code would cut it."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")

@@ -191,18 +191,12 @@ def _is_failure(error: BaseException | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Return class and text of an error, which may be one of the user whose text cannot be made or sent."""
+    """Return class and text of an error, which may be one of the user whose text cannot be made."""
     name = type(error).__name__
     try:
-        text = f"{name}: {error}"
+        return f"{name}: {error}"
     except Exception as failure:
-        text = f"{name} (its text could not be made: {type(failure).__name__})"
-    return sendable(text)
-
-
-def sendable(text: str) -> str:
-    """Return ``text`` with escapes for what is not valid in UTF-8, and for NUL, at which native code would cut it."""
-    return text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
+        return f"{name} (its text could not be made: {type(failure).__name__})"
 
 
 def _flush() -> None:

@@ -30,6 +30,7 @@ from .. import _native
 from ..errors import CommError
 from .base import TIMEOUT_S, Communicator, Operation, ReduceOp, World
 from .codes import codes_of
+from .error_stream import sendable
 from .flight_recorder import WARN_SHARE, FileRecorder, is_recording, title_of
 from .hosts import this_host
 from .mpi_call import (
@@ -126,6 +127,7 @@ class MpiCommunicator(Communicator):
         kind, name, op, root, wire_dtype = operation
         words = f"{op} " * (op is not None) + f"{array.dtype}[{array.size}]"
         words += f" as {wire_dtype}" * bool(wire_dtype) + f" root {root}" * (kind in ("reduce", "broadcast"))
+        words += "" if scale is None or scale[0] == 1 else f" scaled by {scale[0]!s}"
         if self._recorder is not None and self.error is None:
             codes = codes_of(operation, array.dtype)
             self._recorder.start(codes, array.shape, array.size, self._num_calls, kind, name)
@@ -246,7 +248,7 @@ class MpiCommunicator(Communicator):
         if self._process != os.getpid():
             return  # the messages are the parent's
         if not self._leave_requests and self._peers:
-            message = message_of(self._num_calls, f"{LEFT} {reason}".strip(), b"")
+            message = message_of(self._num_calls, f"{LEFT} {sendable(reason)}".strip(), b"")
             self._leave_requests = [self._comm.Isend(_bytes(message), peer) for peer in self._peers]
         self.error = self.error or CommError(f"{self!r} is closed; make no collective after close()")
 

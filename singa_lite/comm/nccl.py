@@ -30,6 +30,7 @@ from ..config import state
 from ..errors import CommError, DTypeError
 from .base import DTYPES, HAS_BLOCKS, Communicator, Graph, Operation, ReduceOp
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES
+from .error_stream import sendable
 from .flight_record import GPU_TITLE
 from .flight_recorder import is_recording, title_of
 from .gpu_arrays import UNKNOWN_DEVICE, CupyArrays, is_cuda_array
@@ -180,7 +181,7 @@ class NcclCommunicator(Communicator):
         return lambda: native.begin_graph(stream(array), label), lambda: native.end_graph(stream(array))
 
     def abort(self, reason: str) -> None:
-        _leave(self._graphs, lambda: self._native.abort(reason))
+        _leave(self._graphs, lambda: self._native.abort(sendable(reason)))
         self.close()
 
     def close(self) -> None:

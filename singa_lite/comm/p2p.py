@@ -24,6 +24,7 @@ from ..graph.clock import Waited
 from ..graph.recorder import break_graph
 from ..graph.rounded import note_written
 from .base import DTYPES, TIMEOUT_S
+from .error_stream import sendable
 from .work import Array, Work
 
 MAX_HEAD_BYTES = 1 << 20  # a header holds names and numbers, one line for each of some thousand parameters
@@ -354,7 +355,7 @@ class Messenger(ABC):
         """Leave because of an error: close() that gives the peers ``reason``. Never waits."""
         if not self._is_closed and self._pid == os.getpid():
             self._is_closed = True
-            self._leave(reason or "unknown")
+            self._leave(sendable(reason) or "unknown")
 
     def drain(self, seconds: float) -> None:
         """Take, after close(), what is on its way from the peers, for at most ``seconds``."""

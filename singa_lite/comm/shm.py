@@ -18,6 +18,7 @@ from ..errors import CommError
 from .base import HAS_BLOCKS, TIMEOUT_S, Communicator, Operation, World
 from .call_site import CallSites
 from .codes import DTYPE_CODES, KIND_CODES, OP_CODES, WIRE_CODES
+from .error_stream import sendable
 from .flight_recorder import EngineRecorder, is_recording, title_of
 from .lost_ranks import forget_members, has_living_parent, lost_rank
 from .work import Array, Times, Work
@@ -111,7 +112,7 @@ class ShmCommunicator(Communicator):
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     def abort(self, reason: str) -> None:
-        self._engine.abort(reason)
+        self._engine.abort(sendable(reason))
         self.close()
 
     def close(self) -> None:

@@ -32,6 +32,9 @@ from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordab
 from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
+UpdateGroup = tuple[
+    Device, list[Tensor], list[Any]
+]  # parameters and their gradients' arrays, all of one dtype
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
@@ -265,9 +268,9 @@ class Optimizer:
                     this_thread.recorder.updates_in_parts = True
                 is_first = False
 
-    def _grouped(self, pairs: Pairs) -> list[tuple[Device, list[Tensor], list[Any]]]:
+    def _grouped(self, pairs: Pairs) -> list[UpdateGroup]:
         """Return parameters and the arrays of their gradients by device and dtype."""
-        groups: dict[tuple[Device, str], tuple[Device, list[Tensor], list[Any]]] = {}
+        groups: dict[tuple[Device, str], UpdateGroup] = {}
         for param, grad in as_pairs(type(self).__name__, pairs):
             check_pair(type(self).__name__, param, grad)
             key = param.device, param.dtype.char
@@ -278,10 +281,7 @@ class Optimizer:
         return list(groups.values())
 
     def _run_update(
-        self,
-        kernel: str,
-        groups: list[tuple[Device, list[Tensor], list[Any]]],
-        attributes: Iterator[dict[str, Any]],
+        self, kernel: str, groups: list[UpdateGroup], attributes: Iterator[dict[str, Any]]
     ) -> None:
         """Run an update kernel for each of the ``groups``, with the next of ``attributes``."""
         names = self.slot_names[: len(UPDATES[kernel].states)]

@@ -561,6 +561,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         )
 
     def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise OptionError, as ``__reduce_ex__`` does."""
         self.__reduce_ex__(None)
 
     def __repr__(self) -> str:

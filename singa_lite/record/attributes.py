@@ -122,6 +122,9 @@ class Attributes:
         self._layers_before = [layer for _, layer in layers_of(model)]
         self.inputs: list[Tensor] = []
         self.are_set = False
+        self._set_before_host: set[Hashable] = (
+            set()
+        )  # layer and name: what the step had set when host code ran
         self._changes: dict[Hashable, Change] = {}
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants
@@ -302,9 +305,11 @@ class Attributes:
         return tuple(found), self._made
 
     def watched_in_replay(self) -> AbstractContextManager[None]:
-        """Watch the attributes that a replay will set; GraphError where its Python reads one."""
-        changed = [(change.before.layer, change.before.name) for change in self._changes.values()]
-        return watched([(layer, name) for layer, name in changed if name in vars(layer)], _refuse_read)
+        """Watch the attributes that a replay sets later than the step did; GraphError where its Python reads one."""
+        late = [self._changes[key].before for key in self._changes.keys() & self._set_before_host]
+        return watched(
+            [(each.layer, each.name) for each in late if each.name in vars(each.layer)], _refuse_read
+        )
 
     def watched_while_recorded(self, recorder: Recorder) -> AbstractContextManager[None]:
         """Watch the attributes that the step has set so far; a read breaks the graph."""
@@ -316,6 +321,7 @@ class Attributes:
             for name, value in vars(layer).items()
             if self._is_set(layer, name, value)
         ]
+        self._set_before_host.update((id(layer), name) for layer, name in changed)
         return (
             watched(changed, lambda name: recorder.break_graph(READ.format(name)))
             if changed

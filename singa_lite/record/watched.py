@@ -8,7 +8,7 @@ the step before. In a recorded step a read breaks the graph; a first read in a r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,10 @@ from ..layer.base import Layer
 
 @contextmanager
 def watched(attributes: Iterable[tuple[Any, str]], on_read: Callable[[str], None]) -> Iterator[None]:
-    """Call ``on_read(name)`` before this thread reads one of ``attributes``, each a layer and a name."""
+    """Call ``on_read(name)`` before this thread reads one of ``attributes``, each a layer and a name.
+
+    At once where reads of a layer cannot be noticed.
+    """
     names: dict[int, tuple[Layer, set[str]]] = {}
     for layer, name in attributes:
         names.setdefault(id(layer), (layer, set()))[1].add(name)
@@ -26,10 +29,12 @@ def watched(attributes: Iterable[tuple[Any, str]], on_read: Callable[[str], None
     before, this_thread.on_read = this_thread.on_read, on_read
     try:
         for layer, kind in kinds:
-            # its metaclass, or what it has in C, may not let it have another class
-            with suppress(TypeError):
-                watching = _watching(kind, tuple(sorted(names[id(layer)][1])))
-                object.__setattr__(layer, "__class__", watching)
+            found = tuple(sorted(names[id(layer)][1]))
+            try:
+                object.__setattr__(layer, "__class__", _watching(kind, found))
+            except TypeError:  # its metaclass, or what it has in C, lets it have no other class
+                for name in found:
+                    on_read(name)
         yield
     finally:
         this_thread.on_read = before

@@ -669,6 +669,15 @@ DISAGREEMENTS: dict[str, tuple[Callable[[Communicator], Any], str]] = {
         ),
         "as bfloat16",
     ),
+    "wire_scale": (
+        lambda c: c.all_reduce(
+            np.ones(5, np.float32),
+            "sum",
+            wire_dtype="float16",
+            wire_scale=np.float32([0.5]) if c.rank == 1 else None,
+        ),
+        "scaled by 0.5",
+    ),
     "uint8": (lambda c: c.all_gather(np.ones(500, np.uint8 if c.rank == 1 else np.float32)), "uint8"),
     "block": (lambda c: c.all_to_all(np.ones(c.size * (500 + (c.rank == 1)), np.uint8)), "all_to_all"),
     "blocks or rows": (
@@ -726,3 +735,20 @@ def test_a_disagreement_is_an_error_on_every_rank(transport: str, size: int, nam
         assert f"rank {rank}" in first and DISAGREEMENTS[name][1] in first, (rank, first)
         assert len(first) < 1000
         assert second, f"rank {rank} went on after: {first}"
+
+
+def abort_by_hand(c: Communicator) -> str:
+    """The text of the error of ranks that wait for one that has aborted."""
+    if c.rank == 0:
+        c.abort("the loss is NaN \ud800 \0!")
+        return ""
+    with pytest.raises(CommError) as caught:
+        c.barrier().wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_an_abort_gives_peers_its_text_even_where_that_is_not_valid_in_utf_8(transport: str) -> None:
+    skip_without(transport)
+    for text in run_ranks(abort_by_hand, 3, transport=transport)[1:]:
+        assert r"the loss is NaN \ud800 \0!" in text

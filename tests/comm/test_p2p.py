@@ -400,9 +400,10 @@ def a_peer_that_closes_is_one_message_after_all_it_had_sent(rig: Rig) -> None:
 def a_peer_that_aborts_gives_its_reason(rig: Rig) -> None:
     m = rig.another("aborts")
     text = "ValueError: the loss is NaN: ü" * 3
+    sent = text + r": \ud800 \0"
     if m.job.rank == m.job.size - 1:  # the last server
         m.send(0, "last words", [np.arange(3)]).wait()
-        m.abort(text)
+        m.abort(text + ": \ud800 \0")
     elif not m.job.is_server:
         seen = []
         while not (seen and seen[-1].reason):
@@ -410,8 +411,8 @@ def a_peer_that_aborts_gives_its_reason(rig: Rig) -> None:
         assert [message.header for message in seen] == ["last words", None][-len(seen) :]
         assert len(seen) == 2 if m.job.rank == 0 else 1
         assert seen[-1].source == m.job.size - 1
-        assert seen[-1].reason == f"server {m.job.num_servers - 1} aborted: {text}"
-        assert text in caught(lambda: m.send(m.job.size - 1, "x", [np.ones(3)]))
+        assert seen[-1].reason == f"server {m.job.num_servers - 1} aborted: {sent}"
+        assert sent in caught(lambda: m.send(m.job.size - 1, "x", [np.ones(3)]))
         exchange_with_others = [peer for peer in m.job.peers if peer != m.job.size - 1]
         for peer in exchange_with_others:  # who is left is not harmed
             m.send(peer, "good").wait()

@@ -375,6 +375,49 @@ def test_a_first_read_in_a_replay_is_an_error() -> None:
         trained(ReadsLater(0.1), True, SetsLoss)
 
 
+class SetsLossLast(SetsLoss):
+    """Sets it when the optimizer has read that of the step before."""
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        self.loss = loss
+        return loss
+
+
+class ReadsLastLoss(ReadsLoss):
+    def update_all(self, pairs: Any) -> None:
+        for param, grad in pairs:
+            param -= grad * (0.1 if self.net.loss is None else self.rate())
+
+
+@pytest.mark.parametrize("wrap", [lambda own: own, opt.DistOpt], ids=["plain", "DistOpt"])
+def test_what_a_step_sets_after_its_optimizer_may_be_read(wrap: Any) -> None:
+    (eager, _), (recorded, net) = (
+        trained(wrap(ReadsLastLoss("method")), use_graph, SetsLossLast) for use_graph in (False, True)
+    )
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
+    assert net.graph_info()[-1].break_reason is None
+
+
+class Final(type):
+    """Lets a class have no subclass."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], held: dict[str, Any]) -> Final:
+        if any(isinstance(base, Final) for base in bases):
+            raise TypeError("this class is final")
+        return super().__new__(cls, name, bases, held)
+
+
+def test_where_reads_cannot_be_noticed_the_step_is_eager() -> None:
+    class FinalNet(SetsLoss, metaclass=Final):
+        pass
+
+    (eager, _), (recorded, net) = (trained(reading("method"), graph, FinalNet) for graph in (False, True))
+    np.testing.assert_array_equal(recorded, eager)
+    assert "it sets loss, which an optimizer or a schedule reads" in str(net.graph_info()[0].break_reason)
+
+
 class OwnNames(opt.Optimizer):
     """Has attributes that are called as the model's, and reads one that the step does not set."""
 
