@@ -59,7 +59,7 @@ lint: .venv-test/installed ## ruff, and mypy on the package, tools and benchmark
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/mypy
 
-format: .venv-test/installed ## let ruff mend what it can
+format: .venv-test/installed ## let ruff fix what it can
 	.venv-test/bin/ruff check --fix .
 	.venv-test/bin/ruff format .
 

@@ -76,8 +76,8 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
             report(f"{title}: {mode}", None, note=f"left out: {explain(error)}")
     medians = medians_ms(steps, lambda: synchronize(gpu))
     note = ", ".join(f"{mode} {ms:.3f} ms" for mode, ms in medians.items())
-    if "graph" in steps and (refusals := refusals_of(steps["graph"])):
-        note += f"; graph mode ran eagerly: {refusals}"
+    if "graph" in steps and (reasons := break_reasons_of(steps["graph"])):
+        note += f"; graph mode ran eagerly: {reasons}"
     theirs = min((medians[peer] for peer in peers if peer in medians), default=None)
     required = None if dtype != "float32" else COMPILED_LIMIT if is_compiled else limit
     for mode in ("graph", "eager"):
@@ -94,7 +94,7 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
     free(gpu)
 
 
-def refusals_of(step: Any) -> str:
+def break_reasons_of(step: Any) -> str:
     """Why our recorded step was not replayed; "" if it was."""
     return "; ".join(info.break_reason for info in step.func.graph_info() if info.break_reason)
 

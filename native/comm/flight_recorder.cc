@@ -121,19 +121,19 @@ void FlightRecord::name_rank(int rank, int pid, int world_rank) {
   ranks_[rank].pid.store(pid);
 }
 
-FlightCall& FlightRecord::place(int rank, std::uint64_t number) const {
+FlightCall& FlightRecord::call_at(int rank, std::uint64_t number) const {
   return calls_[std::size_t(rank) * kFlightCalls + number % kFlightCalls];
 }
 
 FlightCall* FlightRecord::find(int rank, std::uint64_t number) const {
-  FlightCall& call = place(rank, number);
+  FlightCall& call = call_at(rank, number);
   return call.begin.load(std::memory_order_relaxed) == number + 1 ? &call : nullptr;
 }
 
 // See Note [torn calls].
 void FlightRecord::start(int rank, const Fingerprint& call, std::string_view name, const CallSite& site,
                          double called_s) {
-  FlightCall& to = place(rank, call.sequence);
+  FlightCall& to = call_at(rank, call.sequence);
   to.end.store(call.sequence + 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
   to.call = call;

@@ -87,7 +87,7 @@ class FlightRecord {
 
  private:
   FlightCall* find(int rank, std::uint64_t number) const;
-  FlightCall& place(int rank, std::uint64_t number) const;
+  FlightCall& call_at(int rank, std::uint64_t number) const;
 
   FlightHeader* header_;
   FlightRank* ranks_;

@@ -117,16 +117,16 @@ constexpr std::size_t room_for(std::int64_t rows, std::int64_t d) {
 inline Part<float> floats_of(const Part<float>& part, std::int64_t start, std::int64_t, std::int64_t, float*) {
   return {part.row(start), part.step, 0};
 }
-inline Part<float> floats_of(const Part<Bfloat16>& part, std::int64_t start, std::int64_t rows, std::int64_t d, float* room) {
-  widen_rows(part.row(start), part.step, room, d, rows, d);
-  return {room, d, 0};
+inline Part<float> floats_of(const Part<Bfloat16>& part, std::int64_t start, std::int64_t rows, std::int64_t d, float* buffer) {
+  widen_rows(part.row(start), part.step, buffer, d, rows, d);
+  return {buffer, d, 0};
 }
 
 // Where to compute rows from number `start` on, which round() then puts there.
 inline Part<float> target_of(const Part<float>& part, std::int64_t start, std::int64_t, float*) {
   return {part.row(start), part.step, 0};
 }
-inline Part<float> target_of(const Part<Bfloat16>&, std::int64_t, std::int64_t d, float* room) { return {room, d, 0}; }
+inline Part<float> target_of(const Part<Bfloat16>&, std::int64_t, std::int64_t d, float* buffer) { return {buffer, d, 0}; }
 inline void round(const Part<float>&, const Part<float>&, std::int64_t, std::int64_t, std::int64_t) {}
 inline void round(const Part<float>& from, const Part<Bfloat16>& to, std::int64_t start, std::int64_t rows, std::int64_t d) {
   narrow_rows(from.data, from.step, to.row(start), to.step, rows, d);

@@ -99,7 +99,7 @@ const std::vector<Formula>& formulas() {
 
 namespace {
 
-// Call body(places, i, count) for every run of elements i, ... within a row; places are where the inputs begin, in elements.
+// Call body(offsets, i, count) for every run of elements i, ... within a row; offsets are where the inputs begin, in elements.
 template <class Body>
 void for_runs(const Formula& formula, const Broadcast& axes, const Body& body) {
   const std::size_t last = axes.sizes.size() - 1, inner = axes.sizes[last];
@@ -109,12 +109,12 @@ void for_runs(const Formula& formula, const Broadcast& axes, const Body& body) {
     for (std::size_t i = begin; i < end;) {
       std::size_t row = i / inner;
       const std::size_t column = i % inner, count = std::min(inner - column, end - i);
-      std::array<std::size_t, kMostInputs> places{};
-      for (std::size_t k = 0; k < formula.num_inputs; ++k) places[k] = column * axes.strides[last][k];
+      std::array<std::size_t, kMostInputs> offsets{};
+      for (std::size_t k = 0; k < formula.num_inputs; ++k) offsets[k] = column * axes.strides[last][k];
       for (std::size_t axis = last; axis-- > 0; row /= axes.sizes[axis])
         for (std::size_t k = 0; k < formula.num_inputs; ++k)
-          places[k] += row % axes.sizes[axis] * axes.strides[axis][k];
-      body(places, i, count);
+          offsets[k] += row % axes.sizes[axis] * axes.strides[axis][k];
+      body(offsets, i, count);
       i += count;
     }
   });
@@ -127,9 +127,9 @@ constexpr std::size_t kPiece = 512;  // elements that are widened at a time: tho
 void apply(const Formula& formula, const Broadcast& axes, const std::array<const float*, kMostInputs>& inputs,
            const float* numbers, float* out) {
   const std::size_t* steps = axes.strides.back().data();
-  for_runs(formula, axes, [&](const auto& places, std::size_t i, std::size_t count) {
+  for_runs(formula, axes, [&](const auto& offsets, std::size_t i, std::size_t count) {
     std::array<const float*, kMostInputs> from = inputs;
-    for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += places[k];
+    for (std::size_t k = 0; k < formula.num_inputs; ++k) from[k] += offsets[k];
     formula.loop(from.data(), steps, numbers, out + i, count);
   });
 }
@@ -137,13 +137,13 @@ void apply(const Formula& formula, const Broadcast& axes, const std::array<const
 void apply(const Formula& formula, const Broadcast& axes, const std::array<Operand, kMostInputs>& inputs,
            const float* numbers, const Operand& out) {
   const auto& steps = axes.strides.back();
-  for_runs(formula, axes, [&](const auto& places, std::size_t i, std::size_t count) {
+  for_runs(formula, axes, [&](const auto& offsets, std::size_t i, std::size_t count) {
     float scratch[kMostInputs + 1][kPiece];
     for (std::size_t start = 0; start < count; start += kPiece) {
       const std::size_t size = std::min(kPiece, count - start);
       std::array<const float*, kMostInputs> from{};
       for (std::size_t k = 0; k < formula.num_inputs; ++k)
-        from[k] = inputs[k].read(places[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
+        from[k] = inputs[k].read(offsets[k] + start * steps[k], steps[k] ? size : 1, scratch[k]);
       float* const to = out.target(i + start, scratch[kMostInputs]);
       formula.loop(from.data(), steps.data(), numbers, to, size);
       out.write(i + start, size, to);

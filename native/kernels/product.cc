@@ -72,17 +72,17 @@ bool are_floats(const std::vector<View>& arrays, std::initializer_list<std::size
   return std::all_of(numbers.begin(), numbers.end(), [&](std::size_t number) { return arrays[number].is_floats(); });
 }
 
-// y = what finish(place of a row, its sums, room for a row) makes of each row of the product in place.
+// y = what finish(offset of a row, its sums, a buffer for a row) makes of each row of the product in place.
 template <class Finish>
 void multiply_into(const Product& p, const Finish& finish) {
   const auto columns = std::size_t(p.n);
   multiply_rows(p, p.y.is_bfloat16 ? nullptr : static_cast<float*>(p.y.data),
                 [&](std::int64_t first, std::int64_t count, float* sums) {
-                  const Scratch<Bfloat16> room(p.a.is_bfloat16 ? columns : 0);
+                  const Scratch<Bfloat16> buffer(p.a.is_bfloat16 ? columns : 0);
                   for (std::int64_t row = first; row < first + count; ++row, sums += p.n) {
-                    const auto place = std::size_t(row * p.n);
-                    finish(place, sums, room.data());
-                    p.y.write(place, columns, sums);
+                    const auto offset = std::size_t(row * p.n);
+                    finish(offset, sums, buffer.data());
+                    p.y.write(offset, columns, sums);
                   }
                 });
 }
@@ -93,10 +93,10 @@ const Registration matmul_gelu("matmul_gelu", [](const Call& call) -> Step {
   if (!are_floats(call.inputs, {2}) || !have_size(call.inputs, {2}, p.n)) return {};
   if (!have_size(call.outputs, {1}, p.m * p.n)) return {};
   return [p, bias = call.inputs[2].floats(), derivative = call.outputs[1].operand()] {
-    multiply_into(p, [&](std::size_t place, float* sums, float* room) {
-      float* const derivatives = derivative.target(place, room);
+    multiply_into(p, [&](std::size_t offset, float* sums, float* buffer) {
+      float* const derivatives = derivative.target(offset, buffer);
       product_loops::gelu(bias, sums, derivatives, std::size_t(p.n));
-      derivative.write(place, std::size_t(p.n), derivatives);
+      derivative.write(offset, std::size_t(p.n), derivatives);
     });
     return true;
   };
@@ -107,8 +107,8 @@ const Registration matmul_mul("matmul_mul", [](const Call& call) -> Step {
   if (!call.are_operands(3, 1) || !call.has_numbers({"transpose_b"})) return {};
   if (!read_product(call, call.number("transpose_b") != 0, &p) || !have_size(call.inputs, {2}, p.m * p.n)) return {};
   return [p, factor = call.inputs[2].operand()] {
-    multiply_into(p, [&](std::size_t place, float* sums, float* room) {
-      product_loops::mul(factor.read(place, std::size_t(p.n), room), sums, std::size_t(p.n));
+    multiply_into(p, [&](std::size_t offset, float* sums, float* buffer) {
+      product_loops::mul(factor.read(offset, std::size_t(p.n), buffer), sums, std::size_t(p.n));
     });
     return true;
   };
@@ -120,8 +120,8 @@ const Registration matmul_add("matmul_add", [](const Call& call) -> Step {
   if (!are_floats(call.inputs, {2}) || !have_size(call.inputs, {2}, p.n)) return {};
   if (!have_size(call.inputs, {3}, p.m * p.n)) return {};
   return [p, bias = call.inputs[2].floats(), residual = call.inputs[3].operand()] {
-    multiply_into(p, [&](std::size_t place, float* sums, float* room) {
-      product_loops::add(bias, residual.read(place, std::size_t(p.n), room), sums, std::size_t(p.n));
+    multiply_into(p, [&](std::size_t offset, float* sums, float* buffer) {
+      product_loops::add(bias, residual.read(offset, std::size_t(p.n), buffer), sums, std::size_t(p.n));
     });
     return true;
   };
@@ -137,16 +137,16 @@ const Registration matmul_add_norm("matmul_add_norm", [](const Call& call) -> St
           scale = call.inputs[4].floats(), shift = call.inputs[5].floats(), normal = call.outputs[1].operand(),
           mean = call.outputs[2].floats(), inverse_std = call.outputs[3].floats()] {
     const auto columns = std::size_t(p.n);
-    multiply_into(p, [&](std::size_t place, float* sums, float* room) {
-      product_loops::add(bias, residual.read(place, columns, room), sums, columns);
+    multiply_into(p, [&](std::size_t offset, float* sums, float* buffer) {
+      product_loops::add(bias, residual.read(offset, columns, buffer), sums, columns);
       if (p.y.is_bfloat16) {  // its gradient is computed from the rounded sums, whose mean and variance are needed then
-        p.y.write(place, columns, sums);
-        p.y.read(place, columns, sums);
+        p.y.write(offset, columns, sums);
+        p.y.read(offset, columns, sums);
       }
-      float* const to = normal.target(place, room);
-      layer_norm_loops::forward(sums, scale, shift, to, columns, eps, mean + place / columns,
-                                inverse_std + place / columns);
-      normal.write(place, columns, to);
+      float* const to = normal.target(offset, buffer);
+      layer_norm_loops::forward(sums, scale, shift, to, columns, eps, mean + offset / columns,
+                                inverse_std + offset / columns);
+      normal.write(offset, columns, to);
     });
     return true;
   };

@@ -54,11 +54,11 @@ bool Call::has_numbers(std::initializer_list<const char*> names) const {
 
 bool Call::read_numbers(const char* names_, std::initializer_list<const char*> optional, float* to,
                         std::size_t most) const {
-  std::size_t found = 0, place = 0;
+  std::size_t found = 0, at = 0;
   const auto read = [&](const std::string& name, bool must) {
     const auto given = attributes.find(name);
-    if (place == most || (given == attributes.end() ? must : given->second.size() != 1)) return false;
-    to[place++] = given == attributes.end() ? 0 : float(given->second[0]);
+    if (at == most || (given == attributes.end() ? must : given->second.size() != 1)) return false;
+    to[at++] = given == attributes.end() ? 0 : float(given->second[0]);
     found += given != attributes.end();
     return true;
   };

@@ -16,7 +16,7 @@ namespace row_product_loops {
 constexpr std::int64_t kColumns = 16;  // a cache line of the result
 
 // Rows begin .. end of b (n, k) become columns of to (k, n).
-CLONES void turn(const Bfloat16* b, std::int64_t begin, std::int64_t end, std::int64_t n, std::int64_t k, float* to) {
+CLONES void transpose(const Bfloat16* b, std::int64_t begin, std::int64_t end, std::int64_t n, std::int64_t k, float* to) {
   for (std::int64_t row = begin; row < end; row += kColumns)
     for (std::int64_t l = 0; l < k; ++l)
       for (std::int64_t i = row; i < std::min(row + kColumns, end); ++i) to[l * n + i] = b[i * k + l];
@@ -51,7 +51,7 @@ void widen_b(const RowProduct& p, bool turns, float* to) {
   const auto* const b = static_cast<const Bfloat16*>(p.b.data);
   if (!turns) return from_bfloat16(b, to, std::size_t(p.k * p.n));
   parallel_for(std::size_t(p.n), std::size_t(p.k), [&](std::size_t begin, std::size_t end) {
-    row_product_loops::turn(b, std::int64_t(begin), std::int64_t(end), p.n, p.k, to);
+    row_product_loops::transpose(b, std::int64_t(begin), std::int64_t(end), p.n, p.k, to);
   });
 }
 

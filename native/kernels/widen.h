@@ -28,18 +28,18 @@ struct Operand {
   void* data = nullptr;
   bool is_bfloat16 = false;
 
-  // `count` elements from number `place` on.
-  const float* read(std::size_t place, std::size_t count, float* buffer) const {
-    if (!is_bfloat16) return static_cast<const float*>(data) + place;
-    widen(static_cast<const Bfloat16*>(data) + place, buffer, count);
+  // `count` elements from `offset` on.
+  const float* read(std::size_t offset, std::size_t count, float* buffer) const {
+    if (!is_bfloat16) return static_cast<const float*>(data) + offset;
+    widen(static_cast<const Bfloat16*>(data) + offset, buffer, count);
     return buffer;
   }
-  // Where to compute the elements from number `place` on, which write() then rounds.
-  float* target(std::size_t place, float* buffer) const {
-    return is_bfloat16 ? buffer : static_cast<float*>(data) + place;
+  // Where to compute the elements from `offset` on, which write() then rounds.
+  float* target(std::size_t offset, float* buffer) const {
+    return is_bfloat16 ? buffer : static_cast<float*>(data) + offset;
   }
-  void write(std::size_t place, std::size_t count, const float* buffer) const {
-    if (is_bfloat16) narrow(buffer, static_cast<Bfloat16*>(data) + place, count);
+  void write(std::size_t offset, std::size_t count, const float* buffer) const {
+    if (is_bfloat16) narrow(buffer, static_cast<Bfloat16*>(data) + offset, count);
   }
 };
 

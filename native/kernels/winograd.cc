@@ -15,28 +15,28 @@
 namespace singa_lite {
 namespace {
 
-constexpr std::int64_t kPlaces = kWinogradPlaces;
+constexpr std::int64_t kElements = kWinogradElements;
 // How many tiles are transformed before they are multiplied: fewer where many threads would fill memory with them.
 constexpr std::int64_t kMostTiles = 128, kLeastTiles = 8;
 constexpr std::int64_t kMostFloats = 16 << 20;
 
-// Matrices (rows, columns), row by row, one a place.
-struct Places {
+// Matrices (rows, columns), row by row, one for each element of a tile.
+struct TileMatrices {
   std::int64_t rows, columns;
   float* data = nullptr;
 
-  std::int64_t step() const { return rows * columns + 16; }  // else the places of an element would share a set of a cache
-  float* matrix(std::int64_t place) const { return data + place * step(); }
+  std::int64_t step() const { return rows * columns + 16; }  // else one index of all of them would share a set of a cache
+  float* matrix(std::int64_t element) const { return data + element * step(); }
 };
 
 // Put them into the calling thread's scratch.
-void allocate(std::vector<Places>* all) {
+void allocate(std::vector<TileMatrices>* all) {
   std::int64_t floats = 0;
-  for (const Places& places : *all) floats += kPlaces * places.step();
+  for (const TileMatrices& matrices : *all) floats += kElements * matrices.step();
   auto* next = static_cast<float*>(thread_scratch(std::size_t(floats) * sizeof(float)));
-  for (Places& places : *all) {
-    places.data = next;
-    next += kPlaces * places.step();
+  for (TileMatrices& matrices : *all) {
+    matrices.data = next;
+    next += kElements * matrices.step();
   }
 }
 
@@ -62,37 +62,37 @@ bool multiply(char transpose_a, char transpose_b, std::int64_t m, std::int64_t n
 
 // Call body(begin, end) for parts of the filters, which are of kWinogradLanes.
 template <class Body>
-void for_filters(const Places& weights, const Body& body) {
-  parallel_for(std::size_t(weights.rows * weights.columns / kWinogradLanes), kPlaces * kWinogradLanes,
+void for_filters(const TileMatrices& weights, const Body& body) {
+  parallel_for(std::size_t(weights.rows * weights.columns / kWinogradLanes), kElements * kWinogradLanes,
                [&](std::size_t begin, std::size_t end) {
                  body(std::int64_t(begin) * kWinogradLanes, std::int64_t(end) * kWinogradLanes);
                });
 }
 
-// y = x convolved with w, plus bias; or, where is_turned, with the filters of w turned by 180 degrees, from outputs to
+// y = x convolved with w, plus bias; or, where is_rotated, with the filters of w rotated by 180 degrees, from outputs to
 // channels.
 template <class T>
-bool convolve(const Conv& c, const TiledImages& from, const TiledImages& to, bool is_turned, const T* w, const T* x,
+bool convolve(const Conv& c, const TiledImages& from, const TiledImages& to, bool is_rotated, const T* w, const T* x,
               const float* bias, bool relu, T* y) {
   const std::int64_t tiles = num_tiles(c, to), threads = num_threads();
-  const std::int64_t fit = kMostFloats / (threads * kPlaces * (from.channels + to.channels));
+  const std::int64_t fit = kMostFloats / (threads * kElements * (from.channels + to.channels));
   const std::int64_t most = std::clamp(std::min((tiles + threads - 1) / threads, fit), kLeastTiles, kMostTiles);
   const std::int64_t parts = (tiles + most - 1) / most, shares = std::min(threads, parts);
-  std::vector<Places> all{{c.outputs, c.channels}};
+  std::vector<TileMatrices> all{{c.outputs, c.channels}};
   for (std::int64_t share = 0; share < shares; ++share) all.insert(all.end(), {{most, from.channels}, {most, to.channels}});
   allocate(&all);
-  const Places& weights = all[0];
+  const TileMatrices& weights = all[0];
   for_filters(weights, [&](std::int64_t begin, std::int64_t end) {
-    transform_weights(w, is_turned, begin, end, weights.data, weights.step());
+    transform_weights(w, is_rotated, begin, end, weights.data, weights.step());
   });
   const auto run_share = [&](std::int64_t share) {
-    const Places &inputs = all[std::size_t(1 + 2 * share)], &sums = all[std::size_t(2 + 2 * share)];
+    const TileMatrices &inputs = all[std::size_t(1 + 2 * share)], &sums = all[std::size_t(2 + 2 * share)];
     bool is_done = true;
     for (std::int64_t part = parts * share / shares; part < parts * (share + 1) / shares; ++part) {
       const std::int64_t first = part * most, last = std::min(tiles, first + most);
       transform_images(from, x, first, last, inputs.data, inputs.step());
-      for (std::int64_t i = 0; i < kPlaces; ++i)
-        is_done &= multiply('N', is_turned ? 'N' : 'T', last - first, to.channels, from.channels, inputs.matrix(i),
+      for (std::int64_t i = 0; i < kElements; ++i)
+        is_done &= multiply('N', is_rotated ? 'N' : 'T', last - first, to.channels, from.channels, inputs.matrix(i),
                             weights.matrix(i), false, sums.matrix(i));
       finish_images(to, sums.data, sums.step(), bias, relu, first, last, y);
     }
@@ -121,8 +121,8 @@ bool backward_data(const Conv& c, const void* dy, const void* w, void* dx) {
   return convolve(c, from, to, true, static_cast<const T*>(w), static_cast<const T*>(dy), nullptr, false, static_cast<T*>(dx));
 }
 
-// db += the sums over tiles: those of a tile's four gradients are at place 1, 1.
-void add_gradients(const Places& gradients, std::int64_t tiles, float* db) {
+// db += the sums over tiles: those of a tile's four gradients are element 1, 1.
+void add_gradients(const TileMatrices& gradients, std::int64_t tiles, float* db) {
   std::vector<float> sums(std::size_t(gradients.columns), 0.0f);
   for (std::int64_t tile = 0; tile < tiles; ++tile)
     for (std::int64_t output = 0; output < gradients.columns; ++output)
@@ -135,21 +135,21 @@ bool backward_weight(const Conv& c, const void* dy, const void* x, float* dw, fl
   TiledImages from = images_of_x(c), to = images_of_y(c);
   cut(c.padding, &from, &to);
   const std::int64_t tiles = num_tiles(c, to), most = std::min(kMostTiles, tiles);
-  std::vector<Places> all{{most, c.channels}, {most, c.outputs}, {c.outputs, c.channels}};
+  std::vector<TileMatrices> all{{most, c.channels}, {most, c.outputs}, {c.outputs, c.channels}};
   allocate(&all);
-  const Places &inputs = all[0], &gradients = all[1], &sums = all[2];
+  const TileMatrices &inputs = all[0], &gradients = all[1], &sums = all[2];
   if (db) std::fill(db, db + c.outputs, 0.0f);
   std::atomic<bool> is_done{true};
   note_parallel_region(num_threads());  // sgemm's, where the last products are too few for more threads than one
   for (std::int64_t first = 0; first < tiles; first += most) {
     const std::int64_t count = std::min(most, tiles - first);
-    parallel_for(std::size_t(count), std::size_t(kPlaces * (c.channels + c.outputs)), [&](std::size_t begin, std::size_t end) {
+    parallel_for(std::size_t(count), std::size_t(kElements * (c.channels + c.outputs)), [&](std::size_t begin, std::size_t end) {
       const auto b = std::int64_t(begin), e = std::int64_t(end);
       transform_images(from, static_cast<const T*>(x), first + b, first + e, inputs.data + b * c.channels, inputs.step());
       transform_gradients(to, static_cast<const T*>(dy), first + b, first + e, gradients.data + b * c.outputs,
                           gradients.step());
     });
-    parallel_for(std::size_t(kPlaces), std::size_t(count * c.channels * c.outputs), [&](std::size_t begin, std::size_t end) {
+    parallel_for(std::size_t(kElements), std::size_t(count * c.channels * c.outputs), [&](std::size_t begin, std::size_t end) {
       for (auto i = std::int64_t(begin); i < std::int64_t(end); ++i)
         if (!multiply('T', 'N', c.outputs, c.channels, count, gradients.matrix(i), inputs.matrix(i), first > 0,
                       sums.matrix(i)))

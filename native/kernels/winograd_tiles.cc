@@ -128,44 +128,44 @@ ALWAYS_INLINE void transform(const Lanes (&x)[M::kFrom][M::kFrom], Lanes (&y)[M:
   for (int i = 0; i < M::kTo; ++i) M::column(&columns[0][i], M::kTo, y[i]);
 }
 
-ALWAYS_INLINE void store_places(const Lanes (&square)[4][4], float* to, std::int64_t place_step) {
+ALWAYS_INLINE void store_tile(const Lanes (&square)[4][4], float* to, std::int64_t matrix_step) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) store(square[i][j], to + (4 * i + j) * place_step);
+    for (int j = 0; j < 4; ++j) store(square[i][j], to + (4 * i + j) * matrix_step);
 }
 
-ALWAYS_INLINE void load_places(const float* from, std::int64_t place_step, Lanes (&square)[4][4]) {
+ALWAYS_INLINE void load_tile(const float* from, std::int64_t matrix_step, Lanes (&square)[4][4]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) square[i][j] = load(from + (4 * i + j) * place_step);
+    for (int j = 0; j < 4; ++j) square[i][j] = load(from + (4 * i + j) * matrix_step);
 }
 
 // The squares of pixels that are tiles begin .. end, transformed by M.
 template <class M, class T>
 ALWAYS_INLINE void transform_tiles(const TiledImages& images, const T* x, std::int64_t begin, std::int64_t end, float* to,
-                                   std::int64_t place_step) {
+                                   std::int64_t matrix_step) {
   for_tiles(images, begin, end, [&](std::int64_t number, std::int64_t image, std::int64_t row, std::int64_t column) INLINE_LAMBDA {
     for (std::int64_t channel = 0; channel < images.channels; channel += kLanes) {
       Lanes pixels[M::kFrom][M::kFrom], transformed[4][4];
       load_square(plane_of(images, x, image, channel), row, column, pixels);
       transform<M>(pixels, transformed);
-      store_places(transformed, to + number * images.channels + channel, place_step);
+      store_tile(transformed, to + number * images.channels + channel, matrix_step);
     }
   });
 }
 
 template <class T>
-ALWAYS_INLINE void finish_images_of(const TiledImages& images, const float* sums, std::int64_t place_step, const float* bias,
+ALWAYS_INLINE void finish_images_of(const TiledImages& images, const float* sums, std::int64_t matrix_step, const float* bias,
                                     bool relu, std::int64_t begin, std::int64_t end, T* y) {
   for_tiles(images, begin, end, [&](std::int64_t number, std::int64_t image, std::int64_t row, std::int64_t column) INLINE_LAMBDA {
     for (std::int64_t channel = 0; channel < images.channels; channel += kLanes) {
       const Plane<T> plane = plane_of(images, y, image, channel);
       const Lanes added = bias ? load(bias + channel) : Lanes{};
-      Lanes places[4][4], pixels[2][2];
-      load_places(sums + number * images.channels + channel, place_step, places);
-      transform<ByTransposedA>(places, pixels);
+      Lanes elements[4][4], pixels[2][2];
+      load_tile(sums + number * images.channels + channel, matrix_step, elements);
+      transform<ByTransposedA>(elements, pixels);
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i)
 #pragma GCC unroll 2
@@ -179,16 +179,16 @@ ALWAYS_INLINE void finish_images_of(const TiledImages& images, const float* sums
 }
 
 template <class T>
-ALWAYS_INLINE void transform_weights_of(const T* w, bool is_turned, std::int64_t begin, std::int64_t end, float* to,
-                                        std::int64_t place_step) {
+ALWAYS_INLINE void transform_weights_of(const T* w, bool is_rotated, std::int64_t begin, std::int64_t end, float* to,
+                                        std::int64_t matrix_step) {
   for (std::int64_t filter = begin; filter < end; filter += kLanes) {
     float taps[kTaps][kLanes];
     for (int lane = 0; lane < kLanes; ++lane)
       for (int tap = 0; tap < kTaps; ++tap) taps[tap][lane] = w[(filter + lane) * kTaps + tap];
     Lanes filters[3][3], transformed[4][4];
-    for (int tap = 0; tap < kTaps; ++tap) filters[tap / 3][tap % 3] = load(taps[is_turned ? kTaps - 1 - tap : tap]);
+    for (int tap = 0; tap < kTaps; ++tap) filters[tap / 3][tap % 3] = load(taps[is_rotated ? kTaps - 1 - tap : tap]);
     transform<ByG>(filters, transformed);
-    store_places(transformed, to + filter, place_step);
+    store_tile(transformed, to + filter, matrix_step);
   }
 }
 
@@ -197,30 +197,30 @@ ALWAYS_INLINE void transform_weights_of(const T* w, bool is_turned, std::int64_t
 // GCC clones no templates.
 #define FOR_ELEMENTS_OF(T)                                                                                                 \
   CLONES void transform_images(const TiledImages& images, const T* x, std::int64_t begin, std::int64_t end, float* to,     \
-                               std::int64_t place_step) {                                                                  \
-    transform_tiles<ByB>(images, x, begin, end, to, place_step);                                                           \
+                               std::int64_t matrix_step) {                                                                 \
+    transform_tiles<ByB>(images, x, begin, end, to, matrix_step);                                                          \
   }                                                                                                                        \
   CLONES void transform_gradients(const TiledImages& images, const T* dy, std::int64_t begin, std::int64_t end, float* to, \
-                                  std::int64_t place_step) {                                                               \
-    transform_tiles<ByA>(images, dy, begin, end, to, place_step);                                                          \
+                                  std::int64_t matrix_step) {                                                              \
+    transform_tiles<ByA>(images, dy, begin, end, to, matrix_step);                                                         \
   }                                                                                                                        \
-  CLONES void finish_images(const TiledImages& images, const float* sums, std::int64_t place_step, const float* bias,      \
+  CLONES void finish_images(const TiledImages& images, const float* sums, std::int64_t matrix_step, const float* bias,     \
                             bool relu, std::int64_t begin, std::int64_t end, T* y) {                                       \
-    finish_images_of(images, sums, place_step, bias, relu, begin, end, y);                                                 \
+    finish_images_of(images, sums, matrix_step, bias, relu, begin, end, y);                                                \
   }                                                                                                                        \
-  CLONES void transform_weights(const T* w, bool is_turned, std::int64_t begin, std::int64_t end, float* to,               \
-                                std::int64_t place_step) {                                                                 \
-    transform_weights_of(w, is_turned, begin, end, to, place_step);                                                        \
+  CLONES void transform_weights(const T* w, bool is_rotated, std::int64_t begin, std::int64_t end, float* to,              \
+                                std::int64_t matrix_step) {                                                                \
+    transform_weights_of(w, is_rotated, begin, end, to, matrix_step);                                                      \
   }
 
 FOR_ELEMENTS_OF(float)
 FOR_ELEMENTS_OF(Bfloat16)
 
-CLONES void finish_weights(const float* sums, std::int64_t place_step, std::int64_t begin, std::int64_t end, float* dw) {
+CLONES void finish_weights(const float* sums, std::int64_t matrix_step, std::int64_t begin, std::int64_t end, float* dw) {
   for (std::int64_t filter = begin; filter < end; filter += kLanes) {
-    Lanes places[4][4], filters[3][3];
-    load_places(sums + filter, place_step, places);
-    transform<ByTransposedG>(places, filters);
+    Lanes elements[4][4], filters[3][3];
+    load_tile(sums + filter, matrix_step, elements);
+    transform<ByTransposedG>(elements, filters);
     float taps[kTaps][kLanes];
     for (int tap = 0; tap < kTaps; ++tap) store(filters[tap / 3][tap % 3], taps[tap]);
     for (int lane = 0; lane < kLanes; ++lane)

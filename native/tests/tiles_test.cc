@@ -20,15 +20,15 @@ void test_product(std::int64_t m, std::int64_t n, std::int64_t k, bool transpose
   multiply_panels(left, {panels.data(), packed}, m, n, k, adds, c.data(), step, level);
   for (std::int64_t i = 0; i < m; ++i)
     for (std::int64_t j = 0; j < step; ++j) {
-      const std::size_t place = std::size_t(i * step + j);
+      const std::size_t index = std::size_t(i * step + j);
       if (j >= n) {
-        CHECK(c[place] == before[place]);
+        CHECK(c[index] == before[index]);
         continue;
       }
-      double sum = adds ? before[place] : 0;
+      double sum = adds ? before[index] : 0;
       for (std::int64_t l = 0; l < k; ++l)
         sum += double(left.data[i * left.row + l * left.column]) * right.data[l * right.row + j * right.column];
-      CHECK_NEAR(c[place], sum, 1e-4);
+      CHECK_NEAR(c[index], sum, 1e-4);
     }
 }
 

@@ -54,7 +54,7 @@ class Arguments:
             self._copies[id(value)] = value, copy
         return copy
 
-    def give_back(self, recorder: Recorder) -> None:
+    def write_back(self, recorder: Recorder) -> None:
         """Break the graph if the step has changed an argument, but for values of Tensors, and change the caller's."""
         for key, (given, copy) in self._copies.items():
             parts = _parts_of(copy)
@@ -65,7 +65,7 @@ class Arguments:
                 recorder.break_graph(f"it changes an argument, {what}, which a replay would not do")
                 self._change(given, copy)
 
-    def give_values_back(self, recorder: Recorder) -> None:
+    def write_values_back(self, recorder: Recorder) -> None:
         """Break the graph if the step has changed an input in place; after any break, change the caller's, too."""
         if any(recorder.writes(clone.array) for clone in self.tensors):
             recorder.break_graph("it changes an input in place")

@@ -103,17 +103,17 @@ class Run:
                 result = model.run_train_one_batch(*given.value[0], **given.value[1])
         except BaseException:
             recorder.break_graph("it raises an error")
-            given.give_back(recorder)
-            given.give_values_back(recorder)
+            given.write_back(recorder)
+            given.write_values_back(recorder)
             raise
-        given.give_back(recorder)
+        given.write_back(recorder)
         for _, layer in layers_of(model):
             given.give_attributes_back(layer, recorder)
         if this_thread.training != training:
             recorder.break_graph("it changes autograd.training")
         recorder.finish()
         self.variables.finish(recorder)
-        given.give_values_back(recorder)
+        given.write_values_back(recorder)
         return result
 
     def _check_result(self, arguments: Any) -> None:

@@ -40,7 +40,7 @@ class SparseMessage:
         source: what to select from, shape (n,), which stays as it is; None is ``flat``.
 
     Attributes:
-        indices: what this rank has selected, padded; once there is ``room`` for it.
+        indices: what this rank has selected, padded; once ``allocate`` was called.
         lost: what rounding lost of each, finite; None if nothing was rounded.
     """
 
@@ -63,7 +63,7 @@ class SparseMessage:
         self.index_dtype = "int32" if flat.size < 2**31 else "int64"
         self._value_dtype = np.dtype("float16") if values == "fp16" else flat.dtype
 
-    def room(self, k: int) -> tuple[Array, Array]:
+    def allocate(self, k: int) -> tuple[Array, Array]:
         """Return memory for the k indices and values to send, where that can be within the message."""
         self._code = IndexCode(self.flat.size, k)
         self._message = self.backend.empty((self._num_bytes(),), "uint8")
@@ -75,7 +75,7 @@ class SparseMessage:
         return self.indices, self._values
 
     def send(self, counts: list[int]) -> Work:
-        """Keep the rest, and start to send what ``room`` was filled with, ascending, and padded alike on all ranks.
+        """Keep the rest, and start to send what ``allocate`` returned, filled: ascending, padded alike on all ranks.
 
         Args:
             counts: how many elements each rank selected.

@@ -30,7 +30,7 @@ def count_selected(message: SparseMessage, spars: Any) -> Array:
 
 def send_selected(message: SparseMessage, spars: float, counts: list[int]) -> Work:
     """Start to send every element of at least ``spars``, padded to the rank with most; ``counts`` are all ranks'."""
-    indices, values = message.room(max(counts))
+    indices, values = message.allocate(max(counts))
     message.backend.run("fill", out=indices, value=message.flat.size - 1)  # they stay ascending
     message.backend.run("fill", out=values, value=0.0)
     mine = slice(counts[message.communicator.rank])

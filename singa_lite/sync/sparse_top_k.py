@@ -32,7 +32,7 @@ def send_top_k(message: SparseMessage, spars: float) -> Work:
     Ties go to the lowest index.
     """
     k = count_of_share(spars, message.flat.size)
-    message.backend.run("top_k", message.source, out=message.room(k), k=k)
+    message.backend.run("top_k", message.source, out=message.allocate(k), k=k)
     return message.send([k] * message.communicator.size)
 
 

@@ -69,15 +69,15 @@ __device__ inline Part part_of_block(const T* values, Int n, Int span) {
   return Part{values, nullptr, false, begin, begin + span < n ? begin + span : n};
 }
 
-// A block's list of candidates: how many its part has, then the indices of the first `room` of them.
+// A block's list of candidates: how many its part has, then the indices of the first `capacity` of them.
 struct Candidates {
   unsigned* count;
-  Int room;
+  Int capacity;
 
   // the part of the block, or its candidates alone if they are listed and all are
   __device__ Part of(Part part, bool are_listed = true) const {
     part.list = count + 1;
-    part.is_listed = are_listed && *count <= room;
+    part.is_listed = are_listed && *count <= capacity;
     if (part.is_listed) part.begin = 0, part.end = *count;
     return part;
   }
@@ -191,7 +191,7 @@ KERNEL find_digit(const T* values, Int n, Int span, Int k, Int number, Int known
     if (number == 1)
       each_counted(part, at, found, AtLeast{border}, &num_listed, [&](Int index, Bits, Bits here) {
         const Int position = static_cast<Int>(here / kLarger);
-        if (position < candidates.room) candidates.count[1 + position] = static_cast<unsigned>(index);
+        if (position < candidates.capacity) candidates.count[1 + position] = static_cast<unsigned>(index);
       });
   }
   if (number == 1 && threadIdx.x == 0) *candidates.count = static_cast<unsigned>(num_listed / kLarger);
