@@ -122,7 +122,7 @@ def _new_part(target: Path, mode: int | None) -> tuple[int, Path]:
     for _ in range(MAX_TRIES):
         part = target.with_name(f"{_part_start(target)}{os.urandom(8).hex()}{PART_SUFFIX}")
         handle = os.open(part, flags, 0o666 if mode is None else mode & 0o600)
-        if _lock(handle) is not False and part.exists():
+        if try_lock(handle) is not False and part.exists():
             return handle, part
         os.close(handle)  # another writer took it for abandoned, between these two lines
         part.unlink(missing_ok=True)
@@ -135,8 +135,8 @@ def _part_start(target: Path) -> str:
     return f".{target.name if len(name) <= 100 else name[:100].decode('utf-8', 'ignore')}."
 
 
-def _lock(handle: int) -> bool | None:
-    """Take the lock of an open file; False if a living process has it, None if this file system has no locks."""
+def try_lock(handle: int) -> bool | None:
+    """Take the lock of an open file or folder; False if a living process has it, None if this file system has none."""
     if fcntl is None:
         return None
     try:
@@ -154,7 +154,7 @@ def _remove_abandoned(target: Path) -> None:
         with suppress(OSError):  # another's, or removed meanwhile: write all the same
             handle = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if _lock(handle):
+                if try_lock(handle):
                     part.unlink()
             finally:
                 os.close(handle)

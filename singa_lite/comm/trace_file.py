@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..config import env
 from ..errors import CheckpointError, CommError, OptionError
-from ..files import atomic_file
+from ..files import atomic_file, try_lock
 from ..graph.trace import SUFFIX, TraceWriter, trace_of_process
 from .base import Communicator
 from .chrome_trace import chrome_trace
@@ -47,15 +47,7 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
         yield {}
         return
     path = path.absolute()
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is there and not a regular file")
-        folder = parts_folder(path)
-        folder.mkdir(exist_ok=True)
-        for part in _parts_in(folder):  # of a launcher that was killed
-            part.unlink()
-    except OSError as error:
-        raise OptionError(f"--trace {path}: cannot be written: {error}") from error
+    folder, handle = _take_parts_folder(path)
     try:
         yield {"SINGA_LITE_TRACE": str(folder)}
     finally:
@@ -63,7 +55,26 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
             message = join_trace(folder, path)
         except (CommError, CheckpointError, OSError) as error:
             message = str(error)
+        os.close(handle)
         tell(f"singa-lite: {message}\n")
+
+
+def _take_parts_folder(path: Path) -> tuple[Path, int]:
+    """Make a folder for the parts of ``path``, empty, and lock it against other jobs; return it and its handle."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is there and not a regular file")
+        folder = parts_folder(path)
+        folder.mkdir(exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        if try_lock(handle) is False:
+            os.close(handle)
+            raise OSError("another job is writing it")
+        for part in _parts_in(folder):  # of a launcher that was killed
+            part.unlink()
+    except OSError as error:
+        raise OptionError(f"--trace {path}: cannot be written: {error}") from error
+    return folder, handle
 
 
 def start_trace(communicator: Communicator) -> None:

@@ -293,6 +293,18 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
             raise AssertionError("the run began")
 
 
+def test_a_trace_that_another_job_writes_is_refused(tmp_path, capsys):
+    with tracing(tmp_path / "out.json") as environ:
+        writer = TraceWriter(Path(environ["SINGA_LITE_TRACE"]))
+        writer.add_step([Span("forward", "", 1.0, 2.0)], [])
+        with pytest.raises(OptionError, match="another job is writing it"), tracing(tmp_path / "out.json"):
+            raise AssertionError("the run began")
+        writer.close()
+    assert "trace of 1 processes" in capsys.readouterr().err
+    with tracing(tmp_path / "out.json"):
+        pass
+
+
 def test_parts_are_joined_by_a_command(tmp_path, capsys):
     writer = TraceWriter(tmp_path / "parts")
     writer.add_step([Span("forward", "", 1.0, 2.0)], [])
