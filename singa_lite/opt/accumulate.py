@@ -193,7 +193,10 @@ class GradientSums:
                 )
 
     def _check_counts(self, states: Mapping[str, np.ndarray]) -> None:
-        batches, calls = int(states.get(BATCHES, 0)), int(states.get(CALLS, 0))
+        found = [states.get(name, np.array(0)) for name in (BATCHES, CALLS)]
+        if any(each.shape != () or each.dtype.kind not in "iu" for each in found):
+            raise CheckpointError(f"DistOpt: {BATCHES!r} and {CALLS!r} must be ints, got {found}")
+        batches, calls = map(int, found)
         if batches != self.num_batches or not 0 < calls < batches:
             raise CheckpointError(
                 f"DistOpt: the states are of {calls} calls of a sum over {batches}, but accumulate is "

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from ..errors import OptionError
 from ..graph.recorder import scalar
+from ..tensor import Tensor
 from .base import Optimizer, Pairs
 from .schedule import DecayScheduler, ScheduleAttribute
 
 __all__ = ["AdaGrad", "Adam", "AdamW", "RMSProp"]
+
+FLOAT16_EPSILON = (
+    1e-3  # 0.001 * g * g is 0 in float16 for g below 8e-3, and a step is up to lr * g / epsilon then
+)
 
 
 class AdaGrad(Optimizer):
@@ -91,7 +99,8 @@ class Adam(Optimizer):
         lr: learning rate, >= 0.
         beta_1: how slowly m follows, 0 <= beta_1 < 1.
         beta_2: how slowly v follows, 0 <= beta_2 < 1.
-        epsilon: > 0, outside the root.
+        epsilon: > 0, outside the root. For float16 parameters at least FLOAT16_EPSILON: v has their dtype, in which the
+            squares of small gradients are 0.
         weight_decay: >= 0, times the parameter is added to its gradient.
 
     Source: Kingma, Ba, "Adam: A Method for Stochastic Optimization", 2015.
@@ -132,8 +141,19 @@ class Adam(Optimizer):
             **self.decay(),
         )
 
+    def slots(self, param: Tensor) -> dict[str, Tensor]:
+        if isinstance(param, Tensor) and param.dtype == np.float16:
+            epsilon = self.value_of("epsilon")
+            if epsilon < FLOAT16_EPSILON:
+                raise OptionError(
+                    f"{type(self).__name__}: {param.name} is float16, in which squares of small gradients are 0, so "
+                    f"epsilon = {epsilon} would make parameters infinite; set epsilon to {FLOAT16_EPSILON} or more, or "
+                    "keep parameters in float32 (docs/precision.md)"
+                )
+        return super().slots(param)
+
     def decay(self) -> dict[str, Any]:
-        """Return what the kernel is told about the weight decay."""
+        """Return the attributes of the kernel for the weight decay."""
         return {"weight_decay": self.number("weight_decay")}
 
     def _correction(self, beta: str) -> float:

@@ -18,7 +18,7 @@ from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
 from ..config import this_thread
 from ..device import Device
-from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
+from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int, is_number
 from ..graph.clock import drop_step, lap
 from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import Scalar
@@ -29,7 +29,7 @@ from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
 from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
 from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
-from .schedule import DecayScheduler, ScheduleAttribute, as_schedule, described
+from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 UpdateGroup = tuple[
@@ -37,7 +37,7 @@ UpdateGroup = tuple[
 ]  # parameters and their gradients' arrays, all of one dtype
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
+OWN_ATTRIBUTES = ("_step_counter", "_is_updating", "_slots", "_parameters", "slot_names")
 
 
 class MomentumRule(NamedTuple):
@@ -70,6 +70,7 @@ class Optimizer:
     slot_names: tuple[str, ...] = ()  # the arrays kept per parameter, in the parameter's shape and dtype
     is_recordable = False
     records_per_kind = 1  # records that recorded steps need whose arguments are alike
+    places_streams = False  # whether a Model calls ``place_streams`` before each training step
     _inherited_methods: tuple[
         str, ...
     ] = ()  # that the class has not written, but taken from a class beside it
@@ -95,6 +96,8 @@ class Optimizer:
         self.lr = lr
         self.dtype = None if dtype is None else as_dtype(dtype)
         self._step_counter = 0
+        # whether a DistOpt has begun an update that is not counted yet; between steps: an exception ended it
+        self._is_updating = False
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
         self._parameters: list[Tensor] = []
 
@@ -143,6 +146,9 @@ class Optimizer:
             param.name = name
             self.slots(param)
         self._parameters = list(params.values())
+
+    def place_streams(self) -> None:
+        """Set the random streams of the devices to where the next call of this optimizer has them begin."""
 
     # ---- gradients one can hold ----------------------------------------------------------------------
 
@@ -303,7 +309,23 @@ class Optimizer:
         except (AttributeError, TypeError):
             raise OptionError(f"{type(self).__name__}: has no schedule {name!r}") from None
         schedule = value if isinstance(value, DecayScheduler) else as_schedule(name, value, -math.inf)
-        return float(schedule(self._step_counter if step is None else step))
+        step = self._step_counter if step is None else step
+        number = schedule(step)
+        is_in_range = type(number) is float and (
+            0.0 < number < 1.0 or (number == 0.0 and type(schedule) is Constant)
+        )
+        if not is_in_range:
+            self._check_number(name, number, step)
+        return float(number)
+
+    def _check_number(self, name: str, number: object, step: int) -> None:
+        """Raise OptionError unless a schedule's value is a number, and in the range of a ScheduleAttribute."""
+        when = f"at step {step}"
+        own = next((vars(kind)[name] for kind in type(self).__mro__ if name in vars(kind)), None)
+        if isinstance(own, ScheduleAttribute):
+            own.check(self, number, when)
+        elif not is_number(number):
+            raise OptionError(f"{type(self).__name__}: {name} is {number!r} {when}, and not a number")
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate at ``step``."""
@@ -321,7 +343,8 @@ class Optimizer:
         bookkeep(self._count_step)
 
     def _count_step(self) -> None:
-        self._step_counter += 1
+        # both at once, and past a subclass's __setattr__, as every replay comes here
+        vars(self).update(_step_counter=self._step_counter + 1, _is_updating=False)
         drop_step()
 
     def backward_and_update(self, loss: Tensor) -> None:
@@ -448,7 +471,7 @@ class Optimizer:
         for param, name in unique_names(self._slots).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
-        self._step_counter = int(states["step_counter"])
+        self._step_counter, self._is_updating = int(states["step_counter"]), False
 
 
 def _attributes_of_kernels(attributes: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,11 @@ from .checks import unique_names
 from .options import Option
 from .step_options import CallDefaults, StepOptions, schedules
 
+HALF_MADE = (
+    "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already, and this "
+    "call makes the update again; load states that were saved before it to go on as if nothing had happened"
+)
+
 
 class Compared(CallDefaults, Protocol):
     """The part of a DistOpt's interface that Consistency uses."""
@@ -48,15 +53,12 @@ class Consistency:
     Attributes:
         names: parameters that the ranks have compared, with names that no two of them share.
         may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
-        is_updating: an update has begun and not ended. True when the next one begins: an exception ended this one,
-            which other ranks may have made.
     """
 
     def __init__(self, communicator: Communicator, sums: GradientSums, check_every: int | None) -> None:
         self._communicator, self._sums, self.check_every = communicator, sums, check_every
         self.names: dict[Tensor, str] = {}
         self.may_differ = False
-        self.is_updating = False
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
         # whose options the ranks have compared, in which precision
@@ -130,10 +132,13 @@ class Consistency:
 
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states that were loaded, or that an exception may have left different, before they are used."""
-        if self._is_loaded or self.is_updating:
+        if self._is_loaded or dist.opt._is_updating:
             with unrecorded():
                 self._compare_states(dist, scheme)
-        guard((self, "states may differ"), lambda: self._is_loaded or self.is_updating)
+        guard(
+            (self, "states may differ"),
+            lambda: self._is_loaded or getattr(dist.opt, "_is_updating", False),
+        )
 
     def compare_if_due(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states every ``check_every`` steps."""
@@ -146,8 +151,9 @@ class Consistency:
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        what = "their optimizers, as an exception ended a step" if self.is_updating else "their optimizers"
-        self._is_loaded = self.is_updating = False
+        is_cut_short = dist.opt._is_updating
+        what = "their optimizers" + ", as an exception ended a step" * is_cut_short
+        self._is_loaded = dist.opt._is_updating = False
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
             names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))
@@ -156,3 +162,5 @@ class Consistency:
         settings = {**dist.settings(), **dist.random_seeds()}
         settings["the number of calls in the unfinished sum"] = self._sums.num_calls
         compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)
+        if is_cut_short and scheme is not None and not scheme.state.is_empty:
+            warn(HALF_MADE.format(dist.opt._step_counter, scheme.names[0]))

@@ -9,7 +9,7 @@ are sent is written in sync/, what sends them in comm/.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -27,7 +27,7 @@ from ..errors import GraphError, OptionError, check_int
 from ..graph.clock import abandon_step, lap, pause_step
 from ..graph.recorder import bookkeep, break_graph, guard, guard_ahead, host, steps_since_start, unrecorded
 from ..sync.agree import compare
-from ..sync.base import Scheme, StepContext
+from ..sync.base import Scheme, StepContext, option_names
 from ..sync.clip import clip_gradients
 from ..sync.collectives import ArrayCollectives
 from ..sync.finite import PREFIX as FINITE
@@ -151,7 +151,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             check_spars(spars)
         self.opt = opt if opt is not None else SGD()
         _check_opt(self)
-        self._order, self._clip_norm = order, clip_norm
+        self._order, self._clip_norm, self.places_streams = order, clip_norm, order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
         self._spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
@@ -169,7 +169,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._stop = StopAgreement(world)
         self._sums = self._make_sums(accumulate, microbatches)
         self._finite = (
-            None if check_finite is None else FiniteCheck(check_finite, self.communicator, self._drop_update)
+            None
+            if check_finite is None
+            else FiniteCheck(check_finite, self.communicator, self._drop_update, self.collective_name)
         )
         self._seeds: dict[Device, int] = {}  # of the devices, with order="fixed"
         self.world_size = self.communicator.size
@@ -203,10 +205,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             limit = self.threshold if threshold is None else threshold
             scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
             self._schemes.add(kind, scheme, self._ranks.names)
-        if threshold is not None and threshold != scheme.threshold:
+        now = self.threshold if threshold is None else threshold, self.bucket_bytes
+        if now != (scheme.threshold, scheme.bucket_bytes):
             raise OptionError(
-                f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
-                "changing it would lose residuals: make another DistOpt"
+                f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold} and bucket_bytes "
+                f"{scheme.bucket_bytes}, not {now[0]} and {now[1]}; changing them would lose residuals: make another "
+                "DistOpt"
             )
         return scheme
 
@@ -319,10 +323,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _begin_microbatch(self) -> None:
         """Set the random stream of the next call to that of its microbatch, where the order is fixed."""
-        if self._order == "fixed":
-            bookkeep(self._place_streams)
+        if self.places_streams:
+            bookkeep(self.place_streams)
 
-    def _place_streams(self) -> None:
+    def place_streams(self) -> None:
         first = self.opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
@@ -362,7 +366,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
-        self._ranks.is_updating = True
+        vars(self.opt)["_is_updating"] = True  # until the step is counted
         self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
@@ -372,19 +376,28 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
         self._ranks.may_differ |= not scheme.keeps_equal
-        self._ranks.is_updating = False
+        if type(self.opt).step is not Optimizer.step:  # one of the user, which may count in its own way
+            self.opt._is_updating = False
 
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
         _check_opt(self)
-        if type(self) is DistOpt and (
-            strays := (vars(self).keys() - self._own) & set(argument_names(type(self.opt)))
-        ):
-            names = ", ".join(sorted(strays))
-            raise OptionError(
-                f"DistOpt: {names} was set on the DistOpt, where nothing reads it; set that of dist.opt"
-            )
+        if type(self) is DistOpt and (added := vars(self).keys() - self._own):
+            self._check_added(added)
         guard((self, "attributes"), lambda: (id(self.opt), self.dist_option, tuple(vars(self))))
+
+    def _check_added(self, names: Set[str]) -> None:
+        """Raise OptionError for attributes set on this object that are arguments, which nothing reads there."""
+        if of_opt := sorted(names & {*argument_names(type(self.opt))}):
+            raise OptionError(
+                f"DistOpt: {', '.join(of_opt)} was set on the DistOpt, where nothing reads it; set that of dist.opt"
+            )
+        scheme = read_dist_option(self.dist_option).scheme
+        if own := sorted(names & {*argument_names(DistOpt), *option_names(scheme)}):
+            raise OptionError(
+                f"DistOpt: {', '.join(own)} was set after the DistOpt was made, where nothing reads it; give it to the "
+                "constructor, or an option of dist_option to the call"
+            )
 
     # ---- stopping ------------------------------------------------------------------------------------
 
@@ -441,7 +454,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             )
         self._ranks.prepare(self, params, buffers)
         if self._order == "fixed":
-            self._place_streams()
+            self.place_streams()
             cure = "call SetRandSeed alike before compile"
             compare(self.communicator, "their random seeds", self.random_seeds(), cure)
 
@@ -484,21 +497,23 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         return 1.0 if self._finite is None else self._finite.loss_scale
 
     def _compare_if_loaded(self, scheme: Scheme | None = None) -> None:
+        _check_opt(self)
         self._ranks.compare_if_loaded(self, scheme)
 
     def states_loaded(self) -> None:
         self._ranks.states_loaded()
         if self._order == "fixed":
             self._seeds.clear()  # the checkpoint's go on, which the ranks compare with the states
-            self._place_streams()
+            self.place_streams()
 
     # ---- what passes through to the wrapped optimizer --------------------------------------------------
 
     def step(self) -> None:
         """Count a step; compare the ranks where ``check_every`` says so, or states were loaded."""
         scheme, self._called = self._called, None
-        self._compare_if_loaded(scheme)
         self._guard_attributes()
+        if scheme is None:  # a call has done so at its start
+            self._compare_if_loaded()
         self.opt.step()
         if scheme is None:
             bookkeep(self._end_step)

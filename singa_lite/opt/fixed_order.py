@@ -5,7 +5,8 @@ The tree that these sums are part of is in sync/fixed_order.py, Note [fixed orde
 
 Note [streams of microbatches]: random numbers of a microbatch begin where its number says: counter
 ``(update * microbatches + number) << 20`` of the seed that all ranks share. So dropout drops the same elements of a
-sample, whichever rank has it. A microbatch that draws 2**20 times or more runs into the next one's numbers.
+sample, whichever rank has it. A microbatch that draws 2**20 times or more runs into the next one's numbers. A stream is
+placed when the call before ends, and again when a step of a Model begins: something else may have drawn meanwhile.
 """
 
 from __future__ import annotations

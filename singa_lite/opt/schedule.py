@@ -162,11 +162,15 @@ class ScheduleAttribute:
         return schedule
 
     def __set__(self, optimizer: object, value: float | DecayScheduler) -> None:
-        label = f"{type(optimizer).__name__}: {self.name}"
-        schedule = as_schedule(label, value)
-        if not self.has_zero and not schedule.call(0) > 0:
-            raise OptionError(f"{label} = {schedule.call(0)} must be > 0")
-        if self.below < math.inf and not schedule.call(0) < self.below:
-            raise OptionError(f"{label} = {schedule.call(0)} must be in [0, {self.below:g})")
+        schedule = as_schedule(f"{type(optimizer).__name__}: {self.name}", value)
+        if not self.has_zero or self.below < math.inf:
+            self.check(optimizer, schedule.call(0), "at step 0")
         break_graph(f"it sets {self.name} of an optimizer, which a replay would not do")
         vars(optimizer)[self.name] = schedule
+
+    def check(self, optimizer: object, value: object, when: str) -> None:
+        """Raise OptionError unless ``value``, which the schedule gives ``when``, is a number in the range."""
+        least = 0.0 if self.has_zero else math.ulp(0.0)
+        if not is_number(value) or not least <= float(value) < self.below:  # type: ignore[arg-type]
+            text = f">= 0 and < {self.below:g}" if self.has_zero else "> 0 and finite"
+            raise OptionError(f"{type(optimizer).__name__}: {self.name} = {value!r} {when} must be {text}")

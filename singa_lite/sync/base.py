@@ -125,6 +125,7 @@ class Scheme:
             Options of that one may also be given by name.
         keeps_equal: whether parameters and optimizer states are equal on all ranks after every step.
         keeps_velocity: whether the scheme keeps what momentum has still to apply, which no other scheme can go on from.
+        counter_kinds: numpy's kinds of dtype that its ``counters`` have: "iu" for whole numbers.
         slots: the arrays that the scheme keeps for each parameter, by name (state.py).
         inside, between: what the last step sent within and between hosts, where the scheme distinguishes them.
         state: these arrays.
@@ -143,6 +144,7 @@ class Scheme:
     wraps_another: ClassVar[bool] = False
     keeps_equal: ClassVar[bool] = True
     keeps_velocity: ClassVar[bool] = False
+    counter_kinds: ClassVar[str] = "iuf"
     slots: ClassVar[Mapping[str, Slot]] = MappingProxyType({})
     inside: Traffic | None = None
     between: Traffic | None = None
@@ -293,10 +295,16 @@ class Scheme:
         """
         counters = {key.removeprefix("counter/"): states[key] for key in states if key.startswith("counter/")}
         arrays = {key: value for key, value in states.items() if not key.startswith("counter/")}
-        wrong = sorted(name for name, value in counters.items() if value.size != 1)
+        kinds = self.counter_kinds
+        wrong = sorted(
+            name
+            for name, value in counters.items()
+            if value.size != 1 or value.dtype.kind not in kinds or not 0 <= value.item() < np.inf
+        )
         if wrong:
+            what = "number" if "f" in kinds else "whole number"
             raise CheckpointError(
-                f"{self.names[0]}: expected a single number for each of the counters {', '.join(wrong)}"
+                f"{self.names[0]}: expected a single {what} >= 0 for each of the counters {', '.join(wrong)}"
             )
         self.set_counters({name: value.item() for name, value in counters.items()})
         self.state.load_state_dict(arrays, names)

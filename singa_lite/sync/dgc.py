@@ -35,6 +35,7 @@ class Dgc(BucketedSync):
     """
 
     names = ("dgc",)
+    counter_kinds = "iu"
     is_recordable = True
     sums_residuals = True
     is_selective = True
@@ -86,9 +87,10 @@ class Dgc(BucketedSync):
     def _density_at(self, step: StepContext) -> float:
         """Return the share to send: for each rung of the ladder above ``density`` as many steps, and then that.
 
-        Where the warm-up does not divide evenly, the smaller shares have a step more.
+        Where the warm-up does not divide evenly, the smaller shares have a step more. Before the step at which it
+        began, to which a counter may have been set back, it is as then.
         """
-        done = step.step - (step.step if self._first is None else self._first)
+        done = max(0, step.step - (step.step if self._first is None else self._first))
         rungs = [share for share in LADDER if share > step.options.density]
         if done < step.options.warmup and rungs:
             return rungs[((done + 1) * len(rungs) - 1) // step.options.warmup]

@@ -28,6 +28,7 @@ LARGEST_SCALE = 2.0**15  # float16's largest power of two; the first scale
 GROW_AFTER = 2000
 WARN_AFTER = 17  # updates left out in a row: the scale was halved 15 times and is 1 by then
 PREFIX = "finite/"  # of states
+SCALE = f"{PREFIX}scale"
 
 
 class FiniteCheck:
@@ -37,14 +38,21 @@ class FiniteCheck:
         mode: "raise" a NonFiniteError on all ranks, or "skip" the update on all.
         drop_update: called before it is raised, or the update left out, so that gradients added up with these are not
             used any more.
+        name: gives the name of the collective, which says whose it is.
 
     Attributes:
         num_skipped: updates that were left out.
         loss_scale: what a loss in float16, or under ``autocast("fp16")``, is multiplied by.
     """
 
-    def __init__(self, mode: str, communicator: Communicator, drop_update: Callable[[], None]) -> None:
-        self.mode, self._communicator, self._drop_update = mode, communicator, drop_update
+    def __init__(
+        self,
+        mode: str,
+        communicator: Communicator,
+        drop_update: Callable[[], None],
+        name: Callable[[str], str],
+    ) -> None:
+        self.mode, self._communicator, self._drop_update, self._name = mode, communicator, drop_update, name
         self.num_skipped = 0
         self.loss_scale = LARGEST_SCALE
         self._num_good = 0  # updates since the scale was changed
@@ -106,7 +114,8 @@ class FiniteCheck:
             if count:
                 mine[:] = indices[number], count
                 break
-        everyone = self._communicator.all_gather(mine, name="whether gradients are finite").wait()
+        name = self._name(f"whether gradients are finite, or else {self.mode}")
+        everyone = self._communicator.all_gather(mine, name=name).wait()
         assert everyone is not None
         texts = [
             f"{params[index][0]!r} on rank {rank} ({count} of {params[index][1]} elements)"
@@ -144,17 +153,18 @@ class FiniteCheck:
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return what a checkpoint keeps, equal on all ranks."""
         numbers = (self.num_skipped, self.loss_scale, self._num_good)
-        return {PREFIX + "scale": np.array(numbers, np.float64)}
+        return {SCALE: np.array(numbers, np.float64)}
 
     def check_states(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Raise CheckpointError unless ``load_state_dict`` can go on from ``states``."""
-        for values in states.values():
-            if values.shape != (3,) or not np.isfinite(values).all() or not values[1] >= 1.0:
-                raise CheckpointError(f"DistOpt: {values} is not what check_finite keeps")
+        for name, values in states.items():
+            fits = name == SCALE and values.shape == (3,) and values.dtype.kind == "f"
+            if not (fits and np.isfinite(values).all() and values.min() >= 0.0 and values[1] >= 1.0):
+                raise CheckpointError(f"DistOpt: {name!r}, {values}, is not what check_finite keeps")
 
     def load_state_dict(self, states: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Go on from ``state_dict``; without states, as at first."""
-        values = states.get(PREFIX + "scale", np.array([0.0, LARGEST_SCALE, 0.0]))
+        values = states.get(SCALE, np.array([0.0, LARGEST_SCALE, 0.0]))
         self.num_skipped, self.loss_scale, self._num_good = int(values[0]), float(values[1]), int(values[2])
         self._num_in_a_row = 0
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..backend.base import Backend
 from ..comm.base import Communicator, ReduceOp
 from ..comm.work import Work
-from ..errors import DTypeError, OptionError
+from ..errors import DTypeError, OptionError, check_number
 from .base import Array
 from .buckets import Bucket, BucketedSync, Exchange, Soon
 
@@ -76,7 +76,7 @@ class Fp16(BucketedSync):
         clip_value: float | None = None
 
         def __post_init__(self) -> None:
-            if self.clip_value is not None and not self.clip_value > 0:
+            if self.clip_value is not None and not check_number("fp16", "clip_value", self.clip_value) > 0:
                 raise OptionError(f"fp16: clip_value = {self.clip_value} must be > 0, or None")
 
     @classmethod

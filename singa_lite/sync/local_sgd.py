@@ -28,6 +28,7 @@ class LocalSgd(BucketedSync):
     """
 
     names = ("localSGD",)
+    counter_kinds = "iu"
     is_recordable = True
     keeps_equal = False
     changes_one_rank = False

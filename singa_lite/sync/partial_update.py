@@ -29,6 +29,7 @@ class PartialUpdate(Scheme):
     """
 
     names = ("partialUpdate",)
+    counter_kinds = "iu"
     is_recordable = True
     keeps_equal = False
 

@@ -113,9 +113,12 @@ class ParamState:
         """Continue from ``state_dict``; what it lacks starts again. CheckpointError: states that fit no parameter."""
         known = {f"{name}:{slot}": (param, slot) for param, name in names.items() for slot in self._slots}
         for key, values in states.items():
-            if key not in known or self._slots[known[key][1]].shape(known[key][0]) != values.shape:
+            if key not in known or (self._slots[known[key][1]].shape(known[key][0]), known[key][0].dtype) != (
+                values.shape,
+                values.dtype,
+            ):
                 raise CheckpointError(
-                    f"state {key!r} of shape {values.shape} fits no parameter of this model"
+                    f"state {key!r}, {values.dtype}{list(values.shape)}, fits no parameter of this model"
                 )
         self._restored = {known[key]: np.array(v, known[key][0].dtype) for key, v in states.items()}
         for param, owner in self._owners.items():

@@ -13,7 +13,7 @@ from singa_lite import autograd, checkpoint, opt
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
 from singa_lite.device import get_default_device
-from singa_lite.errors import GraphError, NonFiniteError, OptionError
+from singa_lite.errors import CommError, GraphError, NonFiniteError, OptionError
 from singa_lite.sync.finite import WARN_AFTER
 from singa_lite.tensor import Tensor, to_numpy
 from tests.opt import every_scheme
@@ -50,6 +50,23 @@ def spoilt(rank: int, step: int, value: float) -> tuple[Tensor, Tensor]:
     x, y = (to_numpy(part) for part in batch(rank, step))
     x[0, 0] = value
     return Tensor(data=x), Tensor(data=y)
+
+
+def mixed(communicator: Any) -> str:
+    """The error where ranks decide about other DistOpts of the same communicator."""
+    nets = [made(communicator, "fp32", False, mode) for mode in ("skip", "skip")]
+    for net in nets:
+        net(*batch(communicator.rank, 0))
+    try:
+        nets[communicator.rank % 2](*spoilt(communicator.rank, 1, np.nan))
+    except CommError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_decide_about_other_dist_opts_get_an_error() -> None:
+    for error in run_ranks(mixed, 2):
+        assert "the ranks disagree" in error and "'DistOpt 2 whether gradients are finite" in error, error
 
 
 def raised(communicator: Any, use_graph: bool) -> dict[str, tuple[str, bool, bool]]:

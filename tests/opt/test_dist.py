@@ -545,8 +545,47 @@ def test_states_of_unknown_schemes_raise():
     _, dist = local(steps=1)
     with pytest.raises(CheckpointError, match="unknown schemes"):
         dist.set_states({"sync/gone/x": np.zeros(1)})
-    with pytest.raises(CheckpointError, match="expected a single number for each of the counters steps"):
+    with pytest.raises(CheckpointError, match="expected a single whole number >= 0 for each of the counters"):
         dist.set_states({"sync/localSGD/counter/steps": np.zeros(2)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("accumulate/calls", np.array(1.5)),
+        ("accumulate/calls", np.array([1])),
+        ("accumulate/calls", np.array("1")),
+        ("finite/scale", np.array([0.0, 1024.0, -1.0])),
+        ("finite/scale", np.array(["0", "1024", "1"])),
+        ("finite/other", np.array([0.0, 1024.0, 1.0])),
+        ("sync/localSGD/counter/updates of w", np.array(-1)),
+        ("sync/localSGD/counter/updates of w", np.array(np.nan)),
+        ("sync/localSGD/counter/updates of w", np.array("1")),
+        ("sync/sparseTopK/w:residual", np.array(["0"] * 6).reshape(2, 3)),
+        ("sync/sparseTopK/w:residual", np.zeros((2, 3), np.complex64)),
+    ],
+)
+def test_states_that_no_dist_opt_has_saved_are_refused(key, value):
+    autograd.training = True
+    w = Tensor(data=np.ones((2, 3), np.float32), requires_grad=True, stores_grad=True)
+    dist = opt.DistOpt(communicator=LocalCommunicator(World()), accumulate=2, check_finite="skip")
+    dist.prepare({"w": w}, {})
+    for _ in range(3):
+        dist(autograd.reduce_sum(w, None, 0), "sparseTopK", spars=0.5)
+    before = dist.get_states()
+    with pytest.raises(CheckpointError):
+        dist.set_states({**before, key: value})
+    assert str(dist.get_states()) == str(before)
+
+
+def test_threshold_and_bucket_bytes_of_a_scheme_that_runs_cannot_be_set():
+    for name in ("threshold", "bucket_bytes"):
+        params, dist = make_params(), opt.DistOpt(communicator=LocalCommunicator(World()))
+        autograd.training = True
+        dist(loss_of(params, *batch_of(0, 0, 1)))
+        setattr(dist, name, 1)
+        with pytest.raises(OptionError, match="make another DistOpt"):
+            dist(loss_of(params, *batch_of(1, 0, 1)))
 
 
 class TwoStates:

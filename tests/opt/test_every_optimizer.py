@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from singa_lite import autograd, opt
+from singa_lite import autograd, layer, model, opt
 from singa_lite.errors import CheckpointError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor, to_numpy
 
@@ -536,3 +536,66 @@ def test_a_momentum_that_a_schedule_brings_to_zero_leaves_plain_descent():
         optimizer.update(w, Tensor(data=np.ones(2)))
         optimizer.step()
     np.testing.assert_array_equal(to_numpy(w), [-2, -2])
+
+
+class Linear(opt.DecayScheduler):
+    """From init_value to 0 at step 2, and below it from there on."""
+
+    def call(self, step):
+        return self.init_value * (1 - step / 2)
+
+
+class Gives(opt.DecayScheduler):
+    def __init__(self, value):
+        super().__init__(0.1)
+        self.value = value
+
+    def call(self, step):
+        return self.value if step == 3 else self.init_value
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "text"),
+    [
+        ("lr", Linear(0.1), "SGD: lr = -0.05 at step 3 must be >= 0"),
+        ("lr", Gives(float("nan")), "SGD: lr = nan at step 3 must be"),
+        ("lr", Gives(float("inf")), "SGD: lr = inf at step 3 must be"),
+        ("lr", Gives(None), "SGD: lr = None at step 3 must be"),
+        ("weight_decay", Gives("x"), "SGD: weight_decay = 'x' at step 3 must be"),
+    ],
+)
+def test_what_a_schedule_gives_must_be_in_the_range_of_its_number(name, schedule, text, use_graph):
+    class Net(model.Model):
+        def __init__(self):
+            super().__init__()
+            self.linear = layer.Linear(1)
+
+        def forward(self, x):
+            return self.linear(x)
+
+        def train_one_batch(self, x):
+            self.optimizer(autograd.reduce_mean(self.forward(x), None, 0))
+
+    net, x = Net(), Tensor(data=np.ones((2, 3), np.float32))
+    net.set_optimizer(opt.SGD(**{"lr": 0.1, name: schedule}))
+    net.compile([x], use_graph=use_graph)
+    for _ in range(3):
+        net(x)
+    before = to_numpy(net.linear.W)
+    with pytest.raises(OptionError, match=text):
+        net(x)
+    np.testing.assert_array_equal(to_numpy(net.linear.W), before)
+
+
+@pytest.mark.parametrize("cls", [opt.Adam, opt.AdamW])
+def test_float16_parameters_need_an_epsilon_that_their_state_can_follow(cls):
+    w = Tensor(data=np.ones(4, np.float16), name="w")
+    grad = Tensor(data=np.array([7e-3, -2e-4, 1e-7, 1.0], np.float16))
+    with pytest.raises(OptionError, match="w is float16, in which squares of small gradients are 0"):
+        cls(0.01).update(w, grad)
+    np.testing.assert_array_equal(to_numpy(w), np.ones(4))
+    optimizer = cls(0.01, epsilon=1e-3)
+    for _ in range(10):
+        optimizer.update(w, grad)
+    assert (abs(to_numpy(w) - 1) < 10 * 8 * 0.01).all()

@@ -28,6 +28,8 @@ LABELS = rng.integers(0, 4, NUM_SAMPLES)
 class Net(model.Model):
     """Convolution, dropout and products, without batch statistics."""
 
+    fails = False
+
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.relu, self.pool = layer.Conv2d(8, 3, padding=1), layer.ReLU(), layer.MaxPool2d(2)
@@ -39,6 +41,8 @@ class Net(model.Model):
 
     def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.loss(self.forward(x), y)
+        if self.fails:
+            raise ValueError("on purpose")
         self.optimizer(loss)
         return loss
 
@@ -125,6 +129,32 @@ def test_an_update_that_is_left_out_keeps_the_bits_of_every_number_of_ranks_equa
     assert [skipped for _, skipped in alone] == [1, 1] and alone[0] == alone[1]
     for size in (2, 4):
         assert run_ranks(without_the_third, size) == [alone] * size
+
+
+@threadpool_limits.wrap(limits=1)
+def with_draws_between(communicator: Any, use_graph: bool, draws: bool) -> int:
+    """The checksum after updates between which each rank draws, and one of whose calls fails and is repeated."""
+    net, sampler = made(communicator, "fp32", use_graph)
+    calls = 8 // communicator.size
+    for call, indices in zip(range(6 * calls), sampler, strict=False):
+        x, y = from_numpy(IMAGES[indices]), from_numpy(LABELS[indices])
+        if draws and call % calls == 0:
+            net.forward(x)  # in training mode
+        if draws and call == 3 * calls + calls // 2:
+            net.fails = True
+            with pytest.raises(ValueError, match="on purpose"):
+                net(x, y)
+            net.fails = False
+        net(x, y)
+    autograd.training = False
+    return checksum(net)
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_what_is_drawn_between_calls_changes_no_bits(use_graph: bool) -> None:
+    [undisturbed] = run_ranks(with_draws_between, 1, use_graph, False, transport="local")
+    for size in (1, 2, 4):
+        assert run_ranks(with_draws_between, size, use_graph, True) == [undisturbed] * size
 
 
 def in_any_order(communicator: Any) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -324,14 +325,53 @@ def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple
     net.set_optimizer(opt.DistOpt(opt.SGD(rate), communicator=communicator, dist_option=dist_option))
     x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
     net.compile([x], is_train=True, use_graph=use_graph)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(7):
+            rate.fails = step == 3 and communicator.rank in ranks
+            try:
+                net(x, y)
+            except ArithmeticError:
+                assert rate.fails
+            else:
+                assert not rate.fails
+    keeps_arrays = dist_option in ("dgc", "powerSGD", "randomK", "sign", "sparseThreshold", "sparseTopK")
+    texts = [str(warning.message).partition(" keeps")[0] for warning in caught]
+    assert texts == [f"DistOpt: an exception ended the update of step 3. What {dist_option}"] * keeps_arrays
+
+
+class Interrupted(opt.SGD):
+    """One update of rank 0 is interrupted when it is made, and before it is counted."""
+
+    fails = False
+
+    def _count_step(self) -> None:
+        if self.fails:
+            raise KeyboardInterrupt
+        super()._count_step()
+
+
+def interrupted_on_one(communicator: Any, use_graph: bool) -> str:
+    net, sgd = Branches(), Interrupted(opt.ExponentialDecay(0.1, 1, 0.5))
+    net.set_optimizer(opt.DistOpt(sgd, communicator=communicator))
+    x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
+    net.compile([x], is_train=True, use_graph=use_graph)
     for step in range(7):
-        rate.fails = step == 3 and communicator.rank in ranks
+        sgd.fails = step == 3 and communicator.rank == 0
         try:
             net(x, y)
-        except ArithmeticError:
-            assert rate.fails
-        else:
-            assert not rate.fails
+        except KeyboardInterrupt:
+            assert sgd.fails
+        except CommError as error:
+            return str(error)
+    return f"no error, at step {net.optimizer.step_counter}"
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_update_that_is_made_and_not_counted_on_one_rank_is_an_error(size: int, use_graph: bool) -> None:
+    for error in run_ranks(interrupted_on_one, size, use_graph):
+        assert "an exception ended a step" in error, error
 
 
 def cut_short_on_one(communicator: Any, dist_option: str, use_graph: bool) -> None:

@@ -221,6 +221,9 @@ def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
     [
         ("momentum", 0.5, "momentum was set on the DistOpt, where nothing reads it; set that of dist.opt"),
         ("opt", 5, "opt must be an Optimizer, not int"),
+        ("accumulate", 4, "accumulate was set after the DistOpt was made, where nothing reads it"),
+        ("clip_norm", 1e-3, "clip_norm was set after"),
+        ("check_finite", "raise", "check_finite was set after"),
     ],
 )
 def test_an_attribute_that_no_step_would_read_is_refused(

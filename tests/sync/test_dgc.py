@@ -271,6 +271,14 @@ def test_velocities_that_were_not_sent_are_not_left_behind() -> None:
     steps(other, 0, 1, 2, "dgc:0.1")
 
 
+def test_a_counter_behind_its_first_step_begins_the_warm_up_again() -> None:
+    scheme = find_schemes()["dgc"](LocalCommunicator(World()), 1, 1 << 20, None)
+    scheme.set_counters({"first step": 60, "has momentum": 1})  # type: ignore[attr-defined]
+    options = find_schemes()["dgc"].Options(density=0.002, warmup=4)  # type: ignore[call-arg]
+    steps_done = [scheme.step_key(StepContext(options, step, None)) for step in (60, 0, 59, 64)]  # type: ignore[arg-type]
+    assert steps_done == [0.25, 0.25, 0.25, 0.002]
+
+
 def one_nan(communicator: Any) -> list[bool]:
     """After a batch with a NaN on rank 1: whether a parameter is NaN, and whether all that dgc keeps is finite."""
     net = made(communicator, False, "dgc:0.1", momentum=0.9)
