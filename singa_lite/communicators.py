@@ -105,7 +105,7 @@ class _Copies:
                 )
         first = self._copies[0] if self._copies else params
         if list(first) != list(params):
-            raise OptionError(f"{where}: a copy has {', '.join(params)} but the first one {', '.join(first)}")
+            raise OptionError(f"{where}: a copy has {list(params)} but the first one {list(first)}")
         for name, param in params.items():
             if param.shape != first[name].shape or param.dtype != first[name].dtype:
                 raise ShapeError(f"{where}: {name} is {param!r} but in the first copy {first[name]!r}")

@@ -219,26 +219,23 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def remove_old(folder: str | os.PathLike[str], keep: int, damaged: Collection[str]) -> None:
-    """Remove all but the newest ``keep`` generations, and damaged ones.
+    """Remove all but the newest ``keep`` generations, and damaged ones; one that has files of others stays.
 
-    Each stops counting before its files go.
+    Each stops counting before its files go. Of a symlink to one the link goes alone.
 
     Args:
-        damaged: ids, or the real paths of folders whose manifests cannot be read. One that has files of others stays.
+        damaged: ids, or the real paths of folders whose manifests cannot be read.
     """
     try:
         found, problems = find_generations(folder)
     except CheckpointError:  # the next save says so, or removes them
         return
     whole = [generation for generation in found if generation.manifest.id not in damaged]
-    for generation in found:
-        if generation not in whole[:keep]:
+    old = [generation.path for generation in found if generation not in whole[:keep]]
+    old += [path for path in problems if os.path.realpath(path) in damaged]
+    for path in old:
+        if not _foreign_files(path):
             with suppress(OSError):  # it counts or it does not; what is left of it goes with the next save
-                (generation.path / MANIFEST).unlink()
-                _remove(generation.path)
-    for path in problems:
-        if os.path.realpath(path) in damaged and not _foreign_files(path):
-            with suppress(OSError):
                 _remove(path)
 
 
@@ -257,6 +254,7 @@ def _remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
     else:
+        (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 

@@ -23,6 +23,7 @@ from .comm.launch_hosts import Placement, srun_line
 from .comm.link import parse_link
 from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
 from .comm.trace_file import tracing
+from .path_arguments import folder
 
 RSH = "ssh"
 MAX_RANKS = 1024  # of a host, see native/comm/segment.h
@@ -81,7 +82,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         )
     add(
         "--log-dir",
-        type=_folder,
+        type=folder,
         metavar="DIR",
         help="append all output of each rank to DIR/rank-R.log, where there are servers to DIR/worker-R.log and "
         "DIR/server-R.log; the terminal then leaves out what nobody reads in time",
@@ -108,7 +109,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     )
     add(
         "--checkpoint",
-        type=_folder,
+        type=folder,
         metavar="FOLDER",
         help="folder for the job's checkpoints (SINGA_LITE_CHECKPOINT), made if it is missing; with -H one that all "
         "hosts share",
@@ -250,13 +251,6 @@ def _rsh(parser: argparse.ArgumentParser, given: str | None) -> list[str]:
     if not words:
         parser.error("--rsh: expected a command, for example ssh")
     return words
-
-
-def _folder(text: str) -> Path:
-    """Return the path of a folder; an empty one, as of an unset variable, would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path of a folder is empty; write . for the current one")
-    return Path(text)
 
 
 def _variables(parser: argparse.ArgumentParser, option: str, given: Sequence[str]) -> dict[str, str]:

@@ -77,11 +77,17 @@ def write_checkpoint(path: str | os.PathLike[str], checkpoint: Checkpoint) -> No
     """Write a checkpoint file atomically, see ``atomic_file``.
 
     Raises:
-        CheckpointError: an array has Python objects in it, or the file cannot be written.
+        CheckpointError: an array has Python objects in it or a name that the file has for another, or the file cannot
+            be written.
     """
     aux = {AUX_PREFIX + name: value for name, value in checkpoint.aux.items()}
     if twice := sorted(set(aux) & set(checkpoint.states)):
         raise CheckpointError(f"save_states: auxiliary states {twice} are states of the model; rename them")
+    if RANDOM_STATE in checkpoint.states:
+        raise CheckpointError(
+            f"save_states: a state of the model is called {RANDOM_STATE!r}, as the state of its device is in the file; "
+            "rename it"
+        )
     arrays = {**checkpoint.states, **aux}
     attributes: dict[str, Any] = {
         name: {"state_type": AUXILIARY if name in aux else 0, "shape": value.shape, "dtype": str(value.dtype)}

@@ -82,6 +82,22 @@ def test_a_name_that_no_archive_can_have_is_a_checkpoint_error(name, tmp_path):
     assert not path.exists()
 
 
+def test_a_state_with_the_name_of_the_random_state_is_refused(tmp_path):
+    class Named(model.Model):
+        def __init__(self):
+            super().__init__()
+            self.random_state = Tensor(data=np.ones(2, np.float32), stores_grad=True)
+
+        def forward(self, x):
+            return x * self.random_state
+
+    net = Named()
+    net.compile([Tensor((3, 2))])
+    with pytest.raises(CheckpointError, match=r"'random_state'.*rename it"):
+        net.save_states(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
 @pytest.mark.parametrize("loads", [False, True])
 def test_saving_and_loading_forget_the_records_of_models_within(loads, tmp_path):
     class Outer(model.Model):

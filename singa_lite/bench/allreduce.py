@@ -23,6 +23,7 @@ from ..comm.link import EMULATED, link_of_process, parse_link
 from ..comm.reaper import die_with_launcher
 from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
+from ..path_arguments import new_file
 from .collectives import Task
 from .command import markdown_table, rank_command, read_ints, read_list, run_command, say
 from .runs import Provenance, machine_facts, machine_text, software_facts
@@ -184,5 +185,5 @@ def _parser() -> argparse.ArgumentParser:
         "SINGA_LITE_LINK, else none)",
     )
     add("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
-    add("--json", type=Path, metavar="FILE", help="write the table there, with all rounds")
+    add("--json", type=new_file, metavar="FILE", help="write the table there, with all rounds")
     return parser

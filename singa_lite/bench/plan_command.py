@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..comm.link import Link, link_of_process, parse_link
+from ..comm.reaper import die_with_launcher
 from ..errors import OptionError, check_int
+from ..path_arguments import new_file
 from .calibration import Calibration, read_calibration, write_calibration
-from .command import rank_command, read_list
+from .command import exit_at_signals, rank_command, read_list
 from .cost import ALGORITHMS, Cluster, Network
 from .measure import BATCH, MEASURED
 from .models import MODELS, check_model
@@ -59,7 +61,7 @@ def add_plan(commands: Any) -> argparse.ArgumentParser:
         "choose; ring: as `run --link` emulates (default smaller)",
     )
     add("--calibration", type=Path, metavar="FILE", help="JSON with times of one rank, see docs/sync.md")
-    add("--save", type=Path, metavar="FILE", help="write the calibration there")
+    add("--save", type=new_file, metavar="FILE", help="write the calibration there")
     add("--validate", action="store_true", help="measure what is predicted on this host, see above")
     add(
         "--steps",
@@ -84,8 +86,6 @@ def run_plan(given: argparse.Namespace) -> int:
         raise OptionError("plan: --steps is for --validate")
     if given.link is None:
         raise OptionError("plan: --link is missing: what joins the hosts, for example --link 25gbit,10us")
-    if given.save is not None and not given.save.absolute().parent.is_dir():
-        raise OptionError(f"plan: --save {given.save}: there is no folder {given.save.absolute().parent}")
     algorithm = given.all_reduce or "smaller"
     outer = _network("--link", given.link, algorithm)
     inner = Network(0.0, 0.0)
@@ -130,12 +130,18 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
                 raise OptionError(f"plan: --{name.replace('_', '-')}: --calibration says it; leave one out")
         return read_calibration(given.calibration)
     work = _work(given)
-    with tempfile.TemporaryDirectory() as folder:
+    with exit_at_signals(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.json"
         environ = {"OMP_NUM_THREADS": "1", **os.environ}  # more threads would wait for each other
         arguments = [str(path), json.dumps(options or MEASURED), json.dumps(work)]
         command = [sys.executable, *rank_command("measure", *arguments)]
-        answer = subprocess.run(command, stdin=subprocess.DEVNULL, env=environ)
+        answer = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,  # Ctrl-C is for this process, which kills that one
+            preexec_fn=die_with_launcher(),
+        )
         if answer.returncode != 0:
             raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")
         return read_calibration(path)

@@ -18,6 +18,7 @@ from ..comm.trace_file import tracing
 from ..data.cache import locked
 from ..errors import OptionError, check_int, check_number
 from ..files import atomic_file
+from ..path_arguments import folder
 from .command import rank_command, read_ints, read_list, run_command, say
 from .datasets import data_set_of
 from .models import MODELS, check_model
@@ -275,5 +276,5 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write what each rank did in its steps, as `singa-lite run` does; of several runs FILE-OPTION-SEED",
     )
-    add("--out", type=Path, default=Path("runs/bench-sync"), metavar="DIR", help="default %(default)s")
+    add("--out", type=folder, default=Path("runs/bench-sync"), metavar="DIR", help="default %(default)s")
     return parser

@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import http.client
 import os
+import stat
 import tarfile
 import time
 import urllib.request
@@ -152,13 +153,17 @@ def read_folder(folder: Path) -> Cifar:
     contents = {}
     for name in FILES:
         try:
+            if not stat.S_ISREG((folder / name).stat().st_mode):  # reading another may never end
+                raise DataError(f"CIFAR-10 folder {folder}: {name} is not a regular file")
             contents[name] = (folder / name).read_bytes()
         except FileNotFoundError:
             raise DataError(
                 f"CIFAR-10 folder {folder}: {name} is missing; it needs {', '.join(FILES)}"
             ) from None
-        except OSError as error:
-            raise DataError(f"CIFAR-10 folder {folder}: cannot read {name}: {error}") from error
+        except (OSError, MemoryError) as error:
+            raise DataError(
+                f"CIFAR-10 folder {folder}: cannot read {name}: {type(error).__name__} {error}"
+            ) from error
     return _join(str(folder), contents)
 
 
@@ -170,6 +175,8 @@ def read_archive(path: Path) -> Cifar:
     Raises:
         DataError: a member is missing, there twice, or longer than the original; or the archive is damaged.
     """
+    if not path.is_file():  # reading a pipe or device may never end
+        raise DataError(f"{path}: is not a regular file")
     contents: dict[str, bytes] = {}
     members = {f"{SUBFOLDER}/{name}": name for name in FILES}
     try:

@@ -150,18 +150,17 @@ def read_folder(folder: Path) -> Mnist:
 def _read_file(folder: Path, name: str) -> tuple[str, bytes]:
     plain, packed = folder / name, folder / f"{name}.gz"
     try:
-        if plain.is_file():
-            return str(plain), plain.read_bytes()
-        if packed.is_file():
-            return str(packed), _unpack(packed)
+        for path in (plain, packed):
+            if path.is_file():
+                return str(path), _read_unpacked(path)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"MNIST folder {folder}: cannot read {name}: {error}") from error
     raise DataError(f"MNIST folder {folder}: neither {name} nor {name}.gz is there")
 
 
-def _unpack(path: Path) -> bytes:
-    """Return what a .gz file unpacks to, but not much more than its header says: a small one may hold gigabytes."""
-    with gzip.open(path) as stream:
+def _read_unpacked(path: Path) -> bytes:
+    """Return what a file has, unpacked, but not much more than its header says: a small .gz may hold gigabytes."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         content = bytearray(stream.read(HEADER_BYTES))
         expected = math.prod(_shape(str(path), bytes(content)))
         while len(content) <= HEADER_BYTES + expected and (chunk := stream.read(CHUNK_BYTES)):

@@ -16,8 +16,8 @@ Item = TypeVar("Item")
 class Sampler(Protocol):
     """Where training is in its samples (ShardedSampler, SplitSampler)."""
 
-    def live_state(self) -> Any:
-        """Return the state of the loop that runs."""
+    def own_state(self) -> Any:
+        """Return the state of the loop that this thread runs; CheckpointError if another thread runs it."""
 
     def start_following(self) -> None:
         """Return the state as it is now from ``state_dict``, until ``follow`` sets a later one."""
@@ -44,7 +44,7 @@ def prefetch(
         depth: items kept ready, >= 1; one more may be in the making.
         sampler: the ShardedSampler or SplitSampler that ``items`` takes batches from, one for each item. The thread
             runs it ahead; with this its ``state_dict()`` is that of the item taken last, and where the consumer leaves,
-            it stays.
+            it stays. CheckpointError, with the item, where another thread or nobody has taken its batch.
 
     Raises:
         OptionError: ``depth`` is not an int >= 1, ``items`` cannot be iterated over, or ``sampler`` is another
@@ -58,7 +58,7 @@ def prefetch(
     if not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
         raise OptionError(f"prefetch: items must be something to iterate over, not {type(items).__name__}")
     if sampler is not None and not all(
-        hasattr(sampler, name) for name in ("live_state", "start_following", "follow", "rewind")
+        hasattr(sampler, name) for name in ("own_state", "start_following", "follow", "rewind")
     ):
         raise OptionError(
             f"prefetch: sampler must be a ShardedSampler or SplitSampler, not {type(sampler).__name__}"
@@ -72,7 +72,7 @@ def _with_states(items: Iterable[Item], sampler: Sampler) -> Generator[tuple[Ite
     """Yield items with the state of the sampler behind each; closes ``items`` if that is a generator."""
     try:
         for item in items:
-            yield item, sampler.live_state()
+            yield item, sampler.own_state()
     finally:
         if isinstance(items, Generator):
             items.close()

@@ -68,6 +68,7 @@ class ResumableSampler:
     def __init__(self) -> None:
         self._cursor = Cursor()  # see Note [cursors]
         self._iterated_by: int | None = None  # the thread in whose loop it is, or that has left one early
+        self._last_thread: int | None = None  # that has run a loop over it
         self._loops = 0  # that have begun
         self._taken: dict[str, int] | None = None  # where the consumer of a thread ahead of it is
 
@@ -133,6 +134,15 @@ class ResumableSampler:
         """Return the state of the loop that runs, whichever thread runs it."""
         raise NotImplementedError
 
+    def own_state(self) -> dict[str, int]:
+        """Return the state of the loop that this thread runs; CheckpointError if another one has run the last."""
+        if self._last_thread != threading.get_ident():
+            raise CheckpointError(
+                f"{type(self).__name__}: prefetch(..., sampler=) got an item whose batch another thread has taken, or "
+                "nobody, so its position is unknown; make items from the sampler itself, in one generator"
+            )
+        return self.live_state()
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go where ``state_dict()`` was taken."""
         raise NotImplementedError
@@ -192,7 +202,7 @@ class ResumableSampler:
         cursor, epoch, start = self._cursor, self.epoch, self.start
         self._loops += 1
         loop = self._loops
-        self._iterated_by = threading.get_ident()
+        self._iterated_by = self._last_thread = threading.get_ident()
         try:
             for number in range(cursor.position, count):
                 # counted before the batch is returned: a checkpoint made in the loop means "this one is done"

@@ -13,6 +13,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from ..comm.base import Communicator
 from ..comm.p2p import MessageTraffic
 from ..comm.work import Work
@@ -447,7 +449,14 @@ class KVStore(WorkerCalls):
             self._residuals.set(key, values)
 
     def broadcast_states(self, states: States) -> States:
-        """Return worker 0's states on all workers; a collective."""
+        """Return worker 0's states on all workers; a collective. OptionError: not arrays by name, by key."""
+        if not isinstance(states, Mapping) or not all(
+            isinstance(each, Mapping) and all(isinstance(array, np.ndarray) for array in each.values())
+            for each in states.values()
+        ):
+            raise OptionError(
+                f"{self.type}: broadcast_states: expected arrays by name, by key, got {states!r}"
+            )
         return broadcast_states(self._communicator, states)
 
     def _compression_entry(self) -> dict[str, Any]:

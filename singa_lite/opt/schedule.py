@@ -133,9 +133,13 @@ def as_schedule(name: str, value: object, least: float = 0.0) -> DecayScheduler:
     """Return ``value`` as a schedule; OptionError unless it is a schedule or a finite number >= ``least``."""
     if isinstance(value, DecayScheduler):
         return value
-    if not is_number(value) or not least <= float(value) < math.inf:  # type: ignore[arg-type]
+    try:
+        number = float(value) if is_number(value) else math.nan  # type: ignore[arg-type]
+    except OverflowError:  # of an int
+        number = math.inf
+    if not least <= number < math.inf:
         raise OptionError(f"{name} = {value!r} must be a finite number >= {least} or a DecayScheduler")
-    return Constant(float(value))  # type: ignore[arg-type]
+    return Constant(number)
 
 
 class ScheduleAttribute:
@@ -171,6 +175,6 @@ class ScheduleAttribute:
     def check(self, optimizer: object, value: object, when: str) -> None:
         """Raise OptionError unless ``value``, which the schedule gives ``when``, is a number in the range."""
         least = 0.0 if self.has_zero else math.ulp(0.0)
-        if not is_number(value) or not least <= float(value) < self.below:  # type: ignore[arg-type]
+        if not is_number(value) or not least <= value < self.below:  # type: ignore[operator]
             text = f">= 0 and < {self.below:g}" if self.has_zero else "> 0 and finite"
             raise OptionError(f"{type(optimizer).__name__}: {self.name} = {value!r} {when} must be {text}")

@@ -2,7 +2,13 @@
 """`singa-lite plan`: predictions by hand, where options pay, calibrations as files, and the command line."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +33,9 @@ from singa_lite.bench.plan import (
 from singa_lite.bench.wire_bytes import Message, bytes_sent, fp32, messages_of, sparse
 from singa_lite.errors import OptionError
 from tests.bench.test_wire_bytes import CNN
+from tests.limits import LIMIT_S
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # 1 byte takes 1 s and a hop 100 s
 PLAIN = Cluster(Network(0, 0), Network(100.0, 1.0))
@@ -304,6 +313,44 @@ def test_the_largest_numbers_are_predicted(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
+        (
+            ["plan", "--ranks", "8", "--link", "1gbit,1us", "--save", ""],
+            "--save: the path of a file is empty",
+        ),
+        (["plan", "--ranks", "8", "--link", "1gbit,1us", "--save", "."], "--save: . is a folder"),
+        (["bench", "allreduce", "--json", "."], "--json: . is a folder"),
+        (["bench", "sync", "--out", ""], "--out: the path of a folder is empty; write . for the current one"),
+    ],
+)
+def test_paths_that_cannot_be_written_are_refused_before_the_measuring(words, reason, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main(words)
+    assert error.value.code == 2 and reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_measuring_that_a_signal_ends_leaves_no_process_and_no_folder(number, tmp_path):
+    command = [sys.executable, "-m", "singa_lite", "plan", "--ranks", "2", "--link", "1gbit,1us"]
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environ, text=True, cwd=ROOT) as plan:
+        children = Path(f"/proc/{plan.pid}/task/{plan.pid}/children")
+        deadline = time.monotonic() + LIMIT_S
+        while not (found := children.read_text().split()):
+            assert time.monotonic() < deadline and plan.poll() is None
+            time.sleep(0.01)
+        plan.send_signal(number)
+        _, errors = plan.communicate(timeout=LIMIT_S)
+        while os.path.exists(f"/proc/{found[0]}/fd"):  # of a zombie too, until it is reaped
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    if number != signal.SIGKILL:
+        assert plan.returncode == 128 + number and "Traceback" not in errors, errors
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
         (["--ranks", "8,,9", "--link", "1gbit,1us"], "--ranks '8,,9': expected whole numbers >= 1"),
         (["--ranks", "0", "--link", "1gbit,1us"], "--ranks '0': expected"),
         (["--ranks", "8", "--link", "1gb"], "--link: expected RATE,LATENCY"),
@@ -321,7 +368,7 @@ def test_the_largest_numbers_are_predicted(tmp_path, capsys):
         ),
         (["--ranks", "8", "--link", "1gbit," + "9" * 400 + "s"], "--link: expected RATE,LATENCY"),
         (["--ranks", "8"], "--link is missing"),
-        (["--ranks", "8", "--link", "1gbit,1us", "--save", "no/such"], "--save no/such: there is no folder"),
+        (["--ranks", "8", "--link", "1gbit,1us", "--save", "no/such"], "--save: no/such: there is no folder"),
         (["--ranks", "8", "--link", "1gbit,1us", "--steps", "3"], "--steps is for --validate"),
         (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp33"], "dist_option = 'fp33' is not known"),
         (["--ranks", "8", "--link", "1gbit,1us", "--options", "fp32,fp32"], "has one twice"),

@@ -802,6 +802,24 @@ def alone(folder: Path) -> Net:
     return net
 
 
+def test_old_generations_with_files_of_others_stay_and_of_a_link_only_the_link_goes(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "job", tmp_path / "best"
+    net = alone(folder)
+    (first,) = folder.iterdir()
+    (first / "notes.txt").write_text("mine")
+    net(*batch(0, 1))
+    second = checkpoint.save_job(folder, net).wait()
+    second.rename(archive)
+    second.symlink_to(archive)
+    files = sorted(path.name for path in archive.iterdir())
+    for step in range(2, 5):
+        net(*batch(0, step))
+        checkpoint.save_job(folder, net, keep=2)
+    assert (first / "notes.txt").read_text() == "mine" and (first / "manifest.json").exists()
+    assert not second.is_symlink() and sorted(path.name for path in archive.iterdir()) == files
+    assert len(list(folder.iterdir())) == 3
+
+
 def test_a_number_of_more_digits_than_python_writes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="extra 'large' = a value of type int is not a JSON value"):
         checkpoint.save_job(tmp_path, alone(tmp_path), extra={"large": 10**5000})

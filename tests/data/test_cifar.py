@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import multiprocessing
+import os
 import sys
 import tarfile
 import time
@@ -124,6 +125,27 @@ def test_a_damaged_file_is_named_with_what_is_wrong(folder, records, name, damag
     path = pack(folder / "x.tar.gz", [(f"{cifar.SUBFOLDER}/{key}", raw) for key, raw in packed.items()])
     with pytest.raises(DataError, match=rf"{name}: .*{complaint}"):
         cifar.read_archive(path)
+
+
+@pytest.mark.parametrize("name", ["data_batch_3.bin", cifar.ARCHIVE_NAME])
+def test_a_file_that_is_not_regular_is_refused_and_not_read(folder, tmp_path, name):
+    if name == cifar.ARCHIVE_NAME:
+        folder = tmp_path / "packed"
+        folder.mkdir()
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        with pytest.raises(DataError, match=rf"{name}.* is not a regular file"):
+            load_cifar10(folder)
+
+
+def test_a_file_that_does_not_fit_into_memory_is_a_data_error(folder, monkeypatch):
+    def read_bytes(path):
+        raise MemoryError
+
+    monkeypatch.setattr(cifar.Path, "read_bytes", read_bytes)
+    with pytest.raises(DataError, match=r"cannot read data_batch_1\.bin: MemoryError"):
+        load_cifar10(folder)
 
 
 def test_a_missing_file_and_a_missing_folder_are_named(folder):

@@ -4,6 +4,7 @@
 import gzip
 import hashlib
 import multiprocessing
+import os
 import pickle
 import shutil
 import sys
@@ -128,9 +129,14 @@ def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert len(load_mnist("./~data").train_images) == len(images)
 
 
-def test_a_packed_file_takes_no_more_memory_than_its_header_says(folder):
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_file_takes_no_more_memory_than_its_header_says(folder, is_packed):
     packed = folder / "train-labels-idx1-ubyte.gz"
-    packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + bytes(1 << 25)))
+    if is_packed:
+        packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + bytes(1 << 25)))
+    else:
+        packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
+        os.truncate(packed.with_suffix(""), 1 << 40)
     tracemalloc.start()
     try:
         with pytest.raises(DataError, match="300 items"):

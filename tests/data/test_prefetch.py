@@ -252,6 +252,25 @@ def test_the_state_of_a_split_sampler_is_that_of_the_batch_taken_last():
     assert used == whole and sampler.state_dict() == reference.state_dict()
 
 
+def nested(sampler):
+    return prefetch((batch for batch in sampler), 3)
+
+
+def taken_before(sampler):
+    return [batch.tolist() for batch in sampler]
+
+
+def by_nobody(sampler):
+    return range(4)
+
+
+@pytest.mark.parametrize("items", [nested, taken_before, by_nobody])
+def test_items_whose_batches_another_thread_has_taken_have_no_position(items):
+    sampler = ShardedSampler(40, 4, 0, 1)
+    with pytest.raises(CheckpointError, match="got an item whose batch another thread has taken, or nobody"):
+        list(prefetch(items(sampler), sampler=sampler))
+
+
 def sharded_and_batches():
     sampler = ShardedSampler(40, 4, 0, 1)
     return sampler, (batch for batch in sampler)
