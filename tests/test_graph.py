@@ -105,9 +105,8 @@ def test_ten_replayed_steps_equal_ten_eager_ones_bit_for_bit(option):
     assert len(infos) == graph[2].python.runs == num_records and eager[2].python.runs == 10
     for info in infos:
         assert info.break_reason is None and info.num_kernels >= 20 and info.num_bytes > 0
-        calls_python = {"sparseThreshold": 5, "partialUpdate": 4}.get(
-            option, 3
-        )  # of these count_step and two for bytes
+        # of these count_step, the end of the update, and two for bytes
+        calls_python = {"sparseThreshold": 6, "partialUpdate": 5}.get(option, 4)
         assert info.num_host_nodes == calls_python
         assert info.num_collectives == {
             "fp32": 0, "fp16": 2, "bf16": 1, "partialUpdate": 1, "sparseTopK": 3, "sparseThreshold": 3
@@ -452,9 +451,9 @@ def test_time_profiling_prints_phases_calls_or_synchronisation(capsys):
     ]  # fmt: skip
     assert all(seconds(line)[1] > 0 for line in phases)
     calls = [seconds(line)[0] for line in profiled(capsys, 2)[1:]]
-    assert len(calls) == 24 and calls[0] == "OP_ID0. conv2d" and calls[-1] == "OP_ID23. Host.count_step"
+    assert len(calls) == 25 and calls[0] == "OP_ID0. conv2d" and calls[-1] == "OP_ID24. Host.end_update"
     synchronisation = [seconds(line)[0] for line in profiled(capsys, 3)[1:]]
-    assert len(synchronisation) == 3 and all(". Host." in label for label in synchronisation)
+    assert len(synchronisation) == 4 and all(". Host." in label for label in synchronisation)
 
 
 class TwoLosses(model.Model):

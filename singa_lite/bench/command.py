@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ..errors import OptionError, SingaLiteError
 
@@ -29,23 +26,6 @@ def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int
         return 141  # 128 + SIGPIPE, as in a shell
     except (OSError, SingaLiteError) as error:
         sys.exit(f"{parser.prog}: {error}")
-
-
-@contextmanager
-def exit_at_signals() -> Iterator[None]:
-    """Inside, signals that would end this process raise SystemExit, which removes children and temporary folders."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    ends = (signal.SIG_DFL, signal.default_int_handler)
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) in ends]
-    before = {number: signal.signal(number, leave) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def rank_command(module: str, *arguments: str) -> list[str]:

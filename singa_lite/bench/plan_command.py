@@ -18,7 +18,7 @@ from ..comm.reaper import die_with_launcher
 from ..errors import OptionError, check_int
 from ..path_arguments import new_file
 from .calibration import Calibration, read_calibration, write_calibration
-from .command import exit_at_signals, rank_command, read_list
+from .command import rank_command, read_list
 from .cost import ALGORITHMS, Cluster, Network
 from .measure import BATCH, MEASURED
 from .models import MODELS, check_model
@@ -130,7 +130,7 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
                 raise OptionError(f"plan: --{name.replace('_', '-')}: --calibration says it; leave one out")
         return read_calibration(given.calibration)
     work = _work(given)
-    with exit_at_signals(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "calibration.json"
         environ = {"OMP_NUM_THREADS": "1", **os.environ}  # more threads would wait for each other
         arguments = [str(path), json.dumps(options or MEASURED), json.dumps(work)]
@@ -139,7 +139,6 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
             command,
             stdin=subprocess.DEVNULL,
             env=environ,
-            start_new_session=True,  # Ctrl-C is for this process, which kills that one
             preexec_fn=die_with_launcher(),
         )
         if answer.returncode != 0:

@@ -55,7 +55,8 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
             message = join_trace(folder, path)
         except (CommError, CheckpointError, OSError) as error:
             message = str(error)
-        os.close(handle)
+        finally:
+            os.close(handle)
         tell(f"singa-lite: {message}\n")
 
 

@@ -5,19 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from ..errors import OptionError
 from ..graph.recorder import scalar
-from ..tensor import Tensor
 from .base import Optimizer, Pairs
 from .schedule import DecayScheduler, ScheduleAttribute
 
 __all__ = ["AdaGrad", "Adam", "AdamW", "RMSProp"]
-
-FLOAT16_EPSILON = (
-    1e-3  # 0.001 * g * g is 0 in float16 for g below 8e-3, and a step is up to lr * g / epsilon then
-)
 
 
 class AdaGrad(Optimizer):
@@ -99,8 +91,7 @@ class Adam(Optimizer):
         lr: learning rate, >= 0.
         beta_1: how slowly m follows, 0 <= beta_1 < 1.
         beta_2: how slowly v follows, 0 <= beta_2 < 1.
-        epsilon: > 0, outside the root. For float16 parameters at least FLOAT16_EPSILON: v has their dtype, in which the
-            squares of small gradients are 0.
+        epsilon: > 0, outside the root.
         weight_decay: >= 0, times the parameter is added to its gradient.
 
     Source: Kingma, Ba, "Adam: A Method for Stochastic Optimization", 2015.
@@ -140,17 +131,6 @@ class Adam(Optimizer):
             epsilon=self.number("epsilon"),
             **self.decay(),
         )
-
-    def slots(self, param: Tensor) -> dict[str, Tensor]:
-        if isinstance(param, Tensor) and param.dtype == np.float16:
-            epsilon = self.value_of("epsilon")
-            if epsilon < FLOAT16_EPSILON:
-                raise OptionError(
-                    f"{type(self).__name__}: {param.name} is float16, in which squares of small gradients are 0, so "
-                    f"epsilon = {epsilon} would make parameters infinite; set epsilon to {FLOAT16_EPSILON} or more, or "
-                    "keep parameters in float32 (docs/precision.md)"
-                )
-        return super().slots(param)
 
     def decay(self) -> dict[str, Any]:
         """Return the attributes of the kernel for the weight decay."""

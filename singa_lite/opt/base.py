@@ -18,7 +18,7 @@ from ..autograd.parts import BackwardPairs
 from ..backend.formulas import UPDATES
 from ..config import this_thread
 from ..device import Device
-from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int, is_number
+from ..errors import CheckpointError, DTypeError, OptionError, ShapeError, check_choice, check_int
 from ..graph.clock import drop_step, lap
 from ..graph.interrupts import deferred_interrupts
 from ..graph.nodes import Scalar
@@ -29,7 +29,7 @@ from ..tensor.core import check_tensor, set_grads_fresh
 from .arguments import description_of, make
 from .checks import as_pairs, check_arrays, check_pair, check_steps, unique_names
 from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordable, updates_in
-from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_schedule, described
+from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 UpdateGroup = tuple[
@@ -37,7 +37,7 @@ UpdateGroup = tuple[
 ]  # parameters and their gradients' arrays, all of one dtype
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
-OWN_ATTRIBUTES = ("_step_counter", "_is_updating", "_slots", "_parameters", "slot_names")
+OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")
 
 
 class MomentumRule(NamedTuple):
@@ -96,8 +96,6 @@ class Optimizer:
         self.lr = lr
         self.dtype = None if dtype is None else as_dtype(dtype)
         self._step_counter = 0
-        # whether a DistOpt has begun an update that is not counted yet; between steps: an exception ended it
-        self._is_updating = False
         self._slots: dict[Tensor, dict[str, Tensor]] = {}
         self._parameters: list[Tensor] = []
 
@@ -324,7 +322,7 @@ class Optimizer:
         own = next((vars(kind)[name] for kind in type(self).__mro__ if name in vars(kind)), None)
         if isinstance(own, ScheduleAttribute):
             own.check(self, number, when)
-        elif not is_number(number):
+        elif math.isnan(as_number(number)) and number == number:  # a NaN of its own is the caller's
             raise OptionError(f"{type(self).__name__}: {name} is {number!r} {when}, and not a number")
 
     def lr_at(self, step: int) -> float:
@@ -343,8 +341,7 @@ class Optimizer:
         bookkeep(self._count_step)
 
     def _count_step(self) -> None:
-        # both at once, and past a subclass's __setattr__, as every replay comes here
-        vars(self).update(_step_counter=self._step_counter + 1, _is_updating=False)
+        vars(self)["_step_counter"] = self._step_counter + 1  # past a __setattr__, as every replay comes here
         drop_step()
 
     def backward_and_update(self, loss: Tensor) -> None:
@@ -471,7 +468,7 @@ class Optimizer:
         for param, name in unique_names(self._slots).items():
             for slot, target in self._slots[param].items():
                 target.copy_from_numpy(states[f"{name}:{slot}"])
-        self._step_counter, self._is_updating = int(states["step_counter"]), False
+        self._step_counter = int(states["step_counter"])
 
 
 def _attributes_of_kernels(attributes: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -53,12 +53,15 @@ class Consistency:
     Attributes:
         names: parameters that the ranks have compared, with names that no two of them share.
         may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
+        is_updating: an update has begun and is not counted yet. True when the next one begins: an exception ended this
+            one, which other ranks may have made.
     """
 
     def __init__(self, communicator: Communicator, sums: GradientSums, check_every: int | None) -> None:
         self._communicator, self._sums, self.check_every = communicator, sums, check_every
         self.names: dict[Tensor, str] = {}
         self.may_differ = False
+        self.is_updating = False
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
         # whose options the ranks have compared, in which precision
@@ -132,13 +135,10 @@ class Consistency:
 
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states that were loaded, or that an exception may have left different, before they are used."""
-        if self._is_loaded or dist.opt._is_updating:
+        if self._is_loaded or self.is_updating:
             with unrecorded():
                 self._compare_states(dist, scheme)
-        guard(
-            (self, "states may differ"),
-            lambda: self._is_loaded or getattr(dist.opt, "_is_updating", False),
-        )
+        guard((self, "states may differ"), lambda: self._is_loaded or self.is_updating)
 
     def compare_if_due(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states every ``check_every`` steps."""
@@ -151,9 +151,9 @@ class Consistency:
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        is_cut_short = dist.opt._is_updating
+        is_cut_short = self.is_updating
         what = "their optimizers" + ", as an exception ended a step" * is_cut_short
-        self._is_loaded = dist.opt._is_updating = False
+        self._is_loaded = self.is_updating = False
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
             names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))

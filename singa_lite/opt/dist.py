@@ -205,12 +205,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             limit = self.threshold if threshold is None else threshold
             scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
             self._schemes.add(kind, scheme, self._ranks.names)
-        now = self.threshold if threshold is None else threshold, self.bucket_bytes
-        if now != (scheme.threshold, scheme.bucket_bytes):
+        if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
-                f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold} and bucket_bytes "
-                f"{scheme.bucket_bytes}, not {now[0]} and {now[1]}; changing them would lose residuals: make another "
-                "DistOpt"
+                f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
+                "changing it would lose residuals: make another DistOpt"
             )
         return scheme
 
@@ -312,7 +310,12 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         bookkeep(self._end_call, scheme, not device.backend.runs_behind_host)
         self._called = scheme
         self.step()
+        bookkeep(self._end_update)
         self._begin_microbatch()
+
+    def _end_update(self) -> None:
+        """Note that the update is made and counted."""
+        self._ranks.is_updating = False
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
@@ -327,6 +330,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             bookkeep(self.place_streams)
 
     def place_streams(self) -> None:
+        _check_opt(self)
         first = self.opt._step_counter * self.world_size + self.communicator.rank
         devices = dict.fromkeys(param.device for param in self._ranks.names)
         begin_microbatch(iter(devices), self._seeds, first * self._sums.num_batches + self._sums.num_calls)
@@ -366,7 +370,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
-        vars(self.opt)["_is_updating"] = True  # until the step is counted
+        self._ranks.is_updating = True
         self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
@@ -376,8 +380,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self._inside, self._between = scheme.inside or Traffic(), scheme.between or Traffic()
         self._stop.end_step(self.opt._step_counter + 1)  # this one is about to be counted
         self._ranks.may_differ |= not scheme.keeps_equal
-        if type(self.opt).step is not Optimizer.step:  # one of the user, which may count in its own way
-            self.opt._is_updating = False
 
     def _guard_attributes(self) -> None:
         """Check what attributes were set to between steps, and have recorded steps see them."""
@@ -548,7 +550,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         if not self._number:
             self.communicator.num_optimizers += 1
             self._number = self.communicator.num_optimizers
-        return name if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
+        return str(name) if self._number == 1 else f"DistOpt {self._number} {name}".rstrip()
 
     def random_seeds(self) -> dict[str, int]:
         """Return the seed of each device whose random stream is placed, with order="fixed".

@@ -129,14 +129,23 @@ def described(value: object, step: int) -> Any:
     return plain if isinstance(plain, (bool, int, float, str)) else None
 
 
+def as_number(value: object) -> float:
+    """Return a number, or an array of one, as a float; NaN for anything else, and infinity where it is too large."""
+    if isinstance(value, (bool, str, bytes)):
+        return math.nan
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:  # of an int
+        return math.inf
+    except (TypeError, ValueError):
+        return math.nan
+
+
 def as_schedule(name: str, value: object, least: float = 0.0) -> DecayScheduler:
     """Return ``value`` as a schedule; OptionError unless it is a schedule or a finite number >= ``least``."""
     if isinstance(value, DecayScheduler):
         return value
-    try:
-        number = float(value) if is_number(value) else math.nan  # type: ignore[arg-type]
-    except OverflowError:  # of an int
-        number = math.inf
+    number = as_number(value) if is_number(value) else math.nan
     if not least <= number < math.inf:
         raise OptionError(f"{name} = {value!r} must be a finite number >= {least} or a DecayScheduler")
     return Constant(number)
@@ -175,6 +184,6 @@ class ScheduleAttribute:
     def check(self, optimizer: object, value: object, when: str) -> None:
         """Raise OptionError unless ``value``, which the schedule gives ``when``, is a number in the range."""
         least = 0.0 if self.has_zero else math.ulp(0.0)
-        if not is_number(value) or not least <= value < self.below:  # type: ignore[operator]
+        if not least <= as_number(value) < self.below:
             text = f">= 0 and < {self.below:g}" if self.has_zero else "> 0 and finite"
             raise OptionError(f"{type(optimizer).__name__}: {self.name} = {value!r} {when} must be {text}")

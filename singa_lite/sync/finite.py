@@ -114,7 +114,7 @@ class FiniteCheck:
             if count:
                 mine[:] = indices[number], count
                 break
-        name = self._name(f"whether gradients are finite, or else {self.mode}")
+        name = self._name("whether gradients are finite")
         everyone = self._communicator.all_gather(mine, name=name).wait()
         assert everyone is not None
         texts = [

@@ -578,16 +578,6 @@ def test_states_that_no_dist_opt_has_saved_are_refused(key, value):
     assert str(dist.get_states()) == str(before)
 
 
-def test_threshold_and_bucket_bytes_of_a_scheme_that_runs_cannot_be_set():
-    for name in ("threshold", "bucket_bytes"):
-        params, dist = make_params(), opt.DistOpt(communicator=LocalCommunicator(World()))
-        autograd.training = True
-        dist(loss_of(params, *batch_of(0, 0, 1)))
-        setattr(dist, name, 1)
-        with pytest.raises(OptionError, match="make another DistOpt"):
-            dist(loss_of(params, *batch_of(1, 0, 1)))
-
-
 class TwoStates:
     """A stand-in for a model: one parameter, one statistic."""
 

@@ -351,8 +351,19 @@ class Interrupted(opt.SGD):
         super()._count_step()
 
 
-def interrupted_on_one(communicator: Any, use_graph: bool) -> str:
-    net, sgd = Branches(), Interrupted(opt.ExponentialDecay(0.1, 1, 0.5))
+class InterruptedStep(opt.SGD):
+    """The same in a method of the script."""
+
+    fails = False
+
+    def step(self) -> None:
+        if self.fails:
+            raise KeyboardInterrupt
+        super().step()
+
+
+def interrupted_on_one(communicator: Any, use_graph: bool, kind: Any) -> str:
+    net, sgd = Branches(), kind(opt.ExponentialDecay(0.1, 1, 0.5))
     net.set_optimizer(opt.DistOpt(sgd, communicator=communicator))
     x, y = (Tensor(data=np.full((3, 4), communicator.rank + 1.0)) for _ in range(2))
     net.compile([x], is_train=True, use_graph=use_graph)
@@ -369,8 +380,11 @@ def interrupted_on_one(communicator: Any, use_graph: bool) -> str:
 
 @pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_update_that_is_made_and_not_counted_on_one_rank_is_an_error(size: int, use_graph: bool) -> None:
-    for error in run_ranks(interrupted_on_one, size, use_graph):
+@pytest.mark.parametrize("kind", [Interrupted, InterruptedStep])
+def test_an_update_that_is_made_and_not_counted_on_one_rank_is_an_error(
+    kind: Any, size: int, use_graph: bool
+) -> None:
+    for error in run_ranks(interrupted_on_one, size, use_graph, kind):
         assert "an exception ended a step" in error, error
 
 
