@@ -205,9 +205,9 @@ class Model(Layer):
         begin_step()
         this_thread.training = True
         self._prepare()
-        if self._optimizer is not None and self._optimizer.places_streams:
-            self._optimizer.place_streams()
         try:
+            if self._optimizer is not None and self._optimizer.places_streams:
+                self._optimizer.place_streams()
             if not self._use_graph:
                 return self.run_train_one_batch(*inputs, **options)
             return self._records.call(self, inputs, options, precision_of(self._precision))

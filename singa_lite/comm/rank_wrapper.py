@@ -81,9 +81,9 @@ class Output:
             self.distance_to_cause = 1 + (b"aborted: " in line)
         elif line.startswith(b"Traceback (most recent call"):
             self.distance_to_cause = 0
-        most = select.PIPE_BUF - len(prefix) - 1
-        for start in range(0, len(line) or 1, most):
-            _write_all(stream, prefix + line[start : start + most] + b"\n")
+        size = select.PIPE_BUF - len(prefix) - 1
+        for start in range(0, len(line) or 1, size):
+            _write_all(stream, prefix + line[start : start + size] + b"\n")
 
     def end_lines(self) -> None:
         """Write the lines that never ended."""

@@ -62,6 +62,7 @@ def tracing(path: Path | None) -> Iterator[dict[str, str]]:
 
 def _take_parts_folder(path: Path) -> tuple[Path, int]:
     """Make a folder for the parts of ``path``, empty, and lock it against other jobs; return it and its handle."""
+    handle = None
     try:
         if path.exists() and not path.is_file():
             raise OSError("it is there and not a regular file")
@@ -69,11 +70,12 @@ def _take_parts_folder(path: Path) -> tuple[Path, int]:
         folder.mkdir(exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
         if try_lock(handle) is False:
-            os.close(handle)
             raise OSError("another job is writing it")
         for part in _parts_in(folder):  # of a launcher that was killed
             part.unlink()
     except OSError as error:
+        if handle is not None:
+            os.close(handle)
         raise OptionError(f"--trace {path}: cannot be written: {error}") from error
     return folder, handle
 

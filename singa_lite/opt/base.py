@@ -32,9 +32,8 @@ from .overrides import ON_HOST, UNRECORDABLE, is_of_package, on_host, unrecordab
 from .schedule import Constant, DecayScheduler, ScheduleAttribute, as_number, as_schedule, described
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
-UpdateGroup = tuple[
-    Device, list[Tensor], list[Any]
-]  # parameters and their gradients' arrays, all of one dtype
+# parameters and the arrays of their gradients, all of one dtype
+UpdateGroup = tuple[Device, list[Tensor], list[Any]]
 PART_BYTES = 4 << 20  # of gradients that a recorded step applies together; ResNet-18 has 9 such parts
 # of Optimizer: its state and its parameters, not what it was made with
 OWN_ATTRIBUTES = ("_step_counter", "_slots", "_parameters", "slot_names")

@@ -151,7 +151,8 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             check_spars(spars)
         self.opt = opt if opt is not None else SGD()
         _check_opt(self)
-        self._order, self._clip_norm, self.places_streams = order, clip_norm, order == "fixed"
+        self._order, self._clip_norm = order, clip_norm
+        self.places_streams = order == "fixed"
         self.bucket_bytes = int(4 * buffSize if bucket_bytes is None else bucket_bytes)
         self._spars = SPARS if spars is None else spars
         self.dist_option, self._options = dist_option, options
@@ -326,7 +327,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _begin_microbatch(self) -> None:
         """Set the random stream of the next call to that of its microbatch, where the order is fixed."""
-        if self.places_streams:
+        if self._order == "fixed":
             bookkeep(self.place_streams)
 
     def place_streams(self) -> None:

@@ -122,9 +122,8 @@ class Attributes:
         self._layers_before = [layer for _, layer in layers_of(model)]
         self.inputs: list[Tensor] = []
         self.are_set = False
-        self._set_before_host: set[Hashable] = (
-            set()
-        )  # layer and name: what the step had set when host code ran
+        # by layer and name: what the step had set when host code ran
+        self._set_before_host: set[Hashable] = set()
         self._changes: dict[Hashable, Change] = {}
         self._constants: list[Attribute] = []  # unchanged ones that may change without being set
         self._held: list[Tensor] = []  # before a step, by the attributes that change and by the constants

@@ -242,7 +242,7 @@ def test_graph_info_names_every_call_with_its_shape_and_order():
     assert (
         "batchnorm_2d_train -> float32[6, 16, 12, 12]" in info.nodes[1] and " memory_format=" in info.nodes[1]
     )
-    assert sum(node.startswith("Host.") for node in info.nodes) == info.num_host_nodes == 3
+    assert sum(node.startswith("Host.") for node in info.nodes) == info.num_host_nodes == 4
 
 
 @needs_onednn
