@@ -105,6 +105,7 @@ class State:
         works_in_flight: ids of collectives that were started and not waited for (comm.base.Work).
         exposed: id of each array that Python has as ``Tensor.data`` -> a weak reference to it (graph.rounded).
         allow_tf32: whether CUDA devices may round float32 factors to TF32's 10 bits (device.allow_tf32).
+        benchmark_convolutions: whether cuDNN's algorithms are timed first (device.benchmark_convolutions).
     """
 
     recorders: set[Any] = field(default_factory=set)  # Any: a type of a module above
@@ -136,6 +137,7 @@ class State:
     works_in_flight: set[int] = field(default_factory=set)
     exposed: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     allow_tf32: bool = False
+    benchmark_convolutions: bool = True
 
 
 state = State()

@@ -194,6 +194,20 @@ def allow_tf32(allowed: bool = True) -> None:
     state.allow_tf32 = check_bool("allow_tf32", "allowed", allowed)
 
 
+def benchmark_convolutions(enabled: bool = True) -> None:
+    """Time cuDNN's algorithms at the first call of each convolution and take the fastest, or take the one it proposes.
+
+    On at the start. Two processes may find different algorithms the fastest, and then differ in the last bits. Off,
+    they take the same one, so that a job on GPUs goes on with the bits of one that was not stopped. Holds for all
+    devices of the process, from the next call on; a captured step keeps what it had. PyTorch's ``cudnn.benchmark``.
+
+    Raises:
+        OptionError: ``enabled`` is not a bool.
+    """
+    break_graph("it sets how convolutions choose their algorithms, which a replay would not do")
+    state.benchmark_convolutions = check_bool("benchmark_convolutions", "enabled", enabled)
+
+
 def get_num_gpus() -> int:
     """Number of GPUs that can be used; 0 without cupy, without a driver, and without a GPU."""
     try:

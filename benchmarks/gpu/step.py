@@ -8,7 +8,8 @@ All steps take turns; a turn is some steps and a wait for the device; medians of
 faster of PyTorch's row-major and channels_last steps, and besides against a row-major one with cudnn.deterministic, as
 our convolutions take cuDNN's deterministic algorithms. cudnn.benchmark is on there. First without TF32, then with it on
 both sides, then mixed precision, precision="fp16" and "bf16" here beside torch.autocast(float16), with its GradScaler,
-and torch.autocast(bfloat16) there; last a model in float16, weights included, beside torch.autocast(float16).
+and torch.autocast(bfloat16) there; last a model in float16, weights included, beside torch.autocast(float16). "untimed"
+is our step with the algorithms that cuDNN proposes, without device.benchmark_convolutions.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PRECISIONS = {
     "bf16": ("bf16", False),
     "float16": ("float16", False),
 }
+UNTIMED = "graph untimed"  # without device.benchmark_convolutions
 WARM_STEPS = 4  # before times count: they compile, record, capture and choose algorithms
 
 
@@ -68,7 +70,12 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
     title = f"step of {model}, batch {len(x)}, {dtype}{' with TF32' if tf32 else ''}"
     allow_tf32(tf32)
     steps = {}
-    for mode in ["graph", *([] if is_compiled or dtype in MIXED else ["eager"]), *peers, *like]:
+    ours = [
+        "graph",
+        *([] if is_compiled else [UNTIMED]),
+        *([] if is_compiled or dtype in MIXED else ["eager"]),
+    ]
+    for mode in [*ours, *peers, *like]:
         try:
             steps[mode] = warm_step(gpu, mode, model, x, labels, dtype)
         except Exception as error:
@@ -84,6 +91,8 @@ def compare(gpu: Any, model: str, dtype: str, tf32: bool, is_compiled: bool) -> 
         if mode in medians or mode == "graph":
             ratio = medians[mode] / theirs if theirs and mode in medians else None
             report(f"{title}: {mode} / {name_of(peers)}", ratio, required if mode == "graph" else None, note)
+    if {"graph", UNTIMED} <= medians.keys():
+        report(f"{title}: {UNTIMED} / graph", medians[UNTIMED] / medians["graph"], note=note)
     if like and {"graph", *like} <= medians.keys():
         report(
             f"{title}: graph / torch deterministic",
@@ -107,11 +116,13 @@ def warm_step(gpu: Any, mode: str, model: str, x: np.ndarray, labels: np.ndarray
     if mode.startswith("torch"):
         step = torch_step(mode, model, x, labels, device=TORCH_DEVICE)
     else:
-        mode, dtype = (dtype, "float32") if dtype in MIXED else (mode, dtype)
+        device.benchmark_convolutions(mode != UNTIMED)
+        mode, dtype = (dtype, "float32") if dtype in MIXED else ("graph" if mode == UNTIMED else mode, dtype)
         step = our_step(mode, model, x.astype(dtype), labels, device=gpu)
     for _ in range(WARM_STEPS):
         step()
     synchronize(gpu)
+    device.benchmark_convolutions()
     return step
 
 

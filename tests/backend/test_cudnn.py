@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from singa_lite import _native
 from singa_lite.backend.cpu import NumpyBackend
 from singa_lite.config import state
-from singa_lite.errors import DeviceError
+from singa_lite.device import benchmark_convolutions
+from singa_lite.errors import DeviceError, OptionError
 from tests.devices import no_gpu, standin_cudnn
 from tests.limits import LIMIT_S
 
@@ -204,13 +205,34 @@ def test_tf32_is_kept_off_where_cudnn_proposes_nothing_else(
     assert last_run(counters) == (2, FMA)
 
 
-def test_float16_uses_tensor_cores(counters: ctypes.CDLL, backend: Any) -> None:
-    backend.measure_convolutions = False
+def test_float16_uses_tensor_cores(
+    counters: ctypes.CDLL, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "benchmark_convolutions", False)
     forward(backend, "float16")
     [(plan, _)] = backend._plans.values()
     assert (plan.algorithm, plan.math) == (2, DEFAULT_MATH)  # which is free to use them
     forward(backend, "float64")
     assert last_run(counters) == (2, DEFAULT_MATH)
+
+
+def test_without_benchmark_convolutions_nothing_is_timed_and_what_was_timed_is_kept(
+    counters: ctypes.CDLL, backend: Any
+) -> None:
+    forward(backend)
+    before = found(counters)
+    benchmark_convolutions(False)
+    try:
+        forward(backend)
+        assert found(counters) == before
+        assert len(backend._plans) == 2
+    finally:
+        benchmark_convolutions()
+    forward(backend)
+    assert found(counters) == before
+    assert len(backend._plans) == 2
+    with pytest.raises(OptionError, match="benchmark_convolutions: enabled = 2 must be True or False"):
+        benchmark_convolutions(2)  # type: ignore[arg-type]
 
 
 def test_nothing_is_timed_while_the_stream_is_captured(counters: ctypes.CDLL, backend: Any) -> None:

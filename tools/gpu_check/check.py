@@ -73,7 +73,8 @@ PARTS: dict[str, tuple[Sequence[str], float]] = {
     "step cnn compiled": (["benchmarks.gpu.step", "cnn", "--compile"], 60),
     "memcheck": (["tools.gpu_check.kernels", "--tool", "memcheck"], 60),
     "racecheck": (["tools.gpu_check.kernels", "--tool", "racecheck"], 60),
-    "ranks": (["tools.gpu_check.ranks"], 45),
+    "ranks": (["tools.gpu_check.ranks"], 90),
+    "faults": (["tools.gpu_check.faults"], 120),
 }
 BEFORE_BUILD = ("tools.gpu_check.machine", "tools.gpu_check.build")
 

@@ -3,8 +3,9 @@
 
     python -m tools.gpu_check.ranks
 
-Each rank trains the CNN on other data, 4 steps of every dist_option, eagerly and recorded; after them all ranks must
-hold the same bits (partialUpdate: after ``synchronize``), and their all-reduce must be numpy's sum. Exits 1 if not.
+Each rank trains the CNN on other data, 4 steps of every dist_option, eagerly and recorded. After them, and what
+partialUpdate and localSGD synchronize in the end, all ranks must hold the same bits, and their all-reduce must be
+numpy's sum. Exits 1 if not.
 """
 
 from __future__ import annotations
@@ -24,42 +25,67 @@ from tools.gpu_check.machine import library_version
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 RANKS, STEPS, BATCH = 2, 4, 8
+# dist_option -> spars
 OPTIONS = {
     "fp32": None,
     "fp16": None,
     "bf16": None,
+    "int8": None,
+    "hierarchical:int8": None,
     "partialUpdate": None,
     "sparseTopK": 0.05,
     "sparseThreshold": 0.001,
+    "randomK:0.05": None,
+    "dgc": None,
+    "powerSGD": None,
+    "sign": None,
+    "localSGD": None,
 }
 SHARES_GPU = 23000  # NCCL 2.30
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "16"}  # for the ranks' environment
 
 
 def main() -> int:
     if "SINGA_LITE_RANK" in os.environ:
         return rank()
-    from singa_lite import _native, device
-
     title = f"{RANKS} ranks over NCCL"
-    names = _native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2")
-    version = library_version(names, "ncclGetVersion")
-    number, gpus = version.split()[0], device.get_num_gpus()
-    if gpus == 0:  # create_device would take the CPU
-        report(title, None, note="skipped: no GPU")
+    if note := why_not():
+        report(title, None, note=f"skipped: {note}")
         return SKIPPED
+    command = [sys.executable, "-m", "singa_lite", "run", "-n", str(RANKS), "-m", "tools.gpu_check.ranks"]
+    environment = {**os.environ, **SHARED_GPU, "SINGA_LITE_TIMEOUT_S": "20"}
+    done = subprocess.run(command, env=environment, check=False)
+    report(title, done.returncode, 0, f"exit code; {place()}, NCCL {nccl_version()}")
+    return done.returncode
+
+
+def why_not() -> str:
+    """Why RANKS ranks cannot run here, "" if they can."""
+    from singa_lite import device
+
+    version, gpus = nccl_version(), device.get_num_gpus()
+    number = version.split()[0]
+    if gpus == 0:  # create_device would take the CPU
+        return "no GPU"
     if gpus < RANKS and (not number.isdigit() or int(number) < SHARES_GPU):
-        note = (
-            f"skipped: {gpus} GPU, and NCCL {version} does not let ranks share one; install nvidia-nccl-cu13 or -cu12 "
+        return (
+            f"{gpus} GPU, and NCCL {version} does not let ranks share one; install nvidia-nccl-cu13 or -cu12 "
             "2.30 or later, or name its libnccl.so.2 in SINGA_LITE_NCCL_LIB"
         )
-        report(title, None, note=note)
-        return SKIPPED
-    share = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "16", "SINGA_LITE_TIMEOUT_S": "20"}
-    command = [sys.executable, "-m", "singa_lite", "run", "-n", str(RANKS), "-m", "tools.gpu_check.ranks"]
-    done = subprocess.run(command, env={**os.environ, **share}, check=False)
-    place = f"{RANKS} on one GPU" if gpus < RANKS else "one GPU each"
-    report(title, done.returncode, 0, f"exit code; {place}, NCCL {version}")
-    return done.returncode
+    return ""
+
+
+def nccl_version() -> str:
+    from singa_lite import _native
+
+    names = _native.library_names("SINGA_LITE_NCCL_LIB", "nvidia.nccl", "libnccl.so.2")
+    return library_version(names, "ncclGetVersion")
+
+
+def place() -> str:
+    from singa_lite import device
+
+    return f"{RANKS} on one GPU" if device.get_num_gpus() < RANKS else "one GPU each"
 
 
 def rank() -> int:
@@ -110,7 +136,7 @@ def hold_same_bits(
         model.compile([x], use_graph=use_graph)
         for _ in range(STEPS):
             model(x, y, option, spars)
-        if option == "partialUpdate":
+        if not optimizer.keeps_equal:
             optimizer.synchronize(model)
         digest = hashlib.sha256()
         for param in model.get_params().values():

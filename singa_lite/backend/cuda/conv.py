@@ -10,8 +10,8 @@ algorithms of fixed order do, so a recorded step has channels last where such a 
 
 Note [plans]: a plan is made once for every direction, dtype, shape and option, and cached. Its algorithm is the
 fastest of those timed on the call's own arrays, deterministic ones first. Nothing can be timed while the stream is
-captured into a CUDA graph: then, and where ``measure_convolutions`` is off, cuDNN's own expectation is taken. Two
-processes may find different algorithms the fastest, and so differ in the last bits; without measuring they don't.
+captured into a CUDA graph: then, and where ``device.benchmark_convolutions`` is off, cuDNN's own expectation is taken.
+Two processes may find different algorithms the fastest, and so differ in the last bits; without timing they don't.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ class ConvKernels(CudnnCaller):
     cuDNN has no arrays of two dtypes: beside images of 16 bits float32 weights are cast at each call, a float32 bias is
     added by a kernel of our own, its gradient summed by one, and a float32 gradient of w is cast from that of 16 bits.
     """
-
-    measure_convolutions = True  # see Note [plans]
 
     def conv2d(self, x: Array, w: Array, b: Array | None = None, *, out: Array, **options: Any) -> None:
         if not out.size:
@@ -116,7 +114,7 @@ class ConvKernels(CudnnCaller):
             options = (x.shape, w.shape, y.shape, stride, padding, dilation, groups)
             key = (direction, DTYPES[out.dtype.char], is_channels_last, *options, state.allow_tf32)
             plan, is_channels_last = self._plan(
-                ("convolution", *key), lambda: self._make_plan(key, a, b, out)
+                ("convolution", state.benchmark_convolutions, *key), lambda: self._make_plan(key, a, b, out)
             )
             compute = partial(self._run_plan, plan, bias)
         own_formats = [(memory_formats[0], 1, memory_formats[1])[index] for index in order]
@@ -181,7 +179,7 @@ class ConvKernels(CudnnCaller):
     def _choose(self, key: tuple[Any, ...], a: Array, b: Array, out: Array) -> Any:
         """Choose the algorithm of a plan and return it; of the arrays only their memory is used."""
         plan = self._new_plan("Convolution", *key)
-        if not self.measure_convolutions or self.stream.is_capturing():
+        if not state.benchmark_convolutions or self.stream.is_capturing():
             plan.estimate(WORKSPACE_BYTES[0])
             return plan
         a, b, target = self._aligned(a), self._aligned(b), self._target(out)
