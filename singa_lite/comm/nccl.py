@@ -89,7 +89,8 @@ class NcclCommunicator(Communicator):
     get the same bits; float16 and bfloat16 are added in their own precision, so wider worlds round more often; max
     and min may drop NaN; the ranks' calls are not compared, so a rank that makes another one is noticed by the
     time-out. With ``wire_dtype`` the result is in the array only after ``wait()``; its mean is the sum on the wire,
-    divided in float32. Groups run on their parent's stream.
+    divided in float32. Groups run on their parent's stream. One that nobody holds any more lives as long as the
+    process.
 
     Args:
         host: the communicator of the same ranks for numpy arrays and objects.
@@ -148,8 +149,8 @@ class NcclCommunicator(Communicator):
         self._start_native, self._wait = self._native.start, self._native.wait
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
-        # Runs when this object goes or the interpreter exits, whichever is first; close() is idempotent.
-        self._finalizer = weakref.finalize(self, _leave, self._graphs, self._native.close)
+        # not when this object goes: NCCL's end waits for all ranks, and each collects garbage when it likes
+        self._at_exit = weakref.finalize(_leave, _leave, self._graphs, self._native.close)
         with _ADDING:
             living = (known for known in state.gpu_communicators if known() is not None)
             state.gpu_communicators = (*living, weakref.ref(self))
@@ -185,7 +186,7 @@ class NcclCommunicator(Communicator):
         self.close()
 
     def close(self) -> None:
-        _leave(self._graphs, self._native.close)
+        self._at_exit()
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
         recorder = self._recorder

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 import re
 import signal
@@ -223,7 +224,7 @@ def ends_graphs(world: World, way: str) -> list[int]:
     elif way == "abort":
         c.abort("for a test")
     else:
-        c._finalizer()  # as at the interpreter's exit
+        c._at_exit()
     return graph.live_at_end
 
 
@@ -231,6 +232,29 @@ def ends_graphs(world: World, way: str) -> list[int]:
 def test_graphs_end_before_nccl_does(way):
     """NCCL's end polls until all graphs with its kernels are gone, so it must not come first."""
     assert run(ends_graphs, 1, way) == [[1]]
+
+
+def drops_a_group(world: World) -> tuple[int, list[float], int]:
+    """Rank 0 forgets a group that rank 1 still holds, as when its garbage collector comes first."""
+    c = make(world)
+    group = c.new_group([0, 1])
+    assert group is not None
+    group.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    if world.rank == 0:
+        del group
+        gc.collect()
+    dropped = num_live()
+    array = on_gpu(np.ones(3))
+    c.all_reduce(array, "sum").wait()
+    gpu_of_rank().synchronize()
+    c.host.barrier()
+    c.close()
+    return dropped, array.get().tolist(), num_live()
+
+
+def test_a_group_that_one_rank_has_dropped_ends_with_the_process():
+    """NCCL's end waits for all ranks, so garbage collection must not be it."""
+    assert run(drops_a_group, 2) == [(2, [2.0] * 3, 1)] * 2
 
 
 def test_arrays_of_dropped_works_are_kept_alive():

@@ -123,9 +123,11 @@ def train(device: Device, communicator: Communicator, option: str, use_graph: bo
     start = {name: 0.3 * rng.random(x.shape) - 0.1 for name, x in net.get_states().items()}
     net.set_states({name: value.astype(np.float32) for name, value in start.items()})
     losses: list[Tensor] = []
+    sent: list[int] = []
     hoard = Hoard()
     for step in range(num_steps):
         losses.append(net(*batch(device, rank, step), option)[1])
+        sent.append(net.optimizer.bytes_sent)
         if use_graph:
             hoard.take_all_that_is_free()
     hoard.check()
@@ -134,6 +136,7 @@ def train(device: Device, communicator: Communicator, option: str, use_graph: bo
         "states": {name: to_numpy(value) for name, value in net.get_states().items()},
         "optimizer": net.optimizer.get_states(),
         "launches": sum(graph.num_launches for graph in graphs(net)) if use_graph else 0,
+        "sent": [*sent, net.optimizer.total_bytes_sent],
     }
 
 
@@ -153,6 +156,7 @@ def check(results: list[list[dict[str, Any]]], option: str) -> None:
         np.testing.assert_allclose(eager["losses"], on_cpu["losses"], rtol=2e-2 if option == "bf16" else 1e-3)
         assert eager["losses"] == graph["losses"]
         assert graph["launches"] >= 4
+        assert eager["sent"] == graph["sent"] and eager["sent"][-1] > 0
         for name, value in eager["states"].items():
             np.testing.assert_array_equal(graph["states"][name], value, name)
             if option != "partialUpdate" and "running" not in name:  # those are each rank's own

@@ -212,6 +212,13 @@ def test_every_own_kernel_runs_by_itself():
     assert done.returncode == 0 and "all met" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_killed_rank_is_told_to_the_other_in_time():
+    command = [sys.executable, "-m", "tests.standin", sys.executable, "-m", "tools.gpu_check.faults"]
+    command += ["--faults", "kill", "--modes", "graph", "--jobs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0 and " CommError in 15 s met" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("tool", "asks_for_api_errors"), [("memcheck", False), ("racecheck", True)])
 def test_what_cupy_asks_the_driver_in_vain_is_no_finding_of_memcheck(
     tmp_path, monkeypatch, tool, asks_for_api_errors

@@ -69,7 +69,6 @@ class CapturedPart:
         self._before_launch: list[Callable[[], None]] = []
         self._begin_graph: list[Callable[[], None]] = []  # at once before the launch
         self._end_graph: list[Callable[[], None]] = []
-        self._after_launch: list[Callable[[], None]] = []
         self.num_launches = 0
 
     def __call__(self) -> None:
@@ -92,11 +91,8 @@ class CapturedPart:
         self._graph, self._has_run = None, False
 
     def _capture(self) -> None:
-        self._before_launch, self._after_launch = [], []
-        self._begin_graph, self._end_graph = [], []
+        self._before_launch, self._begin_graph, self._end_graph = [], [], []
         backend, numbers = self._backend, Numbers(self._backend, self._before_launch)
-        communicators = (node.communicator for node in self._nodes if isinstance(node, Collective))
-        traffic = {communicator: communicator.traffic.copy() for communicator in communicators}
         last: dict[Any, Any] = {}  # the last work of each communicator
         with backend.lock:
             backend.activate()
@@ -113,10 +109,6 @@ class CapturedPart:
                 discard_capture(stream)
                 backend.end_packing()
                 raise
-            finally:
-                for communicator, before in traffic.items():
-                    sent, communicator.traffic = communicator.traffic.since(before), before
-                    self._after_launch.append(_counting(communicator, sent))
             self._graph, self._numbers = ExecutableGraph(backend.stream), numbers
         if last:  # else a launch would use what NCCL had before it was aborted
             self._before_launch.insert(0, backend.check_communicators)
@@ -131,6 +123,11 @@ class CapturedPart:
         elif isinstance(node, Kernel):
             numbers.begin_kernel()
             self._backend.execute(node.name, node.inputs, node.out, node.attributes)
+        elif isinstance(node, Collective):
+            communicator, before = node.communicator, node.communicator.traffic.copy()
+            node()
+            sent, communicator.traffic = communicator.traffic.since(before), before  # a capture sends nothing
+            self._before_launch.append(_counting(communicator, sent))
         else:
             node()
 
@@ -148,8 +145,6 @@ class CapturedPart:
             for run in self._end_graph:
                 run()
         self.num_launches += 1
-        for run in self._after_launch:
-            run()
 
 
 class Numbers:

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stand-in for libnccl.so.2 (test code, never installed): the calls the communicator uses, over POSIX shared
 // memory between processes, run on the stand-in CUDA streams. Like NCCL it puts nothing on the stream before it has
-// stopped answering "in progress", drops NaN in max and min, and waits for ever for a rank that does not come.
+// stopped answering "in progress", drops NaN in max and min, and waits for ever for a rank that does not come, at its end
+// too.
 //
 // STANDIN_FAULT on rank STANDIN_RANK (-1: all): init_hangs, init_fails, async_error, op_hangs, op_fails, dies,
 // end_hangs, abort_hangs; those of a collective strike at the third;
@@ -35,7 +36,7 @@ constexpr int kRanks = 8;
 constexpr std::size_t kChunk = 1 << 20;  // bytes a rank offers at a time
 
 struct Shared {
-  std::atomic<int> joined, left, arrived, turn;
+  std::atomic<int> joined, ended, arrived, turn;
   alignas(64) char data[kRanks][kChunk];
 };
 
@@ -306,6 +307,8 @@ int ncclCommFinalize(void* handle) {
   comm->status = kInProgress;
   std::thread([comm] {
     while (comm->queued > 0 || has_fault("end_hangs", comm->rank)) rest();
+    ++comm->shared->ended;
+    while (comm->shared->ended < comm->size && !comm->is_aborted) rest();
     comm->status = kSuccess;
   }).detach();
   return kInProgress;
