@@ -12,11 +12,14 @@ from singa_lite import autograd, layer, model, opt, tensor
 from singa_lite.backend.cpu import CpuBackend
 from singa_lite.comm.base import World
 from singa_lite.comm.local import LocalCommunicator
+from singa_lite.config import state
 from singa_lite.device import get_default_device
 from singa_lite.tensor import Tensor, from_numpy, to_numpy
+from tests.devices import cuda_device, no_gpu
 from tests.ranks import run_ranks
 
 STEPS, PROGRAMS, PROGRAMS_ON_RANKS = 6, 120, 24
+PROGRAMS_ON_GPU = 16 if no_gpu() else 100
 OPTIONS = ["fp32", "fp16", "bf16", "partialUpdate", "sparseTopK", "sparseThreshold"]
 
 
@@ -244,6 +247,20 @@ def test_recorded_programs_do_what_eager_ones_do() -> None:
         assert_same(eager, graph, seed)
         replayed += records > 0
     assert replayed > PROGRAMS // 2  # and most of them were recorded
+
+
+@pytest.mark.usefixtures("as_recorded")
+@pytest.mark.parametrize("cuda", ["standin"] if no_gpu() else [pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_recorded_programs_do_what_eager_ones_do_on_cuda(cuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "default_device", cuda_device(monkeypatch))
+    replayed = 0
+    for seed in range(PROGRAMS_ON_GPU):
+        if cuda == "standin" and Program(np.random.default_rng(seed)).on_host == "data":
+            continue  # calls a function of numpy, which the stand-in of cupy has not
+        (eager, _), (graph, records) = run(seed, False), run(seed, True)
+        assert_same(eager, graph, seed)
+        replayed += records > 0
+    assert replayed > PROGRAMS_ON_GPU // 4
 
 
 def run_several(communicator: Any, seeds: list[int], use_graph: bool) -> list[list[Any]]:

@@ -212,6 +212,7 @@ def test_every_own_kernel_runs_by_itself():
     assert done.returncode == 0 and "all met" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_told_to_the_other_in_time():
     command = [sys.executable, "-m", "tests.standin", sys.executable, "-m", "tools.gpu_check.faults"]
     command += ["--faults", "kill", "--modes", "graph", "--jobs"]

@@ -71,20 +71,16 @@ def run_all() -> int:
     from singa_lite import device
     from singa_lite.backend.cuda import CudaBackend
 
-    if hasattr(cupy.cuda, "set_allocator"):
-        cupy.cuda.set_allocator(None)  # no pool
     gpu = device.create_cuda_gpu()
     backend = gpu.backend
     assert isinstance(backend, CudaBackend)
+    recorded_steps(gpu)
+    if hasattr(cupy.cuda, "set_allocator"):
+        cupy.cuda.set_allocator(None)  # no pool
     for kernel, inputs, out, attributes in calls():
         given, made = ([backend.asarray(array) for array in arrays] for arrays in (inputs, out))
         backend.run(kernel, *given, out=tuple(made) if len(made) > 1 else made[0], **attributes)
     backend.synchronize()
-    if hasattr(cupy.cuda, "set_allocator"):
-        cupy.cuda.set_allocator(
-            cupy.get_default_memory_pool().malloc
-        )  # a capture takes its memory from there
-    recorded_steps(gpu)
     run, total = set(backend._functions), len(own_kernels())
     missing = sorted(own_kernels() - {name for name, _ in run})
     unknown = sorted(f"{name} of {types}" for name, types in run if not is_known(name, types))
