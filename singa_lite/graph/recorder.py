@@ -371,7 +371,7 @@ def guard(key: Hashable, function: Guard) -> None:
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is not None and key not in recorder.guards:
-        with unrecorded():
+        with unrecorded(), recorder.around_host():
             recorder.guards[key] = function, function()
 
 
@@ -386,7 +386,7 @@ def guard_ahead(key: Hashable, ahead: int, function: Callable[[int], Hashable]) 
     """
     recorder: Recorder | None = this_thread.recorder
     if recorder is not None and (key, ahead) not in recorder.guards:
-        with unrecorded():
+        with unrecorded(), recorder.around_host():
             recorder.guards[key, ahead] = partial(function, ahead), function(0)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from itertools import chain, compress
@@ -303,11 +303,12 @@ class Attributes:
         ]
         return tuple(found), self._made
 
-    def watched_in_replay(self) -> AbstractContextManager[None]:
-        """Watch the attributes that a replay sets later than the step did; GraphError where its Python reads one."""
+    def watched_in_replay(self, on_read: Callable[[str], None] | None = None) -> AbstractContextManager[None]:
+        """Watch the attributes that a replay sets later than the step did; by default a read is a GraphError."""
         late = [self._changes[key].before for key in self._changes.keys() & self._set_before_host]
         return watched(
-            [(each.layer, each.name) for each in late if each.name in vars(each.layer)], _refuse_read
+            [(each.layer, each.name) for each in late if each.name in vars(each.layer)],
+            on_read or _refuse_read,
         )
 
     def watched_while_recorded(self, recorder: Recorder) -> AbstractContextManager[None]:

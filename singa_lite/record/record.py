@@ -133,12 +133,21 @@ class Record:
             return False
         if not self._attributes.fit() or self._variables.changed() is not None:
             return False
+        if self._attributes.are_set and self._reads_too_early(known):
+            return False
         for key, (function, value) in self._guards.items():
             if key not in known:
                 known[key] = function()
             if known[key] != value:
                 return False
         return True
+
+    def _reads_too_early(self, known: Known) -> bool:
+        """Ask all guards, for ``known``; whether one reads an attribute that the step has set by then."""
+        read: list[str] = []
+        with self._attributes.watched_in_replay(read.append):
+            known.update((key, function()) for key, (function, _) in self._guards.items() if key not in known)
+        return bool(read)
 
     def replay(self, given: list[Tensor]) -> Any:
         """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""

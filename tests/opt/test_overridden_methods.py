@@ -375,6 +375,42 @@ def test_a_first_read_in_a_replay_is_an_error() -> None:
         trained(ReadsLater(0.1), True, SetsLoss)
 
 
+class CountsOwnSteps(Net):
+    count = 0
+
+    def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count = self.count + 1
+        loss = autograd.mse_loss(self.forward(x), y)
+        self.optimizer(loss)
+        return loss
+
+
+class SharesByCount(opt.DecayScheduler):
+    """Reads the model's count from step ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(0.1)
+        self.owner: Any = None
+        self.first = first
+
+    def call(self, step: int) -> float:
+        if step < self.first or self.owner is None:
+            return 0.3
+        return 0.3 + 0.6 * (self.owner.net.count % 2)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_structure_option_that_reads_what_the_step_sets_is_not_one_step_late(first: int) -> None:
+    found = []
+    for use_graph in (False, True):
+        shares = SharesByCount(first)
+        shares.owner = opt.DistOpt(opt.SGD(0.1), dist_option="sparseTopK", spars=shares)
+        found.append(trained(shares.owner, use_graph, CountsOwnSteps))
+    (eager, _), (recorded, net) = found
+    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
+    assert "it sets count, which an optimizer or a schedule reads" in str(net.graph_info())
+
+
 class SetsLossLast(SetsLoss):
     """Sets it when the optimizer has read that of the step before."""
 
