@@ -69,7 +69,8 @@ def _take_parts_folder(path: Path) -> tuple[Path, int]:
         folder = parts_folder(path)
         folder.mkdir(exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
-        if try_lock(handle) is False:
+        # or it was removed and made again since it was opened
+        if try_lock(handle) is False or not os.path.samestat(os.fstat(handle), folder.stat()):
             raise OSError("another job is writing it")
         for part in _parts_in(folder):  # of a launcher that was killed
             part.unlink()

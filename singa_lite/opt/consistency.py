@@ -53,15 +53,15 @@ class Consistency:
     Attributes:
         names: parameters that the ranks have compared, with names that no two of them share.
         may_differ: a scheme has run that does not keep the ranks' parameters equal, and none since that does.
-        is_updating: an update has begun and is not counted yet. True when the next one begins: an exception ended this
-            one, which other ranks may have made.
+        updating: the scheme whose update has begun and is not counted yet, else None. Where there is one when the next
+            begins, an exception ended its update, which other ranks may have made.
     """
 
     def __init__(self, communicator: Communicator, sums: GradientSums, check_every: int | None) -> None:
         self._communicator, self._sums, self.check_every = communicator, sums, check_every
         self.names: dict[Tensor, str] = {}
         self.may_differ = False
-        self.is_updating = False
+        self.updating: Scheme | None = None
         self._is_loaded = False  # states, and not compared yet
         self._by_hand: dict[Tensor, None] = {}  # parameters that were updated by hand
         # whose options the ranks have compared, in which precision
@@ -69,7 +69,7 @@ class Consistency:
 
     def states_loaded(self) -> None:
         """Mark that states were loaded, which the ranks compare before they use them."""
-        self._is_loaded = True
+        self._is_loaded, self.updating = True, None
 
     def updated_by_hand(self, params: Iterable[Tensor]) -> None:
         """Mark ``params``, which no call has seen, to be compared too from now on."""
@@ -135,10 +135,10 @@ class Consistency:
 
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states that were loaded, or that an exception may have left different, before they are used."""
-        if self._is_loaded or self.is_updating:
+        if self._is_loaded or self.updating is not None:
             with unrecorded():
                 self._compare_states(dist, scheme)
-        guard((self, "states may differ"), lambda: self._is_loaded or self.is_updating)
+        guard((self, "states may differ"), lambda: self._is_loaded or self.updating is not None)
 
     def compare_if_due(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states every ``check_every`` steps."""
@@ -151,9 +151,8 @@ class Consistency:
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        is_cut_short = self.is_updating
-        what = "their optimizers" + ", as an exception ended a step" * is_cut_short
-        self._is_loaded = self.is_updating = False
+        cut_short, self.updating, self._is_loaded = self.updating, None, False
+        what = "their optimizers" + ("" if cut_short is None else ", as an exception ended a step")
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
             names = unique_names(dict.fromkeys([*self.names, *self._by_hand]))
@@ -162,5 +161,5 @@ class Consistency:
         settings = {**dist.settings(), **dist.random_seeds()}
         settings["the number of calls in the unfinished sum"] = self._sums.num_calls
         compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)
-        if is_cut_short and scheme is not None and not scheme.state.is_empty:
-            warn(HALF_MADE.format(dist.opt._step_counter, scheme.names[0]))
+        if cut_short is not None and not cut_short.state.is_empty:
+            warn(HALF_MADE.format(dist.opt._step_counter, cut_short.names[0]))

@@ -178,7 +178,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
-        self.threshold = threshold
+        self.threshold = self._given_threshold = threshold
         self._schemes = SchemeTable()
         self._ranks = Consistency(world, self._sums, check_every)
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
@@ -206,10 +206,17 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             limit = self.threshold if threshold is None else threshold
             scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
             self._schemes.add(kind, scheme, self._ranks.names)
+        if threshold is None and self.threshold != self._given_threshold:
+            threshold = self.threshold  # set since
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(
                 f"DistOpt: {kind.names[0]} runs with threshold {scheme.threshold}, not {threshold}; "
                 "changing it would lose residuals: make another DistOpt"
+            )
+        if self.bucket_bytes != scheme.bucket_bytes:
+            raise OptionError(
+                f"DistOpt: {kind.names[0]} runs with bucket_bytes {scheme.bucket_bytes}, not {self.bucket_bytes}: make "
+                "another DistOpt"
             )
         return scheme
 
@@ -316,7 +323,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
 
     def _end_update(self) -> None:
         """Note that the update is made and counted."""
-        self._ranks.is_updating = False
+        self._ranks.updating = None
 
     def _drop_update(self) -> None:
         """Begin an update again, in an eager step or a replay."""
@@ -371,7 +378,7 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
     def _begin_call(self, scheme: Scheme, read: Callable[[], StepContext]) -> None:
         """Start to count traffic, and have the scheme read this step's options: other ones may have run since."""
         self._begin_measuring()
-        self._ranks.is_updating = True
+        self._ranks.updating = scheme
         self.communicator.stop_requests.begin_step()
         scheme.follow(read)
 
@@ -387,7 +394,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         _check_opt(self)
         if type(self) is DistOpt and (added := vars(self).keys() - self._own):
             self._check_added(added)
-        guard((self, "attributes"), lambda: (id(self.opt), self.dist_option, tuple(vars(self))))
+        guard(
+            (self, "attributes"),
+            lambda: (id(self.opt), self.dist_option, self.threshold, self.bucket_bytes, tuple(vars(self))),
+        )
 
     def _check_added(self, names: Set[str]) -> None:
         """Raise OptionError for attributes set on this object that are arguments, which nothing reads there."""
@@ -395,8 +405,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             raise OptionError(
                 f"DistOpt: {', '.join(of_opt)} was set on the DistOpt, where nothing reads it; set that of dist.opt"
             )
-        scheme = read_dist_option(self.dist_option).scheme
-        if own := sorted(names & {*argument_names(DistOpt), *option_names(scheme)}):
+        schemes = {read_dist_option(self.dist_option).scheme, *self._schemes.kinds}
+        options = {name for scheme in schemes for name in option_names(scheme)}
+        if own := sorted(names & {*argument_names(DistOpt), *options}):
             raise OptionError(
                 f"DistOpt: {', '.join(own)} was set after the DistOpt was made, where nothing reads it; give it to the "
                 "constructor, or an option of dist_option to the call"

@@ -305,6 +305,21 @@ def test_a_trace_that_another_job_writes_is_refused(tmp_path, capsys):
         pass
 
 
+def test_a_trace_whose_folder_another_job_has_removed_meanwhile_is_refused(tmp_path, monkeypatch):
+    def lock_late(handle: int) -> bool:
+        folder = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        folder.rmdir()
+        folder.mkdir()
+        return True
+
+    monkeypatch.setattr("singa_lite.comm.trace_file.try_lock", lock_late)
+    with pytest.raises(OptionError, match="another job is writing it"), tracing(tmp_path / "out.json"):
+        raise AssertionError("the run began")
+    monkeypatch.undo()
+    with pytest.raises(ZeroDivisionError), tracing(tmp_path / "out.json"):  # it holds no lock
+        _ = 1 // 0
+
+
 def test_parts_are_joined_by_a_command(tmp_path, capsys):
     writer = TraceWriter(tmp_path / "parts")
     writer.add_step([Span("forward", "", 1.0, 2.0)], [])

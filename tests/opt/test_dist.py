@@ -550,6 +550,17 @@ def test_states_of_unknown_schemes_raise():
 
 
 @pytest.mark.parametrize(
+    "state", ["localSGD/counter/steps", "dgc/counter/first step", "partialUpdate/counter/next chunk of 1"]
+)
+@pytest.mark.parametrize("value", [1.5, -1, np.nan, True])
+def test_counts_that_are_no_counts_raise(state: str, value: float) -> None:
+    _, dist = local(steps=1)
+    name = state.partition("/")[0]
+    with pytest.raises(CheckpointError, match=f"{name}: expected a single whole number >= 0"):
+        dist.set_states({f"sync/{state}": np.array(value)})
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [
         ("accumulate/calls", np.array(1.5)),

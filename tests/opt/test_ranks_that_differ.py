@@ -340,6 +340,33 @@ def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple
     assert texts == [f"DistOpt: an exception ended the update of step 3. What {dist_option}"] * keeps_arrays
 
 
+@pytest.mark.parametrize("then", ["call", "fp32", "by hand", "load"])
+def test_what_a_scheme_keeps_of_an_update_that_an_exception_ended_is_warned_of_once(then: str) -> None:
+    rate = Failing(0.1)
+    net, x = Branches(), Tensor(data=np.ones((3, 4)))
+    sgd = opt.DistOpt(opt.SGD(rate), communicator=LocalCommunicator(World()), dist_option="sparseTopK")
+    net.set_optimizer(sgd)
+    net.compile([x], is_train=True)
+    net(x, x)
+    saved = sgd.get_states()
+    rate.fails = True
+    with pytest.raises(ArithmeticError):
+        net(x, x)
+    rate.fails = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if then == "fp32":
+            sgd.dist_option = "fp32"
+        elif then == "by hand":
+            sgd.step()
+        elif then == "load":
+            sgd.set_states(saved)
+        net(x, x)
+        net(x, x)
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (then != "load") and all("What sparseTopK keeps of gradients" in t for t in texts)
+
+
 class Interrupted(opt.SGD):
     """One update of rank 0 is interrupted when it is made, and before it is counted."""
 

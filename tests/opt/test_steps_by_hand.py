@@ -224,6 +224,7 @@ def test_a_recorded_step_sees_attributes_of_dist_opt_that_are_set(
         ("accumulate", 4, "accumulate was set after the DistOpt was made, where nothing reads it"),
         ("clip_norm", 1e-3, "clip_norm was set after"),
         ("check_finite", "raise", "check_finite was set after"),
+        ("clip_value", 0.1, "clip_value was set after"),
     ],
 )
 def test_an_attribute_that_no_step_would_read_is_refused(
@@ -233,9 +234,12 @@ def test_an_attribute_that_no_step_would_read_is_refused(
     sgd = opt.DistOpt(opt.SGD(0.1, momentum=0.9), communicator=LocalCommunicator(World()))
     net.set_optimizer(sgd)
     net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    sgd.dist_option = "fp16"
     for step in range(3):
         sgd.mine = step  # of the script
         net(*batch(step, 0))
+    if kind is Called:
+        sgd.dist_option = "fp32"
     before, wrapped = {name: to_numpy(param) for name, param in net.get_params().items()}, sgd.opt
     setattr(sgd, name, value)
     with pytest.raises(OptionError, match=text):
@@ -245,6 +249,26 @@ def test_an_attribute_that_no_step_would_read_is_refused(
         sgd.opt = wrapped
     else:
         delattr(sgd, name)
+    net(*batch(3, 0))
+    assert sgd.step_counter == 4
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize(("name", "value"), [("threshold", 7), ("bucket_bytes", 4096)])
+def test_sizes_of_groups_and_messages_are_refused_once_a_scheme_has_run(
+    name: str, value: int, use_graph: bool
+) -> None:
+    net = Called("all_reduce")
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World()), threshold=50)
+    setattr(sgd, name, value)  # before the first step it counts
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]], use_graph=use_graph)
+    for step in range(3):
+        net(*batch(step, 0))
+    setattr(sgd, name, 2 * value)
+    with pytest.raises(OptionError, match=f"runs with {name} {value}, not {2 * value}"):
+        net(*batch(3, 0))
+    setattr(sgd, name, value)
     net(*batch(3, 0))
     assert sgd.step_counter == 4
 
