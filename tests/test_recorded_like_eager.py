@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 import threading
@@ -351,6 +352,24 @@ def keeps_a_gradient(self: Net, x: Tensor, y: Tensor) -> Tensor:
 
 def test_what_else_holds_a_tensor_sees_the_first_step_too():
     assert_as_eager(keeps_a_gradient, "kept neither in its result nor")
+
+
+def leaves_a_cycle(self: Net, x: Tensor, y: Tensor) -> Tensor:
+    """An error that holds its own traceback holds this call's Tensors, until garbage is collected."""
+    held: list[BaseException] = []
+    try:
+        raise ValueError
+    except ValueError as error:
+        held.append(error)
+    return self.learn(x, y)
+
+
+def test_tensors_that_only_garbage_holds_do_not_make_a_step_eager():
+    gc.disable()
+    try:
+        assert_as_eager(leaves_a_cycle, None)
+    finally:
+        gc.enable()
 
 
 def gives_a_parameter(self: Net, x: Tensor, y: Tensor) -> Tensor:

@@ -244,12 +244,12 @@ class Recorder:
                 if (root := watch()) is not None and self._memories.get(id(root)) in written:
                     self._break_for_thread(what)
 
-    def has_escaped(self, known: list[Array]) -> bool:
-        """Return whether somebody still holds an array that the step made, ``known`` ones excepted."""
+    def has_escaped(self, known: list[Array], tensors: list[weakref.ref[Any]]) -> bool:
+        """Return whether somebody still holds one of ``tensors``, or an array of the step that is not ``known``."""
         roots = {id(root_of(array)) for array in known}
 
         def is_held() -> bool:
-            return any(
+            return any(tensor() is not None for tensor in tensors) or any(
                 id(root) not in roots and self._memories[id(root)].owner is None for root in self._alive()
             )
 

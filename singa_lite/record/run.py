@@ -90,7 +90,7 @@ class Run:
             self.results = Results(self.result, self.recorder)
             self.result = self.results.new()
             known = [tensor.array for tensor in self.inputs]
-            if self.recorder.has_escaped(known) or any(tensor() is not None for tensor in new):
+            if self.recorder.has_escaped(known, new):
                 self.recorder.break_graph(KEPT)
                 self.results.share_memory(self.result)
                 self.attributes.share_memory()
