@@ -96,6 +96,7 @@ class State:
         reports_at_sigquit: the process that does (comm.flight_signals).
         writes_stacks: likewise the process that does for others (comm.stacks).
         exit_hooks: what this process does for its peers when it ends (comm.exit_hooks.ExitHooks), made when it joins.
+        nccl_deadline: time.monotonic() from which on nobody waits for NCCL's end where this process ends, or None.
         gpu_communicators: those of NCCL (comm.nccl.NcclCommunicator), which host waits for a GPU check for errors.
         default_device: the CPU device (device.Device), made at first use.
         cuda_devices: GPU number -> its device, likewise.
@@ -128,6 +129,7 @@ class State:
     reports_at_sigquit: int = 0
     writes_stacks: int = 0
     exit_hooks: Any = None  # Any: likewise; comm/exit_hooks.py owns it
+    nccl_deadline: float | None = None
     gpu_communicators: tuple[weakref.ref[Any], ...] = ()  # Any: likewise
     default_device: Any = None  # Any: likewise; device.py owns it
     cuda_devices: dict[int, Any] = field(default_factory=dict)

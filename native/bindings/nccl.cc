@@ -104,5 +104,5 @@ PYBIND11_MODULE(_nccl, m) {
       .def("check", &NcclCommunicator::check, release)
       .def("check_failure", &NcclCommunicator::check_failure, release)
       .def("abort", &NcclCommunicator::abort, release)
-      .def("close", &NcclCommunicator::close, release);
+      .def("close", &NcclCommunicator::close, py::arg("limit_s") = kLeaveS, release);
 }

@@ -17,7 +17,6 @@ namespace {
 constexpr double kPollS = 0.005;      // how soon an error is noticed; each check costs some microseconds
 constexpr int kIdleLooks = 100;       // in a row that found nothing in flight; a step's collectives rarely wake the thread
 constexpr double kGraceS = 1.0;       // for what a peer gave before it ended
-constexpr double kLeaveS = 10.0;      // NCCL's end may wait for peers that are gone
 constexpr int kSpins = 1000;          // NCCL mostly takes less than this to put a collective on the stream
 constexpr int kDTypes[] = {6, 7, 8, 2, 4, 9, 1};  // ncclFloat16, 32, 64, ncclInt32, 64, ncclBfloat16, ncclUint8
 constexpr int kOps[] = {0, 4, 2, 3, 0};     // ncclSum, Avg, Max, Min for each ReduceOp
@@ -335,7 +334,7 @@ void NcclCommunicator::abort(const std::string& reason) {
   close();
 }
 
-void NcclCommunicator::close() {
+void NcclCommunicator::close(double limit_s) {
   if (is_forked()) return;  // all of it, the watching thread too, is the parent's
   bool is_idle, is_well;
   {
@@ -356,7 +355,7 @@ void NcclCommunicator::close() {
       std::lock_guard lock(nccl_);
       library_->check(library_->finalize(comm_), "ncclCommFinalize");
     }
-    poll_until_done([] { return "NCCL's end"; }, std::min(timeout_s_, kLeaveS));
+    poll_until_done([] { return "NCCL's end"; }, std::min(timeout_s_, limit_s));
     leave(library_->destroy);
   } catch (const std::runtime_error&) {  // no rank is left to report to
     leave(library_->abort);

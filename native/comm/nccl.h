@@ -32,6 +32,7 @@
 namespace singa_lite {
 
 constexpr int kUnknownDevice = -1;
+constexpr double kLeaveS = 10.0;  // NCCL's end may wait for peers that are gone
 
 struct NcclRequest {
   Kind kind;
@@ -95,9 +96,9 @@ class NcclCommunicator {
   void check();  // throws CommError unless this communicator is usable
   // Throws the CommError of what has failed, unless this communicator is closed.
   void check_failure();
-  // Ends what is in flight and leaves, within 10 s; aborts if a peer is gone or that does not succeed. Nothing in a
-  // forked child.
-  void close();
+  // Ends what is in flight and leaves, within `limit_s`; aborts if a peer is gone or that does not succeed. Nothing in
+  // a forked child.
+  void close(double limit_s = kLeaveS);
   void abort(const std::string& reason);
   bool is_forked() const { return forks_ != num_forks(); }
 

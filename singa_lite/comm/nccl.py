@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from .work import Array, Work
 # The numbers of native/comm/types.h.
 _FLOATS = frozenset(dtype for dtype in DTYPES if dtype.kind == "f")
 _ADDING = threading.Lock()
+LEAVE_S = 10.0  # NCCL's end may wait for peers that are gone
 SHARES_GPU = 23000  # NCCL 2.30, the first that lets ranks share a GPU, if NCCL_MULTI_RANK_GPU_ENABLE=1
 
 
@@ -150,7 +152,8 @@ class NcclCommunicator(Communicator):
         self.flight_recorder = self._recorder = self._make_recorder(everyone, name)
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         # not when this object goes: NCCL's end waits for all ranks, and each collects garbage when it likes
-        self._at_exit = weakref.finalize(_leave, _leave, self._graphs, self._native.close)
+        self._at_exit = weakref.finalize(_leave, _leave_at_exit, self._graphs, self._native)
+        self._is_first = parent is None
         with _ADDING:
             living = (known for known in state.gpu_communicators if known() is not None)
             state.gpu_communicators = (*living, weakref.ref(self))
@@ -182,11 +185,21 @@ class NcclCommunicator(Communicator):
         return lambda: native.begin_graph(stream(array), label), lambda: native.end_graph(stream(array))
 
     def abort(self, reason: str) -> None:
+        self._wait_no_more()
         _leave(self._graphs, lambda: self._native.abort(sendable(reason)))
         self.close()
 
     def close(self) -> None:
-        self._at_exit()
+        if self._at_exit.detach():
+            begin = time.monotonic()
+            _leave(self._graphs, self._native.close)
+            if time.monotonic() - begin >= min(LEAVE_S, self.timeout_s):
+                self._wait_no_more()
+
+    def _wait_no_more(self) -> None:
+        """Let groups end at once at the end of this process: where this has failed, peers do not come to theirs."""
+        if self._is_first and state.nccl_deadline is None:
+            state.nccl_deadline = time.monotonic()
 
     def _start(self, operation: Operation, array: Array, out: Array, scale: Array | None) -> NcclWork:
         recorder = self._recorder
@@ -295,6 +308,14 @@ def _leave(graphs: weakref.WeakSet[Graph], end: Callable[[], None]) -> None:
         graph.destroy()
     graphs.clear()
     end()
+
+
+def _leave_at_exit(graphs: weakref.WeakSet[Graph], native: Any) -> None:
+    """End a communicator when the process ends, which all of its communicators delay by LEAVE_S at most."""
+    if state.nccl_deadline is None:
+        state.nccl_deadline = time.monotonic() + LEAVE_S
+    left_s = max(0.0, state.nccl_deadline - time.monotonic())
+    _leave(graphs, lambda: native.close(left_s))
 
 
 def describe() -> str:

@@ -24,8 +24,8 @@ from .options import Option
 from .step_options import CallDefaults, StepOptions, schedules
 
 HALF_MADE = (
-    "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already, and this "
-    "call makes the update again; load states that were saved before it to go on as if nothing had happened"
+    "DistOpt: an exception ended the update of step {}. What {} keeps of gradients may have changed already; load "
+    "states that were saved before that step to go on as if nothing had happened"
 )
 
 
@@ -69,7 +69,7 @@ class Consistency:
 
     def states_loaded(self) -> None:
         """Mark that states were loaded, which the ranks compare before they use them."""
-        self._is_loaded, self.updating = True, None
+        self._is_loaded = True
 
     def updated_by_hand(self, params: Iterable[Tensor]) -> None:
         """Mark ``params``, which no call has seen, to be compared too from now on."""
@@ -151,7 +151,8 @@ class Consistency:
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
         """
-        cut_short, self.updating, self._is_loaded = self.updating, None, False
+        is_restored, cut_short = self._is_loaded, self.updating
+        self._is_loaded, self.updating = False, None
         what = "their optimizers" + ("" if cut_short is None else ", as an exception ended a step")
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:
@@ -161,5 +162,5 @@ class Consistency:
         settings = {**dist.settings(), **dist.random_seeds()}
         settings["the number of calls in the unfinished sum"] = self._sums.num_calls
         compare_progress(self._communicator, what, dist.opt._step_counter, settings, values)
-        if cut_short is not None and not cut_short.state.is_empty:
+        if cut_short is not None and not is_restored and not cut_short.state.is_empty:
             warn(HALF_MADE.format(dist.opt._step_counter, cut_short.names[0]))

@@ -178,8 +178,9 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         self.world_size = self.communicator.size
         self.local_rank = self.communicator.local_rank
         self.global_rank = self.communicator.rank
-        self.threshold = self._given_threshold = threshold
+        self.threshold = threshold
         self._schemes = SchemeTable()
+        self._thresholds: dict[Scheme, int] = {}  # this object's when a scheme was made
         self._ranks = Consistency(world, self._sums, check_every)
         self._called: Scheme | None = None  # of the call whose step() runs; None if that is called by hand
         self._number = 0  # among the DistOpts of the communicator, from 1; 0: it has sent nothing yet
@@ -204,9 +205,11 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
         scheme = self._schemes.get(kind)
         if scheme is None:
             limit = self.threshold if threshold is None else threshold
+            check_int("DistOpt", "bucket_bytes", self.bucket_bytes, 1)
             scheme = self._make_scheme(kind, check_int("DistOpt", "threshold", limit, 0))
             self._schemes.add(kind, scheme, self._ranks.names)
-        if threshold is None and self.threshold != self._given_threshold:
+            self._thresholds[scheme] = self.threshold
+        if threshold is None and self.threshold != self._thresholds[scheme]:
             threshold = self.threshold  # set since
         if threshold is not None and threshold != scheme.threshold:
             raise OptionError(

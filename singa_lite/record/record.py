@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Hashable, MutableMapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -31,6 +31,7 @@ from ..profile import TimeProfile
 from ..tensor import Tensor
 from .run import Run, written_by
 
+NOTHING = nullcontext()
 Known = dict[Hashable, Hashable]  # values of guards now, by their keys
 
 
@@ -133,21 +134,18 @@ class Record:
             return False
         if not self._attributes.fit() or self._variables.changed() is not None:
             return False
-        if self._attributes.are_set and self._reads_too_early(known):
-            return False
-        for key, (function, value) in self._guards.items():
-            if key not in known:
-                known[key] = function()
-            if known[key] != value:
-                return False
-        return True
-
-    def _reads_too_early(self, known: Known) -> bool:
-        """Ask all guards, for ``known``; whether one reads an attribute that the step has set by then."""
+        watch: AbstractContextManager[object] = NOTHING
         read: list[str] = []
-        with self._attributes.watched_in_replay(read.append):
-            known.update((key, function()) for key, (function, _) in self._guards.items() if key not in known)
-        return bool(read)
+        if self._attributes.are_set:
+            # each record asks anew: that a guard reads what the step has set by then is not in ``known``
+            known, watch = {}, self._attributes.watched_in_replay(read.append)
+        with watch:
+            for key, (function, value) in self._guards.items():
+                if key not in known:
+                    known[key] = function()
+                if known[key] != value:
+                    return False
+        return not read
 
     def replay(self, given: list[Tensor]) -> Any:
         """Run the tape on the Tensors of a call; return what the step returned, as new tensors."""
@@ -157,7 +155,7 @@ class Record:
         for array, tensor in zip(self._inputs, (*given, *self._attributes.now()), strict=True):
             if array is not None:
                 execute("copy", (tensor.array,), array, {})
-        with deferred_interrupts() if self._is_whole and not self.communicators else nullcontext():
+        with deferred_interrupts() if self._is_whole and not self.communicators else NOTHING:
             if self._attributes.are_set:
                 with self._attributes.watched_in_replay():
                     self._run()

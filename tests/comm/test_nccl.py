@@ -24,6 +24,7 @@ from singa_lite.comm.flight_record import ENDED, Call
 from singa_lite.comm.nccl import NcclCommunicator, describe
 from singa_lite.comm.rendezvous import process_communicator
 from singa_lite.comm.wire import BFLOAT16, narrow, widen
+from singa_lite.config import state
 from singa_lite.device import Device, create_cpu_device
 from singa_lite.errors import CommError, DTypeError, ShapeError
 from singa_lite.tensor import Tensor
@@ -240,6 +241,7 @@ def drops_a_group(world: World) -> tuple[int, list[float], int]:
     group = c.new_group([0, 1])
     assert group is not None
     group.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    gpu_of_rank().synchronize()
     if world.rank == 0:
         del group
         gc.collect()
@@ -248,7 +250,9 @@ def drops_a_group(world: World) -> tuple[int, list[float], int]:
     c.all_reduce(array, "sum").wait()
     gpu_of_rank().synchronize()
     c.host.barrier()
+    assert c._at_exit.alive
     c.close()
+    assert not c._at_exit.alive
     return dropped, array.get().tolist(), num_live()
 
 
@@ -443,6 +447,29 @@ def test_an_end_that_hangs_does_not_hold_up_the_rank(monkeypatch):
     monkeypatch.setenv("STANDIN_FAULT", "end_hangs")
     monkeypatch.setenv("STANDIN_RANK", "1")
     assert in_time(["", ""].__eq__, leaves, 2, "close") == [""] * 2
+
+
+def ends_late(world: World, way: str) -> int:
+    """The communicators that live on where NCCL's end hangs and nobody waits for it any more."""
+    c = make(world, 200)
+    group = c.new_group([0, 1])
+    assert group is not None
+    group.all_reduce(on_gpu(np.ones(3)), "sum").wait()
+    c.host.barrier()
+    if way == "abort":
+        c.abort("for a test")
+    else:
+        state.nccl_deadline = time.monotonic()
+        c._at_exit()
+    group._at_exit()
+    return num_live()
+
+
+@pytest.mark.parametrize("way", ["abort", "exit"])
+def test_groups_end_at_once_where_the_time_to_leave_is_over(way, monkeypatch):
+    monkeypatch.setenv("STANDIN_FAULT", "end_hangs")
+    monkeypatch.setattr("singa_lite.comm.nccl.LEAVE_S", LIMIT_S)  # nobody waits for it
+    assert run(ends_late, 2, way) == [0, 0]
 
 
 def leaves(world: World, how: str) -> str:

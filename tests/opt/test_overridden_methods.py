@@ -375,40 +375,65 @@ def test_a_first_read_in_a_replay_is_an_error() -> None:
         trained(ReadsLater(0.1), True, SetsLoss)
 
 
-class CountsOwnSteps(Net):
-    count = 0
+class SetsTurn(Net):
+    turn = 0
 
     def train_one_batch(self, x: Tensor, y: Tensor) -> Tensor:
-        self.count = self.count + 1
+        self.turn = 1 - self.turn
         loss = autograd.mse_loss(self.forward(x), y)
         self.optimizer(loss)
         return loss
 
 
-class SharesByCount(opt.DecayScheduler):
-    """Reads the model's count from step ``first`` on."""
+class SharesByTurn(opt.DecayScheduler):
+    """Has two values by the step, and by the model's turn from step ``first`` on."""
+
+    net: Any = SetsTurn()
 
     def __init__(self, first: int) -> None:
         super().__init__(0.1)
-        self.owner: Any = None
         self.first = first
 
     def call(self, step: int) -> float:
-        if step < self.first or self.owner is None:
-            return 0.3
-        return 0.3 + 0.6 * (self.owner.net.count % 2)
+        turn = (0, 0, 1, 1)[step % 4] if step < self.first else self.net.turn
+        return (0.3, 0.9)[turn]
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("first", [0, 3, 11, 12])
 def test_a_structure_option_that_reads_what_the_step_sets_is_not_one_step_late(first: int) -> None:
     found = []
     for use_graph in (False, True):
-        shares = SharesByCount(first)
-        shares.owner = opt.DistOpt(opt.SGD(0.1), dist_option="sparseTopK", spars=shares)
-        found.append(trained(shares.owner, use_graph, CountsOwnSteps))
-    (eager, _), (recorded, net) = found
-    np.testing.assert_allclose(recorded, eager, rtol=1e-5, atol=1e-6)
-    assert "it sets count, which an optimizer or a schedule reads" in str(net.graph_info())
+        net, shares = SetsTurn(), SharesByTurn(first)
+        shares.net = net
+        net.set_optimizer(opt.DistOpt(opt.SGD(0.1), dist_option="sparseTopK", spars=shares))
+        net.compile([batch(0)[0]], use_graph=use_graph)
+        net.linear.W.set_value(0.5)
+        weights = []
+        for step in range(16):
+            net(*batch(step))
+            weights.append(to_numpy(net.linear.W).ravel().copy())
+        found.append(weights)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)
+    assert "it sets turn, which an optimizer or a schedule reads" in str(net.graph_info())
+
+
+class Ends(opt.DecayScheduler):
+    def call(self, step: int) -> float:
+        if step >= 4:
+            raise ArithmeticError("it has ended")
+        return 0.3
+
+
+def test_a_record_asks_no_schedule_of_another_dist_option() -> None:
+    net = SetsTurn()
+    sgd = opt.DistOpt(opt.SGD(0.1), dist_option="sparseTopK", spars=Ends(0.1))
+    net.set_optimizer(sgd)
+    net.compile([batch(0)[0]], use_graph=True)
+    for step in range(8):
+        if step == 4:
+            sgd.dist_option = "fp32"
+        net(*batch(step))
+    assert not any(info.break_reason for info in net.graph_info())
 
 
 class SetsLossLast(SetsLoss):

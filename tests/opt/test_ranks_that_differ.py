@@ -340,6 +340,32 @@ def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple
     assert texts == [f"DistOpt: an exception ended the update of step 3. What {dist_option}"] * keeps_arrays
 
 
+def loads_on_rank_0(communicator: Any, use_graph: bool) -> str:
+    rate = Failing(0.1)
+    net, x = Branches(), Tensor(data=np.full((3, 4), communicator.rank + 1.0))
+    net.set_optimizer(sgd := opt.DistOpt(opt.SGD(rate), communicator=communicator))
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for _ in range(3):
+        net(x, x)
+    saved = sgd.get_states()
+    rate.fails = True
+    with pytest.raises(ArithmeticError):
+        net(x, x)
+    rate.fails = False
+    if communicator.rank == 0:
+        sgd.set_states(saved)
+    try:
+        net(x, x)
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+def test_one_rank_may_load_what_all_have_after_an_exception(use_graph: bool) -> None:
+    assert run_ranks(loads_on_rank_0, 2, use_graph) == [""] * 2
+
+
 @pytest.mark.parametrize("then", ["call", "fp32", "by hand", "load"])
 def test_what_a_scheme_keeps_of_an_update_that_an_exception_ended_is_warned_of_once(then: str) -> None:
     rate = Failing(0.1)

@@ -265,12 +265,36 @@ def test_sizes_of_groups_and_messages_are_refused_once_a_scheme_has_run(
     net.compile([batch(0, 0)[0]], use_graph=use_graph)
     for step in range(3):
         net(*batch(step, 0))
-    setattr(sgd, name, 2 * value)
-    with pytest.raises(OptionError, match=f"runs with {name} {value}, not {2 * value}"):
-        net(*batch(3, 0))
+    for other in (2 * value, 50):  # 50: the constructor's threshold
+        setattr(sgd, name, other)
+        with pytest.raises(OptionError, match=f"runs with {name} {value}, not {other}"):
+            net(*batch(3, 0))
     setattr(sgd, name, value)
     net(*batch(3, 0))
     assert sgd.step_counter == 4
+
+
+@pytest.mark.parametrize("name", ["threshold", "bucket_bytes"])
+@pytest.mark.parametrize("value", [-5, None, "x", 3.5])
+def test_sizes_that_are_none_are_refused_before_the_first_step(name: str, value: Any) -> None:
+    net = Called("all_reduce")
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World()))
+    setattr(sgd, name, value)
+    net.set_optimizer(sgd)
+    net.compile([batch(0, 0)[0]])
+    with pytest.raises(OptionError, match=f"DistOpt: {name} = "):
+        net(*batch(0, 0))
+
+
+def test_a_threshold_of_a_call_holds_for_calls_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd, "training", True)
+    param = Tensor(data=np.ones((3, 1), np.float32), stores_grad=True, name="p")
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=LocalCommunicator(World()), threshold=50)
+    sgd.threshold = 100
+    for threshold in (7, None, 7):
+        sgd(autograd.mse_loss(param * 2.0, Tensor(data=np.zeros((3, 1), np.float32))), threshold=threshold)
+    with pytest.raises(OptionError, match="runs with threshold 7, not 100"):
+        sgd(autograd.mse_loss(param * 2.0, Tensor(data=np.zeros((3, 1), np.float32))), threshold=100)
 
 
 class Scaled(opt.DistOpt):

@@ -40,7 +40,7 @@ DEAD, SILENT = "died|ended|NCCL failed", "in NCCL for the other ranks|waited"
 # what the error of the other rank says
 FAULTS = {
     "kill": DEAD,
-    "exit": f"{DEAD}|{SILENT}",  # which waits for NCCL's end as long as the other waits for it
+    "exit": f"{DEAD}|{SILENT}",  # rank 1 waits in ncclCommFinalize for rank 0, which sees its time-out
     "raise": f"{DEAD}|RuntimeError",
     "interrupt": f"{DEAD}|KeyboardInterrupt",
     "stop": SILENT,
