@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -171,3 +172,26 @@ def test_num_threads_are_those_of_the_calling_thread() -> None:
     for wrong in (0, -1, 1.5, True, "2", 1025, 1 << 70):
         with pytest.raises(OptionError, match="set_num_threads: num"):
             device.set_num_threads(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda: device.set_num_threads(device.get_num_threads()), "it sets the number of threads"),
+        (lambda: device.allow_tf32(False), "it sets whether TF32 is allowed"),
+        (device.benchmark_convolutions, "it sets how convolutions choose their algorithms"),
+    ],
+)
+def test_settings_of_devices_make_a_step_eager(change: Callable[[], None], reason: str) -> None:
+    class Sets(model.Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2.0
+
+        def train_one_batch(self, x: Tensor) -> Tensor:
+            change()
+            return x * 2.0
+
+    net = Sets()
+    net.compile([x := Tensor((2,))], use_graph=True)
+    net(x)
+    assert str(net.graph_info()[0].break_reason).startswith(reason)
