@@ -137,7 +137,7 @@ class Record:
         watch: AbstractContextManager[object] = NOTHING
         read: list[str] = []
         if self._attributes.are_set:
-            # each record asks anew: that a guard reads what the step has set by then is not in ``known``
+            # values in ``known`` may be of a guard that read an attribute which this step sets first
             known, watch = {}, self._attributes.watched_in_replay(read.append)
         with watch:
             for key, (function, value) in self._guards.items():
