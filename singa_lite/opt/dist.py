@@ -20,7 +20,8 @@ from ..autograd.engine import check_recorded, needs_scale
 from ..comm.base import Communicator, World
 from ..comm.local import LocalCommunicator
 from ..comm.rendezvous import process_communicator
-from ..comm.stopping import STOP_SIGNALS, StopAgreement
+from ..comm.stop_calls import StopCalls
+from ..comm.stopping import StopAgreement
 from ..comm.work import Traffic
 from ..device import Device
 from ..errors import GraphError, OptionError, check_int
@@ -63,7 +64,7 @@ class RendezvousId(Protocol):
     rendezvous_id: str
 
 
-class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
+class DistOpt(SingaCalls, StopCalls, ArrayCollectives, OptimizerWrapper):
     """Wraps an optimizer so that N ranks take one common step.
 
     Every rank computes gradients of its own batch; their mean, or what ``dist_option`` makes of it, is applied
@@ -416,44 +417,6 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
                 "constructor, or an option of dist_option to the call"
             )
 
-    # ---- stopping ------------------------------------------------------------------------------------
-
-    @property
-    def should_stop(self) -> bool:
-        """Whether a rank was asked to stop, equal on all ranks: it becomes True at the end of the same step on each.
-
-        A request is decided by the collectives of the first step that begins after it, and is True from the end of that
-        step on; where steps are made by hand, of the one after. A scheme whose steps have no collective (localSGD)
-        decides at its next average.
-        """
-        break_graph("it reads should_stop, which a replay would not do")
-        return self._stop.is_decided
-
-    def stop_on_signals(self, signals: Iterable[int] = STOP_SIGNALS) -> None:
-        """Turn signals into requests to stop (``should_stop``), instead of ending this process; all ranks call it.
-
-        One process that gets a signal is enough. The same signal a second or more later ends the process as ever, but
-        SIGUSR1 and SIGUSR2, which only ask. `singa-lite run` passes SIGTERM and SIGUSR1 on, and then waits
-        --stop-timeout seconds. Signals that the process ignores stay ignored. Over NCCL, whose collectives carry no
-        requests, each step makes one more small collective of the host from now on.
-
-        Args:
-            signals: those that ask; () for none, if a handler of the script calls ``request_stop``.
-
-        Raises:
-            OptionError: no signal, one that cannot be handled, one that has a handler of the script, or this is not
-                the main thread. CommError: a rank does not call it.
-        """
-        self._stop.listen(signals)
-
-    def request_stop(self) -> None:
-        """Ask all ranks to stop, on any rank, at any time, also in a signal handler; see ``should_stop``."""
-        self._stop.request()
-
-    def _end_step(self) -> None:
-        """End a step that was made by hand."""
-        self._stop.end_step(self.opt._step_counter)
-
     # ---- what must be equal on all ranks ---------------------------------------------------------------
 
     def prepare(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
@@ -536,6 +499,10 @@ class DistOpt(SingaCalls, ArrayCollectives, OptimizerWrapper):
             bookkeep(self._end_step)
         if self._ranks.check_every is not None:
             host(self._ranks.compare_if_due, self, scheme)
+
+    def _end_step(self) -> None:
+        """End a step that was made by hand."""
+        self._stop.end_step(self.opt._step_counter)
 
     def update_velocity(self, pairs: Pairs) -> None:
         self._check_by_hand()

@@ -457,6 +457,9 @@ def workers_that_differ_have_an_error_that_names_one_and_what(rig: Rig) -> None:
         lambda: trainer.set_learning_rate(0.25 if odd else 0.5),
     )
     assert trainer.learning_rate == 0.01
+    backward({params["w"]: 2 if odd else 1})
+    differs("the hash of the gradient of w (call allreduce_grads before", lambda: trainer.update(1))
+    params["w"].mark_grad_stale()
     backward({params["w"]: 1})
     trainer.allreduce_grads()
     differs("the batch size is 1.0 on worker 0 but 2.0", lambda: trainer.update(2 if odd else 1))
