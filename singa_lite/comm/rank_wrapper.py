@@ -184,6 +184,7 @@ def main(command: list[str]) -> int:
     except OSError as error:
         _report(None, f"{name} cannot start: {error}")
         note_failure(1, 0)
+        wait_until_read(2)
         abort_job(1)
         return 1
     code = script.wait(output)

@@ -308,16 +308,20 @@ def test_lines_of_several_hosts_stay_whole_and_long_ones_are_cut(tmp_path):
     assert sorted(result.stderr.splitlines()) == [f"[{name}] no newline" for name in ("s0", "s1", "w0", "w1")]
 
 
-def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
-    """Without a request over PMI that alone ends the others."""
-    process = {"name": "worker 0", "prefix": "[w0] ", "log": "worker-0.log", "host": "d1"}
-    job = {
-        "processes": [process],
+def job_of_one_worker(folder):
+    """What a wrapper is told."""
+    return {
+        "processes": [{"name": "worker 0", "prefix": "[w0] ", "log": "worker-0.log", "host": "d1"}],
         "environ": {"worker": {}},
-        "log_dir": str(tmp_path / "logs"),
-        "folder": str(tmp_path),
+        "log_dir": str(folder / "logs"),
+        "folder": str(folder),
         "sharing": {"d1": [1, 0]},
     }
+
+
+def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
+    """Without a request over PMI that alone ends the others."""
+    job = job_of_one_worker(tmp_path)
     text = "import os, resource, signal\nresource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
     script = write_script(tmp_path, text + "print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSEGV)")
     result = subprocess.run(
@@ -332,6 +336,16 @@ def test_a_wrapper_ends_by_the_signal_that_ended_its_script(tmp_path):
     assert result.stdout == "[w0] up\n"
     assert result.stderr == "singa-lite run: worker 0 on d1 was killed by SIGSEGV\n"
     assert (tmp_path / "logs" / "worker-0.log").read_text() == "up\n" + result.stderr
+
+
+def test_a_report_that_a_script_cannot_start_is_read_before_the_job_ends(tmp_path, monkeypatch):
+    calls = []
+    for name in ("_report", "wait_until_read", "abort_job"):
+        monkeypatch.setattr(rank_wrapper, name, lambda *_, name=name: calls.append(name))
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("SINGA_LITE_WRAPPER", json.dumps(job_of_one_worker(tmp_path / "gone")))
+    assert rank_wrapper.main(["true"]) == 1
+    assert calls == ["_report", "wait_until_read", "abort_job"]
 
 
 @pytest.mark.parametrize("is_read", [True, False])
