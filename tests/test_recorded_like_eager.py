@@ -243,6 +243,14 @@ READS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         lambda self, x, y, zero: self.learn(x, y, float(np.copysign(1, zero))),
         {"call": lambda net, step: net(from_numpy(X), from_numpy(Y), 0.0 if step < HALF else -0.0)},
     ),
+    "the sign of a zero in a complex number": (
+        lambda self, x, y, number: self.learn(x, y, float(np.copysign(1, number.imag))),
+        {
+            "call": lambda net, step: net(
+                from_numpy(X), from_numpy(Y), complex(1, -0.0 if step < HALF else 0.0)
+            )
+        },
+    ),
     "an object whose __getattr__ raises": (lambda self, x, y: self.learn(x, y, RAISING.factor), {}),
 }
 

@@ -123,7 +123,8 @@ def _begin(folder: str | os.PathLike[str], step: int, job: JobState) -> Json:
     pending = [each.saving for each in state.jobs.values() if each is not job and each.saving is not None]
     if any(folder_key(each.path.parent) == folder_key(folder) for each in pending if not each.is_over):
         raise CheckpointError(
-            f"save_job: another model's save to {folder} is not over; give each model a folder of its own"
+            f"save_job: another model has saved to {folder}, and nobody has waited for it; call wait() of what its "
+            "save_job returned, or give each model a folder of its own"
         )
     whole, problems = find_generations(folder)
     newest = whole[0].manifest.number if whole else 0

@@ -82,7 +82,10 @@ class StopAgreement:
         """Turn ``signals`` into requests to stop; see ``DistOpt.stop_on_signals``."""
         if not isinstance(signals, Iterable):
             raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}")
-        numbers = [_signal("stop_on_signals", number) for number in signals]
+        try:
+            numbers = [_signal("stop_on_signals", number) for number in signals]
+        except TypeError as error:  # a numpy array without axes
+            raise OptionError(f"stop_on_signals: expected a list of signals, got {signals!r}") from error
         if numbers and threading.current_thread() is not threading.main_thread():
             raise OptionError("stop_on_signals: Python handles signals in the main thread; call it there")
         for number in numbers:

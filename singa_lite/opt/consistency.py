@@ -136,23 +136,25 @@ class Consistency:
     def compare_if_loaded(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states that were loaded, or that an exception may have left different, before they are used."""
         if self._is_loaded or self.updating is not None:
+            cut_short, self.updating = self.updating, None
             with unrecorded():
-                self._compare_states(dist, scheme)
+                self._compare_states(dist, scheme, cut_short)
         guard((self, "states may differ"), lambda: self._is_loaded or self.updating is not None)
 
     def compare_if_due(self, dist: Compared, scheme: Scheme | None) -> None:
         """Compare states every ``check_every`` steps."""
         if self.check_every is not None and dist.opt._step_counter % self.check_every == 0:
-            self._compare_states(dist, scheme)
+            self.updating = None  # its update is made and counted
+            self._compare_states(dist, scheme, None)
 
-    def _compare_states(self, dist: Compared, scheme: Scheme | None) -> None:
+    def _compare_states(self, dist: Compared, scheme: Scheme | None, cut_short: Scheme | None) -> None:
         """Compare steps, optimizers and, where these are kept equal, parameters and optimizer states.
 
         Args:
             scheme: of the step; None if it is made by hand, which keeps them equal unless a scheme does not.
+            cut_short: the scheme whose update an exception ended, else None.
         """
-        is_restored, cut_short = self._is_loaded, self.updating
-        self._is_loaded, self.updating = False, None
+        is_restored, self._is_loaded = self._is_loaded, False
         what = "their optimizers" + ("" if cut_short is None else ", as an exception ended a step")
         values = None
         if (scheme.keeps_equal and not self.may_differ) if scheme else dist.keeps_equal:

@@ -41,7 +41,7 @@ class SGD(Optimizer):
         self.momentum = momentum
         self.dampening = dampening
         self.weight_decay = weight_decay
-        self.nesterov = check_bool("SGD", "nesterov", nesterov)
+        self.nesterov = nesterov
 
     is_recordable = True
     momentum = ScheduleAttribute()
@@ -51,6 +51,8 @@ class SGD(Optimizer):
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; OptionError if it is out of range, or nesterov is left without what it needs."""
         before = vars(self).get(name)
+        if name == "nesterov":
+            value = check_bool("SGD", name, value)
         super().__setattr__(name, value)
         if name not in ("momentum", "dampening", "nesterov"):
             return

@@ -362,6 +362,16 @@ def test_what_nesterov_needs_cannot_be_taken_away(name, value):
         opt.SGD().nesterov = True
 
 
+@pytest.mark.parametrize("value", ["no", 2, [1], None, np.array([1, 2])])
+def test_nesterov_is_true_or_false_however_it_is_set(value):
+    optimizer = opt.SGD(momentum=0.9)
+    with pytest.raises(OptionError, match="nesterov"):
+        optimizer.nesterov = value
+    assert optimizer.nesterov is False
+    optimizer.nesterov = np.True_
+    assert optimizer.nesterov is True
+
+
 def test_numpy_scalars_are_numbers():
     assert opt.SGD(lr=np.float32(0.5)).lr(0) == 0.5
 

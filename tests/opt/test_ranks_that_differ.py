@@ -340,6 +340,31 @@ def cut_short(communicator: Any, dist_option: str, use_graph: bool, ranks: tuple
     assert texts == [f"DistOpt: an exception ended the update of step 3. What {dist_option}"] * keeps_arrays
 
 
+def checked_often(communicator: Any, dist_option: str, use_graph: bool) -> str:
+    """The error where a rank's learning rate changes; a warning would be one, too."""
+    net, x = Branches(), Tensor(data=np.full((3, 4), communicator.rank + 1.0))
+    sgd = opt.DistOpt(opt.SGD(0.1), communicator=communicator, dist_option=dist_option, check_every=2)
+    net.set_optimizer(sgd)
+    net.compile([x], is_train=True, use_graph=use_graph)
+    for step in range(6):
+        if step == 4 and communicator.rank == 1:
+            sgd.lr = 0.5
+        try:
+            net(x, x)
+        except CommError as error:
+            return f"step {step}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("use_graph", [False, True], ids=["eager", "recorded"])
+@pytest.mark.parametrize("dist_option", OPTIONS)
+def test_a_comparison_now_and_then_speaks_of_no_exception_where_there_was_none(
+    dist_option: str, use_graph: bool
+) -> None:
+    for text in run_ranks(checked_often, 2, dist_option, use_graph):
+        assert text.startswith("step 5: ") and "lr is" in text and "exception" not in text
+
+
 def loads_on_rank_0(communicator: Any, use_graph: bool) -> str:
     rate = Failing(0.1)
     net, x = Branches(), Tensor(data=np.full((3, 4), communicator.rank + 1.0))
