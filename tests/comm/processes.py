@@ -17,10 +17,10 @@ from typing import TypeVar
 from tests.limits import LIMIT_S
 
 Result = TypeVar("Result")
-# `singa-lite run` that waits until the ranks have ended by themselves, however slow the machine is
+# `singa-lite` that waits until its processes have ended by themselves, however slow the machine is
 PATIENT = (
-    "import sys; from singa_lite import cli; from singa_lite.comm import launch; "
-    f"launch.FINAL_OUTPUT_S = launch.DRAIN_S = {LIMIT_S}; sys.exit(cli.main())"
+    "import sys; from singa_lite import cli, info_command; from singa_lite.comm import launch; "
+    f"launch.FINAL_OUTPUT_S = launch.DRAIN_S = info_command.LIMIT_S = {LIMIT_S}; sys.exit(cli.main())"
 )
 WORLD = re.compile(r"SINGA_LITE_|PMI|OMPI_|MV2_|SLURM_|OMP_NUM_THREADS")
 

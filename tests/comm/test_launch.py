@@ -27,6 +27,7 @@ from singa_lite.comm.process_names import rank_names
 from singa_lite.comm.rendezvous import threads_per_rank
 from singa_lite.errors import OptionError
 from tests.comm.processes import (
+    PATIENT,
     assert_nothing_left,
     at_once,
     fresh_environment,
@@ -499,8 +500,7 @@ def test_too_few_descriptors_are_an_error_with_a_cure(tmp_path):
 
 
 def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
-    patient = f"import sys; from singa_lite import cli, info_command; info_command.LIMIT_S = {LIMIT_S}"
-    result = run_command([sys.executable, "-c", f"{patient}; sys.exit(cli.main())", "info"])
+    result = run_command([sys.executable, "-c", PATIENT, "info"])
     assert result.returncode == 0, result.stderr
     rows = {line[:16].strip(): line[17:] for line in result.stdout.splitlines()}
     assert rows["transport local"].startswith("works")

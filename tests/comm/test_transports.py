@@ -12,7 +12,7 @@ import pytest
 import singa_lite
 from singa_lite.comm import find_transports
 from singa_lite.comm.base import Communicator
-from tests.comm.processes import LIMIT_S, fresh_environment
+from tests.comm.processes import LIMIT_S, PATIENT, fresh_environment
 
 PACKAGE = Path(singa_lite.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_a_file_in_the_folder_is_a_transport_that_keeps_the_contract(package_wit
 
 
 def test_a_file_in_the_folder_is_a_row_of_info(package_with_toy):
-    result = run_with(package_with_toy, "-m", "singa_lite", "info")
+    result = run_with(package_with_toy, "-c", PATIENT, "info")
     assert "\ntransport toy    works: for tests\n" in result.stdout, result.stdout + result.stderr
 
 
