@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .comm.hosts import read_hosts
-from .comm.launch import EXIT_TIMEOUT_S, STOP_TIMEOUT_S, LaunchOptions
+from .comm.launch import EXIT_TIMEOUT_S, MAX_RANKS, STOP_TIMEOUT_S, LaunchOptions
 from .comm.launch_hosts import Placement, srun_line
 from .comm.link import parse_link
 from .comm.restart import RestartOptions, check_restart, launch_host_rounds, launch_rounds
@@ -26,7 +26,6 @@ from .comm.trace_file import tracing
 from .path_arguments import folder
 
 RSH = "ssh"
-MAX_RANKS = 1024  # of a host, see native/comm/segment.h
 MAX_HOSTS = 1024
 USAGE = (
     "singa-lite run -n W [-s S] [-H FILE] [--sync-dst-dir DIR] [--launcher local|mpi|ssh] [--rsh CMD] "

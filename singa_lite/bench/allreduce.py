@@ -25,7 +25,7 @@ from ..errors import CommError, OptionError, check_int
 from ..files import atomic_file
 from ..path_arguments import new_file
 from .collectives import Task
-from .command import markdown_table, rank_command, read_ints, read_list, run_command, say
+from .command import check_ranks, markdown_table, rank_command, read_ints, read_list, run_command, say
 from .runs import Provenance, machine_facts, machine_text, software_facts
 
 TRANSPORTS = ("shm", "mpi")
@@ -55,7 +55,7 @@ def plan(given: argparse.Namespace) -> list[Task]:
     collectives = read_list("collectives", given.collectives, KINDS)
     transports = read_list("transports", given.transports, TRANSPORTS)
     sizes = [_bytes(word) for word in read_list("sizes", given.sizes)]
-    ranks = [check_int("bench", "ranks", number, 2) for number in read_ints("ranks", given.ranks)]
+    ranks = [check_ranks("bench", number, 2) for number in read_ints("ranks", given.ranks)]
     check_int("bench", "rounds", given.rounds, 1)
     links = [None if text == REAL else str(parse_link("--link", text)) for text in given.link or [REAL]]
     if given.link is None and (found := link_of_process()) is not None:

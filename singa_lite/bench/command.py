@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import OptionError, SingaLiteError
+from ..comm.launch import MAX_RANKS
+from ..errors import OptionError, SingaLiteError, check_int
 
 # the package of a rank is this one, whatever the current folder holds
 RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.{} import main; main(*sys.argv[1:])"
@@ -65,6 +66,13 @@ def read_list(option: str, text: str, known: Any = None) -> list[str]:
             if word not in known:
                 raise OptionError(f"bench: --{option}: {word!r} is not known; choose of {', '.join(known)}")
     return words
+
+
+def check_ranks(command: str, number: int, least: int) -> int:
+    """Return a number of ranks; OptionError if it is below ``least``, or a host cannot have so many."""
+    if check_int(command, "--ranks", number, least) > MAX_RANKS:
+        raise OptionError(f"{command}: --ranks {number}: a host has at most {MAX_RANKS} ranks")
+    return number
 
 
 def read_ints(option: str, text: str) -> list[int]:

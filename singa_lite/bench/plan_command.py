@@ -18,7 +18,7 @@ from ..comm.reaper import die_with_launcher
 from ..errors import OptionError, check_int
 from ..path_arguments import new_file
 from .calibration import Calibration, read_calibration, write_calibration
-from .command import rank_command, read_list
+from .command import check_ranks, rank_command, read_list
 from .cost import ALGORITHMS, Cluster, Network
 from .measure import BATCH, MEASURED
 from .models import MODELS, check_model
@@ -116,6 +116,7 @@ def _validate(given: argparse.Namespace, sizes: list[int], options: list[str] | 
         raise OptionError(f"plan: --all-reduce {given.all_reduce}: the emulated link of --validate is a ring")
     if min(sizes) < 2:
         raise OptionError(f"plan: --ranks {given.ranks}: --validate needs at least 2, as one sends nothing")
+    check_ranks("plan", max(sizes), 2)
     link: Link | None = link_of_process() if given.link is None else parse_link("--link", given.link)
     steps = check_int("plan", "--steps", STEPS if given.steps is None else given.steps, 1)
     trial = Trial(tuple(options or MEASURED), steps, **_work(given))

@@ -19,7 +19,7 @@ from ..data.cache import locked
 from ..errors import OptionError, check_int, check_number
 from ..files import atomic_file
 from ..path_arguments import folder
-from .command import rank_command, read_ints, read_list, run_command, say
+from .command import check_ranks, rank_command, read_ints, read_list, run_command, say
 from .datasets import data_set_of
 from .models import MODELS, check_model
 from .page import page
@@ -58,6 +58,7 @@ def plan(given: argparse.Namespace) -> list[Settings]:
         check_int("bench", "synthetic", given.synthetic, 1)
         if given.data is not None:
             raise OptionError("bench: --data names real images and --synthetic makes others; leave one out")
+    check_ranks("bench", given.ranks, 1)
     data_set = data_set_of(given.model)
     link = link_of_process() if given.link is None else parse_link("--link", given.link)
     same = {name: getattr(given, name) for name in ("model", "ranks", "epochs", "graph", "batch_size")}

@@ -9,6 +9,7 @@ the last has ended (supervise.py), what remains when this process is killed (rea
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from .rendezvous import threads_per_rank
 from .supervise import DRAIN_S, RunningJob, noted_signals
 
 EXIT_TIMEOUT_S = 3600.0  # longer than a last evaluation by one rank
+MAX_RANKS = 1024  # of a host, see native/comm/segment.h
 HELP = "raise the limits of this shell (ulimit -n, ulimit -u) or start fewer processes"
 STOP_TIMEOUT_S = 30.0  # to save a checkpoint in; Kubernetes waits as long by default
 
@@ -210,7 +212,9 @@ def open_output(num_workers: int, options: LaunchOptions) -> RankOutput:
     try:
         return RankOutput(names, options.log_dir)
     except OSError as error:
-        raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
+        if options.log_dir is None or error.errno in (errno.EMFILE, errno.ENFILE):
+            raise CommError(f"launch: cannot start {len(names)} processes: {error}; {HELP}") from error
+        raise CommError(f"launch: cannot open the logs of --log-dir {options.log_dir}: {error}") from error
 
 
 class CannotStart(CommError):

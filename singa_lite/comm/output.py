@@ -225,8 +225,11 @@ class RankOutput:
     def _log(self, folder: Path, name: str) -> Sink:
         if name not in self._log_files:
             folder.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._log_files[name] = Sink(os.open(folder / name, flags, 0o666))
+            # a pipe that nobody reads is an error, instead of a wait for the reader
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+            descriptor = os.open(folder / name, flags, 0o666)
+            os.set_blocking(descriptor, True)
+            self._log_files[name] = Sink(descriptor)
         return self._log_files[name]
 
     def _write(self, rank: int, name: str, line: bytes) -> None:

@@ -231,7 +231,11 @@ def open_log(folder: str | None, name: str) -> int | None:
     if folder is None:
         return None
     os.makedirs(folder, exist_ok=True)
-    return os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    # a pipe that nobody reads is an error, instead of a wait for the reader
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+    descriptor = os.open(os.path.join(folder, name), flags, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def kill_others_of_group() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,9 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 1
-    print(
-        f"{dataset}: {len(images.train_images)} training and {len(images.test_images)} test images in {where}"
-    )
+    try:
+        print(
+            f"{dataset}: {len(images.train_images)} training and {len(images.test_images)} test images in {where}",
+            flush=True,
+        )
+    except OSError as error:  # a full disk, or nobody reads
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -49,12 +49,24 @@ class SharedOptimizer:
         self._note_lr()
 
     def take_lr(self) -> None:
-        """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
-        if self._is_on_store and self._store is not None:
-            rate = self._store.learning_rate
-            if rate is not None and rate != self._lr_on_store:
-                self._optimizer.lr = rate
-                self._note_lr()
+        """Take over a learning rate that the script has set by the store's ``set_learning_rate``.
+
+        Raises:
+            OptionError: it has set another one on the optimizer, and which came last is not known.
+        """
+        store = self._store
+        if not self._is_on_store or store is None or store._num_lr_set == self._num_lr_set:
+            return
+        rate, mine = store.learning_rate, self._optimizer.lr
+        if rate is not None:
+            is_same = type(mine) is Constant and mine.init_value == rate
+            if not is_same and any(name.partition(".")[0] == "lr" for name in self._changed()):
+                raise OptionError(
+                    f"Trainer: the learning rate was set to {rate} on the store and to {mine!r} on the optimizer since "
+                    "the last step; set it on one of them, or by trainer.set_learning_rate"
+                )
+            self._optimizer.lr = rate
+            self._note_lr()
 
     def restore(self, steps: int, lr: float | None) -> None:
         """Go on after ``steps`` steps with a saved ``constant_lr``; a schedule stays. States have been set before."""
@@ -136,7 +148,7 @@ class SharedOptimizer:
     def _note_lr(self) -> None:
         now = self._attributes()
         self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
-        self._lr_on_store = None if self._store is None else self._store.learning_rate
+        self._num_lr_set = 0 if self._store is None else self._store._num_lr_set
 
 
 def _arguments_of(where: str, value: object) -> dict[str, Any]:

@@ -308,7 +308,7 @@ class Trainer:
             head = store.load_states(
                 "load_states", fname, self._alike(), self._own_states, set_states, _check_head
             )
-        self._shared.restore(head.get("steps", 0), head.get("lr"))
+        self._shared.restore(head["steps"], head.get("lr"))
 
     def get_states(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return what a job checkpoint keeps of this worker; all workers call it, and all have the newest parameters.
@@ -536,9 +536,14 @@ class Trainer:
 
 
 def _check_head(head: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a file's step count and learning rate are numbers."""
+    """Raise CheckpointError unless a file has a step count, and this and the learning rate are numbers."""
+    if "steps" not in head:
+        raise CheckpointError(
+            "Trainer: load_states: the file is of a store's save_optimizer_states; load it by that store's "
+            "load_optimizer_states, or save by Trainer.save_states"
+        )
     try:
-        if check_int("Trainer: load_states", "steps", head.get("steps", 0), 0) > MAX_STEPS:
+        if check_int("Trainer: load_states", "steps", head["steps"], 0) > MAX_STEPS:
             raise OptionError(f"Trainer: load_states: steps = {head['steps']} is more than {MAX_STEPS}")
         if head.get("lr") is not None:
             check_number("Trainer: load_states", "lr", head["lr"], 0, LARGEST_FLOAT32)

@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..graph.recorder import break_graph
 from ..opt.base import Optimizer
+from ..opt.wrapper import OptimizerWrapper
 from ..tensor import Tensor
 from .arguments import Arguments
 from .base import OPTIMIZER
@@ -71,6 +72,7 @@ class KVStore(WorkerCalls):
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
         self._lr: float | None = None  # set after the optimizer
+        self._num_lr_set = 0  # how often
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -251,11 +253,16 @@ class KVStore(WorkerCalls):
         Steps that it has made count on, so a schedule goes on from where it is.
 
         Raises:
-            OptionError: no optimizer, one that ``Optimizer.describe`` cannot describe, or whose class a server does not
-                know. DTypeError: a key holds integers. CommError: the workers give different ones.
+            OptionError: no optimizer, a DistOpt, one that ``Optimizer.describe`` cannot describe, or whose class a
+                server does not know. DTypeError: a key holds integers. CommError: the workers give different ones.
         """
         if not isinstance(optimizer, Optimizer):
             raise OptionError(f"{self._name}: set_optimizer: expected an opt.Optimizer, got {optimizer!r}")
+        if isinstance(optimizer, OptimizerWrapper):
+            raise OptionError(
+                f"{self._name}: set_optimizer: the store sums gradients itself; give it the optimizer that "
+                f"{type(optimizer).__name__} wraps"
+            )
         description = describe(optimizer)
         for spec in self._arguments.specs.values():
             self._arguments.check_float("set_optimizer", spec)
@@ -272,7 +279,7 @@ class KVStore(WorkerCalls):
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")
         number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0)
         self._together("set_learning_rate", {"the learning rate": number}, lambda: self._set_lr(number))
-        self._lr = number
+        self._lr, self._num_lr_set = number, self._num_lr_set + 1
 
     def set_updater(self, updater: Updater) -> None:
         """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place; for stores of one process."""
@@ -469,7 +476,7 @@ class KVStore(WorkerCalls):
         self._optimizer, self._lr, self._arguments.needs_floats = optimizer["description"], None, True
         if optimizer["lr"] is not None:
             self._set_lr(optimizer["lr"])
-            self._lr = optimizer["lr"]
+            self._lr, self._num_lr_set = optimizer["lr"], self._num_lr_set + 1
 
     # ---- what a store writes -------------------------------------------------------------------------
 

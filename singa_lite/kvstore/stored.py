@@ -76,7 +76,8 @@ class StoredArray:
             total: shape and dtype of the value, on its device; becomes the value's memory if it replaces it.
         """
         if self.updater is not None:
-            self.updater(self.key, Tensor.wrap(total, self.param.device), self.param)
+            # a copy, which it may keep: this memory is used again
+            self.updater(self.key, Tensor.wrap(total, self.param.device).clone(), self.param)
         elif self.optimizer is not None:
             self.optimizer.update_pairs([(self.param, Tensor.wrap(total, self.param.device))])
             self.optimizer.step()

@@ -73,11 +73,19 @@ class LentGradients:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # each gradient, and the Tensor that stands for it
 
     def lend(self, arguments: Any) -> Any:
-        """Return a pytree like ``arguments`` with another Tensor for each that stores no gradient: a parameter does."""
+        """Return a pytree like ``arguments`` with another Tensor for each gradient.
+
+        That is a Tensor that stores none itself, as a parameter does. Where no parameter does, as in a key-value store,
+        it is the second of two.
+        """
         found = leaves(arguments)
-        if not any(tensor.stores_grad for tensor in found):  # which are the parameters?
-            return rebuild(arguments, iter(found))
-        return rebuild(arguments, iter([each if each.stores_grad else self._lend(each) for each in found]))
+        are_grads = [not tensor.stores_grad for tensor in found]
+        if all(are_grads):
+            are_grads = [number % 2 == 1 for number in range(len(found))]
+        given = [
+            self._lend(each) if is_grad else each for each, is_grad in zip(found, are_grads, strict=True)
+        ]
+        return rebuild(arguments, iter(given))
 
     def _lend(self, gradient: Tensor) -> Tensor:
         stand_in = Tensor.wrap(gradient.array, gradient.device)

@@ -499,6 +499,18 @@ def test_too_few_descriptors_are_an_error_with_a_cure(tmp_path):
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize(("make", "reason"), [(os.mkfifo, "No such device"), (os.mkdir, "Is a directory")])
+def test_a_log_that_cannot_be_written_is_an_error_before_anything_starts(tmp_path, make, reason):
+    logs, ran = tmp_path / "logs", tmp_path / "ran"
+    logs.mkdir()
+    make(logs / "rank-1.log")
+    script = write_script(tmp_path, f"open({str(ran)!r}, 'w')")
+    result = run_command(launch_command(script, 2, options=["--log-dir", str(logs)]))
+    assert result.returncode == 1 and not ran.exists()
+    start = f"singa-lite run: launch: cannot open the logs of --log-dir {logs}: "
+    assert result.stderr.startswith(start) and reason in result.stderr and "ulimit" not in result.stderr
+
+
 def test_info_says_what_works_and_why_the_rest_does_not(tmp_path):
     result = run_command([sys.executable, "-c", PATIENT, "info"])
     assert result.returncode == 0, result.stderr

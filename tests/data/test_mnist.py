@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -297,6 +298,20 @@ def test_the_command_prints_where_the_data_are_or_what_is_wrong(monkeypatch, cap
     monkeypatch.setenv("MNIST_DIR", str(FIXTURE))
     assert command.main(["mnist"]) == 0
     assert f"300 training and 100 test images in {FIXTURE}" in capsys.readouterr().out
+
+
+def test_the_command_fails_with_a_line_where_nothing_can_be_written(monkeypatch):
+    monkeypatch.setenv("MNIST_DIR", str(FIXTURE))
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "singa_lite.data", "mnist"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    assert result.returncode == 1
+    assert result.stderr == "python -m singa_lite.data: [Errno 28] No space left on device\n"
 
 
 # ---- random images -------------------------------------------------------------------------------------

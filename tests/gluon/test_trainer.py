@@ -261,6 +261,30 @@ def a_stale_gradient_is_not_compressed(rig: Rig) -> None:
         assert values(params) == {"a": [-2.0 * rig.size] * 3, "b": [1.0 - 2 * rig.size] * 3}
 
 
+class Keeping(opt.Optimizer):
+    """Subtracts the gradient and half of the one before, which it has kept."""
+
+    _before: Any = None
+
+    def apply(self, param_name: str, param_value: Tensor, param_grad: Tensor) -> None:
+        step = param_grad if self._before is None else param_grad + self._before * 0.5
+        self._before = param_grad
+        param_value -= step
+
+
+@fact
+def an_optimizer_may_keep_the_gradients_that_it_gets(rig: Rig) -> None:
+    params = two(0.0)
+    trainer = trainer_of(rig, params, True, Keeping(1.0))
+    value = before = 0.0
+    for step in range(4):
+        backward(dict.fromkeys(params.values(), step + 1))
+        trainer.step(1)
+        total = (step + 1.0) * rig.size
+        value, before = value - total - before * 0.5, total
+        assert all_equal(params, value), step
+
+
 # ---- by hand ---------------------------------------------------------------------------------------------
 
 
@@ -1107,12 +1131,36 @@ def test_the_learning_rate_that_was_set_is_saved(updates_on_store: bool, tmp_pat
     assert trainer.learning_rate == 0.25
 
 
+def test_a_rate_set_on_the_store_counts_although_it_had_that_one_before() -> None:
+    params = two()
+    trainer = gluon.Trainer(params, "sgd", kvstore=kvstore.create("local"), update_on_kvstore=True)
+    store: Any = trainer.kvstore
+    trainer.set_learning_rate(0.1)
+    trainer.optimizer.lr = 0.5
+    store.set_learning_rate(0.1)
+    backward(dict.fromkeys(params.values(), 1))
+    with pytest.raises(OptionError, match=r"set to 0\.1 on the store and to .*0\.5.* on the optimizer"):
+        trainer.step(1)
+    assert all_equal(params, 1)
+    trainer.optimizer.lr = 0.1
+    trainer.step(1)
+    assert all_equal(params, float(F32(1) - F32(0.1))) and trainer.learning_rate == 0.1
+
+
+def test_states_that_a_store_has_saved_are_refused(tmp_path: Path) -> None:
+    trainer = gluon.Trainer(two(), "sgd", kvstore=kvstore.create("local"), update_on_kvstore=True)
+    store: Any = trainer.kvstore
+    store.save_optimizer_states(tmp_path / "states")
+    with pytest.raises(CheckpointError, match="of a store's save_optimizer_states"):
+        trainer.load_states(tmp_path / "states")
+
+
 @pytest.mark.parametrize(
-    "head", [{"lr": np.inf}, {"lr": 1e300}, {"lr": -0.1}, {"steps": 2**70}, {"steps": -1}]
+    "head", [{"lr": np.inf}, {"lr": 1e300}, {"lr": -0.1}, {"steps": 2**70}, {"steps": -1}, {"steps": None}]
 )
 def test_a_file_with_an_impossible_rate_or_count_is_refused_before_anything_changes(
     head: dict[str, Any],
 ) -> None:
     trainer_module._check_head({"lr": 0.1, "steps": 3})
     with pytest.raises(CheckpointError, match=r"lr|steps"):
-        trainer_module._check_head(head)
+        trainer_module._check_head({"lr": 0.1, "steps": 3} | head)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from singa_lite import opt
+from singa_lite.comm.base import World
+from singa_lite.comm.local import LocalCommunicator
 from singa_lite.errors import CommError, DTypeError, OptionError, ShapeError
 from singa_lite.tensor import Tensor
 from tests.kvstore.rig import Facts, Launch, Rate, assert_holds, caught, run_facts, run_process
@@ -108,6 +110,11 @@ def bad_arguments_raise_before_anything_moves(rig):
         (DTypeError, "key 'int' is int64", lambda: store.set_optimizer(opt.SGD(lr=1.0))),
         (OptionError, "expected an opt.Optimizer", lambda: store.set_optimizer("sgd")),
         (OptionError, "expected an opt.Optimizer", lambda: store.set_optimizer(opt.SGD)),
+        (
+            OptionError,
+            "that DistOpt wraps",
+            lambda: store.set_optimizer(opt.DistOpt(opt.SGD(), communicator=LocalCommunicator(World()))),
+        ),
         (OptionError, "set_optimizer() comes first", lambda: store.set_learning_rate(0.1)),
         (OptionError, "a function cannot travel", lambda: store.set_updater(lambda *_: None)),
         (OptionError, "a function cannot travel", lambda: store._set_updater(lambda *_: None)),
