@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from typing import Any
 
 from ..comm.launch import MAX_RANKS
@@ -17,16 +20,36 @@ RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.{} import main; ma
 
 
 def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int:
-    """Return the exit code of ``call``; end this process with the text of its error, 2 for an OptionError, else 1."""
+    """Return the exit code of ``call``; end this process with the text of its error, 2 for an OptionError, else 1.
+
+    SIGTERM ends it as an exception does, so that temporary folders and processes of ``call`` end too.
+    """
     try:
-        return call()
+        with _exit_at_sigterm():
+            return call()
     except OptionError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        say(f"{parser.prog}: interrupted")
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at exit
         return 141  # 128 + SIGPIPE, as in a shell
     except (OSError, SingaLiteError) as error:
         sys.exit(f"{parser.prog}: {error}")
+
+
+@contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Inside: SIGTERM raises SystemExit, unless it has a handler."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def rank_command(module: str, *arguments: str) -> list[str]:
