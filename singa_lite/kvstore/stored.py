@@ -76,8 +76,7 @@ class StoredArray:
             total: shape and dtype of the value, on its device; becomes the value's memory if it replaces it.
         """
         if self.updater is not None:
-            # a copy, which it may keep: this memory is used again
-            self.updater(self.key, Tensor.wrap(total, self.param.device).clone(), self.param)
+            self.updater(self.key, Tensor.wrap(total, self.param.device), self.param)
         elif self.optimizer is not None:
             self.optimizer.update_pairs([(self.param, Tensor.wrap(total, self.param.device))])
             self.optimizer.step()

@@ -91,15 +91,6 @@ def test_an_updater_changes_the_value_in_place(store, set_updater):
         store.pushpull(3, np.ones((2, 3), F32), wait="no")
 
 
-def test_an_updater_may_keep_what_was_pushed(store):
-    kept = []
-    store.init(3, np.zeros((2, 3), F32))
-    store.set_updater(lambda key, pushed, stored: kept.append(pushed))
-    for number in range(4):
-        store.push(3, np.full((2, 3), number, F32))
-    assert [float(to_numpy(pushed)[0, 0]) for pushed in kept] == [0, 1, 2, 3]
-
-
 def test_an_optimizer_updates_the_value(store):
     store.init("w", np.zeros((2, 3), F32))
     store.set_optimizer(opt.SGD(lr=0.01))
