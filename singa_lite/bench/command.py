@@ -45,7 +45,12 @@ def _exit_at_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
         yield
         return
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def leave(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one does not disturb the tidying up
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:

@@ -137,7 +137,11 @@ def _calibration(given: argparse.Namespace, options: list[str] | None) -> Calibr
         arguments = [str(path), json.dumps(options or MEASURED), json.dumps(work)]
         command = [sys.executable, *rank_command("measure", *arguments)]
         answer = subprocess.run(
-            command, stdin=subprocess.DEVNULL, env=environ, preexec_fn=die_with_launcher()
+            command,
+            stdin=subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,  # so that Ctrl-C is said once
+            preexec_fn=die_with_launcher(),
         )
         if answer.returncode != 0:
             raise OptionError("plan: measuring a calibration failed, see above; give one with --calibration")

@@ -8,6 +8,7 @@ a store gives the optimizer to its servers (kvstore/), updates (opt/).
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakMethod
 
 from ..errors import OptionError
 from ..kvstore.store import KVStore
@@ -30,11 +31,12 @@ class SharedOptimizer:
         self._store = store
         self._is_on_store = is_on_store
         self._note()
+        if store is not None and is_on_store:
+            store._lr_listeners.append(WeakMethod(self._take_lr))
 
     @property
     def constant_lr(self) -> float | None:
         """The learning rate, what the store's ``set_learning_rate`` has set for one; None if it is a schedule."""
-        self.take_lr()
         rate = self._optimizer.lr
         return rate.init_value if type(rate) is Constant else None
 
@@ -48,25 +50,10 @@ class SharedOptimizer:
         self._optimizer.lr = lr
         self._note_lr()
 
-    def take_lr(self) -> None:
-        """Take over a learning rate that the script has set by the store's ``set_learning_rate``.
-
-        Raises:
-            OptionError: it has set another one on the optimizer, and which came last is not known.
-        """
-        store = self._store
-        if not self._is_on_store or store is None or store._num_lr_set == self._num_lr_set:
-            return
-        rate, mine = store.learning_rate, self._optimizer.lr
-        if rate is not None:
-            is_same = type(mine) is Constant and mine.init_value == rate
-            if not is_same and any(name.partition(".")[0] == "lr" for name in self._changed()):
-                raise OptionError(
-                    f"Trainer: the learning rate was set to {rate} on the store and to {mine!r} on the optimizer since "
-                    "the last step; set it on one of them, or by trainer.set_learning_rate"
-                )
-            self._optimizer.lr = rate
-            self._note_lr()
+    def _take_lr(self, lr: float) -> None:
+        """Take over a learning rate that the script has set by the store's ``set_learning_rate``."""
+        self._optimizer.lr = lr
+        self._note_lr()
 
     def restore(self, steps: int, lr: float | None) -> None:
         """Go on after ``steps`` steps with a saved ``constant_lr``; a schedule stays. States have been set before."""
@@ -89,7 +76,6 @@ class SharedOptimizer:
         if store is None:
             return
         store.check_usable("Trainer: step")
-        self.take_lr()
         changed = self._changed()
         if not self._is_on_store:
             if changed:
@@ -148,7 +134,6 @@ class SharedOptimizer:
     def _note_lr(self) -> None:
         now = self._attributes()
         self._noted |= {name: now[name] for name in now if name.partition(".")[0] == "lr"}
-        self._num_lr_set = 0 if self._store is None else self._store._num_lr_set
 
 
 def _arguments_of(where: str, value: object) -> dict[str, Any]:

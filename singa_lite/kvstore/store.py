@@ -12,6 +12,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -72,7 +73,7 @@ class KVStore(WorkerCalls):
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
         self._lr: float | None = None  # set after the optimizer
-        self._num_lr_set = 0  # how often
+        self._lr_listeners: list[WeakMethod[Callable[[float], None]]] = []  # are told of it
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -279,7 +280,13 @@ class KVStore(WorkerCalls):
             raise OptionError(f"{self._name}: set_learning_rate: set_optimizer() comes first")
         number = check_number(f"{self._name}: set_learning_rate", "lr", lr, 0)
         self._together("set_learning_rate", {"the learning rate": number}, lambda: self._set_lr(number))
-        self._lr, self._num_lr_set = number, self._num_lr_set + 1
+        self._note_lr(number)
+
+    def _note_lr(self, lr: float) -> None:
+        self._lr = lr
+        for listener in self._lr_listeners:
+            if (tell := listener()) is not None:
+                tell(lr)
 
     def set_updater(self, updater: Updater) -> None:
         """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place; for stores of one process."""
@@ -476,7 +483,7 @@ class KVStore(WorkerCalls):
         self._optimizer, self._lr, self._arguments.needs_floats = optimizer["description"], None, True
         if optimizer["lr"] is not None:
             self._set_lr(optimizer["lr"])
-            self._lr, self._num_lr_set = optimizer["lr"], self._num_lr_set + 1
+            self._note_lr(optimizer["lr"])
 
     # ---- what a store writes -------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from functools import wraps
 from typing import Any
 
@@ -57,7 +57,7 @@ def on_host(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(*arguments: Any, **options: Any) -> Any:
-        given = [list(a) if isinstance(a, (Iterator, BackwardPairs)) else a for a in arguments]
+        given = [list(a) if isinstance(a, (Iterator, ItemsView, BackwardPairs)) else a for a in arguments]
         return host(run_in_float32, given, options)
 
     return run
@@ -72,18 +72,18 @@ class LentGradients:
     def __init__(self) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # each gradient, and the Tensor that stands for it
 
-    def lend(self, arguments: Any) -> Any:
-        """Return a pytree like ``arguments`` with another Tensor for each gradient.
+    def lend(self, arguments: tuple[list[Any], dict[str, Any]]) -> Any:
+        """Return a pytree like ``arguments`` with another Tensor for each that is no parameter.
 
-        That is a Tensor that stores none itself, as a parameter does. Where no parameter does, as in a key-value store,
-        it is the second of two.
+        A parameter stores its gradient, or the optimizer, the first argument, knows it, as in a key-value store.
         """
         found = leaves(arguments)
-        are_grads = [not tensor.stores_grad for tensor in found]
-        if all(are_grads):
-            are_grads = [number % 2 == 1 for number in range(len(found))]
+        known = getattr(next(iter(arguments[0]), None), "_slots", {})
+        are_params = [tensor.stores_grad or tensor in known for tensor in found]
+        if not any(are_params):  # which are they?
+            return rebuild(arguments, iter(found))
         given = [
-            self._lend(each) if is_grad else each for each, is_grad in zip(found, are_grads, strict=True)
+            each if is_param else self._lend(each) for each, is_param in zip(found, are_params, strict=True)
         ]
         return rebuild(arguments, iter(given))
 

@@ -104,7 +104,7 @@ def _walk(value: Any, found: list[Tensor], describe: Callable[[object], Hashable
         return Tensor, array.shape, array.dtype.str, id(value.device), flags
     if form == "plain" or (form == "function" and _is_free(value)):
         # of two zeros the sign
-        return type(value), repr(value) if not value or isinstance(value, COMPLEX) else value
+        return type(value), (repr(value),) if not value or isinstance(value, COMPLEX) else value
     if form in ("object", "function") or (value.__class__ not in BUILTIN and _has_more(value, form)):
         return describe(value)
     walk = partial(_walk, found=found, describe=describe)

@@ -91,6 +91,30 @@ def test_an_updater_changes_the_value_in_place(store, set_updater):
         store.pushpull(3, np.ones((2, 3), F32), wait="no")
 
 
+class ByName(opt.Optimizer):
+    """Calls ``apply`` with the gradient before the parameter."""
+
+    slot_names = ("velocity",)
+
+    def update_all(self, pairs):
+        for param, grad in pairs:
+            self.apply(param_name=param.name, param_grad=grad, param_value=param)
+
+    def apply(self, param_name, param_value, param_grad):
+        velocity = self.slots(param_value)["velocity"]
+        velocity *= 0.5
+        velocity += param_grad
+        param_value -= velocity
+
+
+def test_an_optimizer_may_call_its_methods_with_arguments_in_any_order(store):
+    store.init("w", np.zeros((2, 3), F32))
+    store.set_optimizer(ByName(1.0))
+    for _ in range(3):
+        store.push("w", np.ones((2, 3), F32))
+    assert (pulled(store, "w") == -(1 + 1.5 + 1.75)).all()
+
+
 def test_an_optimizer_updates_the_value(store):
     store.init("w", np.zeros((2, 3), F32))
     store.set_optimizer(opt.SGD(lr=0.01))
