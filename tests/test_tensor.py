@@ -295,6 +295,8 @@ def test_one_element_is_a_number_for_python() -> None:
     for call in (int, float, "{:.1f}".format):
         with pytest.raises(ShapeError, match="more than one element"):
             call(Tensor((2,)))
+    with pytest.raises(OptionError, match="format: expected text, not ndarray"):
+        Tensor((1,)).__format__(np.zeros(2))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="format: Invalid format specifier"):
         f"{t:top}"
 

@@ -7,9 +7,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import current_thread, main_thread
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..comm.launch import MAX_RANKS
@@ -20,13 +18,9 @@ RANK = "import sys; sys.path[:] = {!r}; from singa_lite.bench.{} import main; ma
 
 
 def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int:
-    """Return the exit code of ``call``; end this process with the text of its error, 2 for an OptionError, else 1.
-
-    SIGTERM ends it as an exception does, so that temporary folders and processes of ``call`` end too.
-    """
+    """Return the exit code of ``call``; end this process with the text of its error, 2 for an OptionError, else 1."""
     try:
-        with _exit_at_sigterm():
-            return call()
+        return call()
     except OptionError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -37,24 +31,6 @@ def run_command(parser: argparse.ArgumentParser, call: Callable[[], int]) -> int
         return 141  # 128 + SIGPIPE, as in a shell
     except (OSError, SingaLiteError) as error:
         sys.exit(f"{parser.prog}: {error}")
-
-
-@contextmanager
-def _exit_at_sigterm() -> Iterator[None]:
-    """Inside: SIGTERM raises SystemExit, unless it has a handler."""
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or current_thread() is not main_thread():
-        yield
-        return
-
-    def leave(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one does not disturb the tidying up
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def rank_command(module: str, *arguments: str) -> list[str]:

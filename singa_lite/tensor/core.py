@@ -214,6 +214,8 @@ class Tensor:
 
     def __format__(self, spec: str) -> str:
         """Return the value of a one-element tensor in the format of a number, as in f"{loss:.3f}"; "" is str()."""
+        if not isinstance(spec, str):
+            raise OptionError(f"format: expected text, not {type(spec).__name__}")
         if not spec:
             return str(self)
         number = self.item()
