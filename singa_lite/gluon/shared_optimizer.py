@@ -32,7 +32,7 @@ class SharedOptimizer:
         self._is_on_store = is_on_store
         self._note()
         if store is not None and is_on_store:
-            store._lr_listeners.append(WeakMethod(self._take_lr))
+            store._lr_hooks.append(WeakMethod(self._take_lr))
 
     @property
     def constant_lr(self) -> float | None:

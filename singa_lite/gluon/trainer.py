@@ -555,9 +555,9 @@ def _hash_of(param: Tensor) -> str:
 def _sum_of_bits(tensor: Tensor) -> int:
     """Return a number that tensors of equal values have alike, and others hardly ever, at the speed of memory."""
     array = to_numpy(tensor)
-    octets = (array + array.dtype.type(0)).reshape(-1).view(np.uint8)  # of zeros without sign
-    end = octets.size // 8 * 8
-    return int(octets[:end].view(np.uint64).sum()) + int(octets[end:].sum())
+    data = (array + array.dtype.type(0)).reshape(-1).view(np.uint8)  # of zeros without sign
+    end = data.size // 8 * 8
+    return int(data[:end].view(np.uint64).sum()) + int(data[end:].sum())
 
 
 def _check_states(states: object, names: Sequence[str]) -> None:

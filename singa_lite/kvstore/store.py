@@ -73,7 +73,7 @@ class KVStore(WorkerCalls):
         self._arguments = Arguments(name)
         self._optimizer: Description | None = None
         self._lr: float | None = None  # set after the optimizer
-        self._lr_listeners: list[WeakMethod[Callable[[float], None]]] = []  # are told of it
+        self._lr_hooks: list[WeakMethod[Callable[[float], None]]] = []  # called with each that is set
         self._compression: Compression | None = None
         self._residuals = Residuals()
 
@@ -284,9 +284,9 @@ class KVStore(WorkerCalls):
 
     def _note_lr(self, lr: float) -> None:
         self._lr = lr
-        for listener in self._lr_listeners:
-            if (tell := listener()) is not None:
-                tell(lr)
+        for reference in self._lr_hooks:
+            if (hook := reference()) is not None:
+                hook(lr)
 
     def set_updater(self, updater: Updater) -> None:
         """Set ``updater(key, pushed, stored)``, which changes the stored Tensor in place; for stores of one process."""
